@@ -1,0 +1,52 @@
+# `make demo` and `make test` do all the set-up; the rest is for people who work on Tidegate.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help venv demo test lint format bench docs clean
+
+help:
+	@echo "make demo   train a small model with fully asynchronous rollouts, and report on it"
+	@echo "make test   format, lint, types, tests, a short demo"
+	@echo "make lint   the first three of those"
+	@echo "make bench  speed, as ratios against named peers"
+	@echo "make docs   check that the documentation's links lead somewhere"
+
+venv: $(READY)
+
+# torch first and alone: its pin is the CPU build's, and a plain `torch` would bring gigabytes.
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet -e ".[examples,dev]"
+	touch $(READY)
+
+demo: venv
+	$(BIN)/python -m examples.async_grpo $(ARGS)
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint
+	$(BIN)/python -m pytest
+
+bench: venv
+	$(BIN)/python -m benchmarks.transport
+
+docs: venv
+	$(BIN)/python -m pytest -q tests/test_docs.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""How fast is Tidegate, against its peers and the machine's own limits? Run as modules."""

@@ -1,0 +1,1 @@
+"""Produces tokens: the worker process, its model code, KV cache, sampler and scheduler."""

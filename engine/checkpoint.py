@@ -1,0 +1,70 @@
+"""Which tensors does a model directory hold? Reads safetensors, single or sharded.
+
+It knows nothing of what the tensors mean; their names are Hugging Face's.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tidegate.errors import ModelError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class _Index(msgspec.Struct):
+    """The part of the index that we read."""
+
+    weight_map: dict[str, str]
+
+
+def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of the directory ``path`` with its name, one at a time.
+
+    The tensors are views of the mapped file where the platform allows it: copy what you keep.
+
+    Raises:
+        ModelError: there are no safetensors, one is missing or damaged, or lacks a tensor that
+            the index promises.
+    """
+    for file, promised in _files(path).items():
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                names = set(tensors.keys())
+                lacking = sorted(promised - names)
+                if lacking:
+                    raise ModelError(f"{file} lacks {lacking[0]}, which {INDEX_FILE} says it has")
+                for name in sorted(names):
+                    yield name, tensors.get_tensor(name)
+        except FileNotFoundError as error:
+            raise ModelError(f"{file} is missing, but {INDEX_FILE} names it") from error
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} is damaged or cut short: {error}") from error
+
+
+def _files(path: Path) -> dict[Path, set[str]]:
+    """Each file to read, with the tensors that the index says are in it."""
+    index = path / INDEX_FILE
+    if index.exists():
+        files: dict[Path, set[str]] = {}
+        for name, file in _read_index(index).weight_map.items():
+            files.setdefault(path / Path(file).name, set()).add(name)
+        return files
+    if (path / SINGLE_FILE).exists():
+        return {path / SINGLE_FILE: set()}
+    found = sorted(file.name for file in path.glob("*") if file.suffix in (".bin", ".pt"))
+    raise ModelError(
+        f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}"
+        + (f" (but {', '.join(found)}: save it again as safetensors)" if found else "")
+    )
+
+
+def _read_index(file: Path) -> _Index:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=_Index)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file} is damaged: {error}") from error

@@ -1,0 +1,193 @@
+"""What tokens come out of one engine step? Rows in, one sampled token per sampling row out.
+
+A step mixes rows that decode with rows that prefill a chunk of their context. The runner owns the
+memory of the KV cache; which blocks are whose is the scheduler's business, and so is everything a
+turn is apart from tokens, positions and sampling.
+
+Letters in shapes: R rows, T tokens of all rows, S sampling rows, B blocks of a row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tidegate.engine.model import StepPlan, forward, inverse_frequencies
+from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.weights import Weights
+from tidegate.kernels.attention import (
+    CacheShape,
+    Ints,
+    RowGroup,
+    plan_group,
+    scratch_elements,
+    write_index,
+)
+from tidegate.kernels.rope import rope_table
+from tidegate.kernels.sampling import sample
+from tidegate.kernels.uniforms import uniforms
+
+SEED_MASK = 2**64 - 1
+"""Seeds may be any int; the generator takes 64 bits."""
+
+CONTEXT_LEVELS = 128 * 4 ** np.arange(10)
+QUERY_LEVELS = np.array([1, *(32 * 4 ** np.arange(10))])
+"""Rows between two levels are padded to each other: beyond the first, at most by a factor of 4.
+Below it one more group would cost more in dispatch than the padding does; but rows of one query,
+which decode, are a group of their own."""
+
+
+@dataclass(slots=True)
+class RowSampling:
+    """How a row's next token is drawn; the fields mean what they do in ``SamplingParams``."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    index: int
+    """Which random number of the seed to use: how many tokens the turn has sampled before."""
+
+
+@dataclass(slots=True)
+class Row:
+    """What one turn runs in a step."""
+
+    token_ids: npt.NDArray[np.int32]
+    """At least one."""
+    start: int
+    """Context position of the first of them; the positions before it are in the cache."""
+    block_table: list[int] | npt.NDArray[np.int64]
+    """The turn's blocks in the order of positions; enough for its last token, or more."""
+    sampling: RowSampling | None
+    """None in the middle of a prefill: nothing is sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """One token per sampling row, in the order of the rows."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[S]"""
+    logprobs: npt.NDArray[np.float32]
+    """[S], of the distribution really sampled from; of the plain one where temperature is 0."""
+
+
+class ModelRunner:
+    """Runs one model on one thread."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, *, num_blocks: int, block_tokens: int = 16
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        """May be replaced between two steps, by weights of the same config and dtype."""
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self._shape = CacheShape(config.num_kv_heads, block_tokens)
+        size = (num_blocks, 2, config.num_kv_heads, block_tokens, config.head_dim)
+        # Zeros, not whatever memory holds: a masked position is still multiplied, by 0.
+        self._caches = [torch.zeros(size, dtype=weights.dtype) for _ in range(config.num_layers)]
+        self._scratch = torch.empty(0, dtype=weights.dtype)
+        positions = min(config.context_tokens_max, num_blocks * block_tokens)
+        self._rope = rope_table(inverse_frequencies(config), positions, weights.dtype)
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[Row]) -> StepOutput:
+        """Run every row's tokens, and sample after the last of those that ask for it."""
+        if not rows:
+            return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
+        plan = self._plan(rows)
+        hidden = forward(self.weights, self._caches, plan)
+        sampling = [row.sampling for row in rows if row.sampling is not None]
+        if not sampling:
+            return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
+        return _sample(hidden.float() @ self.weights.head.t(), sampling)
+
+    def _plan(self, rows: Sequence[Row]) -> StepPlan:
+        """Lay the rows' tokens out one after another, rows of like size together."""
+        counts = np.fromiter([len(row.token_ids) for row in rows], np.int64, len(rows))
+        starts = np.fromiter([row.start for row in rows], np.int64, len(rows))
+        kinds = _kinds(counts, starts + counts)
+        order = np.argsort(kinds, kind="stable")
+        kinds, counts, starts = kinds[order], counts[order], starts[order]
+        ordered = [rows[i] for i in order]
+        firsts = np.cumsum(counts) - counts
+        row_of_token = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(counts.sum()) + (starts - firsts)[row_of_token]
+        tables = _tables(ordered, -(-(starts + counts) // self.block_tokens))
+        rotations = self._rope.index_select(0, torch.from_numpy(positions))
+        block, offset = np.divmod(positions, self.block_tokens)
+        lasts = np.empty(len(rows), np.int64)
+        lasts[order] = firsts + counts - 1
+        samples = [row.sampling is not None for row in rows]
+        groups = self._groups(kinds, starts, counts, tables)
+        return StepPlan(
+            token_ids=torch.from_numpy(np.concatenate([row.token_ids for row in ordered])),
+            cosines=rotations[:, :1],
+            sines=rotations[:, 1:],
+            write_index=write_index(tables[row_of_token, block], offset, self._shape),
+            groups=groups,
+            scratch=self._scratch_for(groups),
+            sampled=torch.from_numpy(lasts[samples]),
+        )
+
+    def _groups(self, kinds: Ints, starts: Ints, counts: Ints, tables: Ints) -> list[RowGroup]:
+        """Cut the ordered rows where their kind changes."""
+        cuts = [0, *(np.flatnonzero(kinds[1:] != kinds[:-1]) + 1).tolist(), kinds.size]
+        groups: list[RowGroup] = []
+        for first, end in pairwise(cuts):
+            group = slice(first, end)
+            blocks = -(-int((starts[group] + counts[group]).max()) // self.block_tokens)
+            groups.append(
+                plan_group(
+                    starts[group],
+                    counts[group],
+                    tables[group, :blocks],
+                    self._shape,
+                    first_token=groups[-1].end_token if groups else 0,
+                    dtype=self.weights.dtype,
+                )
+            )
+        return groups
+
+    def _scratch_for(self, groups: Sequence[RowGroup]) -> torch.Tensor:
+        """The scratch memory, kept from step to step, grown where this one needs more."""
+        needed = scratch_elements(groups, self._caches[0])
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed, dtype=self._scratch.dtype)
+        return self._scratch
+
+
+def _kinds(counts: Ints, ends: Ints) -> Ints:
+    """Number the rows [R] so that those of one kind may be padded to each other; decode first."""
+    queries = np.searchsorted(QUERY_LEVELS, counts)
+    return queries * (CONTEXT_LEVELS.size + 1) + np.searchsorted(CONTEXT_LEVELS, ends)
+
+
+def _tables(rows: Sequence[Row], blocks: Ints) -> Ints:
+    """Put the first ``blocks[r]`` blocks of each row into one [R, B] array, padded with block 0."""
+    tables = np.zeros((len(rows), int(blocks.max())), np.int64)
+    used = chain.from_iterable(
+        row.block_table[:count] for row, count in zip(rows, blocks.tolist(), strict=True)
+    )
+    filled = np.arange(tables.shape[1]) < blocks[:, None]
+    tables[filled] = np.fromiter(used, np.int64, int(blocks.sum()))
+    return tables
+
+
+def _sample(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput:
+    """Gather the rows' options into columns, and draw."""
+    seeds = np.array([one.seed & SEED_MASK for one in sampling], np.uint64)
+    indices = np.array([one.index for one in sampling], np.uint64)
+    token_ids, logprobs = sample(
+        logits,
+        np.array([one.temperature for one in sampling], np.float32),
+        np.array([one.top_k for one in sampling], np.int64),
+        np.array([one.top_p for one in sampling], np.float32),
+        uniforms(seeds, indices),
+    )
+    return StepOutput(token_ids.numpy().astype(np.int32), logprobs.numpy())

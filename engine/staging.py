@@ -1,0 +1,226 @@
+"""How do new weights get in beside those that serve? A thread copies them while decoding goes on.
+
+It knows nothing of turns. Every update that was started is answered, once: by ``WeightsStaged``,
+or by ``WeightsFailed`` and then nothing more until it is started anew. Copies run outside of the
+interpreter's lock, so the decode steps of the main thread go on beside them.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from queue import SimpleQueue
+
+import torch
+
+from tidegate.engine.weights import Weights
+from tidegate.errors import WeightsRefused
+from tidegate.transport.messages import (
+    Complaint,
+    InitWeights,
+    Message,
+    StartWeightUpdate,
+    TensorSpec,
+    UpdateWeights,
+    WeightsFailed,
+    WeightsStaged,
+)
+from tidegate.transport.weight_channels import WeightReceiver, receiver
+
+JOIN_TIMEOUT_S = 5.0
+"""How long ``close`` waits for the copy of one tensor; the thread never outlives the process."""
+
+NAMES_SHOWN_MAX = 3
+"""Missing tensors named in a refusal; one usually tells it all."""
+
+Answer = WeightsStaged | WeightsFailed | Complaint
+
+
+class _State(Enum):
+    """How far an update has come, as far as the main thread knows."""
+
+    OPEN = auto()
+    STAGED = auto()
+    FAILED = auto()
+
+
+class _Update:
+    """One attempt at staging a version. The thread reads ``state`` to stop early."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.state = _State.OPEN
+        self.started_ns = time.monotonic_ns()
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What a job of the thread came to; most have nothing to say."""
+
+    update: _Update | None
+    answer: Answer | None
+
+
+class Staging:
+    """The buffer beside the live weights, and the thread that fills it."""
+
+    def __init__(self, allocate: Callable[[], Weights]) -> None:
+        self._allocate = allocate
+        self._update: _Update | None = None
+        """The newest; those before it are over."""
+        self._answers: list[Message] = []
+        self._jobs: SimpleQueue[Callable[[], _Result] | None] = SimpleQueue()
+        self._results: SimpleQueue[_Result] = SimpleQueue()
+        self._jobs_pending = 0
+        self._buffer: Weights | None = None
+        """The thread's while jobs are pending, else the main thread's."""
+        self._receiver: WeightReceiver | None = None
+        """The thread's."""
+        self._thread = threading.Thread(target=self._work, name="staging", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the thread is at work, so that an answer may be due any moment."""
+        return self._jobs_pending > 0
+
+    def init(self, message: InitWeights) -> None:
+        """Phase 1: open the channel, and touch the buffer's pages while there is time."""
+        self._put(partial(self._open_channel, message))
+
+    def start(self, message: StartWeightUpdate) -> None:
+        """Phase 2: begin a version, and give up the one before if it isn't complete yet."""
+        old = self._update
+        if old is not None and old.state is _State.OPEN:
+            self._fail(old, f"given up, for v{message.version} was started before it was complete")
+        self._update = _Update(message.version)
+        self._put(partial(self._begin, self._update))
+
+    def update(self, message: UpdateWeights) -> None:
+        """Phase 3: have some tensors copied."""
+        update = self._update
+        if update is None or update.version != message.version:
+            self._answers.append(
+                WeightsFailed(
+                    version=message.version,
+                    message=f"v{message.version} was not started; send StartWeightUpdate first",
+                )
+            )
+        elif update.state is _State.STAGED:
+            self._fail(update, "more tensors came after those marked as the last")
+        elif update.state is _State.OPEN:
+            self._put(partial(self._copy, update, message))
+
+    def take_answers(self) -> list[Message]:
+        """What has been staged or has failed since the last call."""
+        while not self._results.empty():
+            result = self._results.get()
+            self._jobs_pending -= 1
+            self._settle(result)
+        answers, self._answers = self._answers, []
+        return answers
+
+    def is_staged(self, version: int) -> bool:
+        """Whether ``version`` is complete and still there."""
+        update = self._update
+        return update is not None and (update.version, update.state) == (version, _State.STAGED)
+
+    def exchange(self, version: int, live: Weights) -> Weights:
+        """Hand out the weights of ``version``; ``live`` is the buffer of the next update."""
+        if not self.is_staged(version) or self.is_busy or self._buffer is None:
+            raise AssertionError(f"v{version} is not staged")
+        staged, self._buffer = self._buffer, live
+        self._update = None
+        return staged
+
+    def close(self) -> None:
+        """Stop the thread, in the midst of an update if need be."""
+        if self._update is not None:
+            self._update.state = _State.FAILED
+        self._jobs.put(None)
+        self._thread.join(JOIN_TIMEOUT_S)
+
+    # ------------------------------------------------------------ main thread
+
+    def _put(self, job: Callable[[], _Result]) -> None:
+        self._jobs_pending += 1
+        self._jobs.put(job)
+
+    def _settle(self, result: _Result) -> None:
+        update = result.update
+        if result.answer is None or (update is not None and update.state is not _State.OPEN):
+            return
+        if update is not None:
+            staged = isinstance(result.answer, WeightsStaged)
+            update.state = _State.STAGED if staged else _State.FAILED
+        self._answers.append(result.answer)
+
+    def _fail(self, update: _Update, why: str) -> None:
+        update.state = _State.FAILED
+        self._answers.append(WeightsFailed(version=update.version, message=why))
+
+    # ------------------------------------------------------------ the thread
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._results.put(job())
+        if self._receiver is not None:
+            self._receiver.close()
+
+    def _open_channel(self, message: InitWeights) -> _Result:
+        try:
+            if self._receiver is not None:
+                self._receiver.close()
+                self._receiver = None
+            self._receiver = receiver(message)
+            if self._buffer is None:
+                self._buffer = self._allocate()
+        except Exception as error:  # noqa: BLE001  (as in _copy)
+            return _Result(None, Complaint(message=f"weight channel not opened: {_say(error)}"))
+        return _Result(None, None)
+
+    def _begin(self, update: _Update) -> _Result:
+        if self._buffer is not None:
+            self._buffer.start()
+        return _Result(update, None)
+
+    def _copy(self, update: _Update, message: UpdateWeights) -> _Result:
+        # Whatever goes wrong in here, the old weights serve on; so no error may end the thread.
+        try:
+            return _Result(update, self._copied(update, message))
+        except Exception as error:  # noqa: BLE001
+            return _Result(update, WeightsFailed(version=update.version, message=_say(error)))
+
+    def _copied(self, update: _Update, message: UpdateWeights) -> Answer | None:
+        if self._receiver is None or self._buffer is None:
+            raise WeightsRefused("no weight channel is open; send InitWeights first")
+        for spec, view in self._receiver.tensors(message):
+            if update.state is not _State.OPEN:
+                return None
+            self._buffer.load(spec.name, _tensor(spec, view))
+        if not message.last:
+            return None
+        missing = self._buffer.missing()
+        if missing:
+            shown = ", ".join(missing[:NAMES_SHOWN_MAX])
+            raise WeightsRefused(
+                f"{len(missing)} tensors are missing, first {shown}; publish all the names that "
+                f"the model directory has"
+            )
+        staging_us = (time.monotonic_ns() - update.started_ns) // 1000
+        return WeightsStaged(version=update.version, staging_us=staging_us)
+
+
+def _tensor(spec: TensorSpec, view: memoryview) -> torch.Tensor:
+    """The bytes as a tensor, without a copy."""
+    dtype = getattr(torch, spec.dtype)
+    if not view.nbytes:
+        return torch.empty(spec.shape, dtype=dtype)
+    return torch.frombuffer(view, dtype=dtype).view(spec.shape)
+
+
+def _say(error: Exception) -> str:
+    """Our own errors speak for themselves; others need their kind."""
+    return str(error) if isinstance(error, WeightsRefused) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,233 @@
+"""What does an engine remember of one turn, and which turns does it refuse at the door?
+
+Knows nothing of other turns, steps or weights.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tidegate.engine.provenance import KvHistory
+from tidegate.engine.runner import Row, RowSampling
+from tidegate.errors import ConfigError, OutOfBlocks, TurnRefused
+from tidegate.transport.messages import (
+    LENGTH,
+    RUNNING,
+    STOP,
+    KvSpan,
+    Prefill,
+    SamplingParams,
+    SubmitTurn,
+)
+
+HANDLE_MAX = 2**32 - 1
+"""Handles travel in uint32 columns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What one engine can hold."""
+
+    max_running_turns: int
+    max_step_tokens: int
+    """Tokens computed per step, decodes and prefill chunks together."""
+    num_blocks: int
+    block_tokens: int
+    context_tokens_max: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_step_tokens < self.max_running_turns:
+            raise ConfigError(
+                f"max_step_tokens={self.max_step_tokens} is less than one token for each of "
+                f"max_running_turns={self.max_running_turns}; raise it to at least that"
+            )
+
+    def blocks_for(self, tokens: int) -> int:
+        """KV blocks that hold so many positions."""
+        return -(-tokens // self.block_tokens)
+
+
+class TurnState:
+    """One turn in the engine: its tokens, its KV, and what is left to do."""
+
+    __slots__ = (
+        "block_tokens_held",
+        "blocks",
+        "chunk_tokens",
+        "computed",
+        "handle",
+        "history",
+        "is_prefilling",
+        "length",
+        "length_max",
+        "prompt_tokens",
+        "rank",
+        "row",
+        "sampled_before",
+        "sampling",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(self, message: SubmitTurn, prompt: npt.NDArray[np.int32], arrival: int) -> None:
+        self.handle = message.turn
+        self.rank = (message.priority, arrival)
+        """Orders turns, best first; no two are equal."""
+        self.stop_ids = frozenset(message.sampling.stop_token_ids)
+        self.sampled_before = message.sampled_before
+        self.prompt_tokens = len(prompt)
+        self.length = len(prompt)
+        """Tokens known: prompt, then output."""
+        self.length_max = len(prompt) + message.sampling.max_tokens
+        self.tokens = np.empty(self.length_max, dtype=np.int32)
+        self.tokens[: self.length] = prompt
+        self.blocks: list[int] = []
+        self.block_tokens_held = 0
+        """Positions that ``blocks`` have room for."""
+        self.computed = 0
+        """Leading positions whose KV is in the cache; less than ``length``."""
+        self.chunk_tokens = 0
+        """Positions that the step under way computes."""
+        self.is_prefilling = True
+        """Whether the next token it samples begins a new history of its KV."""
+        self.history = KvHistory()
+        self.sampling = _row_sampling(message.sampling)
+        self.row = Row(self.tokens, 0, self.blocks, None)
+        """Filled in anew for each step: making one per token costs more than the rest of it."""
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens sampled in this submission."""
+        return self.length - self.prompt_tokens
+
+    def next_row(self) -> Row:
+        """What the runner computes of this turn in the step under way.
+
+        It samples if its chunk reaches the last token known.
+        """
+        row = self.row
+        start = self.computed
+        end = start + self.chunk_tokens
+        row.start = start
+        row.token_ids = self.tokens[start:end]
+        row.sampling = None
+        if end == self.length:
+            row.sampling = self.sampling
+            self.sampling.index = self.sampled_before + end - self.prompt_tokens
+        return row
+
+    def append(self, token_id: int) -> int:
+        """Take in a sampled token; return the turn's finish code."""
+        self.tokens[self.length] = token_id
+        self.length += 1
+        if token_id in self.stop_ids:
+            return STOP
+        return LENGTH if self.length == self.length_max else RUNNING
+
+    def end_prefill(self, live_version: int) -> Prefill:
+        """All known tokens are computed: say by whose weights."""
+        self.is_prefilling = False
+        spans: list[KvSpan] = self.history.spans(live_version, self.length)
+        return Prefill(self.handle, self.output_tokens, spans)
+
+    def drop_kv(self) -> list[int]:
+        """Forget the KV; return the blocks that held it."""
+        blocks = self.blocks.copy()
+        self.blocks.clear()  # not replaced, for the row refers to it
+        self.block_tokens_held = 0
+        self.computed = 0
+        self.is_prefilling = True
+        self.history.clear()
+        return blocks
+
+    def recompute_kv(self, version: int) -> bool:
+        """Mark KV of other versions for computing again, in place; return whether there is any."""
+        fresh = self.history.drop_other_than(version)
+        if fresh == self.computed:
+            return False
+        self.computed = fresh
+        self.is_prefilling = True
+        return True
+
+
+def admit(message: SubmitTurn, limits: EngineLimits, arrival: int) -> TurnState:
+    """Make a turn of a submission.
+
+    Raises:
+        TurnRefused: it can never be served as asked.
+    """
+    if not 0 <= message.turn <= HANDLE_MAX:
+        raise TurnRefused(f"turn handle must be in [0, {HANDLE_MAX}], got {message.turn}")
+    prompt = _read_prompt(message, limits)
+    _check_sampling(message.sampling)
+    if not 0 <= message.sampled_before <= len(prompt):
+        raise TurnRefused(
+            f"sampled_before must be in [0, {len(prompt)}], for it counts tokens at the end of "
+            f"token_ids, got {message.sampled_before}"
+        )
+    _check_room(len(prompt), message.sampling.max_tokens, limits)
+    return TurnState(message, prompt, arrival)
+
+
+def _row_sampling(asked: SamplingParams) -> RowSampling:
+    return RowSampling(
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        seed=asked.seed,
+        index=0,
+    )
+
+
+def _read_prompt(message: SubmitTurn, limits: EngineLimits) -> npt.NDArray[np.int32]:
+    nbytes = len(message.token_ids)
+    if nbytes == 0:
+        raise TurnRefused("token_ids is empty; a turn needs at least one token to continue from")
+    if nbytes % 4 != 0:
+        raise TurnRefused(f"token_ids must be int32, 4 bytes each, got {nbytes} bytes")
+    prompt = np.frombuffer(message.token_ids, dtype="<i4")
+    outside = (prompt < 0) | (prompt >= limits.vocab_size)
+    if outside.any():
+        at = int(outside.argmax())
+        raise TurnRefused(
+            f"token_ids[{at}] = {prompt[at]} is outside the model's vocabulary "
+            f"[0, {limits.vocab_size}); was the prompt made with another tokenizer?"
+        )
+    return prompt.astype(np.int32, copy=False)
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    if sampling.max_tokens < 1:
+        raise TurnRefused(f"max_tokens must be at least 1, got {sampling.max_tokens}")
+    if not 0 <= sampling.temperature < math.inf:
+        raise TurnRefused(
+            f"temperature must be finite and at least 0 (0 takes the most likely token), "
+            f"got {sampling.temperature}"
+        )
+    if sampling.top_k < 0:
+        raise TurnRefused(f"top_k must be at least 0 (0 keeps all tokens), got {sampling.top_k}")
+    if not 0 < sampling.top_p <= 1:
+        raise TurnRefused(f"top_p must be in (0, 1] (1 keeps all tokens), got {sampling.top_p}")
+
+
+def _check_room(prompt_tokens: int, max_tokens: int, limits: EngineLimits) -> None:
+    tokens = prompt_tokens + max_tokens
+    if tokens > limits.context_tokens_max:
+        raise TurnRefused(
+            f"prompt of {prompt_tokens} tokens plus max_tokens={max_tokens} is more than the "
+            f"model's context of {limits.context_tokens_max} tokens; shorten the prompt or lower "
+            f"max_tokens"
+        )
+    # The last token sampled is never fed back, so its KV is never needed.
+    blocks = limits.blocks_for(tokens - 1)
+    if blocks > limits.num_blocks:
+        error = OutOfBlocks(
+            blocks_needed=blocks, blocks_total=limits.num_blocks, block_tokens=limits.block_tokens
+        )
+        raise TurnRefused(str(error)) from error

@@ -1,0 +1,222 @@
+"""How does an engine process begin and end? ``python -m tidegate.engine.worker --connect ADDRESS``.
+
+Nothing here decides about turns. Exit status: 0 ended on request or because the orchestrator is
+gone, 1 a defect, 2 a model or setting that can't work, 3 refused by the orchestrator.
+"""
+
+import argparse
+import ctypes
+import gc
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from tidegate.engine.loop import SIGNAL_POLL_S, EngineLoop
+from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.runner import ModelRunner
+from tidegate.engine.scheduler import Scheduler
+from tidegate.engine.staging import Staging
+from tidegate.engine.turns import EngineLimits
+from tidegate.engine.weights import Weights, load_directory
+from tidegate.errors import ConfigError, TidegateError
+from tidegate.transport.messages import (
+    PROTOCOL,
+    Complaint,
+    FromOrchestrator,
+    Goodbye,
+    Hello,
+    Refused,
+    Shutdown,
+    Welcome,
+)
+from tidegate.transport.sockets import DealerSocket
+from tidegate.transport.weight_channels import CHANNELS
+
+ENDED, DEFECT, UNUSABLE, REFUSED = range(4)
+"""Exit statuses."""
+
+KV_BYTES_DEFAULT = 256 * 1024 * 1024
+"""What the KV cache may take where --num-blocks is left out: 262,144 tokens of a float32 model with
+2 layers of 2 KV heads of 32, but only 2,340 of a Qwen3-0.6B in bfloat16, which wants more."""
+
+WELCOME_TIMEOUT_S = 60.0
+"""An orchestrator that answers no hello for so long isn't there."""
+
+PR_SET_PDEATHSIG = 1
+"""From <linux/prctl.h>: which signal to get when the parent dies."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one engine until it ends; return the process's exit status."""
+    arguments = _parse(argv)
+    if arguments.die_with_parent:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    torch.set_num_threads(arguments.threads)
+    try:
+        config = ModelConfig.from_directory(arguments.model)
+        dtype = _dtype(arguments.dtype, config)
+        limits = _limits(arguments, config, dtype)
+        weights = load_directory(arguments.model, config, dtype)
+        socket = DealerSocket(arguments.connect, arguments.engine.encode())
+    except TidegateError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return UNUSABLE
+    # All that lives by now lives to the end: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    try:
+        return _serve(socket, arguments.engine, limits, weights)
+    finally:
+        socket.close()
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tidegate.engine.worker",
+        description="One inference engine of a run. The orchestrator starts it; people rarely do.",
+    )
+    parser.add_argument("--connect", required=True, help="the orchestrator's address")
+    parser.add_argument("--model", required=True, type=Path, help="Hugging Face model directory")
+    parser.add_argument("--engine", required=True, help="name, unique within the run")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="what to compute in; auto: as the model directory says",
+    )
+    parser.add_argument("--num-blocks", type=int, help="KV blocks; default: 256 MiB of them")
+    parser.add_argument("--block-tokens", type=int, default=16)
+    parser.add_argument("--max-running-turns", type=int, default=64)
+    parser.add_argument("--max-step-tokens", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=1, help="of torch, per step")
+    parser.add_argument(
+        "--die-with-parent",
+        action="store_true",
+        help="end when the thread that started this process does",
+    )
+    return parser.parse_args(argv)
+
+
+def _dtype(asked: str, config: ModelConfig) -> torch.dtype:
+    """What to compute in. Half precision is computed as bfloat16, which has its own range."""
+    name = config.dtype if asked == "auto" else asked
+    return torch.bfloat16 if name in ("bfloat16", "float16") else torch.float32
+
+
+def _limits(arguments: argparse.Namespace, config: ModelConfig, dtype: torch.dtype) -> EngineLimits:
+    if arguments.threads < 1:
+        raise ConfigError(f"--threads must be at least 1, got {arguments.threads}")
+    num_blocks = arguments.num_blocks
+    if num_blocks is None:
+        num_blocks = _default_blocks(arguments, config, dtype)
+    return EngineLimits(
+        max_running_turns=arguments.max_running_turns,
+        max_step_tokens=arguments.max_step_tokens,
+        num_blocks=num_blocks,
+        block_tokens=arguments.block_tokens,
+        context_tokens_max=config.context_tokens_max,
+        vocab_size=config.vocab_size,
+    )
+
+
+def _default_blocks(arguments: argparse.Namespace, config: ModelConfig, dtype: torch.dtype) -> int:
+    """What fits the default memory, but no more than all turns can ever use; one at least."""
+    block_tokens = max(1, arguments.block_tokens)
+    token_bytes: int = (
+        2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    )
+    affordable = KV_BYTES_DEFAULT // (token_bytes * block_tokens)
+    usable = arguments.max_running_turns * -(-config.context_tokens_max // block_tokens)
+    return max(1, min(int(affordable), int(usable)))
+
+
+def _serve(socket: DealerSocket, engine: str, limits: EngineLimits, weights: Weights) -> int:
+    config = weights.config
+    runner = ModelRunner(
+        config, weights, num_blocks=limits.num_blocks, block_tokens=limits.block_tokens
+    )
+    staging = Staging(lambda: Weights.allocate(config, weights.dtype))
+    hello = _hello(engine, config.architecture, limits)
+    loop = EngineLoop(socket, hello, runner=runner, scheduler=Scheduler(limits), staging=staging)
+    _end_on_signals(loop)
+    try:
+        return _live(socket, hello, loop)
+    except Exception as error:  # noqa: BLE001  (whatever it was, the orchestrator must hear of it)
+        traceback.print_exc()
+        socket.send(Goodbye(reason=f"failed: {type(error).__name__}: {error}"))
+        return DEFECT
+    finally:
+        staging.close()
+
+
+def _live(socket: DealerSocket, hello: Hello, loop: EngineLoop) -> int:
+    """Be welcomed, serve, take leave."""
+    socket.send(hello)
+    inbox = _await_welcome(socket, loop)
+    match inbox:
+        case [Welcome() as welcome, *rest]:
+            reason = loop.run(welcome, rest)
+            status = ENDED
+        case [Refused(message=message), *_]:
+            sys.stderr.write(f"error: the orchestrator refused {hello.engine!r}: {message}\n")
+            return REFUSED
+        case _:
+            reason = loop.ending or "not welcomed"
+            status = ENDED
+    sys.stderr.write(f"engine {hello.engine} ends: {reason}\n")
+    socket.send(Goodbye(reason=reason))
+    return status
+
+
+def _await_welcome(socket: DealerSocket, loop: EngineLoop) -> list[FromOrchestrator]:
+    """What has come from the first welcome or refusal on; empty if neither came in time."""
+    deadline_s = time.monotonic() + WELCOME_TIMEOUT_S
+    while loop.ending is None and time.monotonic() < deadline_s:
+        inbox = socket.receive(SIGNAL_POLL_S)
+        for number, message in enumerate(inbox):
+            match message:
+                case Welcome() | Refused():
+                    return inbox[number:]
+                case Shutdown():
+                    loop.end("asked to shut down")
+                case Complaint(message=why):
+                    sys.stderr.write(f"orchestrator complained: {why}\n")
+    return []
+
+
+def _hello(engine: str, architecture: str, limits: EngineLimits) -> Hello:
+    return Hello(
+        protocol=PROTOCOL,
+        engine=engine,
+        epoch=time.time_ns(),  # later starts have later epochs, which is what replaces them
+        weight_version=0,
+        architecture=architecture,
+        vocab_size=limits.vocab_size,
+        context_tokens_max=limits.context_tokens_max,
+        max_running_turns=limits.max_running_turns,
+        num_blocks=limits.num_blocks,
+        block_tokens=limits.block_tokens,
+        pause_modes=["abort", "keep", "wait"],
+        kv_policies=["keep", "recompute"],
+        weight_channels=list(CHANNELS),
+        pid=os.getpid(),
+    )
+
+
+def _end_on_signals(loop: EngineLoop) -> None:
+    def end(number: int, frame: FrameType | None) -> None:
+        loop.end(f"got {signal.Signals(number).name}")
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

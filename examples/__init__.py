@@ -1,0 +1,1 @@
+"""What users write on top of Tidegate: tasks, models, trainers."""

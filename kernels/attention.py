@@ -1,0 +1,149 @@
+"""What does each token attend to? Attention over a paged KV cache.
+
+It knows blocks and positions, not turns. A layer's cache is one tensor [blocks, 2, KV heads,
+block_tokens, head_dim], keys at 0 and values at 1: a block of one head is contiguous, so gathering
+a context needs one call and no transposition after it.
+
+Letters in shapes: T tokens of a step, R rows (turns), Q query tokens per row, A query heads, K KV
+heads, D head_dim, B blocks per row, C context positions (B x block_tokens).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What of a layer's cache indices depend on."""
+
+    num_kv_heads: int
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Successive rows of a step that are attended to together, padded to a rectangle.
+
+    Computed once per step and used in every layer.
+    """
+
+    first_token: int
+    end_token: int
+    """The group's tokens are ``[first_token, end_token)`` of the step's."""
+    rows: int
+    pad: torch.Tensor | None
+    """[R * Q] places in the group's tokens, the last repeated; None if rows are equally long."""
+    unpad: torch.Tensor | None
+    """[end_token - first_token] places in the padded rectangle; None like ``pad``."""
+    gather: torch.Tensor
+    """[2 * R * K * B] rows of the cache seen as [blocks * 2 * K, block_tokens * D]."""
+    mask: torch.Tensor
+    """[R, 1, Q, C]: 0 where a query sees a position, -inf elsewhere."""
+
+
+def write_index(block: Ints, offset: Ints, shape: CacheShape) -> torch.Tensor:
+    """Where tokens' keys and values go: [T * 2K] rows of the cache seen as [-1, D].
+
+    ``block`` and ``offset`` [T] say in which block a token lies, and where in it.
+    """
+    heads = 2 * shape.num_kv_heads
+    rows = block[:, None] * heads + np.arange(heads)
+    return torch.from_numpy((rows * shape.block_tokens + offset[:, None]).reshape(-1))
+
+
+def write_kv(cache: torch.Tensor, index: torch.Tensor, keys_values: torch.Tensor) -> None:
+    """Store the keys and values [T, 2K, D] of a step's tokens in one layer's cache."""
+    head_dim = cache.shape[-1]
+    cache.view(-1, head_dim).index_copy_(0, index, keys_values.reshape(-1, head_dim))
+
+
+def plan_group(
+    starts: Ints,
+    counts: Ints,
+    tables: Ints,
+    shape: CacheShape,
+    *,
+    first_token: int,
+    dtype: torch.dtype,
+) -> RowGroup:
+    """Work out a group's indices.
+
+    Args:
+        starts: [R], context position of each row's first query token.
+        counts: [R], query tokens per row, at least 1.
+        tables: [R, B], the blocks of each row's context, padded with any valid block.
+        shape: of the cache.
+        first_token: where in the step the group's tokens begin.
+        dtype: of the model, for the mask.
+    """
+    queries = np.arange(counts.max())
+    last = counts[:, None] - 1
+    query_place = np.minimum(queries, last)  # [R, Q]; padding repeats a row's last token
+    context = np.arange(tables.shape[1] * shape.block_tokens)
+    sees = context <= (starts[:, None] + query_place)[:, :, None]
+    pad = unpad = None
+    if (counts != queries.size).any():
+        offsets = np.cumsum(counts) - counts
+        pad = torch.from_numpy((offsets[:, None] + query_place).reshape(-1))
+        unpad = torch.from_numpy(np.flatnonzero(queries <= last))
+    kinds = np.arange(2)[:, None, None, None]
+    heads = np.arange(shape.num_kv_heads)[:, None]
+    gather = (tables[:, None, :] * 2 + kinds) * shape.num_kv_heads + heads  # [2, R, K, B]
+    mask = np.where(sees, np.float32(0), np.float32(-np.inf))
+    return RowGroup(
+        first_token=first_token,
+        end_token=first_token + int(counts.sum()),
+        rows=counts.size,
+        pad=pad,
+        unpad=unpad,
+        gather=torch.from_numpy(gather.reshape(-1)),
+        mask=torch.from_numpy(mask)[:, None].to(dtype),
+    )
+
+
+def scratch_elements(groups: Sequence[RowGroup], cache: torch.Tensor) -> int:
+    """How large the scratch memory must be for every one of ``groups``, used in turn."""
+    block_tokens, head_dim = cache.shape[-2:]
+    return max(group.gather.numel() for group in groups) * block_tokens * head_dim
+
+
+def attend(
+    query: torch.Tensor, cache: torch.Tensor, group: RowGroup, scratch: torch.Tensor
+) -> torch.Tensor:
+    """Let one group's tokens attend to their contexts, which :func:`write_kv` has completed.
+
+    Args:
+        query: [T, A, D], the group's own tokens, rotated.
+        cache: one layer's.
+        group: of :func:`plan_group`.
+        scratch: at least :func:`scratch_elements` of the cache's dtype, overwritten. A parameter
+            because fresh memory for a long context costs more than gathering into it.
+
+    Returns:
+        [T, A * D] of ``query``'s dtype.
+    """
+    heads, head_dim = query.shape[1:]
+    kv_heads, block_tokens = cache.shape[2], cache.shape[3]
+    blocks = cache.view(-1, block_tokens * head_dim)
+    contexts = scratch[: group.gather.numel() * blocks.shape[1]]
+    torch.index_select(blocks, 0, group.gather, out=contexts.view(-1, blocks.shape[1]))
+    keys, values = contexts.view(2, group.rows, kv_heads, -1, head_dim)
+    if group.pad is not None:
+        query = query.index_select(0, group.pad)
+    if (
+        query.shape[0] == group.rows
+    ):  # one query each: the heads that share a KV head take its place
+        shared = query.view(group.rows, kv_heads, heads // kv_heads, head_dim)
+        out = F.scaled_dot_product_attention(shared, keys, values, attn_mask=group.mask)
+        return out.reshape(group.rows, heads * head_dim)
+    query = query.view(group.rows, -1, heads, head_dim).transpose(1, 2)
+    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=group.mask, enable_gqa=True)
+    out = out.transpose(1, 2).reshape(-1, heads * head_dim)
+    return out if group.unpad is None else out.index_select(0, group.unpad)

@@ -1,0 +1,22 @@
+"""How are activations brought to unit size? Root-mean-square norm; knows nothing of layers.
+
+Letters in shapes: D the normalised width.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Return ``x / sqrt(mean(x²) + epsilon) * weight``, over the last dimension.
+
+    Args:
+        x: [..., D], any floating dtype.
+        weight: broadcastable to ``x``, of its dtype.
+        epsilon: keeps the root away from 0.
+
+    Returns:
+        [..., D] of ``x``'s dtype. The root is computed in float32, rounded to that dtype, and
+        only then multiplied, as transformers does.
+    """
+    return F.rms_norm(x, x.shape[-1:], None, epsilon).mul_(weight)

@@ -1,0 +1,43 @@
+"""How does attention know positions? Rotary embedding; knows nothing of where a position's KV is.
+
+A head's halves are the two coordinates of D/2 points, each turned by position x its frequency.
+
+Source: RoFormer, Su et al., arXiv:2104.09864. Letters in shapes: T tokens, P positions, A heads,
+D head_dim.
+"""
+
+import torch
+
+
+def rope_table(
+    inverse_frequencies: torch.Tensor, positions: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Precompute the rotations of positions ``[0, positions)``.
+
+    Args:
+        inverse_frequencies: [D/2], float32: radians per position.
+        positions: P, how many.
+        dtype: of the table; the angles are computed in float32, as transformers does.
+
+    Returns:
+        [P, 2, D]: per position the cosines, and the sines signed for :func:`apply_rope`.
+    """
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse_frequencies
+    cosines, sines = angles.cos(), angles.sin()
+    cosines, sines = torch.cat([cosines, cosines], -1), torch.cat([-sines, sines], -1)
+    return torch.stack([cosines, sines], dim=1).to(dtype)
+
+
+def apply_rope(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Turn each head of each token by its token's position.
+
+    Args:
+        x: [T, A, D].
+        cosines: [T, 1, D] of ``x``'s dtype, from :func:`rope_table`.
+        sines: like ``cosines``: negative in the first half, so that swapping the halves of ``x``
+            is all that is left of the rotation.
+
+    Returns:
+        [T, A, D], fresh memory.
+    """
+    return torch.addcmul(x * cosines, x.roll(x.shape[-1] // 2, -1), sines)

@@ -1,0 +1,154 @@
+"""What does the trainer receive? Torch tensors over a batch's rollouts, padded or packed.
+
+Shapes: R rollouts, T tokens of the longest, N tokens in all. A row is a rollout's whole context:
+prompts, sampled tokens and observations as the model saw them; ``loss_mask`` marks the sampled.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tidegate.orchestrator.rollout import Group, Rollout
+from tidegate.policies.advantages import group_relative_advantages
+from tidegate.transport.weight_channels import NamedBuffer
+
+NOT_SAMPLED = -1
+"""``weight_versions`` where a token was given, or is padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """A batch without padding: rows one after the other, as variable-length attention wants it."""
+
+    token_ids: torch.Tensor
+    """[N] int64"""
+    position_ids: torch.Tensor
+    """[N] int64, from 0 in each row."""
+    cu_seqlens: torch.Tensor
+    """[R + 1] int32: row r is ``[cu_seqlens[r], cu_seqlens[r + 1])``."""
+    row_ids: torch.Tensor
+    """[N] int64: the row each token belongs to."""
+    loss_mask: torch.Tensor
+    """[N] bool"""
+    logprobs: torch.Tensor
+    """[N] float32"""
+    weight_versions: torch.Tensor
+    """[N] int32"""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one update is made from. Rows of a group lie side by side."""
+
+    token_ids: torch.Tensor
+    """[R, T] int64, padded on the right."""
+    attention_mask: torch.Tensor
+    """[R, T] bool: False on padding."""
+    loss_mask: torch.Tensor
+    """[R, T] bool: True on sampled tokens. The log-probability of token t comes from position
+    t - 1 of a causal model."""
+    logprobs: torch.Tensor
+    """[R, T] float32: behaviour log-probabilities, as sampled; 0 elsewhere."""
+    weight_versions: torch.Tensor
+    """[R, T] int32: the version that sampled each token; -1 elsewhere."""
+    rewards: torch.Tensor
+    """[R] float32"""
+    advantages: torch.Tensor
+    """[R] float32: group-relative (GRPO)."""
+    group_ids: torch.Tensor
+    """[R] int64"""
+    staleness: torch.Tensor
+    """[R] int64: ``trainer_version`` - the version of the row's oldest sampled token."""
+    trainer_version: int
+    """Weights published when the batch was handed over."""
+    packed: PackedBatch
+    """The same rows without padding."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the loss sees."""
+        return int(self.loss_mask.sum())
+
+
+def build_batch(groups: Sequence[Group], trainer_version: int) -> Batch:
+    """Lay out the rollouts of a batch as tensors."""
+    rollouts = [rollout for group in groups for rollout in group.kept]
+    packed = _pack(rollouts)
+    rows, columns = packed.row_ids, packed.position_ids
+    longest = int(columns.max()) + 1 if len(columns) else 0
+
+    def padded(values: torch.Tensor, fill: int) -> torch.Tensor:
+        out = values.new_full((len(rollouts), longest), fill)
+        out[rows, columns] = values
+        return out
+
+    rewards = torch.tensor([rollout.reward or 0.0 for rollout in rollouts])
+    group_ids = torch.tensor([rollout.group_id for rollout in rollouts], dtype=torch.int64)
+    oldest = [r.oldest_version for r in rollouts]
+    staleness = [0 if v is None else trainer_version - v for v in oldest]
+    return Batch(
+        token_ids=padded(packed.token_ids, 0),
+        attention_mask=padded(torch.ones_like(packed.loss_mask), 0),
+        loss_mask=padded(packed.loss_mask, 0),
+        logprobs=padded(packed.logprobs, 0),
+        weight_versions=padded(packed.weight_versions, NOT_SAMPLED),
+        rewards=rewards,
+        advantages=group_relative_advantages(rewards, group_ids),
+        group_ids=group_ids,
+        staleness=torch.tensor(staleness, dtype=torch.int64),
+        trainer_version=trainer_version,
+        packed=packed,
+    )
+
+
+def _pack(rollouts: Sequence[Rollout]) -> PackedBatch:
+    lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts], dtype=torch.int64)
+    cu_seqlens = torch.zeros(len(rollouts) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=cu_seqlens[1:])
+    row_ids = torch.repeat_interleave(torch.arange(len(rollouts)), lengths)
+    weight_versions = torch.full((int(cu_seqlens[-1]),), NOT_SAMPLED, dtype=torch.int32)
+    for rollout, offset in zip(rollouts, cu_seqlens.tolist(), strict=False):
+        for turn in rollout.turns:
+            at, ends = offset + turn.start, [*(run.start for run in turn.runs[1:]), turn.length]
+            for run, end in zip(turn.runs, ends, strict=True):
+                weight_versions[at + run.start : at + end] = run.version
+    return PackedBatch(
+        token_ids=_joined(b"".join(r.token_ids.tobytes() for r in rollouts), torch.int32).long(),
+        position_ids=torch.arange(len(row_ids)) - cu_seqlens[row_ids],
+        cu_seqlens=cu_seqlens.int(),
+        row_ids=row_ids,
+        loss_mask=weight_versions != NOT_SAMPLED,
+        logprobs=_joined(b"".join(r.logprobs.tobytes() for r in rollouts), torch.float32),
+        weight_versions=weight_versions,
+    )
+
+
+def _joined(data: bytes, dtype: torch.dtype) -> torch.Tensor:
+    if not data:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype)
+
+
+def named_buffers(state_dict: Mapping[str, torch.Tensor]) -> list[NamedBuffer]:
+    """The bytes of a state dict, on the host; copied only where they are not there already.
+
+    Tensors that share their memory (tied embeddings) travel once, under the first name.
+    """
+    buffers: list[NamedBuffer] = []
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in state_dict.items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key in seen and tensor.numel():
+            continue
+        seen.add(key)
+        host = tensor.detach().to("cpu").contiguous()
+        buffers.append(
+            NamedBuffer(
+                name=name,
+                dtype=str(host.dtype).removeprefix("torch."),
+                shape=tuple(host.shape),
+                data=host.view(-1).view(torch.uint8).numpy().data,
+            )
+        )
+    return buffers

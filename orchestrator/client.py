@@ -1,0 +1,199 @@
+"""What do the async and the sync face of a run have in common? All but the waiting.
+
+It starts and stops the run, keeps the trainer's time and turns what is handed over into a batch.
+"""
+
+import concurrent.futures
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tidegate.orchestrator import events as ev
+from tidegate.orchestrator.config import RunSettings
+from tidegate.orchestrator.run import Run
+from tidegate.orchestrator.scheduler import Scheduler
+from tidegate.orchestrator.statistics import RunStatistics
+from tidegate.orchestrator.timekeeping import Timekeeper
+from tidegate.orchestrator.trace import TrainerActivity
+
+if TYPE_CHECKING:
+    import torch
+
+    from tidegate.orchestrator.batches import Batch
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Rewards of one episode per task, outside training."""
+
+    rewards: list[float | None]
+    """In the order of the tasks; None where the episode failed."""
+
+    @property
+    def mean_reward(self) -> float:
+        """Failed episodes count as 0."""
+        return sum(reward or 0.0 for reward in self.rewards) / max(1, len(self.rewards))
+
+    @property
+    def failures(self) -> int:
+        """Episodes that raised or timed out."""
+        return sum(reward is None for reward in self.rewards)
+
+
+class RunClient:
+    """What the async and the sync face have in common: all but the waiting."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        self.settings = settings
+        self._run: Run | None = None
+        self._version = 0
+        self._keeper = Timekeeper(None)
+        self._final: RunStatistics | None = None
+        self._old_sigterm: Any = None
+
+    @property
+    def version(self) -> int:
+        """The newest weight version published; 0 is the model directory's."""
+        return self._version
+
+    @property
+    def run_directory(self) -> Path | None:
+        """Where the run leaves its records."""
+        return self.settings.run_directory
+
+    def statistics(self) -> RunStatistics:
+        """The run as of now; after it has ended, as of its end."""
+        return self._final or self._submit(self._snapshot).result()
+
+    def note(self, **facts: object) -> None:
+        """Add facts to the run's record, e.g. ``reward_before=…``."""
+        recorder = self._running.recorder
+        if recorder is not None:
+            recorder.finish(self.statistics(), **facts)
+
+    # ------------------------------------------------------------ for the two faces
+
+    @property
+    def _running(self) -> Run:
+        if self._run is None:
+            raise RuntimeError("the run has not been started; use it in a `with` statement")
+        return self._run
+
+    def _submit(
+        self, work: Callable[[Scheduler], Awaitable[Result]]
+    ) -> "concurrent.futures.Future[Result]":
+        return self._running.submit(work)
+
+    def _start(self) -> "concurrent.futures.Future[None]":
+        self._run = Run(self.settings)
+        self._keeper = Timekeeper(self._run.recorder)
+        self._exit_on_sigterm()
+        self._run.start()
+        return self._run.ready
+
+    def _stop(self) -> None:
+        if self._run is None:
+            return
+        if self._final is None:
+            self._run.stop()
+            scheduler = self._run.scheduler
+            if scheduler is not None:
+                self._final = self._statistics_of(scheduler)
+            self._close_recorder()
+        if self._old_sigterm is not None:
+            signal.signal(signal.SIGTERM, self._old_sigterm)
+            self._old_sigterm = None
+
+    def _close_recorder(self) -> None:
+        recorder = self._running.recorder
+        if recorder is not None:
+            if self._final is not None:
+                recorder.finish(self._final)
+            recorder.close()
+
+    def _exit_on_sigterm(self) -> None:
+        """SIGTERM ends a program as Ctrl-C does, engines first, unless it has its own handler."""
+        is_ours = threading.current_thread() is threading.main_thread()
+        if is_ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._old_sigterm = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+    def _mark(self, ended: TrainerActivity) -> None:
+        """Note the end of one of the trainer's activities."""
+        scheduler = self._running.scheduler
+        engines = scheduler.fleet.statistics() if scheduler is not None else ()
+        self._keeper.mark(ended, self._version, engines)
+
+    def _published(self, version: int, state_dict: "Mapping[str, torch.Tensor]") -> int:
+        self._version = version
+        self._mark("publish")
+        if self._running.recorder is not None:
+            self._running.recorder.weights(version, state_dict)
+        return version
+
+    def _batch(self, handover: ev.HandOver) -> "Batch":
+        from tidegate.orchestrator.batches import build_batch  # torch: not for who only audits
+
+        batch = build_batch(handover.groups, handover.trainer_version)
+        recorder = self._running.recorder
+        if recorder is not None:
+            rows = [(rollout, group) for group in handover.groups for rollout in group.kept]
+            for (rollout, group), advantage in zip(rows, batch.advantages.tolist(), strict=True):
+                recorder.rollout(
+                    rollout,
+                    task=group.task,
+                    advantage=advantage,
+                    consumed_version=handover.trainer_version,
+                )
+            recorder.batch(_batch_metrics(batch))
+        return batch
+
+    async def _snapshot(self, scheduler: Scheduler) -> RunStatistics:
+        return self._statistics_of(scheduler)
+
+    def _statistics_of(self, scheduler: Scheduler) -> RunStatistics:
+        core, usage = scheduler.core, self._keeper.usage()
+        staleness = core.trained.staleness
+        return RunStatistics(
+            wall_s=usage.wall_s,
+            trainer_version=core.trainer_version,
+            live_version=core.turns.live_version,
+            capacity_groups=core.capacity_groups,
+            running_groups=core.running_groups,
+            buffered_groups=core.buffered_groups,
+            training_groups=core.training_groups,
+            batches=core.trained.batches,
+            trained_rollouts=core.trained.rollouts,
+            mixed_version_rollouts=core.trained.mixed_version,
+            discarded_rollouts=dict(core.discarded_rollouts),
+            max_staleness_seen=max(staleness, default=0),
+            staleness_bound=core.policy.guaranteed_bound,
+            mean_staleness=sum(s * n for s, n in staleness.items()) / max(1, core.trained.rollouts),
+            staleness_histogram=dict(sorted(staleness.items())),
+            trainer_idle_share=usage.trainer_idle_share,
+            engine_idle_share=usage.engine_idle_share,
+            tokens_per_s=usage.tokens_per_s,
+            ledger=core.ledger.snapshot(),
+            evaluation_ledger=core.evaluation_ledger.snapshot(),
+            engines=scheduler.fleet.statistics(),
+        )
+
+
+def _batch_metrics(batch: "Batch") -> dict[str, float]:
+    """The line of metrics.jsonl."""
+    staleness = batch.staleness.float()
+    oldest = batch.trainer_version - batch.staleness
+    return {
+        "version": batch.trainer_version,
+        "reward": batch.rewards.mean().item(),
+        "rollouts": len(batch.rewards),
+        "sampled_tokens": batch.sampled_tokens,
+        "staleness_mean": staleness.mean().item(),
+        "staleness_max": staleness.max().item(),
+        "mixed_version_share": (batch.weight_versions.amax(1) > oldest).float().mean().item(),
+    }

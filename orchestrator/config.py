@@ -1,0 +1,107 @@
+"""What can be set about a run? Checked at the door, before any process starts."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tidegate.errors import ConfigError
+from tidegate.policies.staleness import BoundedStaleness
+from tidegate.transport.messages import KvPolicy, PauseMode
+
+Seconds = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class RunSettings(BaseModel):
+    """Settings of a run. Unknown names are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: Path
+    """A Hugging Face directory: config.json, safetensors, tokenizer.json. Its weights are v0."""
+    engines: Annotated[int, Field(ge=0)] = 1
+    """Engine processes to start on this machine; 0 waits for others to connect to ``address``."""
+    max_staleness: Annotated[int, Field(ge=0)] = 2
+    """η: no token older than so many versions is trained on. 0 is synchronous."""
+    group_size: Count = 8
+    """Rollouts per prompt."""
+    groups_per_batch: Count = 8
+    outstanding_groups_limit: Count | None = None
+    """Fewer groups at once than ``(max_staleness + 1) * groups_per_batch``."""
+
+    pause_mode: PauseMode = "keep"
+    """What a weight update does to running turns: ``abort``, ``keep`` or ``wait``."""
+    kv_policy: KvPolicy = "recompute"
+    """What it does to the KV of kept turns: ``recompute`` it under the new weights, or ``keep``."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    max_tokens: Count = 256
+    """Per turn, unless ``generate`` says otherwise."""
+    seed: int = 0
+    """Of the run: which random numbers the turns draw."""
+
+    max_running_turns: Count = 64
+    """Decode slots per engine."""
+    num_blocks: Count | None = None
+    """KV blocks per engine; None sizes the cache by the engine's memory budget."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    threads_per_engine: Count = 1
+    weight_channel: Literal["shm", "disk"] = "shm"
+    """How weights travel: shared memory, or safetensors files in the run's directory."""
+    address: str | None = None
+    """Where engines connect; None is a private ipc socket."""
+    run_directory: Path | None = None
+    """Leave trajectories, weights, metrics and a trace here; None records nothing."""
+
+    episode_timeout_s: Seconds = 600.0
+    """An episode that takes longer is discarded and counted."""
+    engine_start_timeout_s: Seconds = 120.0
+    engine_timeout_s: Seconds = 30.0
+    """An engine silent for so long is lost, and its turns go on elsewhere."""
+    heartbeat_interval_s: Seconds = 1.0
+    weights_timeout_s: Seconds = 120.0
+    """How long every engine may take to serve a published version."""
+    credit_steps: Count = 256
+    """Step messages an engine may send ahead of the orchestrator's acknowledgement."""
+
+    def policy(self) -> BoundedStaleness:
+        """The staleness policy these settings ask for.
+
+        Raises:
+            ConfigError: it could never fill a batch.
+        """
+        return BoundedStaleness(
+            max_staleness=self.max_staleness,
+            groups_per_batch=self.groups_per_batch,
+            outstanding_groups_limit=self.outstanding_groups_limit,
+        )
+
+
+def run_settings(**values: object) -> RunSettings:
+    """Check settings.
+
+    Raises:
+        ConfigError: one is unknown, out of range, or contradicts another; the message names it.
+    """
+    try:
+        settings = RunSettings.model_validate(values)
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, p['loc']))}={p['input']!r}: {_say(p['type'], p['msg'])}"
+            for p in error.errors()
+        ]
+        raise ConfigError("; ".join(problems)) from None
+    settings.policy()
+    if settings.heartbeat_interval_s * 2 > settings.engine_timeout_s:
+        raise ConfigError(
+            f"engine_timeout_s={settings.engine_timeout_s} must be at least twice "
+            f"heartbeat_interval_s={settings.heartbeat_interval_s}, or healthy engines look lost"
+        )
+    return settings
+
+
+def _say(kind: str, message: str) -> str:
+    if kind == "extra_forbidden":
+        return f"no such setting; there are {', '.join(sorted(RunSettings.model_fields))}"
+    return message

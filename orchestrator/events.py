@@ -1,0 +1,246 @@
+"""What can happen to a run, and what can be done about it: the core's whole vocabulary."""
+
+from dataclasses import dataclass
+
+from tidegate.orchestrator.rollout import Group, Rollout, Turn
+from tidegate.transport.messages import Prefill, SamplingParams, SubmitTurn
+
+# ---------------------------------------------------------------- events: what happened
+
+
+@dataclass(frozen=True, slots=True)
+class TaskArrived:
+    """The user's iterator gave a task; there was capacity for it."""
+
+    task: object
+
+
+@dataclass(frozen=True, slots=True)
+class TasksOffered:
+    """The user gave a new iterator."""
+
+
+@dataclass(frozen=True, slots=True)
+class TasksExhausted:
+    """The user's iterator has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationAsked:
+    """One rollout of this task, for measuring only: never trained, never counted in admission."""
+
+    task: object
+    index: int
+    """Place within the evaluation. It seeds the sampling, so that two evaluations of the same
+    tasks differ by the weights alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAsked:
+    """An episode wants the model to go on from its rollout's context."""
+
+    rollout_id: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeReturned:
+    """An episode ended with a reward."""
+
+    rollout_id: int
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeFailed:
+    """An episode raised, timed out or was cancelled; ``reason`` names the ledger's account."""
+
+    rollout_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineJoined:
+    """An engine is ready for turns, or back with a new epoch."""
+
+    engine: str
+    weight_version: int
+    max_running_turns: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLeft:
+    """An engine is gone; what it was doing has to go on elsewhere."""
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrived:
+    """An engine's step, its columns checked and unpacked. R rows, N tokens."""
+
+    engine: str
+    version: int
+    turns: memoryview
+    """uint32 [R]"""
+    token_ids: memoryview
+    """int32 [N]"""
+    logprobs: "memoryview[float]"
+    """float32 [N]"""
+    finish: bytes
+    """[R] or empty"""
+    counts: memoryview | None
+    """uint32 [R]; None when every row has one token."""
+    prefills: list[Prefill]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRejected:
+    """An engine can never serve this turn."""
+
+    engine: str
+    handle: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSwapped:
+    """An engine serves ``version`` from now on."""
+
+    engine: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAsked:
+    """The trainer waits for a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPublished:
+    """The trainer made new weights from every batch it has had so far."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """No more is wanted: whatever isn't trained won't be."""
+
+
+Event = (
+    TaskArrived
+    | TasksOffered
+    | TasksExhausted
+    | EvaluationAsked
+    | TurnAsked
+    | EpisodeReturned
+    | EpisodeFailed
+    | EngineJoined
+    | EngineLeft
+    | StepArrived
+    | TurnRejected
+    | EngineSwapped
+    | BatchAsked
+    | VersionPublished
+    | RunEnded
+)
+
+# ---------------------------------------------------------------- commands: what to do about it
+
+
+@dataclass(frozen=True, slots=True)
+class StartEpisode:
+    """Run the user's episode for this rollout."""
+
+    rollout: Rollout
+    task: object
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Send a turn to an engine."""
+
+    engine: str
+    message: SubmitTurn
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Tell an engine to forget a turn."""
+
+    engine: str
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndTurn:
+    """Give the episode its turn."""
+
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True)
+class FailTurn:
+    """Tell the episode that its turn can never be served, and why."""
+
+    turn: Turn
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Give the trainer a batch."""
+
+    groups: list[Group]
+    trainer_version: int
+    """At the time of handing over: what staleness is counted from."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndBatches:
+    """Tell the trainer that no batch will come any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseBatch:
+    """Tell the trainer that the batch it waits for can never fill before it publishes."""
+
+    unpublished_groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndEvaluation:
+    """An evaluation rollout has ended, with a reward or discarded."""
+
+    rollout: Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class RequeueTask:
+    """Take this task again before asking the user's iterator."""
+
+    task: object
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """This rollout is settled without the trainer: discarded, or evaluated."""
+
+    rollout: Rollout
+    task: object
+
+
+Command = (
+    StartEpisode
+    | Submit
+    | Cancel
+    | EndTurn
+    | FailTurn
+    | HandOver
+    | EndBatches
+    | RefuseBatch
+    | EndEvaluation
+    | RequeueTask
+    | Record
+)

@@ -1,0 +1,64 @@
+"""Where is every token that was ever sampled? Double-entry book-keeping, exact at every instant."""
+
+from collections import Counter
+
+from tidegate.orchestrator.statistics import LedgerSnapshot
+
+
+class Ledger:
+    """``generated = trained + buffered + in_flight + Σ discarded(reason)``, in tokens.
+
+    Tokens enter with :meth:`sample` and then only move: each method takes from one account what
+    it puts into another.
+    """
+
+    __slots__ = ("buffered", "discarded", "generated", "in_flight", "trained")
+
+    def __init__(self) -> None:
+        self.generated = 0
+        self.in_flight = 0
+        """In rollouts whose episode is going on."""
+        self.buffered = 0
+        """In finished rollouts that the trainer has not had."""
+        self.trained = 0
+        self.discarded: Counter[str] = Counter()
+
+    def sample(self, tokens: int) -> None:
+        """An engine sampled these for a running rollout."""
+        self.generated += tokens
+        self.in_flight += tokens
+
+    def sample_unwanted(self, tokens: int, reason: str) -> None:
+        """An engine sampled these for a turn that was over already."""
+        self.generated += tokens
+        self.discarded[reason] += tokens
+
+    def finish(self, tokens: int) -> None:
+        """A rollout with so many sampled tokens got its reward."""
+        self.in_flight -= tokens
+        self.buffered += tokens
+
+    def train(self, tokens: int) -> None:
+        """A finished rollout was handed to the trainer."""
+        self.buffered -= tokens
+        self.trained += tokens
+
+    def discard_running(self, tokens: int, reason: str) -> None:
+        """A running rollout was given up."""
+        self.in_flight -= tokens
+        self.discarded[reason] += tokens
+
+    def discard_finished(self, tokens: int, reason: str) -> None:
+        """A finished rollout will not be trained."""
+        self.buffered -= tokens
+        self.discarded[reason] += tokens
+
+    def snapshot(self) -> LedgerSnapshot:
+        """An immutable copy."""
+        return LedgerSnapshot(
+            generated=self.generated,
+            trained=self.trained,
+            buffered=self.buffered,
+            in_flight=self.in_flight,
+            discarded=dict(self.discarded),
+        )

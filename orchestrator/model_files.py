@@ -1,0 +1,66 @@
+"""What does the orchestrator need of a model directory? Its tokenizer and its stop tokens.
+
+The weights are the engines' business; nothing here reads them, or imports torch.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tidegate.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The parts of a Hugging Face directory that episodes use."""
+
+    path: Path
+    tokenizer: Tokenizer
+    stop_token_ids: tuple[int, ...]
+    """Those that end a turn unless ``generate`` says otherwise."""
+
+
+def read_model_files(path: Path) -> ModelFiles:
+    """Read the tokenizer and the stop tokens of a model directory.
+
+    Raises:
+        ModelError: the directory, config.json or tokenizer.json is missing or damaged.
+    """
+    if not path.is_dir():
+        raise ModelError(
+            f"model directory {path} does not exist; give the path of one with "
+            f"config.json, *.safetensors and tokenizer.json"
+        )
+    config = _read_json(path / "config.json")
+    generation = path / "generation_config.json"
+    defaults = _read_json(generation) if generation.exists() else {}
+    stop = defaults.get("eos_token_id", config.get("eos_token_id"))
+    stop_token_ids = tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,)
+    return ModelFiles(path, _read_tokenizer(path / "tokenizer.json"), stop_token_ids)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing: not a Hugging Face model directory") from None
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path} can't be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds a {type(content).__name__}, not an object")
+    return content
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    if not path.exists():
+        raise ModelError(
+            f"{path} is missing; save the tokenizer in its fast form, with "
+            f"AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+        )
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for any damage
+        raise ModelError(f"{path} can't be read: {error}") from None

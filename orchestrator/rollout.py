@@ -1,0 +1,220 @@
+"""What is a rollout made of? Plain slotted objects that tokens are appended to.
+
+They know nothing of engines' whereabouts, asyncio or torch. A rollout's context (prompts, sampled
+tokens, observations, in the order the model saw them) is one growing array, so the row a trainer
+gets is exactly what the engine read and wrote.
+"""
+
+import itertools
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tidegate.transport.messages import KvSpan, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class KvRange:
+    """The oldest and newest weights that computed the KV a token attended to."""
+
+    oldest: int
+    newest: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Provenance of a turn's output tokens ``[start, end)``."""
+
+    version: int
+    """The weights that sampled them."""
+    start: int
+    end: int
+    engine: str
+    kv: KvRange | None
+    """Whose weights computed the KV they attended to; None where the engine can't tell."""
+
+    @property
+    def kv_label(self) -> str:
+        """``fresh``, ``mixed(oldest, newest)`` or ``unknown``."""
+        if self.kv is None:
+            return "unknown"
+        if self.kv.oldest == self.kv.newest == self.version:
+            return "fresh"
+        return f"mixed({self.kv.oldest}, {self.kv.newest})"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRun:
+    """From output token ``start`` of its turn on, ``version`` sampled, on ``engine``."""
+
+    version: int
+    start: int
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPrefill:
+    """From output token ``at`` on, the KV of everything before was computed as ``spans`` say."""
+
+    at: int
+    spans: tuple[KvSpan, ...]
+    """Over the context positions ``[0, turn.start + at)``, gapless."""
+
+
+class Turn:
+    """One generation call within a rollout: a slice of its context, and who produced it."""
+
+    __slots__ = ("finish_reason", "length", "prefills", "rollout", "runs", "sampling", "start")
+
+    def __init__(self, rollout: "Rollout", sampling: SamplingParams) -> None:
+        self.rollout = rollout
+        self.sampling = sampling
+        self.start = len(rollout.token_ids)
+        """Index in the rollout's context of the first output token."""
+        self.length = 0
+        """Output tokens so far."""
+        self.runs: list[VersionRun] = []
+        self.prefills: list[TurnPrefill] = []
+        self.finish_reason: str | None = None
+        """``stop`` or ``length``; None while it goes on."""
+
+    @property
+    def token_ids(self) -> "array[int]":
+        """The output tokens so far, copied."""
+        return self.rollout.token_ids[self.start : self.start + self.length]
+
+    @property
+    def logprobs(self) -> "array[float]":
+        """Their log-probabilities under the distribution they were drawn from, copied."""
+        return self.rollout.logprobs[self.start : self.start + self.length]
+
+    def append(self, token_id: int, logprob: float, version: int, engine: str) -> None:
+        """Take in one sampled token."""
+        runs = self.runs
+        if not runs or runs[-1].version != version or runs[-1].engine != engine:
+            runs.append(VersionRun(version, self.length, engine))
+        self.rollout.token_ids.append(token_id)
+        self.rollout.logprobs.append(logprob)
+        self.length += 1
+
+    def spans(self) -> list[VersionSpan]:
+        """Provenance of the output tokens, as maximal runs with one answer."""
+        return list(_spans(self))
+
+
+def _spans(turn: Turn) -> Iterator[VersionSpan]:
+    """Cut the turn where the version, the engine or the KV history changes.
+
+    A pass begins with a prefill, whose spans give the range of KV versions; every token sampled
+    then widens it by its own version, for the position it was sampled from is computed with it.
+    """
+    starts = {run.start: run for run in turn.runs}
+    prefills = {prefill.at: prefill for prefill in turn.prefills}
+    cuts = sorted({*starts, *(at for at in prefills if at < turn.length), turn.length})
+    run: VersionRun | None = None
+    kv: KvRange | None = None
+    for start, end in itertools.pairwise(cuts):
+        run = starts.get(start, run)
+        if run is None:
+            raise AssertionError(f"output token {start} has no version")
+        if start in prefills:
+            versions = [span.version for span in prefills[start].spans]
+            kv = KvRange(min(versions), max(versions)) if versions else None
+        if kv is not None:
+            kv = KvRange(min(kv.oldest, run.version), max(kv.newest, run.version))
+        yield VersionSpan(run.version, start, end, run.engine, kv)
+
+
+class RolloutState(StrEnum):
+    """Where a rollout is in its life."""
+
+    RUNNING = "running"
+    """Its episode is going on."""
+    FINISHED = "finished"
+    """It has a reward and waits for its group, or for the trainer."""
+    EVALUATED = "evaluated"
+    """It has a reward and was for measuring only."""
+    TRAINED = "trained"
+    """It was handed to the trainer."""
+    DISCARDED = "discarded"
+    """It will never be trained; ``discard_reason`` says why."""
+
+
+class Rollout:
+    """One attempt at a prompt: its context, its turns, its reward."""
+
+    __slots__ = (
+        "discard_reason",
+        "group_id",
+        "index",
+        "logprobs",
+        "reward",
+        "rollout_id",
+        "state",
+        "token_ids",
+        "turns",
+    )
+
+    def __init__(self, rollout_id: int, group_id: int, index: int) -> None:
+        self.rollout_id = rollout_id
+        self.group_id = group_id
+        self.index = index
+        """Place in the group, 0 <= index < group_size."""
+        self.token_ids: array[int] = array("i")
+        """Everything the model read and wrote, in order."""
+        self.logprobs: array[float] = array("f")
+        """One per token of the context; 0.0 where it was given, not sampled."""
+        self.turns: list[Turn] = []
+        self.reward: float | None = None
+        self.state = RolloutState.RUNNING
+        self.discard_reason: str | None = None
+
+    def extend(self, token_ids: "array[int] | list[int]") -> None:
+        """Append given tokens (a prompt, an observation) to the context."""
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend([0.0] * len(token_ids))
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the model produced, over all turns."""
+        return sum(turn.length for turn in self.turns)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weights that sampled one of its tokens; None before the first token."""
+        return min((run.version for turn in self.turns for run in turn.runs), default=None)
+
+    @property
+    def newest_version(self) -> int | None:
+        """The newest weights that sampled one of its tokens; None before the first token."""
+        return max((run.version for turn in self.turns for run in turn.runs), default=None)
+
+
+@dataclass(slots=True)
+class Group:
+    """The rollouts of one prompt, whose rewards are compared with each other."""
+
+    group_id: int
+    """Counts groups in the order of admission; an evaluation's lie below 0."""
+    task: object
+    """What the user's iterator gave; passed to the episode, never looked into."""
+    rollouts: list[Rollout] = field(default_factory=list)
+    running: int = 0
+    """Rollouts of it whose episode is going on."""
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether it only measures, and is never trained."""
+        return self.group_id < 0
+
+    @property
+    def kept(self) -> list[Rollout]:
+        """The rollouts that were not discarded."""
+        return [r for r in self.rollouts if r.state is not RolloutState.DISCARDED]
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weights that sampled one of its kept tokens."""
+        versions = [v for r in self.kept if (v := r.oldest_version) is not None]
+        return min(versions, default=None)

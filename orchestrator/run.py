@@ -1,0 +1,212 @@
+"""Who starts a run's parts, and ends them? A thread with its own event loop, and the engines.
+
+The loop runs beside the trainer, so a train step that blocks its thread stalls no rollout. The
+users' episodes run on it too.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import uvloop
+
+from tidegate.errors import EngineLost, EngineStartFailed, RunClosed
+from tidegate.orchestrator.config import RunSettings
+from tidegate.orchestrator.model_files import read_model_files
+from tidegate.orchestrator.processes import EngineProcess, engine_command
+from tidegate.orchestrator.recording import RunRecorder
+from tidegate.orchestrator.scheduler import Scheduler
+from tidegate.transport.messages import Shutdown
+from tidegate.transport.sockets import RouterSocket
+from tidegate.transport.weight_channels import WeightSender, sender
+
+Result = TypeVar("Result")
+
+log = logging.getLogger("tidegate")
+
+
+class Run:
+    """A run's thread, event loop, socket, weight channel and engine processes."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        self.settings = settings
+        self.model = read_model_files(settings.model)
+        self.recorder = _recorder(settings)
+        self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
+        """Done once every engine has joined; or failed, with the reason."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._scheduler: Scheduler | None = None
+        self._failure: BaseException | None = None
+        self._is_up = threading.Event()
+        """The thread can be told to stop, or has ended."""
+        self._thread = threading.Thread(target=self._run, name="tidegate", daemon=True)
+        self.channel: WeightSender = sender(settings.weight_channel, settings.run_directory)
+
+    # ------------------------------------------------------------ from the trainer's threads
+
+    def start(self) -> None:
+        """Start the thread; :attr:`ready` tells how it went."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End engines, episodes and the thread; wait for all of it. Harmless if repeated."""
+        if self._thread.ident is None:
+            self.channel.close()
+            return
+        self._is_up.wait()
+        loop, main = self._loop, self._main
+        if loop is not None and main is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
+                loop.call_soon_threadsafe(main.cancel)
+        self._thread.join()
+
+    def submit(
+        self, work: Callable[[Scheduler], Awaitable[Result]]
+    ) -> "concurrent.futures.Future[Result]":
+        """Run ``work`` on the run's loop.
+
+        Raises:
+            RunClosed: the run has ended; or, if it failed, what it failed of.
+        """
+        loop, scheduler = self._loop, self._scheduler
+        if loop is None or scheduler is None:
+            raise self.failure()
+
+        async def run() -> Result:
+            return await work(scheduler)
+
+        coroutine = run()
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, loop)
+        except RuntimeError:
+            coroutine.close()
+            raise self.failure() from None
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """The run's shell, once started; read its statistics, change nothing from outside."""
+        return self._scheduler
+
+    def failure(self) -> BaseException:
+        """Why nothing more can be asked of this run."""
+        return self._failure or RunClosed("the run has ended; start another one with serve()")
+
+    # ------------------------------------------------------------ the run's own thread
+
+    def _run(self) -> None:
+        try:
+            uvloop.run(self._serve())
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - told to whoever waits for the run
+            self._failure = _cause(error)
+        finally:
+            self._loop = None
+            self._is_up.set()
+            self.channel.close()
+            if not self.ready.done():
+                self.ready.set_exception(self.failure())
+
+    async def _serve(self) -> None:
+        self._main = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        self._is_up.set()
+        router = RouterSocket(self.settings.address, name="orchestrator")
+        try:
+            with tempfile.TemporaryDirectory(prefix="tidegate-logs-") as logs:
+                directory = self.settings.run_directory or Path(logs)
+                await self._serve_on(router, directory / "logs")
+        finally:
+            router.close()
+
+    async def _serve_on(self, router: RouterSocket, logs: Path) -> None:
+        scheduler = Scheduler(
+            self.settings, self.model, router, self.channel.init(), recorder=self.recorder
+        )
+        self._scheduler = scheduler
+        processes: list[EngineProcess] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(scheduler.run(), name="scheduler")
+                self._start_engines(processes, scheduler, router.address, logs)
+                await self._engines_joined(scheduler)
+                self.ready.set_result(None)
+        except BaseException as error:
+            self._failure = _cause(error)
+            scheduler.fail_waiters(self.failure())
+            raise
+        finally:
+            scheduler.close()
+            for engine in scheduler.fleet.engines:
+                scheduler.fleet.send(engine, Shutdown())
+            _stop(processes)
+
+    def _start_engines(
+        self, processes: list[EngineProcess], scheduler: Scheduler, address: str, logs: Path
+    ) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        loop = asyncio.get_running_loop()
+
+        def on_exit(name: str) -> None:
+            process = next(p for p in processes if p.name == name)
+            why = process.epitaph()
+            scheduler.engine_ended(name, why)
+            if not self.ready.done():
+                scheduler.fail(EngineStartFailed(engine=name, why=why))
+            elif not scheduler.fleet.engines and not any(p.is_running for p in processes):
+                scheduler.fail(EngineLost(f"the last engine is gone; {name!r}: {why}"))
+
+        for index in range(self.settings.engines):
+            name = f"engine-{index}"
+            command = engine_command(self.settings, name, address)
+            processes.append(EngineProcess(name, command, logs / f"{name}.log"))
+            processes[-1].watch(loop, on_exit)
+
+    async def _engines_joined(self, scheduler: Scheduler) -> None:
+        wanted = max(1, self.settings.engines)
+        timeout_s = self.settings.engine_start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await scheduler.wait_for_engines(wanted)
+        except TimeoutError:
+            joined = len(scheduler.fleet.engines)
+            refused = [f"{name}: {why}" for name, why in scheduler.fleet.refused_engines.items()]
+            raise EngineStartFailed(
+                engine=f"{wanted - joined} of {wanted}",
+                why="; ".join(refused)
+                or f"not there after {timeout_s:.0f} s; raise engine_start_timeout_s if loading "
+                f"this model takes longer",
+            ) from None
+
+
+def _recorder(settings: RunSettings) -> RunRecorder | None:
+    if settings.run_directory is None:
+        return None
+    return RunRecorder(
+        settings.run_directory, settings=settings.model_dump(mode="json"), model=settings.model
+    )
+
+
+def _stop(processes: list[EngineProcess]) -> None:
+    loop = asyncio.get_running_loop()
+    for process in processes:
+        process.unwatch(loop)
+        process.stop()
+    for process in processes:
+        process.join()
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error that a group of them is about."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, asyncio.CancelledError):
+        return RunClosed("the run was ended")
+    return error

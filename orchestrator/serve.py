@@ -1,0 +1,212 @@
+"""What does a trainer hold in its hands? Batches in, weights out, for async code and for sync.
+
+    async with tidegate.serve(model=path, engines=2) as rollouts:
+        async for batch in rollouts.batches(tasks, episode=solve):
+            train_step(batch)
+            await rollouts.publish(model.state_dict())
+
+The run itself lives on a thread of its own (:mod:`tidegate.orchestrator.run`), so a train step that
+blocks stalls no rollout; nothing here decides anything.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from tidegate.orchestrator import events as ev
+from tidegate.orchestrator.client import Evaluation, RunClient
+from tidegate.orchestrator.config import run_settings
+from tidegate.orchestrator.rollout import Rollout
+from tidegate.orchestrator.run import Run
+from tidegate.orchestrator.scheduler import EpisodeFunction, Scheduler
+from tidegate.orchestrator.tasks import Tasks
+from tidegate.transport.messages import UpdateWeights
+
+if TYPE_CHECKING:
+    import torch
+
+    from tidegate.orchestrator.batches import Batch
+
+Result = TypeVar("Result")
+
+Work = Callable[[Scheduler], Awaitable[Result]]
+"""Something to be done on the run's own loop."""
+
+
+class Rollouts(RunClient):
+    """A run, for a trainer that is async. Use it in ``async with``."""
+
+    async def __aenter__(self) -> Self:
+        try:
+            await asyncio.wrap_future(self._start())
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    async def batches(self, tasks: Tasks, *, episode: EpisodeFunction) -> AsyncIterator["Batch"]:
+        """Batches made from ``tasks``, until they are used up; the last one may be smaller.
+
+        ``tasks`` may be endless, sync or async; it is iterated, and ``episode`` runs, on the run's
+        own thread. Publish after each batch: what is handed over holds its place until then.
+
+        Raises:
+            PublishNeeded: the next batch could never fill without a publish.
+            EngineLost: no engine is left.
+            EpisodeError: ``episode`` fails every time.
+        """
+        await self._do(_offer(tasks, episode))
+        self._mark("train")
+        while True:
+            handover = await self._do(_next_batch)
+            self._mark("wait")
+            if handover is None:
+                return
+            yield self._batch(handover)
+            self._mark("train")
+
+    async def publish(self, state_dict: "Mapping[str, torch.Tensor]") -> int:
+        """Bring new weights to the engines, in flight; return their version once all serve it.
+
+        Raises:
+            WeightsRefused: names, shapes or dtypes don't fit the model; the old ones serve on.
+            EngineLagging: an engine did not take them in time.
+        """
+        self._mark("train")
+        await self._do(_wait_until_writable)
+        version, chunks = await asyncio.to_thread(_write, self._running, self._version, state_dict)
+        await self._do(_publish(version, chunks))
+        return self._published(version, state_dict)
+
+    async def evaluate(self, tasks: Sequence[Any], *, episode: EpisodeFunction) -> Evaluation:
+        """One episode per task with the engines' present weights; never trained on.
+
+        The same tasks draw the same random numbers each time.
+        """
+        return Evaluation(await self._do(_evaluate(tasks, episode)))
+
+    async def _do(self, work: Work[Result]) -> Result:
+        future = self._submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if future.cancelled() and task is not None and not task.cancelling():
+                raise self._running.failure() from None
+            raise
+
+
+class SyncRollouts(RunClient):
+    """The same run, for a trainer that is not async. Use it in ``with``."""
+
+    def __enter__(self) -> Self:
+        try:
+            self._start().result()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    def batches(self, tasks: Tasks, *, episode: EpisodeFunction) -> Iterator["Batch"]:
+        """As :meth:`Rollouts.batches`."""
+        self._do(_offer(tasks, episode))
+        self._mark("train")
+        while True:
+            handover = self._do(_next_batch)
+            self._mark("wait")
+            if handover is None:
+                return
+            yield self._batch(handover)
+            self._mark("train")
+
+    def publish(self, state_dict: "Mapping[str, torch.Tensor]") -> int:
+        """As :meth:`Rollouts.publish`."""
+        self._mark("train")
+        self._do(_wait_until_writable)
+        version, chunks = _write(self._running, self._version, state_dict)
+        self._do(_publish(version, chunks))
+        return self._published(version, state_dict)
+
+    def evaluate(self, tasks: Sequence[Any], *, episode: EpisodeFunction) -> Evaluation:
+        """As :meth:`Rollouts.evaluate`."""
+        return Evaluation(self._do(_evaluate(tasks, episode)))
+
+    def _do(self, work: Work[Result]) -> Result:
+        future = self._submit(work)
+        try:
+            return future.result()
+        except asyncio.CancelledError:  # the run's loop has ended under it
+            raise self._running.failure() from None
+
+
+def serve(**settings: Any) -> Rollouts:
+    """Start a run for an async trainer; see :class:`~tidegate.RunSettings` for what can be set.
+
+    Raises:
+        ConfigError: a setting is unknown, out of range or impossible.
+    """
+    return Rollouts(run_settings(**settings))
+
+
+def serve_sync(**settings: Any) -> SyncRollouts:
+    """Start a run for a trainer that is not async; as :func:`serve` otherwise."""
+    return SyncRollouts(run_settings(**settings))
+
+
+# ---------------------------------------------------------------- what is asked of the run's loop
+
+
+def _offer(tasks: Tasks, episode: EpisodeFunction) -> Work[None]:
+    async def work(scheduler: Scheduler) -> None:
+        scheduler.offer(tasks, episode)
+
+    return work
+
+
+async def _next_batch(scheduler: Scheduler) -> ev.HandOver | None:
+    return await scheduler.next_batch()
+
+
+async def _wait_until_writable(scheduler: Scheduler) -> None:
+    await scheduler.wait_until_writable()
+
+
+def _publish(version: int, chunks: list[UpdateWeights]) -> Work[None]:
+    async def work(scheduler: Scheduler) -> None:
+        await scheduler.publish(version, chunks)
+
+    return work
+
+
+def _evaluate(tasks: Sequence[Any], episode: EpisodeFunction) -> Work[list[float | None]]:
+    async def work(scheduler: Scheduler) -> list[float | None]:
+        rollouts: list[Rollout] = await scheduler.evaluate(list(tasks), episode)
+        return [rollout.reward for rollout in rollouts]
+
+    return work
+
+
+def _write(
+    run: Run, version: int, state_dict: "Mapping[str, torch.Tensor]"
+) -> tuple[int, list[UpdateWeights]]:
+    """Put the next version where engines can read it."""
+    from tidegate.orchestrator.batches import named_buffers
+
+    return version + 1, run.channel.write(version + 1, named_buffers(state_dict))

@@ -1,0 +1,83 @@
+"""What does a run look like right now? Immutable snapshots; nothing here changes anything."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSnapshot:
+    """Where every sampled token is: ``generated`` equals the sum of the rest, at every instant."""
+
+    generated: int = 0
+    trained: int = 0
+    buffered: int = 0
+    """In rollouts that are finished and not yet handed to the trainer."""
+    in_flight: int = 0
+    """In rollouts whose episode is going on."""
+    discarded: Mapping[str, int] = field(default_factory=dict)
+    """By reason."""
+
+    @property
+    def discarded_total(self) -> int:
+        """Tokens that will never be trained, whatever the reason."""
+        return sum(self.discarded.values())
+
+    @property
+    def error(self) -> int:
+        """0, or the number of tokens that are unaccounted for."""
+        return self.generated - (
+            self.trained + self.buffered + self.in_flight + self.discarded_total
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """One engine, as the orchestrator sees it."""
+
+    name: str
+    weight_version: int
+    running_turns: int
+    waiting_turns: int
+    tokens: int
+    """Received from it so far."""
+    busy_s: float
+    """Time it spent in steps so far."""
+    is_alive: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatistics:
+    """A run, as of one instant. Shares are of wall time since the first batch was asked for."""
+
+    wall_s: float
+    trainer_version: int
+    live_version: int
+    """The oldest weights that a living engine serves."""
+    capacity_groups: int
+    """Groups that may still be admitted now."""
+    running_groups: int
+    buffered_groups: int
+    training_groups: int
+    """Handed over, and not yet published as a version that is live."""
+    batches: int
+    trained_rollouts: int
+    mixed_version_rollouts: int
+    """Trained rollouts whose tokens came from two or more versions."""
+    discarded_rollouts: Mapping[str, int]
+    max_staleness_seen: int
+    staleness_bound: int
+    mean_staleness: float
+    """Over all trained rollouts."""
+    staleness_histogram: Mapping[int, int]
+    """Trained rollouts by staleness."""
+    trainer_idle_share: float
+    engine_idle_share: float
+    tokens_per_s: float
+    ledger: LedgerSnapshot
+    evaluation_ledger: LedgerSnapshot
+    engines: tuple[EngineStatistics, ...] = ()
+
+    @property
+    def mixed_version_share(self) -> float:
+        """Share of trained rollouts that span two or more versions."""
+        return self.mixed_version_rollouts / max(1, self.trained_rollouts)

@@ -1,0 +1,74 @@
+"""How much of a run did trainer and engines spend idle? Kept from the trainer's side.
+
+The window measured begins when the first batch is asked for and ends with the trainer's last
+activity, so set-up, warm-up and evaluation don't count.
+"""
+
+import time
+from dataclasses import dataclass
+
+from tidegate.orchestrator.recording import RunRecorder
+from tidegate.orchestrator.statistics import EngineStatistics
+from tidegate.orchestrator.trace import TrainerActivity
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the window saw."""
+
+    wall_s: float = 0.0
+    trainer_idle_share: float = 0.0
+    """Of the window, the trainer waited for batches."""
+    engine_idle_share: float = 0.0
+    """Of the window, an engine was in no step; the mean over engines."""
+    tokens_per_s: float = 0.0
+
+
+class Timekeeper:
+    """Follows the trainer from one activity to the next."""
+
+    def __init__(self, recorder: RunRecorder | None) -> None:
+        self._recorder = recorder
+        self._since_us: int | None = None
+        """When the present activity began; None before the first batch is asked for."""
+        self._waited_us = 0
+        self._window_us: tuple[int, int] = (0, 0)
+        self._first: tuple[EngineStatistics, ...] = ()
+        self._last: tuple[EngineStatistics, ...] = ()
+
+    def mark(
+        self, ended: TrainerActivity, version: int, engines: tuple[EngineStatistics, ...]
+    ) -> None:
+        """The trainer did ``ended`` until now. The first mark only opens the window."""
+        now_us = time.monotonic_ns() // 1000
+        if self._since_us is None:
+            self._window_us, self._first = (now_us, now_us), engines
+        else:
+            self._waited_us += (now_us - self._since_us) if ended == "wait" else 0
+            if self._recorder is not None:
+                self._recorder.trainer_interval(ended, self._since_us, now_us, version)
+        self._since_us = now_us
+        self._window_us, self._last = (self._window_us[0], now_us), engines
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the window has begun."""
+        return self._since_us is not None
+
+    def usage(self) -> Usage:
+        """The window so far."""
+        wall_s = (self._window_us[1] - self._window_us[0]) / 1e6
+        if wall_s <= 0:
+            return Usage()
+        before = {engine.name: engine for engine in self._first}
+        busy_s = tokens = 0.0
+        for engine in self._last:
+            start = before.get(engine.name)
+            busy_s += engine.busy_s - (start.busy_s if start else 0.0)
+            tokens += engine.tokens - (start.tokens if start else 0)
+        return Usage(
+            wall_s=wall_s,
+            trainer_idle_share=self._waited_us / 1e6 / wall_s,
+            engine_idle_share=max(0.0, 1.0 - busy_s / (wall_s * max(1, len(self._last)))),
+            tokens_per_s=tokens / wall_s,
+        )

@@ -1,0 +1,1 @@
+"""Pure decisions and formulas: no I/O, no clock, no asyncio."""

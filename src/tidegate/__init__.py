@@ -1,0 +1,58 @@
+"""Asynchronous rollouts for reinforcement learning on language models, with hard staleness bounds.
+
+    async with tidegate.serve(model=path, engines=2, max_staleness=2) as rollouts:
+        async for batch in rollouts.batches(tasks, episode=solve):
+            train_step(batch)
+            await rollouts.publish(model.state_dict())
+
+Names are imported when first used: an engine never loads the orchestrator, nor the reverse, and
+importing this package does not import torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tidegate.errors import TidegateError
+    from tidegate.orchestrator.batches import Batch, PackedBatch
+    from tidegate.orchestrator.client import Evaluation
+    from tidegate.orchestrator.config import RunSettings
+    from tidegate.orchestrator.episode import Episode, GeneratedTurn
+    from tidegate.orchestrator.serve import Rollouts, SyncRollouts, serve, serve_sync
+    from tidegate.orchestrator.statistics import RunStatistics
+
+__all__ = [
+    "Batch",
+    "Episode",
+    "Evaluation",
+    "GeneratedTurn",
+    "PackedBatch",
+    "Rollouts",
+    "RunSettings",
+    "RunStatistics",
+    "SyncRollouts",
+    "TidegateError",
+    "serve",
+    "serve_sync",
+]
+
+_HOMES = {
+    "Batch": "orchestrator.batches",
+    "Episode": "orchestrator.episode",
+    "Evaluation": "orchestrator.client",
+    "GeneratedTurn": "orchestrator.episode",
+    "PackedBatch": "orchestrator.batches",
+    "Rollouts": "orchestrator.serve",
+    "RunSettings": "orchestrator.config",
+    "RunStatistics": "orchestrator.statistics",
+    "SyncRollouts": "orchestrator.serve",
+    "TidegateError": "errors",
+    "serve": "orchestrator.serve",
+    "serve_sync": "orchestrator.serve",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tidegate' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"tidegate.{_HOMES[name]}"), name)

@@ -1,0 +1,230 @@
+"""What would an engine say whose model is a hash? The scheduler's shell, small enough to read.
+
+The fake model's KV cache holds (token, position, version) where a real one has numbers. So it sees
+when the scheduler mixes up blocks, and knows whose weights computed what a token attended to.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tidegate.engine.runner import Row, StepOutput
+from tidegate.engine.scheduler import Scheduler, StepColumns
+from tidegate.engine.turns import EngineLimits
+from tidegate.transport.messages import (
+    LENGTH,
+    RUNNING,
+    STOP,
+    FinishWeightUpdate,
+    KvPolicy,
+    Message,
+    PauseMode,
+    Prefill,
+    SamplingParams,
+    SubmitTurn,
+)
+
+
+def next_token(context: Sequence[int], seed: int, index: int, version: int, vocab: int) -> int:
+    """The model: what follows depends on everything it should depend on, and on nothing else."""
+    said = repr((list(context), seed, index, version)).encode()
+    return int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little") % vocab
+
+
+@dataclass(frozen=True, slots=True)
+class FakeKv:
+    """One position of the fake cache."""
+
+    token_id: int
+    position: int
+    version: int
+
+
+class FakeRunner:
+    """Reads its context from the cache only, as a model does."""
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self.version = 0
+        self._limits = limits
+        self._kv: dict[int, FakeKv] = {}
+        self.attended: list[list[int]] = []
+        """For each token of the last step: the versions that computed its context's KV."""
+
+    def step(self, rows: list[Row]) -> StepOutput:
+        assert 0 < sum(len(row.token_ids) for row in rows) <= self._limits.max_step_tokens
+        self.attended = []
+        token_ids = [token for row in rows for token in self._run(row)]
+        logprobs = [-float(token) for token in token_ids]
+        return StepOutput(np.array(token_ids, np.int32), np.array(logprobs, np.float32))
+
+    def _run(self, row: Row) -> Iterator[int]:
+        end = row.start + len(row.token_ids)
+        assert end > row.start
+        for position, token_id in enumerate(row.token_ids.tolist(), row.start):
+            self._kv[self._slot(row, position)] = FakeKv(token_id, position, self.version)
+        if row.sampling is None:
+            return
+        context = [self._kv[self._slot(row, position)] for position in range(end)]
+        assert [kv.position for kv in context] == list(range(end))
+        self.attended.append([kv.version for kv in context])
+        tokens = [kv.token_id for kv in context]
+        sampling = row.sampling
+        yield next_token(
+            tokens, sampling.seed, sampling.index, self.version, self._limits.vocab_size
+        )
+
+    def _slot(self, row: Row, position: int) -> int:
+        block, offset = divmod(position, self._limits.block_tokens)
+        return int(row.block_table[block]) * self._limits.block_tokens + offset
+
+
+@dataclass(slots=True)
+class ToldTurn:
+    """What the scheduler told of one turn."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    sampled_before: int
+    token_ids: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kv: list[int] = field(default_factory=list)
+    """Versions of the KV of its context so far, as the provenance claims."""
+    prefills: list[Prefill] = field(default_factory=list)
+    finish: int = RUNNING
+
+    def check(self, vocab: int) -> None:
+        """Every token is what the model says of this turn alone, and so is how it ended."""
+        for index, version in enumerate(self.versions):
+            context = self.prompt + self.token_ids[:index]
+            counted = self.sampled_before + index
+            expected = next_token(context, self.sampling.seed, counted, version, vocab)
+            assert self.token_ids[index] == expected
+        stops = set(self.sampling.stop_token_ids)
+        assert not stops & set(self.token_ids[:-1])
+        if self.finish == STOP:
+            assert self.token_ids[-1] in stops
+        if self.finish == LENGTH:
+            assert len(self.token_ids) == self.sampling.max_tokens
+            assert self.token_ids[-1] not in stops
+
+
+class FakeEngine:
+    """Scheduler and fake runner, driven as the worker drives the real ones."""
+
+    def __init__(self, **limits: int) -> None:
+        self.limits = EngineLimits(
+            **(
+                {
+                    "max_running_turns": 4,
+                    "max_step_tokens": 8,
+                    "num_blocks": 16,
+                    "block_tokens": 4,
+                    "context_tokens_max": 64,
+                    "vocab_size": 50,
+                }
+                | limits
+            )
+        )
+        self.scheduler = Scheduler(self.limits)
+        self.runner = FakeRunner(self.limits)
+        self.turns: dict[int, ToldTurn] = {}
+        self.answers: list[Message] = []
+        self.recomputed_turns = 0
+
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        priority: int = 0,
+        sampled_before: int = 0,
+        stop: Sequence[int] = (),
+    ) -> int:
+        turn = len(self.turns)
+        sampling = SamplingParams(max_tokens=max_tokens, seed=9, stop_token_ids=list(stop))
+        self.scheduler.submit(
+            SubmitTurn(
+                turn=turn,
+                token_ids=np.array(prompt, "<i4").tobytes(),
+                sampling=sampling,
+                priority=priority,
+                sampled_before=sampled_before,
+            )
+        )
+        self.turns[turn] = ToldTurn(prompt, sampling, sampled_before)
+        return turn
+
+    def ask_swap(self, version: int, mode: PauseMode, kv_policy: KvPolicy) -> None:
+        self.scheduler.ask_swap(
+            FinishWeightUpdate(version=version, pause_mode=mode, kv_policy=kv_policy)
+        )
+
+    def settle(self) -> None:
+        """Tell what ended, then what is answered, then swap what is due."""
+        ended = self.scheduler.take_ended()
+        if ended is not None:
+            self._take(ended)
+        self.answers += self.scheduler.take_answers()
+        update = self.scheduler.swap_due()
+        if update is not None:
+            self.runner.version = update.version
+            self.recomputed_turns += self.scheduler.weights_swapped(update)
+
+    def step(self) -> dict[int, int]:
+        """One step; how many tokens each row computed, by the order of rows' starts."""
+        self.settle()
+        could = self.scheduler.can_step
+        rows = self.scheduler.plan()
+        assert bool(rows) == could
+        if not rows:
+            return {}
+        computed = {number: len(row.token_ids) for number, row in enumerate(rows)}
+        columns = self.scheduler.complete(self.runner.step(rows))
+        if columns is not None:
+            self._take(columns)
+        self.settle()
+        return computed
+
+    def run(self) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(10_000):
+            if not self.step():
+                return
+        raise AssertionError("turns that never end")
+
+    def _take(self, columns: StepColumns) -> None:
+        handles = np.frombuffer(columns.turns, "<u4").tolist()
+        counts = np.frombuffer(columns.counts, "<u4").tolist() or [1] * len(handles)
+        tokens = iter(np.frombuffer(columns.token_ids, "<i4").tolist())
+        attended = iter(self.runner.attended)
+        prefills = {prefill.turn: prefill for prefill in columns.prefills}
+        assert len(set(handles)) == len(handles)
+        assert prefills.keys() <= set(handles)
+        for handle, count, code in zip(
+            handles, counts, columns.finish or bytes(len(handles)), strict=True
+        ):
+            turn = self.turns[handle]
+            assert turn.finish == RUNNING
+            turn.finish = code
+            if count:
+                self._take_token(turn, next(tokens), columns.version, prefills.get(handle))
+                assert turn.kv == next(attended)
+        assert next(tokens, None) is None
+
+    def _take_token(
+        self, turn: ToldTurn, token_id: int, version: int, prefill: Prefill | None
+    ) -> None:
+        """Follow the wire's rule: a prefill says it all, a step adds one position of its own."""
+        if prefill is None:
+            turn.kv.append(version)
+        else:
+            assert prefill.at == len(turn.token_ids)
+            spans = prefill.spans
+            assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
+            turn.kv = [span.version for span in spans for _ in range(span.start, span.end)]
+            turn.prefills.append(prefill)
+        assert len(turn.kv) == len(turn.prompt) + len(turn.token_ids)
+        turn.token_ids.append(token_id)
+        turn.versions.append(version)

@@ -1,0 +1,304 @@
+"""How do tests drive a real engine process? The orchestrator's end of its wire, in bare zmq.
+
+It acknowledges only what it has read, and reads only when asked to; so with few credits the engine
+is never more than a few steps ahead of the test, and nothing here needs to sleep.
+"""
+
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import numpy as np
+import zmq
+
+from tidegate.engine.checkpoint import read_tensors
+from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.runner import ModelRunner, Row, RowSampling
+from tidegate.engine.weights import Weights
+from tidegate.transport import messages
+from tidegate.transport.messages import (
+    RUNNING,
+    Ack,
+    EngineHeartbeat,
+    FinishWeightUpdate,
+    FromEngine,
+    Hello,
+    InitWeights,
+    KvPolicy,
+    Message,
+    PauseMode,
+    Prefill,
+    SamplingParams,
+    StartWeightUpdate,
+    Step,
+    SubmitTurn,
+    WeightsLive,
+    WeightsStaged,
+    Welcome,
+)
+from tidegate.transport.weight_channels import NamedBuffer, sender
+
+M = TypeVar("M", bound=Message)
+
+PATIENCE_S = 60.0
+"""A test that waits longer for a message hangs."""
+
+BLOCK_TOKENS = 16
+
+
+@dataclass(slots=True)
+class SeenTurn:
+    """What the engine told of one turn."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    sampled_before: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    prefills: list[Prefill] = field(default_factory=list)
+    finish: int = RUNNING
+
+
+class Orchestra:
+    """One engine process, and the other end of its wire."""
+
+    def __init__(self, directory: Path, model: Path, options: Sequence[str] = ()) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        address = f"ipc://{directory}/wire"
+        self._socket.bind(address)
+        self.stderr = directory / "stderr"
+        command = [sys.executable, "-m", "tidegate.engine.worker", "--connect", address]
+        command += ["--model", str(model), "--engine", "engine-0", *options]
+        with self.stderr.open("wb") as stderr:
+            self.process = subprocess.Popen(command, stderr=stderr)
+        self._peer = b""
+        self.turns: dict[int, SeenTurn] = {}
+        self.steps = 0
+        self.acknowledges = True
+        self.log: list[FromEngine] = []
+        """Everything but heartbeats, in order."""
+        self._read_log = 0
+        self._next_turn = 0
+
+    def __enter__(self) -> "Orchestra":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._socket.close()
+        self._context.term()
+
+    # ------------------------------------------------------------ the wire
+
+    def welcome(self, *, credit_steps: int = 4, timeout_s: float = PATIENCE_S) -> Hello:
+        hello = self.await_one(Hello)
+        self.send(
+            Welcome(
+                heartbeat_interval_s=0.2,
+                orchestrator_timeout_s=timeout_s,
+                credit_steps=credit_steps,
+            )
+        )
+        return hello
+
+    def send(self, message: Message) -> None:
+        self.send_frame(messages.encode(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        self._socket.send_multipart([self._peer, frame])
+
+    def await_one(self, kind: type[M]) -> M:
+        """Read until a message of this kind comes, and past it."""
+        while True:
+            while self._read_log < len(self.log):
+                message = self.log[self._read_log]
+                self._read_log += 1
+                if isinstance(message, kind):
+                    return message
+            self._read_one()
+
+    def read_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._read_one()
+
+    def await_heartbeat(self, count: int = 1) -> EngineHeartbeat:
+        """The ``count``-th heartbeat from now on."""
+        while count > 0:
+            message = self._read_one()
+            if isinstance(message, EngineHeartbeat):
+                count -= 1
+                heartbeat = message
+        return heartbeat
+
+    def _read_one(self) -> FromEngine:
+        if not self._socket.poll(int(PATIENCE_S * 1000)):
+            raise AssertionError(f"engine is silent; it said: {self.stderr.read_text()}")
+        self._peer, frame = self._socket.recv_multipart()
+        message = messages.decode_from_engine(frame)
+        if not isinstance(message, EngineHeartbeat):
+            self.log.append(message)
+        if isinstance(message, Step):
+            self._take_step(message)
+        return message
+
+    def _take_step(self, step: Step) -> None:
+        assert step.seq == self.steps
+        self.steps += 1
+        handles = np.frombuffer(step.turns, "<u4").tolist()
+        token_ids = iter(np.frombuffer(step.token_ids, "<i4").tolist())
+        logprobs = iter(np.frombuffer(step.logprobs, "<f4").tolist())
+        counts = np.frombuffer(step.counts, "<u4").tolist() or [1] * len(handles)
+        for prefill in step.prefills:
+            self.turns[prefill.turn].prefills.append(prefill)
+        for handle, count, code in zip(
+            handles, counts, step.finish or bytes(len(handles)), strict=True
+        ):
+            turn = self.turns[handle]
+            assert turn.finish == RUNNING
+            for _ in range(count):
+                turn.token_ids.append(next(token_ids))
+                turn.logprobs.append(next(logprobs))
+                turn.versions.append(step.version)
+            turn.finish = code
+        assert next(token_ids, None) is None
+        if self.acknowledges:
+            self.acknowledge()
+
+    def acknowledge(self) -> None:
+        """Give back all credit used so far."""
+        if self.steps:
+            self.send(Ack(seq=self.steps - 1))
+
+    # ------------------------------------------------------------ turns
+
+    def submit(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        sampled_before: int = 0,
+    ) -> int:
+        turn = self._next_turn
+        self._next_turn += 1
+        self.turns[turn] = SeenTurn(prompt, sampling, sampled_before)
+        self.send(
+            SubmitTurn(
+                turn=turn,
+                token_ids=np.array(prompt, "<i4").tobytes(),
+                sampling=sampling,
+                priority=priority,
+                sampled_before=sampled_before,
+            )
+        )
+        return turn
+
+    def finish(self, turn: int) -> SeenTurn:
+        """Read until the turn has ended."""
+        self.read_until(lambda: self.turns[turn].finish != RUNNING)
+        return self.turns[turn]
+
+    def generate(self, prompt: list[int], sampling: SamplingParams) -> SeenTurn:
+        return self.finish(self.submit(prompt, sampling))
+
+    def read_tokens(self, turn: int, count: int) -> None:
+        """Read until ``count`` more tokens of a turn have come."""
+        enough = len(self.turns[turn].token_ids) + count
+        self.read_until(lambda: len(self.turns[turn].token_ids) >= enough)
+
+
+class Publisher:
+    """Publishes the weights of model directories through shared memory."""
+
+    def __init__(self, orchestra: Orchestra) -> None:
+        self._orchestra = orchestra
+        self._sender = sender("shm", None)
+        orchestra.send(self._sender.init())
+
+    @property
+    def init(self) -> InitWeights:
+        return self._sender.init()
+
+    def stage(self, version: int, directory: Path) -> WeightsStaged:
+        """Phases 2 and 3, while turns go on."""
+        self.send_tensors(version, named_buffers(directory))
+        return self._orchestra.await_one(WeightsStaged)
+
+    def send_tensors(self, version: int, tensors: list[NamedBuffer]) -> None:
+        self._orchestra.send(StartWeightUpdate(version=version))
+        for update in self._sender.write(version, tensors):
+            self._orchestra.send(update)
+
+    def swap(self, version: int, mode: PauseMode, kv_policy: KvPolicy) -> WeightsLive:
+        """Phase 4."""
+        self._orchestra.send(
+            FinishWeightUpdate(version=version, pause_mode=mode, kv_policy=kv_policy)
+        )
+        return self._orchestra.await_one(WeightsLive)
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+def named_buffers(directory: Path) -> list[NamedBuffer]:
+    """A directory's tensors, as a trainer would publish them."""
+    return [
+        NamedBuffer(
+            name,
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            memoryview(tensor.contiguous().numpy()).cast("B"),
+        )
+        for name, tensor in read_tensors(directory)
+    ]
+
+
+def replay(turn: SeenTurn, weights: dict[int, Weights], config: ModelConfig) -> SeenTurn:
+    """Compute a turn again, its KV by the very weights that its provenance names."""
+    blocks = -(-(len(turn.prompt) + len(turn.token_ids)) // BLOCK_TOKENS)
+    runner = ModelRunner(
+        config, next(iter(weights.values())), num_blocks=blocks, block_tokens=BLOCK_TOKENS
+    )
+    context = np.array(turn.prompt + turn.token_ids, np.int32)
+    asked = turn.sampling
+    prefills = {prefill.at: prefill for prefill in turn.prefills}
+    again = SeenTurn(turn.prompt, asked)
+    histories: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for index, version in enumerate(turn.versions):
+        last = len(turn.prompt) + index - 1
+        if index in prefills:
+            histories[index] += [(s.version, s.start, s.end) for s in prefills[index].spans]
+        else:
+            histories[index].append((version, last, last + 1))
+    for index, history in histories.items():
+        for number, (version, start, end) in enumerate(history):
+            runner.weights = weights[version]
+            sampling = None
+            if number == len(history) - 1:
+                sampling = RowSampling(
+                    temperature=asked.temperature,
+                    top_k=asked.top_k,
+                    top_p=asked.top_p,
+                    seed=asked.seed,
+                    index=turn.sampled_before + index,
+                )
+            row = Row(context[start:end], start, list(range(blocks)), sampling)
+            output = runner.step([row])
+        again.token_ids += output.token_ids.tolist()
+        again.logprobs += output.logprobs.tolist()
+    return again

@@ -1,0 +1,150 @@
+"""Does our model code compute what transformers computes, in every architecture and batch shape?"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.engine.driving import GREEDY, DrivenTurn, drive
+from tests.models import make_model_directory
+
+from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.runner import ModelRunner, RowSampling
+from tidegate.engine.weights import load_directory
+
+TOLERANCE_NATS = 1e-4
+"""In float32; the worst difference seen is a twentieth of it."""
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5_000.0, "factor": 3.0}
+
+MODELS = {
+    "qwen3": ("qwen3", {}),
+    "qwen3-untied-bias": ("qwen3", {"tied": False, "attention_bias": True}),
+    "qwen3-sharded-bfloat16": ("qwen3", {"dtype": "bfloat16", "shards": 3}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-untied-one-kv-head": ("qwen2", {"tied": False, "num_key_value_heads": 1}),
+    "llama-untied": ("llama", {"tied": False}),
+    "llama-all-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-no-gqa": ("llama", {"num_key_value_heads": 4}),
+    "llama-wide-heads": ("llama", {"head_dim": 24}),
+    "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-linear-rope": ("llama", {"rope_parameters": LINEAR_ROPE}),
+}
+
+PROMPT_TOKENS = (1, 2, 3, 5, 16, 17, 33, 50, 140)
+"""Around the block size, and on both sides of where rows stop being padded to each other."""
+
+CHUNKS = ((1,), (3, 5, 1, 7), (64,), (2, 40), (13,))
+
+
+def load_runner(path: Path, dtype: torch.dtype = torch.float32) -> ModelRunner:
+    config = ModelConfig.from_directory(path)
+    weights = load_directory(path, config, dtype)
+    return ModelRunner(config, weights, num_blocks=128, block_tokens=8)
+
+
+def load_peer(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+
+def make_turns(sampling: RowSampling = GREEDY, vocab_size: int = 96) -> list[DrivenTurn]:
+    random = np.random.default_rng(1)
+    return [
+        DrivenTurn(
+            random.integers(0, vocab_size, length).tolist(), sampling, CHUNKS[n % len(CHUNKS)]
+        )
+        for n, length in enumerate(PROMPT_TOKENS)
+    ]
+
+
+def peer_logits(peer: Any, turn: DrivenTurn) -> torch.Tensor:
+    """The logits [sampled, V] that each sampled token of a turn should have been drawn from."""
+    with torch.no_grad():
+        logits: torch.Tensor = peer(torch.tensor([turn.context])).logits[0].float()
+    return logits[len(turn.prompt) - 1 : -1]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_greedy_turns_in_mixed_chunked_batches_equal_transformers(
+    model: str, tmp_path: Path
+) -> None:
+    architecture, options = MODELS[model]
+    path = make_model_directory(tmp_path, architecture, **options)
+    turns = make_turns()
+
+    drive(load_runner(path), turns, new_tokens=6)
+
+    peer = load_peer(path)
+    for turn in turns:
+        logprobs = torch.log_softmax(peer_logits(peer, turn), -1)
+        assert turn.sampled == logprobs.argmax(-1).tolist()
+        assert turn.logprobs == pytest.approx(logprobs.amax(-1).tolist(), abs=TOLERANCE_NATS)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (7, 1.0), (0, 0.6), (12, 0.8), (200, 0.5)])
+def test_reported_logprobs_are_those_after_every_sampling_option(
+    shared_model: Path, temperature: float, top_k: int, top_p: float
+) -> None:
+    turns = make_turns(RowSampling(temperature, top_k, top_p, seed=3, index=0))
+
+    drive(load_runner(shared_model), turns, new_tokens=5)
+
+    peer = load_peer(shared_model)
+    for turn in turns:
+        expected = [
+            reference_logprobs(row, temperature, top_k, top_p)[token_id]
+            for row, token_id in zip(peer_logits(peer, turn).numpy(), turn.sampled, strict=True)
+        ]
+        assert turn.logprobs == pytest.approx(expected, abs=TOLERANCE_NATS)
+
+
+def reference_logprobs(
+    logits: np.ndarray[Any, Any], temperature: float, top_k: int, top_p: float
+) -> np.ndarray[Any, Any]:
+    """Temperature, then top-k, then top-p of one row, straight from their definitions."""
+    scaled = logits.astype(np.float64) / temperature
+    ranked = np.argsort(-scaled)[: top_k or None]
+    weights = np.exp(scaled[ranked] - scaled[ranked[0]])
+    before = np.cumsum(weights / weights.sum()) - weights / weights.sum()
+    kept = ranked[before < top_p]
+    logprobs = np.full_like(scaled, -np.inf)
+    logprobs[kept] = scaled[kept] - np.log(np.exp(scaled[kept] - scaled[ranked[0]]).sum())
+    logprobs[kept] -= scaled[ranked[0]]
+    return logprobs
+
+
+def test_bfloat16_weights_compute_near_float32_and_the_head_stays_float32(tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path, "qwen3", dtype="bfloat16", initializer_range=0.05)
+    turns = make_turns()
+    runner = load_runner(path, torch.bfloat16)
+
+    drive(runner, turns, new_tokens=4)
+
+    assert runner.weights.dtype == torch.bfloat16
+    assert runner.weights.head.dtype == torch.float32
+    peer = load_peer(path)
+    for turn in turns:
+        logprobs = torch.log_softmax(peer_logits(peer, turn), -1)
+        expected = logprobs.gather(-1, torch.tensor(turn.sampled)[:, None])[:, 0]
+        # bfloat16 keeps 8 bits, so activations are off by half a percent.
+        assert turn.logprobs == pytest.approx(expected.tolist(), abs=0.05)
+
+
+@pytest.fixture(scope="module")
+def shared_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Large initial weights make sharp distributions; these leave top-p something to cut.
+    path = tmp_path_factory.mktemp("model")
+    return make_model_directory(path, "qwen3", initializer_range=0.1)

@@ -1,0 +1,219 @@
+"""Are weights staged whole or refused whole, with one answer each?"""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.orchestra import named_buffers
+from tests.models import make_model_directory
+from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.staging import Staging
+from tidegate.engine.weights import Weights, load_directory
+from tidegate.transport.messages import (
+    Complaint,
+    InitWeights,
+    Message,
+    StartWeightUpdate,
+    UpdateWeights,
+    WeightsFailed,
+    WeightsStaged,
+)
+from tidegate.transport.weight_channels import NamedBuffer, WeightSender, sender
+
+PATIENCE_S = 60.0
+
+
+class Gate:
+    """Allocates weights when a test lets it, so that the test knows what the thread is at."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.opened = threading.Event()
+        self.allocated = 0
+        self._config = config
+
+    def allocate(self) -> Weights:
+        assert self.opened.wait(PATIENCE_S)
+        self.allocated += 1
+        return Weights.allocate(self._config, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [make_model_directory(root / str(seed), "qwen2", seed=seed) for seed in range(2)]
+
+
+@pytest.fixture
+def config(directories: list[Path]) -> ModelConfig:
+    return ModelConfig.from_directory(directories[0])
+
+
+@pytest.fixture
+def gate(config: ModelConfig) -> Gate:
+    return Gate(config)
+
+
+@pytest.fixture
+def staging(gate: Gate) -> Iterator[Staging]:
+    staging = Staging(gate.allocate)
+    yield staging
+    gate.opened.set()
+    staging.close()
+
+
+@pytest.fixture(params=["shm", "disk"])
+def channel(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightSender]:
+    channel = sender(request.param, tmp_path)
+    yield channel
+    channel.close()
+
+
+def answers(staging: Staging) -> list[Message]:
+    """All answers, once the thread has nothing left to do."""
+    told: list[Message] = []
+    pause = threading.Event()
+    while staging.is_busy:
+        told += staging.take_answers()
+        pause.wait(0.001)  # yields the processor to the thread
+    return told + staging.take_answers()
+
+
+def publish(
+    staging: Staging, channel: WeightSender, version: int, tensors: list[NamedBuffer]
+) -> None:
+    staging.start(StartWeightUpdate(version=version))
+    for update in channel.write(version, tensors):
+        staging.update(update)
+
+
+def assert_same(one: Weights, other: Weights) -> None:
+    assert torch.equal(one.embedding, other.embedding)
+    assert all(
+        torch.equal(a.qkv, b.qkv) and torch.equal(a.down, b.down)
+        for a, b in zip(one.layers, other.layers, strict=True)
+    )
+
+
+def test_staged_weights_equal_the_published_ones_and_the_old_ones_become_the_buffer(
+    staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
+) -> None:
+    gate.opened.set()
+    config = ModelConfig.from_directory(directories[0])
+    weights = [load_directory(path, config, torch.float32) for path in directories]
+    staging.init(channel.init())
+    live = load_directory(directories[0], config, torch.float32)
+    seen = {id(live)}
+    for version in range(1, 5):
+        publish(staging, channel, version, named_buffers(directories[version % 2]))
+        (staged,) = answers(staging)
+        assert isinstance(staged, WeightsStaged)
+        assert staged.version == version
+        live = staging.exchange(version, live)
+        seen.add(id(live))
+        assert_same(live, weights[version % 2])
+    assert (len(seen), gate.allocated) == (2, 1)
+
+
+def test_a_version_that_lacks_tensors_is_refused_by_name(
+    staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
+) -> None:
+    gate.opened.set()
+    staging.init(channel.init())
+    tensors = [t for t in named_buffers(directories[1]) if t.name != "model.norm.weight"]
+    publish(staging, channel, 1, tensors)
+    assert answers(staging) == [
+        WeightsFailed(
+            version=1,
+            message="1 tensors are missing, first model.norm.weight; publish all the names that "
+            "the model directory has",
+        )
+    ]
+    assert not staging.is_staged(1)
+
+
+def test_a_failed_version_is_answered_once_however_much_of_it_follows(
+    staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
+) -> None:
+    gate.opened.set()
+    staging.init(channel.init())
+    tensors = named_buffers(directories[1])
+    wrong = NamedBuffer("no.such.tensor", "float32", (1,), memoryview(bytes(4)))
+    (whole,) = channel.write(1, [*tensors, wrong])
+    rest = UpdateWeights(version=1, location=whole.location, tensors=whole.tensors[:-1])
+    staging.start(StartWeightUpdate(version=1))
+    staging.update(whole)
+    staging.update(rest)
+    (failed,) = answers(staging)
+    assert isinstance(failed, WeightsFailed)
+    assert "no.such.tensor" in failed.message
+    staging.update(rest)
+    assert answers(staging) == []
+    publish(staging, channel, 1, tensors)
+    (staged,) = answers(staging)
+    assert isinstance(staged, WeightsStaged)
+
+
+def test_chunks_are_staged_when_the_last_is_in(
+    staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
+) -> None:
+    gate.opened.set()
+    staging.init(channel.init())
+    (whole,) = channel.write(1, named_buffers(directories[1]))
+    staging.start(StartWeightUpdate(version=1))
+    half = len(whole.tensors) // 2
+    for specs, last in ((whole.tensors[:half], False), (whole.tensors[half:], True)):
+        assert answers(staging) == []
+        staging.update(UpdateWeights(version=1, location=whole.location, tensors=specs, last=last))
+    (staged,) = answers(staging)
+    assert isinstance(staged, WeightsStaged)
+
+
+def test_starting_a_version_gives_up_the_one_under_way_and_says_so(
+    staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
+) -> None:
+    staging.init(channel.init())  # the thread waits in here, so version 1 can't be complete
+    tensors = named_buffers(directories[1])
+    publish(staging, channel, 1, tensors)
+    publish(staging, channel, 2, tensors)
+    gate.opened.set()
+    failed, staged = answers(staging)
+    assert failed == WeightsFailed(
+        version=1, message="given up, for v2 was started before it was complete"
+    )
+    assert isinstance(staged, WeightsStaged)
+    assert (staged.version, staging.is_staged(1), staging.is_staged(2)) == (2, False, True)
+
+
+def test_tensors_after_the_last_ones_undo_the_version(
+    staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
+) -> None:
+    gate.opened.set()
+    staging.init(channel.init())
+    publish(staging, channel, 1, named_buffers(directories[1]))
+    answers(staging)
+    staging.update(UpdateWeights(version=1, location="", tensors=[]))
+    assert answers(staging) == [
+        WeightsFailed(version=1, message="more tensors came after those marked as the last")
+    ]
+    assert not staging.is_staged(1)
+
+
+def test_tensors_without_a_start_or_a_channel_are_refused(staging: Staging) -> None:
+    update = UpdateWeights(version=5, location="", tensors=[])
+    staging.update(update)
+    staging.start(StartWeightUpdate(version=5))
+    staging.update(update)
+    assert answers(staging) == [
+        WeightsFailed(version=5, message="v5 was not started; send StartWeightUpdate first"),
+        WeightsFailed(version=5, message="no weight channel is open; send InitWeights first"),
+    ]
+
+
+def test_a_channel_that_does_not_exist_is_complained_of(staging: Staging) -> None:
+    staging.init(InitWeights(channel="carrier-pigeon"))
+    (complaint,) = answers(staging)
+    assert isinstance(complaint, Complaint)
+    assert "carrier-pigeon" in complaint.message

@@ -1,0 +1,218 @@
+"""Is the demo's model a whole Hugging Face directory, made the same way every time?"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+from examples.calculator import FinishedTurn, Task, solve, tasks
+from examples.tiny_model import (
+    MARKER,
+    Progress,
+    WarmUpReport,
+    demonstrate,
+    demonstrated_accuracy,
+    make_model,
+    make_tokenizer,
+    tool_actions,
+)
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Made:
+    directory: Path
+    report: WarmUpReport
+    progress: list[Progress]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A model warmed up for no more than three steps."""
+    directory = tmp_path_factory.mktemp("tiny") / "model"
+    progress: list[Progress] = []
+    report = make_model(directory, seed=3, steps_max=STEPS, on_progress=progress.append)
+    return Made(directory, report, progress)
+
+
+@pytest.fixture
+def some_tasks() -> Iterator[Task]:
+    return tasks("train", 4)
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def remade(made: Made, seed: int = 3) -> WarmUpReport:
+    return make_model(made.directory, seed=seed, steps_max=STEPS)
+
+
+def test_transformers_loads_the_directory(made: Made) -> None:
+    model = Qwen3ForCausalLM.from_pretrained(made.directory)
+
+    assert sum(parameter.numel() for parameter in model.parameters()) == 305_920
+    assert model.generation_config.eos_token_id == 1
+    assert model.config.tie_word_embeddings
+
+
+def test_the_tokenizer_is_the_same_through_tokenizers_and_transformers(made: Made) -> None:
+    plain = Tokenizer.from_file(str(made.directory / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(made.directory)
+
+    assert theirs("?3+9").input_ids == plain.encode("?3+9").ids
+    assert theirs.eos_token_id == plain.token_to_id("<eos>") == 1
+    assert len(theirs) == plain.get_vocab_size() == 80
+
+
+def test_everything_the_task_says_survives_the_tokenizer(some_tasks: Iterator[Task]) -> None:
+    tokenizer = make_tokenizer()
+    texts = ["?-18+9", ">-9\n", ">error\n", "-27", next(some_tasks).question]
+
+    assert [tokenizer.decode(tokenizer.encode(text).ids) for text in texts] == texts
+
+
+def test_the_instruction_is_one_token(some_tasks: Iterator[Task]) -> None:
+    task = next(some_tasks)
+
+    assert len(make_tokenizer().encode(task.question).ids) == 1 + len(f"{task.expression} =")
+
+
+def test_the_end_token_is_left_out_of_decoded_text() -> None:
+    tokenizer = make_tokenizer()
+
+    assert tokenizer.decode([*tokenizer.encode("12").ids, 1]) == "12"
+
+
+def test_a_demonstration_marks_the_policys_own_tokens_and_no_others() -> None:
+    tokenizer = make_tokenizer()
+    task = Task("3 + 9 =", "3 + 9", {"answer": "12"})
+
+    demonstration = demonstrate(task, ["?3+9", "12"], tokenizer)
+
+    pairs = zip(demonstration.token_ids, demonstration.is_action, strict=True)
+    read = [token_id for token_id, is_action in pairs if not is_action]
+    assert tokenizer.decode(demonstration.token_ids) == "3 + 9 =?3+9>12\n12"
+    assert tokenizer.decode(read) == "3 + 9 =>12\n"
+    assert demonstration.token_ids[-1] == 1
+
+
+@dataclass
+class Demonstrator:
+    """Plays the tool path as an episode's policy would."""
+
+    actions: list[str]
+    text: str = ""
+
+    def append(self, text_or_ids: str) -> None:
+        pass
+
+    async def generate(self, *, max_tokens: int) -> FinishedTurn:
+        self.text = self.actions.pop(0)
+        assert len(make_tokenizer().encode(self.text).ids) < max_tokens
+        return self
+
+
+async def test_the_demonstrated_tool_path_solves_every_task_within_the_limits(
+    some_tasks: Iterator[Task],
+) -> None:
+    for task in islice(some_tasks, 100):
+        assert await solve(Demonstrator(tool_actions(task)), task) == 1.0
+
+
+def test_demonstrated_accuracy_is_the_chance_of_the_two_demonstrated_ways(
+    made: Made, some_tasks: Iterator[Task]
+) -> None:
+    model, tokenizer = Qwen3ForCausalLM.from_pretrained(made.directory), make_tokenizer()
+    task = next(some_tasks)
+
+    expected = 0.0
+    for actions in (tool_actions(task), [task.answer]):
+        way = demonstrate(task, actions, tokenizer)
+        logprobs = model(input_ids=torch.tensor([way.token_ids])).logits[0].log_softmax(-1)
+        own = [at for at, is_action in enumerate(way.is_action) if is_action]
+        expected += sum(logprobs[at - 1, way.token_ids[at]] for at in own).exp().item()
+
+    ours = demonstrated_accuracy(model, tokenizer, [task])
+    assert ours == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_report_is_what_lies_beside_the_weights(made: Made) -> None:
+    assert json.loads((made.directory / MARKER).read_text()) == asdict(made.report)
+    assert made.report.steps == STEPS
+    assert [made.report.loss] == [progress.loss for progress in made.progress]
+
+
+def test_warm_up_has_begun_to_learn(made: Made) -> None:
+    """80 tokens, all equally likely, would cost log(80) = 4.38 nats each."""
+    assert made.report.loss < 4.3
+
+
+def test_a_finished_model_is_found_and_not_made_again(made: Made) -> None:
+    (made.directory / "model.safetensors").touch()
+    before = (made.directory / "model.safetensors").stat().st_mtime_ns
+
+    assert remade(made) == made.report
+    assert (made.directory / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_the_same_seed_makes_the_same_weights_and_another_seed_others(
+    made: Made, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "same", seed=3, steps_max=STEPS)
+    make_model(tmp_path / "other", seed=4, steps_max=STEPS)
+
+    ours, same, other = (
+        weights(path)["model.norm.weight"]
+        for path in (made.directory, tmp_path / "same", tmp_path / "other")
+    )
+    assert torch.equal(ours, same)
+    assert not torch.equal(ours, other)
+
+
+@pytest.mark.parametrize("marker", [None, "", "{", "[]", '{"recipe": "old"}'])
+def test_a_half_made_directory_is_made_again(tmp_path: Path, marker: str | None) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("someone's own")
+    if marker is not None:
+        (tmp_path / MARKER).write_text(marker)
+
+    make_model(tmp_path, steps_max=1)
+
+    assert weights(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "someone's own"
+
+
+def test_another_seed_is_made_anew_in_the_same_directory(tmp_path: Path) -> None:
+    first = make_model(tmp_path, seed=0, steps_max=1)
+    second = make_model(tmp_path, seed=1, steps_max=1)
+
+    assert second.recipe != first.recipe
+    assert json.loads((tmp_path / MARKER).read_text())["seed"] == 1
+
+
+def test_the_callers_randomness_and_threads_are_left_alone(tmp_path: Path) -> None:
+    torch.manual_seed(17)
+    expected = torch.rand(3)
+    threads = torch.get_num_threads()
+    torch.manual_seed(17)
+
+    make_model(tmp_path, steps_max=1)
+
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.get_num_threads() == threads
+
+
+def test_a_warm_up_of_no_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="steps_max must be > 0, got 0"):
+        make_model(tmp_path / "model", steps_max=0)
+
+    assert not (tmp_path / "model").exists()

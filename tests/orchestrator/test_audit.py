@@ -1,0 +1,276 @@
+"""Does the audit pass what is true and catch each kind of lie, one at a time?"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.orchestrator import sampled_runs
+from tests.orchestrator.sampled_runs import KINDS, edit_rollout, make_models, record_run
+from tidegate.errors import AuditError
+from tidegate.orchestrator.audit import TOLERANCE, AuditReport, audit_run
+from tidegate.orchestrator.recording import read_trajectories, weights_path
+from tidegate.orchestrator.replay import sampled_logprobs
+
+Row = dict[str, Any]
+
+ONE_VERSION, ABORTED, RECOMPUTED, KEPT, KEPT_OVER_TURNS, SWAPPED_IN_PREFILL, FILTERED = range(7)
+
+
+@pytest.fixture(scope="module")
+def honest_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    models = make_models()
+    rollouts = [sampled_runs.one_version(models, ONE_VERSION, version=1, tokens=5)]
+    rollouts += [kind(models, number) for number, kind in enumerate(KINDS, start=1)]
+    rollouts += [
+        sampled_runs.one_version(models, number, version=number % 3, tokens=number - 5)
+        for number in range(7, 13)
+    ]
+    return record_run(tmp_path_factory.mktemp("runs") / "honest", models, rollouts)
+
+
+@pytest.fixture
+def run(honest_run: Path, tmp_path: Path) -> Path:
+    """A copy of the honest run, to be tampered with."""
+    shutil.copytree(honest_run, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def messages(report: AuditReport) -> list[tuple[int, int, str]]:
+    return [(p.rollout_id, p.turn, p.message) for p in report.problems]
+
+
+def test_every_way_of_sampling_over_new_weights_agrees_with_its_tags(honest_run: Path) -> None:
+    report = audit_run(honest_run)
+
+    assert messages(report) == []
+    assert report.agrees
+    sampled = sum(turn.length for r in read_trajectories(honest_run) for turn in r.turns)
+    assert report.tokens == report.tokens_agreeing == sampled
+    assert report.tokens_unknown == 0
+    assert report.versions == 3
+    assert report.spans_mixed == 2 + 2 + 1  # kept twice, once and its next turn, in a prefill
+    assert report.worst is not None
+    assert report.worst.difference < TOLERANCE / 10
+
+
+def test_the_audit_says_how_many_wrong_tags_it_could_not_have_seen(honest_run: Path) -> None:
+    report = audit_run(honest_run)
+    assert report.version_power.spans_tried == report.spans - report.spans_mixed
+    assert report.version_power.spans_unnoticed == 0
+    assert report.kv_power.spans_tried == report.spans_mixed
+    assert report.kv_power.spans_unnoticed == 0
+    blind = audit_run(honest_run, tolerance=100)
+    assert blind.kv_power.unnoticed_share == 1
+    assert not audit_run(honest_run, tolerance=0).agrees
+
+
+def test_a_span_tagged_with_its_neighbour_in_every_table_is_caught_by_its_logprobs(
+    run: Path,
+) -> None:
+    def lie(row: Row) -> None:
+        for turn in row["turns"]:
+            turn["spans"][0] |= {"version": 2, "kv_oldest": 2, "kv_newest": 2}
+            turn["prefills"][0]["spans"][0]["version"] = 2
+
+    edit_rollout(run, ONE_VERSION, lie)
+    report = audit_run(run)
+
+    assert not report.agrees
+    assert [(r, t) for r, t, _ in messages(report)] == [(ONE_VERSION, 0), (ONE_VERSION, 1)]
+    assert "tagged v2 were not sampled so" in report.problems[0].message
+    assert report.worst is not None
+    assert (report.worst.rollout_id, report.worst.version) == (ONE_VERSION, 2)
+
+
+def test_a_wrong_version_tag_contradicts_the_prefill_it_was_sampled_from(run: Path) -> None:
+    def lie(row: Row) -> None:
+        row["turns"][0]["spans"][1] |= {"version": 2, "kv_oldest": 2, "kv_newest": 2}
+
+    edit_rollout(run, ABORTED, lie)
+    report = audit_run(run)
+    assert any("token 4 is tagged v2, but v1 computed" in m for _, _, m in messages(report))
+
+
+def test_a_version_that_was_never_archived_is_a_wrong_tag(run: Path) -> None:
+    def lie(row: Row) -> None:
+        row["turns"][0]["spans"][0] |= {"version": 99, "kv_oldest": 99, "kv_newest": 99}
+        row["turns"][0]["prefills"][0]["spans"][0]["version"] = 99
+
+    edit_rollout(run, ONE_VERSION, lie)
+    report = audit_run(run)
+    assert messages(report) == [
+        (ONE_VERSION, 0, "tokens from 0 on need weights v99, which are not in the archive")
+    ]
+    assert report.tokens_agreeing == report.tokens - 5
+
+
+def test_a_kv_tag_that_says_fresh_where_the_history_is_mixed_is_caught(run: Path) -> None:
+    def lie(row: Row) -> None:
+        row["turns"][0]["spans"][1] |= {"kv_oldest": 1, "kv_newest": 1}
+
+    edit_rollout(run, KEPT, lie)
+    report = audit_run(run)
+    assert messages(report) == [
+        (KEPT, 0, "tokens [4, 7) of v1 say fresh, but the KV was mixed(0, 1)")
+    ]
+    assert report.tokens_agreeing == report.tokens
+    assert not report.agrees
+
+
+def test_an_engine_that_claims_a_recompute_it_never_made_is_caught_by_its_logprobs(
+    run: Path,
+) -> None:
+    def lie(row: Row) -> None:
+        turn = row["turns"][0]
+        turn["spans"][1] |= {"kv_oldest": 1, "kv_newest": 1}
+        turn["spans"][2] |= {"kv_oldest": 1, "kv_newest": 2}
+        turn["prefills"].append({"at": 4, "spans": [{"version": 1, "start": 0, "end": 9}]})
+
+    edit_rollout(run, KEPT, lie)
+    report = audit_run(run)
+    assert [(r, t) for r, t, _ in messages(report)] == [(KEPT, 0), (KEPT, 0)]
+    assert all("not sampled so" in m for _, _, m in messages(report))
+
+
+def test_a_stale_prefix_that_is_claimed_fresh_is_caught_by_its_logprobs(run: Path) -> None:
+    def lie(row: Row) -> None:
+        turn = row["turns"][0]
+        turn["spans"][0] |= {"kv_oldest": 1, "kv_newest": 1}
+        turn["prefills"][0]["spans"] = [{"version": 1, "start": 0, "end": 6}]
+
+    edit_rollout(run, SWAPPED_IN_PREFILL, lie)
+    assert [(r, t) for r, t, _ in messages(audit_run(run))] == [(SWAPPED_IN_PREFILL, 0)]
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_span_boundary_one_token_off_is_caught(run: Path, shift: int) -> None:
+    def lie(row: Row) -> None:
+        row["turns"][0]["spans"][0]["end"] += shift
+        row["turns"][0]["spans"][1]["start"] += shift
+
+    edit_rollout(run, KEPT, lie)
+    assert not audit_run(run).agrees
+
+
+def test_a_boundary_moved_off_a_recompute_is_caught(run: Path) -> None:
+    def lie(row: Row) -> None:
+        row["turns"][0]["spans"][1]["end"] += 1
+        row["turns"][0]["spans"][2]["start"] += 1
+
+    edit_rollout(run, RECOMPUTED, lie)
+    report = audit_run(run)
+    assert any("reaches across token 4" in m for _, _, m in messages(report))
+
+
+def test_a_changed_token_is_caught_with_its_place(run: Path) -> None:
+    def lie(row: Row) -> None:
+        position = row["turns"][1]["start"] + 2
+        row["token_ids"][position] = (row["token_ids"][position] + 1) % sampled_runs.VOCAB
+
+    edit_rollout(run, ONE_VERSION, lie)
+    report = audit_run(run)
+    [(rollout_id, turn, message)] = messages(report)
+    assert (rollout_id, turn) == (ONE_VERSION, 1)
+    assert "first token 2:" in message
+
+
+def test_a_changed_observation_is_caught_by_the_tokens_behind_it(run: Path) -> None:
+    def lie(row: Row) -> None:
+        row["token_ids"][row["turns"][1]["start"] - 1] = 20
+
+    edit_rollout(run, ONE_VERSION, lie)
+    assert [(r, t) for r, t, _ in messages(audit_run(run))] == [(ONE_VERSION, 1)]
+
+
+def test_a_logprob_of_other_sampling_than_recorded_is_caught(run: Path) -> None:
+    def lie(row: Row) -> None:
+        row["turns"][2]["top_k"] = 6
+
+    edit_rollout(run, FILTERED, lie)
+    assert [(r, t) for r, t, _ in messages(audit_run(run))] == [(FILTERED, 2)]
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        (lambda turn: turn["spans"][0].update(end=4), "its spans cover 4 tokens but 5"),
+        (lambda turn: turn["spans"][0].update(start=1), "gap or overlap at token 0"),
+        (lambda turn: turn["prefills"][0].update(at=1), "does not say who computed each"),
+        (lambda turn: turn.update(prefills=[]), "no prefill tells who computed it"),
+        (lambda turn: turn.update(start=1000), "are not in the context"),
+        (lambda turn: turn.update(length=0, spans=[], prefills=[]), "are in no turn"),
+    ],
+)
+def test_tables_that_do_not_cover_every_sampled_token_are_caught(
+    run: Path, lie: Callable[[Row], None], message: str
+) -> None:
+    edit_rollout(run, ONE_VERSION, lambda row: lie(row["turns"][0]))
+    report = audit_run(run)
+    assert any(message in m for _, _, m in messages(report))
+    assert not report.agrees
+
+
+def test_an_unknown_history_is_counted_and_not_taken_for_agreement(run: Path) -> None:
+    def admit(row: Row) -> None:
+        row["turns"][0]["prefills"] = []
+        row["turns"][0]["spans"][0] |= {"kv_oldest": None, "kv_newest": None}
+
+    edit_rollout(run, ONE_VERSION, admit)
+    report = audit_run(run)
+    assert report.agrees
+    assert report.tokens_unknown == 5
+    assert report.tokens_agreeing == report.tokens - 5
+
+
+def test_part_of_a_run_can_be_audited_evenly_spaced(honest_run: Path) -> None:
+    report = audit_run(honest_run, rollouts_max=4)
+    assert (report.rollouts, report.rollouts_recorded) == (4, 13)
+    assert report.agrees
+
+
+def test_a_directory_that_is_no_run_says_what_is_missing(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(AuditError, match="is not a directory"):
+        audit_run(tmp_path / "nowhere")
+    (run / "trajectories.parquet").unlink()
+    with pytest.raises(AuditError, match=r"trajectories\.parquet is missing"):
+        audit_run(run)
+    shutil.rmtree(run / "weights")
+    with pytest.raises(AuditError, match="holds no weights"):
+        audit_run(run)
+
+
+def test_damaged_or_incomplete_weights_can_not_be_audited(run: Path) -> None:
+    path = weights_path(run, 1) / "model.safetensors"
+    tensors = load_file(path)
+    tensors.pop("model.norm.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(AuditError, match=r"lacks 1 tensors, model\.norm\.weight"):
+        audit_run(run)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(AuditError, match=r"v00001 can't be loaded"):
+        audit_run(run)
+
+
+def test_a_run_without_tokens_proves_nothing(tmp_path: Path) -> None:
+    run = record_run(tmp_path / "run", make_models(1), [])
+    with pytest.raises(AuditError, match="not one sampled token"):
+        audit_run(run)
+
+
+def test_a_token_on_the_edge_of_top_p_counts_on_whichever_side_it_was_recorded() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25]]))
+    settings = torch.tensor([[1.0, 0.0, 0.75]])  # reached exactly by two tokens, up to rounding
+    for kept, token_id in ((2, 0), (3, 0), (3, 2)):
+        recorded = logits[0, token_id] - logits[0, :kept].logsumexp(0)
+        found = sampled_logprobs(logits, torch.tensor([token_id]), settings, recorded[None])
+        np.testing.assert_allclose(found, recorded, atol=1e-5)
+    outside = sampled_logprobs(
+        logits, torch.tensor([2]), torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([-0.1])
+    )
+    assert outside.tolist() == [-torch.inf]

@@ -1,0 +1,90 @@
+"""Who may import whom: docs/architecture.md's floors, read off the source."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+FLOORS: dict[str, set[str]] = {
+    "policies": set(),
+    "transport": set(),
+    "kernels": set(),
+    "engine": {"kernels", "transport"},
+    "orchestrator": {"policies", "transport"},
+}
+"""Folder -> folders below it. The two on top never meet but on the wire."""
+
+THIRD_PARTY: dict[str, set[str]] = {
+    "policies": {"torch"},
+    "transport": {"msgspec", "numpy", "safetensors", "zmq"},
+    "kernels": {"torch", "triton", "numpy"},
+}
+"""What the ground floor may import from outside the standard library."""
+
+FORBIDDEN = {"asyncio", "time", "random", "socket", "threading"}
+"""No I/O, no clock and no chance in policies."""
+
+
+def imports(path: Path) -> list[str]:
+    modules: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            modules.append(node.module)
+        elif isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+    return modules
+
+
+def sources(folder: str) -> list[Path]:
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    assert paths, f"{folder}/ has no code to check"
+    return paths
+
+
+@pytest.mark.parametrize("folder", FLOORS)
+def test_a_folder_imports_only_from_the_floors_below(folder: str) -> None:
+    for path in sources(folder):
+        parts = [module.split(".") for module in imports(path)]
+        ours = {part[1] for part in parts if part[0] == "tidegate" and len(part) > 1}
+        strangers = (ours & FLOORS.keys()) - FLOORS[folder] - {folder}
+        assert not strangers, f"{path.relative_to(ROOT)} must not import {sorted(strangers)}"
+
+
+@pytest.mark.parametrize("folder", THIRD_PARTY)
+def test_the_ground_floor_depends_on_nothing_it_was_not_given(folder: str) -> None:
+    for path in sources(folder):
+        roots = {module.split(".")[0] for module in imports(path)}
+        strangers = roots - sys.stdlib_module_names - THIRD_PARTY[folder] - {"tidegate"}
+        assert not strangers, f"{path.relative_to(ROOT)} must not import {sorted(strangers)}"
+
+
+def test_policies_have_no_clock_no_chance_and_no_io() -> None:
+    for path in sources("policies"):
+        assert not {m.split(".")[0] for m in imports(path)} & FORBIDDEN, path
+
+
+def test_kernels_is_no_package_of_its_own() -> None:
+    """A root package `kernels` would shadow Hugging Face's, which transformers probes for."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("tidegate", "torch"),
+        ("tidegate.orchestrator.serve", "torch"),
+        ("tidegate.orchestrator.cli", "torch"),
+        ("tidegate.orchestrator.core", "zmq"),
+        ("tidegate.orchestrator.core", "asyncio"),
+        ("tidegate.engine.worker", "tidegate.orchestrator"),
+        ("tidegate.orchestrator.serve", "tidegate.engine"),
+    ],
+)
+def test_importing_one_thing_does_not_load_another(module: str, unwanted: str) -> None:
+    code = f"import {module}, sys; sys.exit({unwanted!r} in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{module} loads {unwanted}: {done.stderr.decode()[-500:]}"

@@ -1,0 +1,44 @@
+"""What do the wire's tests share? Routers that are closed, and an inbox to await batches with."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tidegate.transport.sockets import FRAMES_PER_DRAIN, RouterSocket
+
+WAIT_S = 30.0
+"""Far longer than anything here takes: reaching it is a failure, not a timing."""
+
+
+class Inbox:
+    """Collects what an attached router hands over."""
+
+    def __init__(self, router: RouterSocket, *, budget: int = FRAMES_PER_DRAIN) -> None:
+        self.frames: list[tuple[bytes, bytes]] = []
+        self.batch_sizes: list[int] = []
+        self.on_frame: Callable[[bytes, bytes], object] = lambda peer, frame: None
+        self._arrived = asyncio.Event()
+        router.attach(asyncio.get_running_loop(), self._take, budget=budget)
+
+    def _take(self, batch: list[tuple[bytes, bytes]]) -> None:
+        self.frames += batch
+        self.batch_sizes.append(len(batch))
+        for peer, frame in batch:
+            self.on_frame(peer, frame)
+        self._arrived.set()
+
+    async def wait_for(self, count: int) -> list[tuple[bytes, bytes]]:
+        """The first ``count`` frames, once they are there."""
+        async with asyncio.timeout(WAIT_S):
+            while len(self.frames) < count:
+                self._arrived.clear()
+                await self._arrived.wait()
+        return self.frames[:count]
+
+
+@pytest.fixture(params=[None, "tcp://127.0.0.1:*"], ids=["ipc", "tcp"])
+def router(request: pytest.FixtureRequest) -> Iterator[RouterSocket]:
+    socket = RouterSocket(request.param, name="test")
+    yield socket
+    socket.close()

@@ -1,0 +1,221 @@
+"""Is what crosses the wire what docs/protocol.md says, to someone who has never seen our code?"""
+
+import asyncio
+import re
+import struct
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.transport import foreign_worker
+from tests.transport.conftest import WAIT_S, Inbox
+from tidegate.errors import BadFrame
+from tidegate.transport import messages
+from tidegate.transport.messages import (
+    LENGTH,
+    Ack,
+    CancelTurn,
+    Complaint,
+    EngineHeartbeat,
+    FinishWeightUpdate,
+    FromEngine,
+    FromOrchestrator,
+    Goodbye,
+    Hello,
+    InitWeights,
+    KvSpan,
+    Message,
+    OrchestratorHeartbeat,
+    Pause,
+    Paused,
+    Prefill,
+    Refused,
+    Resume,
+    Resumed,
+    SamplingParams,
+    Shutdown,
+    StartWeightUpdate,
+    Step,
+    SubmitTurn,
+    TensorSpec,
+    TurnRefused,
+    UpdateWeights,
+    WeightsFailed,
+    WeightsLive,
+    WeightsStaged,
+    Welcome,
+    decode_from_engine,
+    decode_from_orchestrator,
+    encode,
+)
+from tidegate.transport.sockets import RouterSocket
+
+PROTOCOL_PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
+
+EXAMPLE_STEP = Step(
+    seq=41,
+    version=3,
+    turns=struct.pack("<2I", 7, 9),
+    token_ids=struct.pack("<2i", 1234, 2),
+    logprobs=struct.pack("<2f", -0.5, -0.25),
+    finish=bytes([0, 1]),
+    prefills=[Prefill(9, 0, [KvSpan(2, 0, 16), KvSpan(3, 16, 20)])],
+    started_us=1000,
+    busy_us=250,
+    queued_turns=0,
+    free_blocks=100,
+)
+
+ENGINE_EXAMPLES: list[Message] = [
+    Hello(
+        protocol=1,
+        engine="engine-0",
+        epoch=1,
+        weight_version=0,
+        architecture="Qwen3ForCausalLM",
+        vocab_size=100,
+        context_tokens_max=4096,
+        max_running_turns=8,
+        num_blocks=64,
+        block_tokens=16,
+        pause_modes=["abort", "keep"],
+        kv_policies=["keep"],
+        weight_channels=["shm"],
+    ),
+    EXAMPLE_STEP,
+    TurnRefused(turn=3, message="too long"),
+    EngineHeartbeat(weight_version=1, running_turns=2, waiting_turns=3, free_blocks=4, sent_us=5),
+    WeightsStaged(version=1),
+    WeightsLive(version=1),
+    WeightsFailed(version=1, message="no such tensor"),
+    Paused(mode="wait"),
+    Resumed(),
+    Goodbye(reason="told to"),
+    Complaint(message="what?"),
+]
+ORCHESTRATOR_EXAMPLES: list[Message] = [
+    Welcome(heartbeat_interval_s=1.5, orchestrator_timeout_s=30.0, credit_steps=64),
+    Refused(message="another vocabulary"),
+    OrchestratorHeartbeat(),
+    Ack(seq=41),
+    SubmitTurn(
+        turn=4_294_967_295,
+        token_ids=struct.pack("<3i", 1, 2, 3),
+        sampling=SamplingParams(max_tokens=16, temperature=0.7, stop_token_ids=[2], seed=2**63),
+    ),
+    CancelTurn(turn=1),
+    Pause(mode="abort"),
+    Resume(),
+    InitWeights(channel="shm", info={"path": "/proc/1/fd/3", "inode": 5}),
+    StartWeightUpdate(version=2),
+    UpdateWeights(
+        version=2, location="x", tensors=[TensorSpec("w", "bfloat16", [2, 3], 64, 12)], last=False
+    ),
+    FinishWeightUpdate(version=2, pause_mode="keep", kv_policy="recompute"),
+    Shutdown(),
+    Complaint(message="what?"),
+]
+
+
+def test_the_examples_here_leave_no_kind_of_message_out() -> None:
+    assert {type(message) for message in ENGINE_EXAMPLES} == set(get_args(FromEngine))
+    assert {type(m) for m in ORCHESTRATOR_EXAMPLES} == set(get_args(FromOrchestrator))
+
+
+@pytest.mark.parametrize("message", [*ENGINE_EXAMPLES, *ORCHESTRATOR_EXAMPLES], ids=repr)
+def test_the_plain_msgpack_package_reads_and_writes_every_message(message: Message) -> None:
+    fields = msgpack.unpackb(encode(message))
+    assert fields["kind"] == message.__struct_config__.tag
+    assert list(fields) == ["kind", *message.__struct_fields__]
+    decode: Any = decode_from_engine if message in ENGINE_EXAMPLES else decode_from_orchestrator
+    assert decode(msgpack.packb(fields)) == message
+
+
+@pytest.mark.parametrize("message", [*ENGINE_EXAMPLES, *ORCHESTRATOR_EXAMPLES], ids=repr)
+def test_fields_with_defaults_may_be_left_out_and_unknown_ones_put_in(message: Message) -> None:
+    fields = msgpack.unpackb(encode(message))
+    info = {field.name: field for field in msgspec.structs.fields(type(message))}
+    required = {k: v for k, v in fields.items() if k == "kind" or info[k].required}
+    decode: Any = decode_from_engine if message in ENGINE_EXAMPLES else decode_from_orchestrator
+    assert type(decode(msgpack.packb({**required, "from_a_later_version": 1}))) is type(message)
+    for name in set(required) - {"kind"}:
+        with pytest.raises(BadFrame, match=name):
+            decode(msgpack.packb({k: v for k, v in required.items() if k != name}))
+
+
+def test_the_page_names_every_message_and_every_field() -> None:
+    page = PROTOCOL_PAGE.read_text()
+    for message in [*ENGINE_EXAMPLES, *ORCHESTRATOR_EXAMPLES]:
+        kind = message.__struct_config__.tag
+        assert f"`{kind}`" in page
+        for name in message.__struct_fields__:
+            assert re.search(rf"`{name}\b", page), f"{kind}.{name} is not described"
+
+
+def test_the_pages_worked_example_is_what_is_sent() -> None:
+    section = PROTOCOL_PAGE.read_text().partition("## A step, byte by byte")[2]
+    block = section.partition("```text\n")[2].partition("```")[0]
+    # Each line is hex, two spaces or more, and an explanation.
+    frame = bytes.fromhex("".join(re.split(r"\s{2,}", line)[0] for line in block.splitlines()))
+    assert frame == encode(EXAMPLE_STEP)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_random_bytes_are_only_ever_a_bad_frame(noise: bytes) -> None:
+    for decode in (decode_from_engine, decode_from_orchestrator):
+        with pytest.raises(BadFrame):
+            decode(noise)
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_a_damaged_message_is_read_as_one_or_is_a_bad_frame(data: st.DataObject) -> None:
+    frame = bytearray(encode(data.draw(st.sampled_from(ENGINE_EXAMPLES))))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    end = data.draw(st.integers(0, len(frame)))
+    try:
+        decoded = decode_from_engine(bytes(frame[:end]))
+    except BadFrame:
+        return
+    assert isinstance(decoded, get_args(FromEngine))
+
+
+async def test_a_worker_that_knows_only_the_page_serves_a_turn(router: RouterSocket) -> None:
+    program = str(Path(foreign_worker.__file__))
+    worker = await asyncio.create_subprocess_exec(sys.executable, program, router.address, "elsie")
+    inbox = Inbox(router)
+    [(peer, frame)] = await inbox.wait_for(1)
+    hello = decode_from_engine(frame)
+    assert isinstance(hello, Hello)
+    assert (peer, hello.engine, hello.protocol) == (b"elsie", "elsie", messages.PROTOCOL)
+
+    router.send(peer, Welcome(heartbeat_interval_s=1, orchestrator_timeout_s=9, credit_steps=2))
+    prompt = struct.pack("<2i", 5, 100)
+    router.send(peer, SubmitTurn(turn=6, token_ids=prompt, sampling=SamplingParams(max_tokens=3)))
+    await inbox.wait_for(3)
+    router.send(peer, Ack(seq=1))  # the third step waits for this
+    steps = [decode_from_engine(frame) for _, frame in (await inbox.wait_for(4))[1:]]
+    router.send(peer, Ack(seq=2))
+    router.send(peer, Shutdown())
+    goodbye = decode_from_engine((await inbox.wait_for(5))[4][1])
+
+    rows = [
+        (s.seq, struct.unpack("<I", s.turns), struct.unpack("<i", s.token_ids), s.finish)
+        for s in steps
+        if isinstance(s, Step)
+    ]
+    assert rows == [
+        (0, (6,), (101,), b""),
+        (1, (6,), (102,), b""),
+        (2, (6,), (103,), bytes([LENGTH])),
+    ]
+    assert goodbye == Goodbye(reason="0 steps unacknowledged")
+    assert await asyncio.wait_for(worker.wait(), WAIT_S) == 0

@@ -1,0 +1,1 @@
+"""The wire: messages, sockets and weight channels. Knows nothing of what a rollout means."""

@@ -1,0 +1,369 @@
+"""What crosses the wire, and nothing else. One Struct per message, MessagePack inside ZeroMQ.
+
+One message is one ZeroMQ frame (behind the identity frame that a ROUTER adds). Arrays travel as
+MessagePack ``bin`` in raw little-endian. New fields go last and have defaults, so an old peer can
+still read a new message. Nothing here knows what a rollout, a group or a reward is.
+
+Letters in shapes: R rows (turns) of a step message, N tokens in it, M tensors.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from tidegate.errors import BadFrame
+
+PROTOCOL = 1
+"""Version of this file's contract. A peer with another one is refused in the handshake."""
+
+FRAME_BYTES_MAX = 64 * 1024 * 1024
+"""Larger frames are refused unread. The biggest honest one is a prompt: 1 M tokens are 4 MB."""
+
+PauseMode = Literal["abort", "keep", "wait"]
+"""What a pause does to running turns: ``abort`` ends them now, handing back what they have;
+``keep`` freezes them; ``wait`` lets them finish and starts nothing new."""
+
+KvPolicy = Literal["keep", "recompute"]
+"""What new weights do to the KV of frozen turns: ``keep`` it, or ``recompute`` it under them."""
+
+RUNNING, STOP, LENGTH, ABORT, CANCELLED = range(5)
+"""Finish codes of a step's rows: goes on; stop token sampled; ``max_tokens`` reached; ended by a
+pause or preempted for good, to be continued elsewhere; cancelled on request."""
+
+FINISH_REASONS = ("running", "stop", "length", "abort", "cancelled")
+"""The finish codes' names, in the order of their values."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """Base of all messages; ``kind`` on the wire picks the subclass."""
+
+
+# ---------------------------------------------------------------- engine -> orchestrator
+
+
+class Hello(Message, frozen=True, kw_only=True, tag="hello"):
+    """First word of an engine, and again after each reconnect."""
+
+    protocol: int
+    engine: str
+    """Unique name within the run, e.g. ``engine-0``."""
+    epoch: int
+    """Greater with each process start of this engine, e.g. the clock's nanoseconds; with ``seq`` it
+    names a step message."""
+    weight_version: int
+    """The weights it serves now: 0 for those of the model directory."""
+    architecture: str
+    """As in config.json, e.g. ``Qwen3ForCausalLM``."""
+    vocab_size: int
+    context_tokens_max: int
+    max_running_turns: int
+    num_blocks: int
+    block_tokens: int
+    pause_modes: list[PauseMode]
+    kv_policies: list[KvPolicy]
+    weight_channels: list[str]
+    pid: int = 0
+
+
+class KvSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Whose weights computed the KV of the context positions ``[start, end)``."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Prefill(msgspec.Struct, frozen=True, array_like=True):
+    """A turn's KV was computed from its tokens: at its start, or again (recompute, preemption)."""
+
+    turn: int
+    at: int
+    """Output tokens of this submission that existed by then. The tokens sampled from index ``at``
+    on attend to this history, until the turn's next ``Prefill``."""
+    spans: list[KvSpan]
+    """Over all context positions (prompt, then ``at`` output tokens), gapless, in order."""
+
+
+class Step(Message, frozen=True, kw_only=True, tag="step"):
+    """All tokens of one engine step, in columns. Every one was sampled by ``version``.
+
+    The position that the token with output index k was sampled from was computed in the same
+    step; so after a ``Prefill``, the versions of the steps say whose weights computed all KV.
+    """
+
+    seq: int
+    """Counts an engine's step messages from 0 within an epoch; the orchestrator acknowledges it."""
+    version: int
+    turns: bytes
+    """uint32 [R]: the handle each row belongs to."""
+    token_ids: bytes
+    """int32 [N], row after row."""
+    logprobs: bytes
+    """float32 [N]: natural log of the probability each token was sampled with."""
+    finish: bytes = b""
+    """uint8 [R], a finish code per row; empty when every row goes on."""
+    counts: bytes = b""
+    """uint32 [R], tokens per row; empty when each row has one."""
+    prefills: list[Prefill] = []
+    started_us: int = 0
+    """Engine's monotonic clock when the step began."""
+    busy_us: int = 0
+    """Time the step took."""
+    queued_turns: int = 0
+    """Turns waiting in the engine after this step."""
+    free_blocks: int = 0
+
+
+class TurnRefused(Message, frozen=True, kw_only=True, tag="turn_refused"):
+    """This turn can never be served as asked; ``message`` says why and what to change."""
+
+    turn: int
+    message: str
+
+
+class EngineHeartbeat(Message, frozen=True, kw_only=True, tag="engine_heartbeat"):
+    """The engine lives; sent at least every ``Welcome.heartbeat_interval_s``."""
+
+    weight_version: int
+    running_turns: int
+    waiting_turns: int
+    free_blocks: int
+    sent_us: int
+    """Engine's monotonic clock."""
+
+
+class WeightsStaged(Message, frozen=True, kw_only=True, tag="weights_staged"):
+    """A version is complete beside the live one, checked, and can be swapped in."""
+
+    version: int
+    staging_us: int = 0
+
+
+class WeightsLive(Message, frozen=True, kw_only=True, tag="weights_live"):
+    """From now on every token of this engine comes from ``version``."""
+
+    version: int
+    swapped_us: int = 0
+    """Engine's monotonic clock at the swap."""
+    recomputed_turns: int = 0
+
+
+class WeightsFailed(Message, frozen=True, kw_only=True, tag="weights_failed"):
+    """An update was refused; the old version serves on."""
+
+    version: int
+    message: str
+
+
+class Paused(Message, frozen=True, kw_only=True, tag="paused"):
+    """The pause asked for has taken effect: no turn runs."""
+
+    mode: PauseMode
+
+
+class Resumed(Message, frozen=True, kw_only=True, tag="resumed"):
+    """Turns run again."""
+
+
+class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
+    """The engine leaves on purpose; its unfinished turns are to be continued elsewhere."""
+
+    reason: str
+
+
+class Complaint(Message, frozen=True, kw_only=True, tag="complaint"):
+    """Either way: your last message could not be read or makes no sense, for this reason."""
+
+    message: str
+
+
+# ---------------------------------------------------------------- orchestrator -> engine
+
+
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
+    """The engine is part of the run."""
+
+    heartbeat_interval_s: float
+    orchestrator_timeout_s: float
+    """The engine ends itself after hearing nothing for so long: no orphans."""
+    credit_steps: int
+    """Step messages that may be unacknowledged; then the engine waits. Bounds both ends' memory."""
+
+
+class Refused(Message, frozen=True, kw_only=True, tag="refused"):
+    """The engine can't join, for this reason."""
+
+    message: str
+
+
+class OrchestratorHeartbeat(Message, frozen=True, kw_only=True, tag="orchestrator_heartbeat"):
+    """The orchestrator lives."""
+
+
+class Ack(Message, frozen=True, kw_only=True, tag="ack"):
+    """Every step message up to and including ``seq`` has been taken in."""
+
+    seq: int
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How a turn's tokens are drawn. Log-probabilities reported are those after all of this."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 takes the most likely token; its log-probability is then that at temperature 1."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the fewest most likely tokens whose probabilities sum to at least this."""
+    stop_token_ids: list[int] = []
+    """Sampling one of these ends the turn; the token is part of the output."""
+    seed: int = 0
+
+
+class SubmitTurn(Message, frozen=True, kw_only=True, tag="submit_turn"):
+    """Generate from these tokens."""
+
+    turn: int
+    """uint32 handle, never used twice on one engine epoch."""
+    token_ids: bytes
+    """int32: prompt, and what an earlier submission of this turn has already sampled."""
+    sampling: SamplingParams
+    priority: int = 0
+    """Lower runs first; ties in the order of arrival."""
+    sampled_before: int = 0
+    """Output tokens of this turn already at the end of ``token_ids``. The i-th output token of a
+    turn uses the i-th random number of its seed, wherever and whenever it is sampled."""
+
+
+class CancelTurn(Message, frozen=True, kw_only=True, tag="cancel_turn"):
+    """Stop this turn; unknown or finished handles are ignored."""
+
+    turn: int
+
+
+class Pause(Message, frozen=True, kw_only=True, tag="pause"):
+    """Stop running turns as ``mode`` says; answered by ``Paused`` once it has taken effect."""
+
+    mode: PauseMode
+
+
+class Resume(Message, frozen=True, kw_only=True, tag="resume"):
+    """Run again; answered by ``Resumed``."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Where one tensor lies in the buffer of an update, and what it is."""
+
+    name: str
+    dtype: str
+    """As torch spells it: ``float32``, ``bfloat16``, …"""
+    shape: list[int]
+    offset: int
+    """First byte, from the start of the buffer."""
+    nbytes: int
+
+
+class InitWeights(Message, frozen=True, kw_only=True, tag="init_weights"):
+    """Phase 1 of 4: how weights will travel."""
+
+    channel: str
+    info: dict[str, Any] = {}
+
+
+class StartWeightUpdate(Message, frozen=True, kw_only=True, tag="start_weight_update"):
+    """Phase 2 of 4: make room for ``version`` beside the live weights."""
+
+    version: int
+
+
+class UpdateWeights(Message, frozen=True, kw_only=True, tag="update_weights"):
+    """Phase 3 of 4, as often as needed: copy these tensors. Answered once all are in by
+    ``WeightsStaged`` or ``WeightsFailed``."""
+
+    version: int
+    location: str
+    """Where the buffer is, in the channel's own terms: a segment's name, a file's path."""
+    tensors: list[TensorSpec]
+    last: bool = True
+    """No more chunks follow: check names, shapes and dtypes, and answer."""
+
+
+class FinishWeightUpdate(Message, frozen=True, kw_only=True, tag="finish_weight_update"):
+    """Phase 4 of 4: swap ``version`` in between two steps. Answered by ``WeightsLive``."""
+
+    version: int
+    pause_mode: PauseMode
+    kv_policy: KvPolicy
+
+
+class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
+    """End the process, cleanly, now."""
+
+
+FromEngine = (
+    Hello
+    | Step
+    | TurnRefused
+    | EngineHeartbeat
+    | WeightsStaged
+    | WeightsLive
+    | WeightsFailed
+    | Paused
+    | Resumed
+    | Goodbye
+    | Complaint
+)
+FromOrchestrator = (
+    Welcome
+    | Refused
+    | OrchestratorHeartbeat
+    | Ack
+    | SubmitTurn
+    | CancelTurn
+    | Pause
+    | Resume
+    | InitWeights
+    | StartWeightUpdate
+    | UpdateWeights
+    | FinishWeightUpdate
+    | Shutdown
+    | Complaint
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+_from_orchestrator: msgspec.msgpack.Decoder[FromOrchestrator] = msgspec.msgpack.Decoder(
+    FromOrchestrator
+)
+
+
+def encode(message: Message) -> bytes:
+    """Turn a message into one ZeroMQ frame."""
+    return _encoder.encode(message)
+
+
+def decode_from_engine(frame: bytes) -> FromEngine:
+    """Read one frame that an engine sent.
+
+    Raises:
+        BadFrame: the bytes are not MessagePack, or not a message of this protocol.
+    """
+    try:
+        return _from_engine.decode(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadFrame(f"unreadable frame of {len(frame)} bytes from an engine: {error}") from error
+
+
+def decode_from_orchestrator(frame: bytes) -> FromOrchestrator:
+    """Read one frame that the orchestrator sent.
+
+    Raises:
+        BadFrame: the bytes are not MessagePack, or not a message of this protocol.
+    """
+    try:
+        return _from_orchestrator.decode(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadFrame(
+            f"unreadable frame of {len(frame)} bytes from the orchestrator: {error}"
+        ) from error

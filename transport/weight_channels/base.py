@@ -1,0 +1,144 @@
+"""What do all weight channels have in common? Two small interfaces, and the checks of a receiver.
+
+A channel moves named byte buffers and knows their dtypes only by size; whether names and shapes fit
+a model is for the engine to say. The phases are vLLM's: init, start, update, finish. A channel has
+a part in two: :meth:`WeightSender.init` and :meth:`WeightSender.write` make the messages of phases
+1 and 3; phases 2 and 4 carry no data.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tidegate.errors import WeightsRefused
+from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Size of one element, by torch's name of its dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBuffer:
+    """One tensor to send: its bytes, row-major and little-endian, and what they are."""
+
+    name: str
+    dtype: str
+    """As torch spells it; a key of :data:`ITEM_BYTES`."""
+    shape: tuple[int, ...]
+    data: memoryview
+    """Contiguous; read while :meth:`WeightSender.write` runs, not kept."""
+
+
+class WeightSender(Protocol):
+    """The orchestrator's end: one writer, any number of readers, one version at a time."""
+
+    def init(self) -> InitWeights:
+        """Phase 1, for each engine that joins."""
+        ...
+
+    def write(self, version: int, tensors: Sequence[NamedBuffer]) -> list[UpdateWeights]:
+        """Put ``version`` where receivers can read it; the messages of phase 3.
+
+        May overwrite the previous version: call it only when every receiver is done with that.
+        Spends its time in copies that let other threads run, so it may be given to one.
+
+        Raises:
+            WeightsRefused: a tensor whose dtype, shape and size contradict each other.
+        """
+        ...
+
+    def close(self) -> None:
+        """Remove what was written; receivers keep what they have mapped. Harmless if repeated."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    """An engine's end."""
+
+    def tensors(self, update: UpdateWeights) -> Iterator[tuple[TensorSpec, memoryview]]:
+        """The bytes of each tensor, without a copy. All specs are checked before the first one.
+
+        The views are private to this process: writing to one changes it for nobody else. What they
+        show is the version asked for until the sender writes the next: copy before ``last`` is
+        answered.
+
+        Raises:
+            WeightsRefused: a spec that contradicts itself or the buffer, or no buffer there.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the buffer; views given out stay readable. Harmless if repeated."""
+        ...
+
+
+def checked_nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
+    """The size of a tensor, if there can be one such.
+
+    Raises:
+        WeightsRefused: an unknown dtype or a negative dimension.
+    """
+    item_bytes = ITEM_BYTES.get(dtype)
+    if item_bytes is None:
+        raise WeightsRefused(
+            f"tensor {name!r} has dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}"
+        )
+    if any(dimension < 0 for dimension in shape):
+        raise WeightsRefused(f"tensor {name!r} has a negative dimension: {list(shape)}")
+    return item_bytes * math.prod(shape)
+
+
+def check_buffers(tensors: Sequence[NamedBuffer]) -> None:
+    """Refuse to send what a receiver would refuse to read."""
+    names = set()
+    for tensor in tensors:
+        wanted = checked_nbytes(tensor.name, tensor.dtype, tensor.shape)
+        if tensor.data.nbytes != wanted:
+            raise WeightsRefused(
+                f"tensor {tensor.name!r} of dtype {tensor.dtype} and shape {list(tensor.shape)} "
+                f"takes {wanted} bytes, but its data has {tensor.data.nbytes}"
+            )
+        if not tensor.data.c_contiguous:
+            raise WeightsRefused(
+                f"tensor {tensor.name!r} is not contiguous; copy it into row-major order first"
+            )
+        if tensor.name in names:
+            raise WeightsRefused(f"tensor {tensor.name!r} appears twice in one version")
+        names.add(tensor.name)
+
+
+def views(
+    specs: Sequence[TensorSpec], buffer: memoryview
+) -> Iterator[tuple[TensorSpec, memoryview]]:
+    """Slice ``buffer`` as ``specs`` say, once all of them have been checked against it."""
+    names = set()
+    for spec in specs:
+        wanted = checked_nbytes(spec.name, spec.dtype, spec.shape)
+        if spec.nbytes != wanted:
+            raise WeightsRefused(
+                f"tensor {spec.name!r} of dtype {spec.dtype} and shape {spec.shape} takes "
+                f"{wanted} bytes, but its spec says {spec.nbytes}"
+            )
+        if spec.offset < 0 or spec.offset + spec.nbytes > buffer.nbytes:
+            raise WeightsRefused(
+                f"tensor {spec.name!r} at bytes [{spec.offset}, {spec.offset + spec.nbytes}) is "
+                f"outside of the buffer, which has {buffer.nbytes}"
+            )
+        if spec.name in names:
+            raise WeightsRefused(f"tensor {spec.name!r} appears twice in one update")
+        names.add(spec.name)
+    return ((spec, buffer[spec.offset : spec.offset + spec.nbytes]) for spec in specs)

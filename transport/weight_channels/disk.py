@@ -1,0 +1,166 @@
+"""How do weights reach engines that share only a directory? As safetensors files anyone can read.
+
+A file appears under its name when it is complete, and never changes then. The format is written
+here, not by its library, whose calls want all tensors as copies or as raw pointers; reading such
+files with the library is what the tests do.
+"""
+
+import json
+import mmap
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tidegate.errors import ConfigError, WeightsRefused
+from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
+from tidegate.transport.weight_channels.base import ITEM_BYTES, NamedBuffer, check_buffers, views
+
+NAME = "disk"
+
+VERSIONS_KEPT = 2
+"""The newest, and the one before, which an engine may still be reading."""
+
+HEADER_ALIGNMENT_BYTES = 8
+"""The header is padded with spaces to it, so that the data is aligned; the format's own custom."""
+
+_SAFETENSORS_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+class DiskSender:
+    """Owns the files it wrote, and the directory if nobody named one."""
+
+    def __init__(self, directory: Path | None) -> None:
+        """Write into ``directory``, made if need be, or into a fresh one if it is None.
+
+        Raises:
+            ConfigError: the directory can't be made.
+        """
+        self._is_directory_ours = directory is None
+        try:
+            if directory is None:
+                directory = Path(tempfile.mkdtemp(prefix="tidegate-weights-"))
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"can't make the directory for weights: {error}") from error
+        self._directory = directory.resolve()
+        self._files: deque[Path] = deque()
+        """Oldest first, each once."""
+
+    def init(self) -> InitWeights:
+        """Phase 1: the directory, outside of which nothing is to be read."""
+        return InitWeights(channel=NAME, info={"directory": str(self._directory)})
+
+    def write(self, version: int, tensors: Sequence[NamedBuffer]) -> list[UpdateWeights]:
+        """Write one file, and remove all but the newest two."""
+        check_buffers(tensors)
+        ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])  # keeps alignment
+        header, specs = _header(version, ordered)
+        path = self._directory / f"weights-{version:08d}.safetensors"
+        partial = path.with_suffix(".partial")
+        try:
+            with partial.open("wb") as file:
+                file.write(header)
+                for tensor in ordered:
+                    file.write(tensor.data)
+            partial.rename(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+        self._keep_newest(path)
+        return [UpdateWeights(version=version, location=str(path), tensors=specs)]
+
+    def close(self) -> None:
+        """Remove the files that are left."""
+        while self._files:
+            self._files.popleft().unlink(missing_ok=True)
+        if self._is_directory_ours:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _keep_newest(self, path: Path) -> None:
+        if path not in self._files:
+            self._files.append(path)
+        while len(self._files) > VERSIONS_KEPT:
+            self._files.popleft().unlink(missing_ok=True)
+
+
+class DiskReceiver:
+    """Maps one file at a time."""
+
+    def __init__(self, init: InitWeights) -> None:
+        """Read from the directory that ``init`` names.
+
+        Raises:
+            WeightsRefused: there is no such directory on this host.
+        """
+        self._directory = Path(str(init.info.get("directory")))
+        if not self._directory.is_dir():
+            raise WeightsRefused(
+                f"weights are to come through {str(self._directory)!r}, which is no directory "
+                f"here; give the run one that all hosts share"
+            )
+
+    def tensors(self, update: UpdateWeights) -> Iterator[tuple[TensorSpec, memoryview]]:
+        """Views of the file."""
+        path = Path(update.location)
+        if path.parent != self._directory:
+            raise WeightsRefused(
+                f"an update lies at {update.location!r}, outside of the directory agreed on at "
+                f"init, {str(self._directory)!r}"
+            )
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise WeightsRefused(f"can't open {update.location!r}: {error.strerror}") from error
+        try:
+            if os.fstat(fd).st_size == 0:
+                raise WeightsRefused(f"{update.location!r} is empty")
+            buffer = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+        finally:
+            os.close(fd)
+        return views(update.tensors, buffer)
+
+    def close(self) -> None:
+        """Nothing to let go of: a file is unmapped when the last view of it is gone."""
+
+
+def _header(version: int, tensors: Sequence[NamedBuffer]) -> tuple[bytes, list[TensorSpec]]:
+    """The bytes before the data, and where each tensor lies in the whole file.
+
+    u64 length of the JSON that follows, the JSON, the data. Offsets within the JSON count from the
+    start of the data and leave no holes.
+    """
+    entries: dict[str, object] = {"__metadata__": {"weight_version": str(version)}}
+    end = 0
+    starts = []
+    for tensor in tensors:
+        starts.append(end)
+        end += tensor.data.nbytes
+        entries[tensor.name] = {
+            "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [starts[-1], end],
+        }
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % HEADER_ALIGNMENT_BYTES)
+    header = len(text).to_bytes(8, "little") + text
+    specs = [
+        TensorSpec(t.name, t.dtype, list(t.shape), len(header) + start, t.data.nbytes)
+        for t, start in zip(tensors, starts, strict=True)
+    ]
+    return header, specs

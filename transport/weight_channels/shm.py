@@ -1,0 +1,127 @@
+"""How do weights reach engines on this host without a file or a socket? Through shared memory.
+
+One anonymous segment (memfd) per sender, which receivers open as ``/proc/PID/fd/N``. It has no name
+in /dev/shm: so nobody has to unlink it, it is gone with the last process that uses it however that
+one dies, no resource tracker second-guesses who owns it, and a container's small /dev/shm does not
+limit it. It only ever grows and its pages are used again, since the first touch of a fresh page
+costs ten times a copy into an old one. Receivers that don't share the sender's /proc or user need
+another channel.
+"""
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from tidegate.errors import WeightsRefused
+from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
+from tidegate.transport.weight_channels.base import NamedBuffer, check_buffers, views
+
+NAME = "shm"
+
+ALIGNMENT_BYTES = 64
+"""One cache line, and enough for every dtype and vector load."""
+
+
+class ShmSender:
+    """Owns the segment, and one mapping of it to write through."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("tidegate-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # Who maps the segment may rely on its size: touching what was cut off would be a SIGBUS.
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        os.ftruncate(self._fd, mmap.PAGESIZE)
+        self._mapping = mmap.mmap(self._fd, mmap.PAGESIZE)
+        self._path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self._is_closed = False
+
+    def init(self) -> InitWeights:
+        """Phase 1: where the segment is, and its inode, for a path may be used again."""
+        return InitWeights(
+            channel=NAME, info={"path": self._path, "inode": os.fstat(self._fd).st_ino}
+        )
+
+    def write(self, version: int, tensors: Sequence[NamedBuffer]) -> list[UpdateWeights]:
+        """Copy the tensors in, over the previous version's."""
+        check_buffers(tensors)
+        specs, end = _layout(tensors)
+        if end > len(self._mapping):
+            self._grow(end)
+        target = np.frombuffer(self._mapping, dtype=np.uint8)
+        for spec, tensor in zip(specs, tensors, strict=True):
+            if spec.nbytes:  # numpy refuses to look at an empty buffer
+                source = np.frombuffer(tensor.data.cast("B"), dtype=np.uint8)
+                np.copyto(target[spec.offset : spec.offset + spec.nbytes], source)
+        return [UpdateWeights(version=version, location=self._path, tensors=specs)]
+
+    def close(self) -> None:
+        """Let go of the segment; the system frees it once no receiver maps it."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._mapping.close()
+            os.close(self._fd)
+
+    def _grow(self, nbytes: int) -> None:
+        pages = -(-nbytes // mmap.PAGESIZE)
+        self._mapping.close()
+        os.ftruncate(self._fd, pages * mmap.PAGESIZE)
+        self._mapping = mmap.mmap(self._fd, pages * mmap.PAGESIZE)
+
+
+class ShmReceiver:
+    """Maps a sender's segment, anew whenever it has grown."""
+
+    def __init__(self, init: InitWeights) -> None:
+        """Open the segment that ``init`` names.
+
+        Raises:
+            WeightsRefused: it isn't there, or can't be reached from this process.
+        """
+        self._path = str(init.info.get("path"))
+        try:
+            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise WeightsRefused(
+                f"can't open shared weights at {self._path!r}: {error.strerror}; is the sender "
+                f"alive, on this host, in this PID namespace, and this user's? If it can't be, "
+                f"use the weight channel 'disk'"
+            ) from error
+        if os.fstat(self._fd).st_ino != init.info.get("inode"):
+            os.close(self._fd)
+            raise WeightsRefused(f"{self._path!r} is not the sender's segment any more")
+        self._buffer = memoryview(b"")
+        self._is_closed = False
+
+    def tensors(self, update: UpdateWeights) -> Iterator[tuple[TensorSpec, memoryview]]:
+        """Views of the segment."""
+        if update.location != self._path:
+            raise WeightsRefused(
+                f"an update lies at {update.location!r}, but the segment agreed on at init is "
+                f"{self._path!r}"
+            )
+        if os.fstat(self._fd).st_size > len(self._buffer):
+            # Private, so that a stray write here can't change what other engines read.
+            self._buffer = memoryview(mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY))
+        return views(update.tensors, self._buffer)
+
+    def close(self) -> None:
+        """Let go of the segment; it stays mapped as long as a view of it lives."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._buffer = memoryview(b"")
+            os.close(self._fd)
+
+
+def _layout(tensors: Sequence[NamedBuffer]) -> tuple[list[TensorSpec], int]:
+    """Where each tensor goes, one after the other, and the end of the last."""
+    specs = []
+    end = 0
+    for tensor in tensors:
+        offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        end = offset + tensor.data.nbytes
+        specs.append(
+            TensorSpec(tensor.name, tensor.dtype, list(tensor.shape), offset, tensor.data.nbytes)
+        )
+    return specs, end
