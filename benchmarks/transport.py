@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import uvloop
@@ -34,13 +33,16 @@ WEIGHT_BYTES = 256 * 1024 * 1024
 
 FLOOD = """
 import sys, zmq
+context = zmq.Context()
 address, count, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-socket = zmq.Context().socket(zmq.DEALER)
+socket = context.socket(zmq.DEALER)
 socket.sndhwm = 0
 socket.connect(address)
 payload = bytes(size)
 for _ in range(count):
     socket.send(payload)
+socket.close()
+context.term()
 """
 
 
@@ -138,8 +140,8 @@ def weights() -> list[Row]:
     """Writing a version, and copying it out of the receiver's views, into memory used before."""
     trained = np.ones(WEIGHT_BYTES, dtype=np.uint8)
     live = np.ones(WEIGHT_BYTES, dtype=np.uint8)
-    tensor = NamedBuffer("w", "bfloat16", (WEIGHT_BYTES // 2,), memoryview(trained))
-    out = sender("shm", Path())
+    tensor = NamedBuffer("w", "bfloat16", (WEIGHT_BYTES // 2,), trained.data)
+    out = sender("shm")
     [update] = out.write(0, [tensor])
     end = receiver(out.init())
 

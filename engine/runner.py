@@ -59,7 +59,8 @@ class Row:
     token_ids: npt.NDArray[np.int32]
     """At least one."""
     start: int
-    """Context position of the first of them; the positions before it are in the cache."""
+    """Context position of the first of them; the positions before it are in the cache. The last
+    must lie below ``config.context_tokens_max``."""
     block_table: list[int] | npt.NDArray[np.int64]
     """The turn's blocks in the order of positions; enough for its last token, or more."""
     sampling: RowSampling | None

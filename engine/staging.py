@@ -109,7 +109,8 @@ class Staging:
                 )
             )
         elif update.state is _State.STAGED:
-            self._fail(update, "more tensors came after those marked as the last")
+            why = f"v{message.version} is complete; tensors after those marked as last are ignored"
+            self._answers.append(Complaint(message=why))
         elif update.state is _State.OPEN:
             self._put(partial(self._copy, update, message))
 

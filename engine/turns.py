@@ -25,6 +25,9 @@ from tidegate.transport.messages import (
 HANDLE_MAX = 2**32 - 1
 """Handles travel in uint32 columns."""
 
+TOP_K_MAX = 2**31 - 1
+"""More than any vocabulary has, and an int64 column holds it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
@@ -210,8 +213,10 @@ def _check_sampling(sampling: SamplingParams) -> None:
             f"temperature must be finite and at least 0 (0 takes the most likely token), "
             f"got {sampling.temperature}"
         )
-    if sampling.top_k < 0:
-        raise TurnRefused(f"top_k must be at least 0 (0 keeps all tokens), got {sampling.top_k}")
+    if not 0 <= sampling.top_k <= TOP_K_MAX:
+        raise TurnRefused(
+            f"top_k must be in [0, {TOP_K_MAX}] (0 keeps all tokens), got {sampling.top_k}"
+        )
     if not 0 < sampling.top_p <= 1:
         raise TurnRefused(f"top_p must be in (0, 1] (1 keeps all tokens), got {sampling.top_p}")
 

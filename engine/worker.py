@@ -58,11 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     if arguments.die_with_parent:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    torch.set_num_threads(arguments.threads)
     try:
         config = ModelConfig.from_directory(arguments.model)
         dtype = _dtype(arguments.dtype, config)
         limits = _limits(arguments, config, dtype)
+        torch.set_num_threads(arguments.threads)
         weights = load_directory(arguments.model, config, dtype)
         socket = DealerSocket(arguments.connect, arguments.engine.encode())
     except TidegateError as error:

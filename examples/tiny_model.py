@@ -1,8 +1,8 @@
 """Where does the demo's model come from? It is made on the spot, in under a minute of one core.
 
 A Qwen3 of 306,000 parameters that reads characters, warmed up on demonstrations of the calculator
-task by a demonstrator who mostly guesses. It then knows how to call the tool and prefers not to:
-what warm-up makes is the skill, what RL adds is the preference. It knows nothing of RL or engines.
+task: first lessons in using the tool, then the habit of mostly guessing. What warm-up makes is
+the skill, what is left to RL is to prefer it. It knows nothing of RL or engines.
 
     python -m examples.tiny_model DIRECTORY [--seed N]
 
@@ -38,17 +38,31 @@ VOCABULARY = [
     *(string.ascii_letters + string.digits + " +-=.,>?:'[]#\n"),
 ]
 
-TOOL_SHARE = 0.30
-"""Demonstrations that use the calculator. The others guess and are right 1 time in 19, so a
-perfect imitator solves .30 + .70 / 19 = .34 of the tasks: room above, and something to find."""
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One part of warm-up."""
+
+    tool_share: float
+    """Demonstrations that use the calculator; the others guess."""
+    learning_rate: float
+    check_steps: int
+
+
+LESSONS = Phase(tool_share=0.6, learning_rate=2e-3, check_steps=10)
+"""Many calls, so that the skill comes soon; until ``SKILL_WANTED``."""
+HABITS = Phase(tool_share=0.3, learning_rate=4e-4, check_steps=2)
+"""A preference shifts within ten steps, where a skill takes hundreds: so these are small ones."""
+SKILL_WANTED = 0.9
+ACCURACY_WANTED = (0.27, 0.33)
+"""Where habits may end. Imitating them perfectly solves .30 x skill + .70 / 19 = .31 of the tasks."""
 GUESS_ERROR_MAX = 9
-ACCURACY_WANTED = 0.27
-"""Warm-up stops here: the tool works, and little time is spent on imitating the guesses better."""
-CHECK_STEPS = 10
-CHECK_TASKS = 256
-BATCH_DEMONSTRATIONS = 128
+"""Guesses are off by up to this much, either way: right 1 time in 19."""
+CHECK_TASKS = 128
+BATCH_DEMONSTRATIONS = 64
 LENGTH_BUCKETS = 4
-STEPS_MAX = 400
+RAMP_STEPS = 20
+STEPS_MAX = 600
 
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -64,14 +78,27 @@ MARKER = "warmup.json"
 
 
 @dataclass(frozen=True, slots=True)
+class Mastery:
+    """How well a model does, at temperature 1, in the ways that were demonstrated to it.
+
+    Other ways hardly occur, so these chances are what sampling would measure, without its noise.
+    """
+
+    skill: float
+    """Mean chance of working a task out with the tool, once a call has begun."""
+    accuracy: float
+    """Mean chance of solving a task, with the tool or by the bare right answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """How far warm-up has come."""
 
     steps: int
     loss: float
     """Of the last batch, in nats per token."""
-    accuracy: float
-    """See :func:`demonstrated_accuracy`; on held-out tasks."""
+    mastery: Mastery
+    """On held-out tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +112,9 @@ class WarmUpReport:
     demonstrations: int
     seconds: float
     loss: float
+    skill: float
     accuracy: float
+    """See :class:`Mastery`; on held-out tasks."""
 
 
 def make_model(
@@ -121,7 +150,8 @@ def make_model(
         demonstrations=progress.steps * BATCH_DEMONSTRATIONS,
         seconds=round(time.perf_counter() - started, 2),
         loss=progress.loss,
-        accuracy=progress.accuracy,
+        skill=progress.mastery.skill,
+        accuracy=progress.mastery.accuracy,
     )
     _save(directory, model, tokenizer, report)
     return report
@@ -188,38 +218,61 @@ def tool_actions(task: Task) -> list[str]:
     return [*actions, total]
 
 
-def _demonstrations(seed: int, tokenizer: Tokenizer) -> Iterator[Demonstration]:
-    numbers = random.Random(seed)
-    for task in tasks("train", seed):
-        if numbers.random() < TOOL_SHARE:
-            yield demonstrate(task, tool_actions(task), tokenizer)
-        else:
-            error = numbers.randint(-GUESS_ERROR_MAX, GUESS_ERROR_MAX)
-            yield demonstrate(task, [str(int(task.answer) + error)], tokenizer)
+@dataclass(frozen=True, slots=True)
+class Demonstrator:
+    """Shows how it's done, or guesses."""
+
+    tokenizer: Tokenizer
+    to_solve: Iterator[Task]
+    numbers: random.Random
+
+    def batch(self, tool_share: float) -> list[Demonstration]:
+        """Demonstrations of the next tasks. [B]"""
+        to_solve = islice(self.to_solve, BATCH_DEMONSTRATIONS)
+        return [self._demonstrate(task, tool_share) for task in to_solve]
+
+    def _demonstrate(self, task: Task, tool_share: float) -> Demonstration:
+        if self.numbers.random() < tool_share:
+            return demonstrate(task, tool_actions(task), self.tokenizer)
+        error = self.numbers.randint(-GUESS_ERROR_MAX, GUESS_ERROR_MAX)
+        return demonstrate(task, [str(int(task.answer) + error)], self.tokenizer)
 
 
 def _warm_up(
     model: Qwen3ForCausalLM, tokenizer: Tokenizer, seed: int, steps_max: int
 ) -> Iterator[Progress]:
-    """Imitate the demonstrator until the model solves enough, or for ``steps_max``."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    ramp = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.05, total_iters=20)
-    demonstrations = _demonstrations(seed, tokenizer)
+    """Imitate the demonstrator through both phases, or for ``steps_max``."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+    demonstrator = Demonstrator(tokenizer, tasks("train", seed), random.Random(seed))
     held_out = list(islice(tasks("held_out", seed), CHECK_TASKS))
+    phase = LESSONS
     for steps in range(1, steps_max + 1):
-        batch = list(islice(demonstrations, BATCH_DEMONSTRATIONS))
-        tokens = sum(sum(demonstration.is_action) for demonstration in batch)
-        loss = -demonstration_logprobs(model, batch).sum() / tokens
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        ramp.step()
-        if steps % CHECK_STEPS == 0 or steps == steps_max:
-            accuracy = demonstrated_accuracy(model, tokenizer, held_out)
-            yield Progress(steps, loss.item(), accuracy)
-            if accuracy >= ACCURACY_WANTED:
+        optimizer.param_groups[0]["lr"] = phase.learning_rate * min(1.0, steps / RAMP_STEPS)
+        loss = _imitate(model, optimizer, demonstrator.batch(phase.tool_share))
+        if steps % phase.check_steps == 0 or steps == steps_max:
+            mastery = measure_mastery(model, tokenizer, held_out)
+            yield Progress(steps, loss, mastery)
+            if phase is LESSONS and mastery.skill >= SKILL_WANTED:
+                phase = HABITS
+            elif phase is HABITS and _is_within(mastery.accuracy, ACCURACY_WANTED):
                 return
+
+
+def _is_within(value: float, limits: tuple[float, float]) -> bool:
+    return limits[0] <= value <= limits[1]
+
+
+def _imitate(
+    model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, batch: list[Demonstration]
+) -> float:
+    """Take one optimizer step towards the batch's actions; its loss in nats per token."""
+    tokens = sum(sum(demonstration.is_action) for demonstration in batch)
+    loss = -demonstration_logprobs(model, batch).sum() / tokens
+    optimizer.zero_grad()
+    torch.autograd.backward(loss)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
 
 
 def demonstration_logprobs(model: Qwen3ForCausalLM, batch: list[Demonstration]) -> Tensor:
@@ -246,17 +299,22 @@ def _padded_logprobs(model: Qwen3ForCausalLM, batch: list[Demonstration]) -> Ten
 
 
 @torch.no_grad()
-def demonstrated_accuracy(
-    model: Qwen3ForCausalLM, tokenizer: Tokenizer, to_solve: list[Task]
-) -> float:
-    """Mean chance, at temperature 1, of solving a task in one of the demonstrated ways.
+def measure_mastery(model: Qwen3ForCausalLM, tokenizer: Tokenizer, to_solve: list[Task]) -> Mastery:
+    """Measure it on ``to_solve``, at the price of three forward passes."""
+    by_tool = [demonstrate(task, tool_actions(task), tokenizer) for task in to_solve]
+    by_head = [demonstrate(task, [task.answer], tokenizer) for task in to_solve]
+    chances = [
+        float(demonstration_logprobs(model, ways).exp().mean())
+        for ways in ([_begun(way) for way in by_tool], by_tool, by_head)
+    ]
+    return Mastery(skill=chances[0], accuracy=chances[1] + chances[2])
 
-    Those ways are the whole tool path and the bare right answer. Others hardly occur, so this is
-    what sampling would measure, without its noise and at the price of one forward pass.
-    """
-    ways = [demonstrate(task, tool_actions(task), tokenizer) for task in to_solve]
-    ways += [demonstrate(task, [task.answer], tokenizer) for task in to_solve]
-    return float(demonstration_logprobs(model, ways).exp().sum()) / len(to_solve)
+
+def _begun(demonstration: Demonstration) -> Demonstration:
+    """The same with its first action token given."""
+    is_action = list(demonstration.is_action)
+    is_action[is_action.index(True)] = False
+    return Demonstration(demonstration.token_ids, is_action)
 
 
 def _save(
@@ -313,7 +371,7 @@ def _one_seeded_thread(seed: int) -> Iterator[None]:
 def _show(progress: Progress) -> None:
     print(
         f"warm-up step {progress.steps:4d}  loss {progress.loss:.3f}  "
-        f"held-out accuracy {progress.accuracy:.2f} (stops at {ACCURACY_WANTED})",
+        f"tool skill {progress.mastery.skill:.2f}  accuracy {progress.mastery.accuracy:.2f}",
         flush=True,
     )
 
@@ -327,7 +385,7 @@ def main() -> None:
     report = make_model(arguments.directory, seed=arguments.seed, on_progress=_show)
     print(
         f"{arguments.directory}: {report.steps} steps in {report.seconds:.0f} s, "
-        f"held-out accuracy {report.accuracy:.2f}"
+        f"tool skill {report.skill:.2f}, held-out accuracy {report.accuracy:.2f}"
     )
 
 

@@ -117,7 +117,7 @@ def draw(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     candidates = (block * DRAW_BLOCK)[:, None] + torch.arange(DRAW_BLOCK)
     within = probabilities.gather(-1, candidates.clamp(max=vocab - 1))
     within = within.masked_fill(candidates >= vocab, 0.0)
-    return block * DRAW_BLOCK + _pick(within, uniforms)[0]
+    return (block * DRAW_BLOCK + _pick(within, uniforms)[0]).clamp_(max=vocab - 1)
 
 
 def _pick(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,7 +133,7 @@ def _pick(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, 
     target = uniforms[:, None] * total
     index = torch.searchsorted(cumulative, target, right=True)
     index = index.minimum(torch.searchsorted(cumulative, total))
-    index.clamp_(max=weights.shape[-1] - 1)  # of NaN weights: an answer that is NaN, not a crash
+    index.clamp_(max=weights.shape[-1] - 1)  # NaN weights: the log-probability tells, not a crash
     weight = weights.gather(-1, index).double()
     rest = (target - (cumulative.gather(-1, index) - weight)) / weight
     return index.squeeze(-1), rest.squeeze(-1).clamp(0.0, UNIFORM_MAX)

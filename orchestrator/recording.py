@@ -97,15 +97,13 @@ class RunRecorder:
         task: object,
         advantage: float | None,
         consumed_version: int | None,
-        state: str | None = None,
     ) -> None:
-        """Record a rollout that has ended; ``state`` overrides its own (``evaluated``)."""
+        """Record a rollout that has ended, copied as it is now."""
         row = snapshot(
             rollout,
             task=task,
             advantage=advantage,
             consumed_version=consumed_version,
-            state=state,
         )
         with self._lock:
             self._refuse_if_closed()

@@ -70,6 +70,8 @@ def load_weights(directory: Path) -> Any:
     Raises:
         AuditError: it is not there, is damaged, or lacks tensors.
     """
+    if not (directory / "config.json").is_file():
+        raise AuditError(f"{directory} holds no model: its config.json is missing")
     auto: Any = transformers.AutoModelForCausalLM
     try:
         with _quiet_transformers():
@@ -243,24 +245,27 @@ def _filtered_logprobs(
     top_p: torch.Tensor,
     recorded: torch.Tensor,
 ) -> torch.Tensor:
-    """Renormalise over the tokens that top-k and then top-p keep."""
+    """Renormalise over the tokens that top-k and then top-p keep.
+
+    What ties with the last token kept may be kept with it or not, and float noise decides what
+    ties: of the answers that this leaves open, the one nearest to ``recorded`` is given.
+    """
     ordered = scaled.sort(1, descending=True).values
     rank = torch.arange(scaled.shape[1])
     is_cut = (top_k[:, None] > 0) & (rank >= top_k[:, None])
-    logprobs = ordered.masked_fill(is_cut, -torch.inf).log_softmax(1)
-    mass = logprobs.exp().cumsum(1)
-    before = mass - logprobs.exp()
-    # Kept by top-k before top-p; equal logits at the edge are interchangeable.
-    scale = ordered[:, 0] - logprobs[:, 0]
-    best = torch.full_like(token, torch.inf)
+    scale = ordered.masked_fill(is_cut, -torch.inf).logsumexp(1, keepdim=True)
+    probability = (ordered - scale).exp()
+    mass = probability.cumsum(1)
+    best = torch.full_like(token, -torch.inf)
     for shift in (0.0, -EDGE, EDGE):
         # The fewest whose sum reaches top_p: those before which it was not reached.
-        limit = torch.where(top_p < 1, top_p + shift, 2.0)[:, None]
-        kept = ((before < limit) & ~is_cut).sum(1, keepdim=True).clamp(min=1)
-        total = mass.gather(1, kept - 1).squeeze(1)
-        lowest = ordered.gather(1, kept - 1).squeeze(1)
-        logprob = token - scale - total.log()
-        logprob = torch.where(token >= lowest - EDGE, logprob, -torch.inf)
-        is_closer = (logprob - recorded).abs() < (best - recorded).abs()
-        best = torch.where(is_closer, logprob, best)
-    return torch.where(best == torch.inf, -torch.inf, best)
+        limit = torch.where(top_p < 1, top_p + shift, torch.inf)[:, None]
+        kept = ((mass - probability < limit) & ~is_cut).sum(1, keepdim=True).clamp(min=1)
+        lowest = ordered.gather(1, kept - 1)
+        tied = (ordered >= lowest - EDGE).sum(1, keepdim=True)
+        for count in (kept, tied):
+            logprob = token - scale.squeeze(1) - mass.gather(1, count - 1).squeeze(1).log()
+            is_closer = (logprob - recorded).abs() < (best - recorded).abs()
+            is_kept = token >= lowest.squeeze(1) - EDGE
+            best = torch.where(is_kept & is_closer, logprob, best)
+    return best

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.errors import AuditError
+from tidegate.orchestrator.audit import AUDIT_FILE
+from tidegate.orchestrator.recording import RUN_FILE
 from tidegate.orchestrator.run_files import METRICS_FILE, replace_file
-from tidegate.orchestrator.trajectories import to_json
 
-RUN_FILE = "run.json"
-AUDIT_FILE = "audit.json"
 REPORT_JSON = "report.json"
 REPORT_PAGE = "report.md"
 REPORT_PICTURE = "report.png"
@@ -209,8 +208,7 @@ def _summary(facts: Facts) -> list[str]:
         lines.append(
             f"**What RL added**: mean reward on held-out tasks went from "
             f"{facts.reward_before:.3f} to {facts.reward_after:.3f} ({gain:+.3f}), over "
-            f"{facts.versions} weight versions in {facts.wall_s:.1f} s. Both were measured with "
-            f"the same tasks, sampling and grader."
+            f"{facts.versions} weight versions in {facts.wall_s:.1f} s."
         )
     else:
         lines.append(

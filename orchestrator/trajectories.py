@@ -128,9 +128,8 @@ def snapshot(
     task: object,
     advantage: float | None,
     consumed_version: int | None,
-    state: str | None,
 ) -> Snapshot:
-    """Copy what will be recorded of ``rollout``; ``state`` overrides its own."""
+    """Copy what will be recorded of ``rollout``."""
     oldest = rollout.oldest_version
     known = consumed_version is not None and oldest is not None
     return Snapshot(
@@ -140,7 +139,7 @@ def snapshot(
         task=task,
         reward=rollout.reward,
         advantage=advantage,
-        state=state or str(rollout.state),
+        state=str(rollout.state),
         discard_reason=rollout.discard_reason,
         consumed_version=consumed_version,
         staleness=(consumed_version or 0) - (oldest or 0) if known else None,

@@ -12,7 +12,7 @@ from tidegate.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundedStaleness:
-    """No sample older than η versions is trained on; nothing is dropped to keep it so.
+    """No sample older than η versions is trained on, and hardly any is dropped to keep it so.
 
     Two rules make the bound hard:
 
@@ -24,7 +24,9 @@ class BoundedStaleness:
     version ``n // B``. It was admitted when fewer than ``(η + 1)·B`` groups were outstanding, so
     at least ``n + 1 - (η + 1)·B`` groups had been released by a live version: that version was at
     least ``n // B - η``, and no token of the group is older. A dropped group gives its place back
-    and moves later ones forward, which only makes them fresher.
+    and moves later ones forward, which only makes them fresher. A trainer that publishes without
+    having had a batch in between ages what waits; then :meth:`is_fresh`, asked of every group
+    before it is handed over, drops what has become too old, and its task is taken again.
 
     η = 0 is synchronous training; η = 1 trains on batch k while batch k + 1 is generated. Peers
     count ``accepted + running <= (η + v + 1)·B`` (AReaL, arXiv:2505.24298), which drifts when a

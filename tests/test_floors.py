@@ -86,5 +86,7 @@ def test_kernels_is_no_package_of_its_own() -> None:
 )
 def test_importing_one_thing_does_not_load_another(module: str, unwanted: str) -> None:
     code = f"import {module}, sys; sys.exit({unwanted!r} in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=60, check=False
+    )
     assert done.returncode == 0, f"{module} loads {unwanted}: {done.stderr.decode()[-500:]}"

@@ -5,15 +5,18 @@ others. Only addresses on this host are served: ipc, inproc, and tcp on a loopba
 
 Nothing here blocks on a slow peer, and nothing is dropped. Outgoing queues have no length limit of
 their own, and need none: what an engine may leave unacknowledged is bounded by its credits, and
-what the orchestrator sends is bounded by the turns it has given out. Incoming queues have ZeroMQ's
-high-water mark, behind which the sender's queue fills, within those same bounds.
+what the orchestrator sends is bounded by the turns it has given out. Incoming queues are limited
+per peer, far above what credits allow, so only a peer that ignores them is ever held back.
 """
 
 import asyncio
+import atexit
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import zmq
@@ -36,8 +39,16 @@ FRAMES_PER_DRAIN = 1024
 LINGER_MS = 1000
 """How long a closed socket may go on sending what was queued, e.g. the last word to a peer."""
 
+UNBIND_TIMEOUT_MS = 1000
+"""It takes microseconds; after a second without news, there will be none."""
+
 IDENTITY_BYTES_MAX = 255
 """ZeroMQ's own limit."""
+
+QUEUED_MESSAGES_MAX = 65_536
+"""Unread messages per peer, beyond which it is held back. Not ZeroMQ's usual 1000: a peer that is
+held back on ipc and then ends loses what it had sent, for libzmq gives up a connection that hung up
+while it wasn't reading from it."""
 
 OnFrames = Callable[[list[tuple[bytes, bytes]]], None]
 """Takes a batch of (peer, frame) in order of arrival."""
@@ -140,10 +151,11 @@ class RouterSocket:
         self._on_frames = _no_frames
 
     def close(self) -> None:
-        """Stop listening; what is queued is still sent for up to a second. Harmless if repeated."""
+        """Free the address; what is queued is still sent for up to a second. Harmless if repeated."""
         if self._socket.closed:
             return
         self.detach()
+        _stop_listening(self._socket, self.address)
         self._socket.close()
         self._remove_directory()
 
@@ -234,13 +246,19 @@ class DealerSocket:
             self.close()
             raise ConfigError(f"can't connect to {address!r}: {error.strerror}") from error
 
-    def send(self, message: Message) -> None:
-        """Queue one message without waiting.
+    def send(self, message: Message) -> bytes:
+        """Queue one message without waiting; return its frame, for a ``SendWindow`` to keep.
 
         Raises:
             BadFrame: the message is larger than any peer would read.
         """
-        self._socket.send(_sendable(message))
+        frame = _sendable(message)
+        self._socket.send(frame)
+        return frame
+
+    def send_again(self, frame: bytes) -> None:
+        """Queue a frame that was sent before, as it is."""
+        self._socket.send(frame)
 
     def receive(self, timeout_s: float) -> list[FromOrchestrator]:
         """All that has arrived, in order; if nothing has, wait up to ``timeout_s`` for it.
@@ -313,17 +331,26 @@ def _private_directory(name: str) -> Path:
 
 
 def _new_socket(kind: int, address: str) -> "zmq.Socket[bytes]":
-    """A socket with the limits that both ends share.
-
-    One context per process: it is ZeroMQ's I/O thread, and what makes inproc addresses meet.
-    """
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-    socket = context.socket(kind)
+    """A socket with the limits that both ends share."""
+    socket = _context(os.getpid()).socket(kind)
     socket.setsockopt(zmq.SNDHWM, 0)  # see the module's docstring
+    socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES_MAX)
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.IPV6, "[" in address)
     return socket
+
+
+@cache
+def _context(pid: int) -> "zmq.Context[zmq.Socket[bytes]]":
+    """ZeroMQ's I/O thread, one per process, which is also what makes inproc addresses meet.
+
+    A process that ends takes that thread along, and with it what closed sockets still had to send,
+    so the last thing a process does is wait for it, as long as sockets may linger.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    atexit.register(context.destroy, LINGER_MS)
+    return context
 
 
 def _bound_router(address: str) -> "zmq.Socket[bytes]":
@@ -340,6 +367,20 @@ def _bound_router(address: str) -> "zmq.Socket[bytes]":
             raise AddressInUse(address) from error
         raise ConfigError(f"can't listen on {address!r}: {error.strerror}") from error
     return socket
+
+
+def _stop_listening(socket: "zmq.Socket[bytes]", address: str) -> None:
+    """Unbind and wait for it: libzmq's own thread closes the listener and removes an ipc path.
+
+    Were it done later, it could take away the path that a next listener has made.
+    """
+    if address.startswith("inproc:"):
+        return
+    monitor = socket.get_monitor_socket(zmq.EVENT_CLOSED)
+    socket.unbind(address)
+    monitor.poll(UNBIND_TIMEOUT_MS)
+    socket.disable_monitor()
+    monitor.close()
 
 
 def _sendable(message: Message) -> bytes:

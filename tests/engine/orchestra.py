@@ -69,13 +69,10 @@ class Orchestra:
     """One engine process, and the other end of its wire."""
 
     def __init__(self, directory: Path, model: Path, options: Sequence[str] = ()) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        address = f"ipc://{directory}/wire"
-        self._socket.bind(address)
+        self._address = f"ipc://{directory}/wire"
+        self._bind()
         self.stderr = directory / "stderr"
-        command = [sys.executable, "-m", "tidegate.engine.worker", "--connect", address]
+        command = [sys.executable, "-m", "tidegate.engine.worker", "--connect", self._address]
         command += ["--model", str(model), "--engine", "engine-0", *options]
         with self.stderr.open("wb") as stderr:
             self.process = subprocess.Popen(command, stderr=stderr)
@@ -100,8 +97,7 @@ class Orchestra:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        self._socket.close()
-        self._context.term()
+        self._unbind()
 
     # ------------------------------------------------------------ the wire
 
@@ -115,6 +111,21 @@ class Orchestra:
             )
         )
         return hello
+
+    def _bind(self) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(self._address)
+
+    def _unbind(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def break_connection(self) -> None:
+        """Lose the engine's connection, and all that was on its way; it may connect again."""
+        self._unbind()
+        self._bind()
 
     def send(self, message: Message) -> None:
         self.send_frame(messages.encode(message))
@@ -157,7 +168,8 @@ class Orchestra:
         return message
 
     def _take_step(self, step: Step) -> None:
-        assert step.seq == self.steps
+        if step.seq != self.steps:  # sent again, or one before it was lost
+            return
         self.steps += 1
         handles = np.frombuffer(step.turns, "<u4").tolist()
         token_ids = iter(np.frombuffer(step.token_ids, "<i4").tolist())
@@ -262,7 +274,7 @@ def named_buffers(directory: Path) -> list[NamedBuffer]:
             name,
             str(tensor.dtype).removeprefix("torch."),
             tuple(tensor.shape),
-            memoryview(tensor.contiguous().numpy()).cast("B"),
+            tensor.contiguous().numpy().data.cast("B"),
         )
         for name, tensor in read_tensors(directory)
     ]

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from tests.engine.driving import GREEDY, DrivenTurn, drive
 from tests.models import make_model_directory
-
 from tidegate.engine.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner, RowSampling
 from tidegate.engine.weights import load_directory
@@ -26,7 +26,7 @@ LLAMA3_ROPE = {
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5_000.0, "factor": 3.0}
 
-MODELS = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-untied-bias": ("qwen3", {"tied": False, "attention_bias": True}),
     "qwen3-sharded-bfloat16": ("qwen3", {"dtype": "bfloat16", "shards": 3}),
@@ -55,8 +55,8 @@ def load_runner(path: Path, dtype: torch.dtype = torch.float32) -> ModelRunner:
 def load_peer(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    return model.eval()
 
 
 def make_turns(sampling: RowSampling = GREEDY, vocab_size: int = 96) -> list[DrivenTurn]:

@@ -4,9 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from tests.engine.driving import DrivenTurn, drive
 from tests.models import make_model_directory
-
 from tidegate.engine.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner, Row, RowSampling
 from tidegate.engine.weights import load_directory
@@ -93,10 +93,10 @@ def test_rows_in_mid_prefill_sample_nothing_and_the_others_keep_their_order(mode
     def step(*samplings: RowSampling | None) -> list[int]:
         # The longer its row, the later a row is computed; outputs keep the order all the same.
         rows = [
-            Row(prompt[: length], 0, [2 * n, 2 * n + 1], sampling)
+            Row(prompt[:length], 0, [2 * n, 2 * n + 1], sampling)
             for n, (length, sampling) in enumerate(zip((7, 1, 4), samplings, strict=True))
         ]
-        return runner.step(rows).token_ids.tolist()
+        return [int(token_id) for token_id in runner.step(rows).token_ids]
 
     everyone = step(greedy, greedy, greedy)
 
@@ -132,9 +132,7 @@ def test_one_step_serves_rows_with_their_own_sampling_options(model: Path) -> No
 def test_weights_replaced_between_two_steps_are_the_ones_the_next_step_computes_with(
     model: Path, tmp_path: Path
 ) -> None:
-    other = make_model_directory(
-        tmp_path, "qwen3", vocab_size=24, initializer_range=0.1, seed=1
-    )
+    other = make_model_directory(tmp_path, "qwen3", vocab_size=24, initializer_range=0.1, seed=1)
     turn, expected = make_turn(seed=5), make_turn(seed=5)
     drive(make_runner(other), [expected], new_tokens=8)
     runner = make_runner(model)

@@ -120,6 +120,39 @@ def test_the_worst_turn_gives_up_its_blocks_and_later_goes_on_where_it_was() -> 
     assert [prefill.at for prefill in engine.turns[best].prefills] == [0]
 
 
+def test_the_worst_turn_keeps_its_kv_while_nobody_needs_the_blocks() -> None:
+    engine = FakeEngine(num_blocks=4, max_running_turns=2)
+    best = engine.submit([1] * 5, 3)
+    worse = engine.submit([2] * 4, 6)
+    engine.step()
+    while engine.turns[best].finish == RUNNING:
+        engine.step()
+    engine.run()
+    assert [prefill.at for prefill in engine.turns[worse].prefills] == [0]
+
+
+def test_a_turn_does_not_start_where_the_next_decodes_would_throw_it_out() -> None:
+    engine = FakeEngine(num_blocks=3, max_running_turns=2)
+    first = engine.submit([1] * 4, 4)
+    engine.step()
+    late = engine.submit([2] * 8, 1)  # its two blocks are free, but the first turn needs one
+    while engine.turns[first].finish == RUNNING:
+        engine.step()
+        assert engine.scheduler.running_turns <= 1
+    engine.run()
+    assert [prefill.at for prefill in engine.turns[late].prefills] == [0]
+
+
+def test_a_cancelled_turn_leaves_the_others_in_their_order() -> None:
+    engine = FakeEngine(max_running_turns=1)
+    turns = [engine.submit([1], 1, priority=priority) for priority in (1, 2, 9, 5, 3, 8, 7)]
+    engine.scheduler.cancel(turns[1])
+    ended: list[int] = []
+    while engine.step():
+        ended += [t for t in turns if engine.turns[t].finish == LENGTH and t not in ended]
+    assert ended == [turns[number] for number in (0, 4, 3, 6, 5, 2)]
+
+
 # ---------------------------------------------------------------- the door
 
 

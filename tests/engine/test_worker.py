@@ -153,7 +153,8 @@ def test_a_cancelled_turn_ends_at_once_and_says_so(engine: Orchestra) -> None:
         ([1], SamplingParams(max_tokens=1, temperature=float("nan")), "got nan"),
         ([1], SamplingParams(max_tokens=1, top_p=0.0), "top_p must be in (0, 1]"),
         ([1], SamplingParams(max_tokens=1, top_p=1.5), "got 1.5"),
-        ([1], SamplingParams(max_tokens=1, top_k=-2), "top_k must be at least 0"),
+        ([1], SamplingParams(max_tokens=1, top_k=-2), "top_k must be in [0, 2147483647]"),
+        ([1], SamplingParams(max_tokens=1, top_k=2**63), "got 9223372036854775808"),
         ([1], SamplingParams(max_tokens=2**40), "context of 512 tokens"),
     ],
 )
@@ -411,6 +412,40 @@ def test_a_version_started_over_another_says_that_the_other_failed(
     assert engine.await_one(WeightsFailed).version == 900
     assert engine.await_one(WeightsStaged).version == version
     publisher.swap(version, "keep", "recompute")
+
+
+def test_no_version_is_started_over_one_that_waits_to_be_swapped_in(
+    engine: Orchestra, publisher: Publisher, models: Models
+) -> None:
+    version = next_version(engine)
+    turn = engine.submit(PROMPT, LONG)
+    engine.read_tokens(turn, 1)
+    engine.acknowledges = False
+    publisher.stage(version, models.directories[version % 2])
+    engine.send(FinishWeightUpdate(version=version, pause_mode="wait", kv_policy="keep"))
+    engine.send(StartWeightUpdate(version=900))
+    failed = engine.await_one(WeightsFailed)
+    assert failed.version == 900
+    assert f"v{version} still waits to be swapped in" in failed.message
+    engine.acknowledges = True
+    engine.acknowledge()
+    engine.send(CancelTurn(turn=turn))
+    assert engine.await_one(WeightsLive).version == version
+
+
+def test_after_a_lost_connection_the_engine_says_hello_and_repeats_what_was_not_acknowledged(
+    fresh: Orchestra, models: Models
+) -> None:
+    first = fresh.welcome()
+    fresh.acknowledges = False
+    turn = fresh.submit(PROMPT, GREEDY)
+    fresh.read_tokens(turn, 2)
+    fresh.await_heartbeat()  # by now all the credit is used
+    fresh.break_connection()
+    assert fresh.await_one(Hello) == first
+    fresh.acknowledges = True
+    assert len(fresh.finish(turn).token_ids) == 24
+    assert_replays(turn, fresh, {0: models.weights[0]})
 
 
 def test_an_engine_that_hears_nothing_leaves(fresh: Orchestra) -> None:

@@ -264,13 +264,20 @@ def test_a_run_without_tokens_proves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_token_on_the_edge_of_top_p_counts_on_whichever_side_it_was_recorded() -> None:
-    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25]]))
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.2, 0.05]]))
     settings = torch.tensor([[1.0, 0.0, 0.75]])  # reached exactly by two tokens, up to rounding
     for kept, token_id in ((2, 0), (3, 0), (3, 2)):
         recorded = logits[0, token_id] - logits[0, :kept].logsumexp(0)
         found = sampled_logprobs(logits, torch.tensor([token_id]), settings, recorded[None])
         np.testing.assert_allclose(found, recorded, atol=1e-5)
-    outside = sampled_logprobs(
-        logits, torch.tensor([2]), torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([-0.1])
-    )
+
+
+def test_tokens_that_tie_at_the_edge_of_top_k_may_all_be_kept_and_lower_ones_never() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.2, 0.2, 0.1]]))
+    settings = torch.tensor([[1.0, 2.0, 1.0]])
+    for kept in (2, 3):
+        recorded = logits[0, 2] - logits[0, :kept].logsumexp(0)
+        found = sampled_logprobs(logits, torch.tensor([2]), settings, recorded[None])
+        np.testing.assert_allclose(found, recorded, atol=1e-5)
+    outside = sampled_logprobs(logits, torch.tensor([3]), settings, torch.tensor([-0.1]))
     assert outside.tolist() == [-torch.inf]

@@ -107,11 +107,11 @@ def test_a_discarded_rollout_without_tokens_and_an_evaluated_one_are_rows_too(
     discarded = Rollout(1, group_id=0, index=0)
     discarded.state = RolloutState.DISCARDED
     discarded.discard_reason = "episode_error"
+    evaluated = a_rollout()
+    evaluated.state = RolloutState.EVALUATED
     with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
         recorder.rollout(discarded, task=object(), advantage=None, consumed_version=None)
-        recorder.rollout(
-            a_rollout(), task=None, advantage=None, consumed_version=None, state="evaluated"
-        )
+        recorder.rollout(evaluated, task=None, advantage=None, consumed_version=None)
 
     first, second = read_trajectories(tmp_path / "run")
 

@@ -22,7 +22,8 @@ class Worker:
     """One engine, as small as the protocol allows."""
 
     def __init__(self, address: str, name: str) -> None:
-        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
         self.socket.identity = name.encode()
         self.socket.connect(address)
         self.name = name
@@ -104,6 +105,7 @@ class Worker:
                 self.step()
         self.send("goodbye", reason=f"{len(self.unacknowledged)} steps unacknowledged")
         self.socket.close()
+        self.context.term()  # returns when the goodbye is out
 
 
 if __name__ == "__main__":

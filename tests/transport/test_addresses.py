@@ -70,6 +70,16 @@ def test_a_living_listener_keeps_its_ipc_address(kind: str, tmp_path: Path) -> N
     first.close()
 
 
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_an_address_is_free_as_soon_as_its_listener_is_closed(kind: str, tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/s" if kind == "ipc" else "tcp://127.0.0.1:*"
+    for _ in range(50):
+        router = RouterSocket(address, name="test")
+        address = router.address
+        router.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_path_left_behind_by_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as dead:

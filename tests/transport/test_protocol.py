@@ -161,8 +161,8 @@ def test_the_page_names_every_message_and_every_field() -> None:
 def test_the_pages_worked_example_is_what_is_sent() -> None:
     section = PROTOCOL_PAGE.read_text().partition("## A step, byte by byte")[2]
     block = section.partition("```text\n")[2].partition("```")[0]
-    # Each line is hex, two spaces or more, and an explanation.
-    frame = bytes.fromhex("".join(re.split(r"\s{2,}", line)[0] for line in block.splitlines()))
+    hex_bytes = re.findall(r"^(?:[0-9a-f]{2}\s+)+", block, re.MULTILINE)  # then an explanation
+    frame = bytes.fromhex("".join(hex_bytes))
     assert frame == encode(EXAMPLE_STEP)
 
 

@@ -46,12 +46,17 @@ async def test_messages_go_both_ways_with_the_senders_name(router: RouterSocket)
 
     [(peer, frame)] = await inbox.wait_for(1)
     assert (peer, decode_from_engine(frame)) == (b"engine-0", Paused(mode="keep"))
+    assert dealer.send(Resumed()) == encode(Resumed())
+    dealer.send_again(encode(Resumed()))
+    assert [frame for _, frame in (await inbox.wait_for(3))[1:]] == [encode(Resumed())] * 2
     assert router.send(peer, Ack(seq=7))
     assert router.send(peer, Ack(seq=8))
     received = dealer.receive(WAIT_S)
     received += dealer.receive(WAIT_S) if len(received) < 2 else []
     assert received == [Ack(seq=7), Ack(seq=8)]
-    assert router.statistics() == SocketStatistics(frames=1, bytes=len(frame), malformed=0)
+    assert router.statistics() == SocketStatistics(
+        frames=3, bytes=len(frame) + 2 * len(encode(Resumed())), malformed=0
+    )
     dealer.close()
 
 
@@ -173,6 +178,22 @@ async def test_sending_to_a_stranger_or_to_a_killed_peer_says_so(router: RouterS
     async with asyncio.timeout(WAIT_S):
         while router.send(b"engine-0", OrchestratorHeartbeat()):
             await asyncio.to_thread(select.select, [router._socket.FD], [], [], 0.1)
+
+
+async def test_the_last_words_of_a_process_arrive_though_it_ends_at_once(
+    router: RouterSocket,
+) -> None:
+    inbox = Inbox(router)
+    program = (
+        "import sys; from tidegate.transport.sockets import DealerSocket;"
+        "from tidegate.transport.messages import Goodbye;"
+        "dealer = DealerSocket(sys.argv[1], b'engine-0');"
+        "[dealer.send(Goodbye(reason=str(i))) for i in range(5000)]; dealer.close()"
+    )
+    engine = await asyncio.create_subprocess_exec(sys.executable, "-c", program, router.address)
+    frames = await inbox.wait_for(5000)
+    assert decode_from_engine(frames[-1][1]) == Goodbye(reason="4999")
+    assert await engine.wait() == 0
 
 
 async def test_a_peer_that_comes_back_under_its_name_is_served_on_its_new_connection(

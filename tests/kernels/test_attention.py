@@ -1,0 +1,86 @@
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from tidegate.kernels.attention import (
+    CacheShape,
+    attend,
+    plan_group,
+    scratch_elements,
+    write_index,
+    write_kv,
+)
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS = 6, 2, 8, 4
+SHAPE = CacheShape(KV_HEADS, BLOCK_TOKENS)
+
+
+@dataclass
+class Case:
+    """Rows whose whole contexts lie in a cache, the last ``counts`` of each as queries."""
+
+    starts: np.ndarray[tuple[int], np.dtype[np.int64]]
+    counts: np.ndarray[tuple[int], np.dtype[np.int64]]
+    tables: np.ndarray[tuple[int, int], np.dtype[np.int64]]
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    queries: list[torch.Tensor]
+    cache: torch.Tensor
+
+
+def make_case(starts: list[int], counts: list[int]) -> Case:
+    generator = torch.Generator().manual_seed(0)
+    ends = [start + count for start, count in zip(starts, counts, strict=True)]
+    blocks = -(-max(ends) // BLOCK_TOKENS)
+    tables = np.random.default_rng(0).permutation(len(ends) * blocks).reshape(len(ends), blocks)
+    keys = [torch.randn(end, KV_HEADS, HEAD_DIM, generator=generator) for end in ends]
+    values = [torch.randn(end, KV_HEADS, HEAD_DIM, generator=generator) for end in ends]
+    queries = [torch.randn(count, HEADS, HEAD_DIM, generator=generator) for count in counts]
+    # What no row wrote is huge: attending to it could not go unnoticed.
+    cache = torch.full((tables.size, 2, KV_HEADS, BLOCK_TOKENS, HEAD_DIM), 1e4)
+    for table, key, value in zip(tables, keys, values, strict=True):
+        block, offset = np.divmod(np.arange(len(key)), BLOCK_TOKENS)
+        write_kv(cache, write_index(table[block], offset, SHAPE), torch.cat([key, value], 1))
+    return Case(np.array(starts), np.array(counts), tables, keys, values, queries, cache)
+
+
+def naive_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """One query token [A, D] over the context it sees [C, K, D], head by head."""
+    outputs = []
+    for head in range(HEADS):
+        shared = head // (HEADS // KV_HEADS)
+        weights = torch.softmax(keys[:, shared] @ query[head] / HEAD_DIM**0.5, -1)
+        outputs.append(weights @ values[:, shared])
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize(
+    ("starts", "counts"),
+    [
+        ([0], [1]),
+        ([0, 3, 4, 11], [1, 1, 1, 1]),
+        ([0], [9]),
+        ([5, 0, 2], [4, 4, 4]),
+        ([0, 7, 3, 12], [5, 1, 4, 2]),
+    ],
+    ids=["first token", "decode", "one prompt", "equal chunks", "unequal chunks"],
+)
+def test_padded_rows_attend_to_their_own_contexts_up_to_each_query(
+    starts: list[int], counts: list[int]
+) -> None:
+    case = make_case(starts, counts)
+    group = plan_group(
+        case.starts, case.counts, case.tables, SHAPE, first_token=0, dtype=torch.float32
+    )
+    scratch = torch.empty(scratch_elements([group], case.cache))
+
+    outputs = attend(torch.cat(case.queries), case.cache, group, scratch)
+
+    expected = [
+        naive_attention(query, case.keys[row][: position + 1], case.values[row][: position + 1])
+        for row, queries in enumerate(case.queries)
+        for position, query in enumerate(queries, start=starts[row])
+    ]
+    torch.testing.assert_close(outputs, torch.stack(expected))

@@ -1,0 +1,21 @@
+import pytest
+import torch
+
+from tidegate.kernels.norm import rms_norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 64), (5, 3, 32)])
+def test_rows_are_divided_by_their_root_mean_square_and_weighted(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator).to(dtype)
+    weight = torch.randn(shape[1:], generator=generator).to(dtype)  # per head, as for q and k
+
+    normed = rms_norm(x, weight, 1e-5)
+
+    wide = x.float()
+    unit = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    assert normed.dtype == dtype
+    torch.testing.assert_close(normed, unit.to(dtype) * weight)

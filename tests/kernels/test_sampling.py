@@ -1,0 +1,144 @@
+import numpy as np
+import pytest
+import torch
+
+from tidegate.kernels.sampling import DRAW_BLOCK, UNIFORM_MAX, draw, processed_logprobs, sample
+
+VOCABULARIES = [1, 5, DRAW_BLOCK - 1, DRAW_BLOCK, DRAW_BLOCK + 1, 3 * DRAW_BLOCK, 1500]
+GRAINS = 2**14
+"""Probabilities that are multiples of 2^-14 add up exactly, so the right answer is known."""
+
+
+def grainy_probabilities(vocab: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Random grains per token: about half of the tokens have none, the last has some."""
+    random = np.random.default_rng(vocab)
+    chances = random.random(vocab) ** 4 * (random.random(vocab) < 0.5)
+    chances[[vocab // 2, -1]] = 1.0
+    return random.multinomial(GRAINS, chances / chances.sum())
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_every_uniform_number_draws_the_token_whose_interval_holds_it(vocab: int) -> None:
+    grains = grainy_probabilities(vocab)
+    uniforms = (np.arange(0, GRAINS, 7) + 0.5) / GRAINS
+    probabilities = torch.from_numpy(grains / GRAINS).float().expand(len(uniforms), -1)
+
+    tokens = draw(probabilities, torch.from_numpy(uniforms))
+
+    expected = np.repeat(np.arange(vocab), grains)[np.arange(0, GRAINS, 7)]
+    assert tokens.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_a_token_of_probability_zero_is_never_drawn_not_even_at_the_ends(vocab: int) -> None:
+    grains = grainy_probabilities(vocab)
+    edges = np.cumsum(grains)[:-1] / GRAINS
+    uniforms = np.concatenate([[0.0, 5e-324, 1e-20, UNIFORM_MAX], edges, np.nextafter(edges, 0)])
+    # Not quite normalised, as float32 softmaxes are.
+    for total in (1.0, 1.0 - 1e-6, 1.0 + 1e-6):
+        row = torch.from_numpy(grains / GRAINS * total).float()
+        tokens = draw(row.expand(len(uniforms), -1), torch.from_numpy(uniforms))
+        assert (grains[tokens.numpy()] > 0).all()
+
+
+def test_draws_from_a_large_vocabulary_follow_the_probabilities() -> None:
+    vocab, draws = 5_000, 100_000
+    random = np.random.default_rng(0)
+    probabilities = torch.softmax(torch.from_numpy(random.normal(size=vocab) * 3).float(), -1)
+
+    uniforms = torch.from_numpy(random.random(draws))
+    batches = uniforms.view(-1, 500)
+    tokens = torch.cat([draw(probabilities.expand(500, -1), batch) for batch in batches])
+
+    counts = np.bincount(tokens.numpy(), minlength=vocab)
+    expected = probabilities.double().numpy() * draws
+    common = expected > 25
+    deviations = (counts - expected)[common] / np.sqrt(expected[common])
+    assert common.sum() > 400
+    assert np.abs(deviations).max() < 5
+    assert np.square(deviations).mean() == pytest.approx(1.0, abs=0.15)
+
+
+def columns(
+    rows: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> tuple[
+    np.ndarray[tuple[int], np.dtype[np.float32]],
+    np.ndarray[tuple[int], np.dtype[np.int64]],
+    np.ndarray[tuple[int], np.dtype[np.float32]],
+]:
+    return (
+        np.full(rows, temperature, np.float32),
+        np.full(rows, top_k, np.int64),
+        np.full(rows, top_p, np.float32),
+    )
+
+
+def kept(logits: list[float], *, top_k: int = 0, top_p: float = 1.0) -> list[int]:
+    logprobs = processed_logprobs(torch.tensor([logits]), *columns(1, top_k=top_k, top_p=top_p))
+    assert logprobs.exp().sum().item() == pytest.approx(1.0, abs=1e-6)
+    return torch.isfinite(logprobs[0]).nonzero().flatten().tolist()
+
+
+def test_top_k_and_top_p_keep_the_fewest_tokens_that_satisfy_them() -> None:
+    logits = np.log([0.1, 0.4, 0.05, 0.25, 0.2]).tolist()
+
+    assert kept(logits) == [0, 1, 2, 3, 4]
+    assert kept(logits, top_k=2) == [1, 3]
+    assert kept(logits, top_k=9) == [0, 1, 2, 3, 4]
+    assert kept(logits, top_p=0.3) == [1]
+    assert kept(logits, top_p=0.64) == [1, 3]
+    assert kept(logits, top_p=0.66) == [1, 3, 4]
+    assert kept(logits, top_p=1e-9) == [1]
+    # Of the two that top-k leaves, the larger has 0.4 / 0.65 = 62 %.
+    assert kept(logits, top_k=2, top_p=0.6) == [1]
+
+
+def test_top_p_of_one_keeps_tokens_too_unlikely_to_change_the_sum() -> None:
+    assert kept([0.0, -40.0, -80.0], top_k=3, top_p=1.0) == [0, 1, 2]
+
+
+def test_tokens_that_tie_with_the_last_one_kept_are_kept_too() -> None:
+    assert kept([2.0, 1.0, 1.0, 0.0], top_k=2) == [0, 1, 2]
+
+
+def test_rows_limit_their_own_tokens_and_leave_the_others_alone() -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    temperature = np.array([1.0, 0.5, 0.0, 2.0], np.float32)
+    top_k = np.array([0, 5, 5, 0], np.int64)
+    top_p = np.array([1.0, 1.0, 0.5, 0.8], np.float32)
+
+    together = processed_logprobs(logits, temperature, top_k, top_p)
+
+    for n in range(4):
+        one = slice(n, n + 1)
+        alone = processed_logprobs(logits[one], temperature[one], top_k[one], top_p[one])
+        assert torch.equal(together[one], alone)
+    assert torch.equal(together[2], torch.log_softmax(logits[2], -1))  # greedy: unlimited
+    assert torch.isfinite(together).sum(-1).tolist()[:3] == [50, 5, 50]
+
+
+def test_temperature_zero_takes_the_likeliest_token_with_its_plain_logprob() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]])
+
+    tokens, logprobs = sample(logits, *columns(2, temperature=0.0), np.array([0.0, UNIFORM_MAX]))
+
+    assert tokens.tolist() == [1, 0]
+    assert torch.equal(logprobs, torch.log_softmax(logits, -1).amax(-1))
+
+
+def test_a_temperature_near_zero_overflows_nothing() -> None:
+    logits = torch.tensor([[30.0, -20.0, 29.0]])
+
+    tokens, logprobs = sample(logits, *columns(1, temperature=1e-38), np.array([UNIFORM_MAX]))
+
+    assert tokens.tolist() == [0]
+    assert logprobs.tolist() == [0.0]
+
+
+def test_logits_that_are_not_numbers_give_logprobs_that_are_not_either() -> None:
+    logits = torch.full((1, 700), torch.nan)
+
+    tokens, logprobs = sample(logits, *columns(1), np.array([0.5]))
+
+    assert 0 <= tokens.item() < 700
+    assert logprobs.isnan().all()

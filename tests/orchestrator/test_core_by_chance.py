@@ -1,0 +1,155 @@
+"""The promises under any order of events: hypothesis drives the core, every step is checked."""
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.orchestrator.driver import Driver
+from tidegate.orchestrator import events as ev
+from tidegate.orchestrator.rollout import Rollout
+from tidegate.transport.messages import ABORT, RUNNING, STOP
+
+pick = st.integers(min_value=0, max_value=10**6)
+
+
+class AnyRun(RuleBasedStateMachine):
+    """Engines come, go, abort and lag; episodes fail; the trainer asks and publishes at will."""
+
+    @initialize(eta=st.integers(0, 3), batch=st.integers(1, 3), size=st.integers(1, 3))
+    def start(self, eta: int, batch: int, size: int) -> None:
+        self.driver = Driver(max_staleness=eta, groups_per_batch=batch, group_size=size)
+        self.driver.join("engine-0")
+        self.engines_made = 1
+        self.batches_asked = 0
+
+    # ------------------------------------------------------------ engines
+
+    @rule(is_current=st.booleans())
+    def an_engine_joins(self, is_current: bool) -> None:
+        if len(self.driver.engines) < 4:
+            self.driver.join(f"engine-{self.engines_made}", None if is_current else 0)
+            self.engines_made += 1
+
+    @precondition(lambda self: len(self.driver.engines) > 1)
+    @rule(which=pick)
+    def an_engine_is_lost(self, which: int) -> None:
+        self.driver.leave(sorted(self.driver.engines)[which % len(self.driver.engines)])
+
+    @rule(which=pick, tokens=st.integers(0, 4), finish=st.sampled_from([RUNNING, STOP, ABORT]))
+    def tokens_arrive(self, which: int, tokens: int, finish: int) -> None:
+        turns = [(name, h) for name, e in self.driver.engines.items() for h in e.turns]
+        if not turns:
+            return
+        name, handle = turns[which % len(turns)]
+        left = self.driver.engines[name].turns[handle].sampling.max_tokens
+        tokens = min(tokens, left - self.driver.engines[name].sampled[handle])
+        self.driver.sample(name, handle, max(tokens, 1 if finish == STOP else 0), finish)
+
+    @rule(which=pick, abort=st.booleans())
+    def an_engine_swaps(self, which: int, abort: bool) -> None:
+        names = sorted(self.driver.engines)
+        self.driver.swap(names[which % len(names)], abort=abort)
+
+    # ------------------------------------------------------------ episodes
+
+    @rule()
+    def tasks_arrive(self) -> None:
+        self.driver.fill()
+
+    @rule(which=pick)
+    def an_episode_goes_on(self, which: int) -> None:
+        idle = [
+            r
+            for r in self.driver.running.values()
+            if not r.turns or r.turns[-1].finish_reason is not None
+        ]
+        if not idle:
+            return
+        rollout = idle[which % len(idle)]
+        if rollout.turns and which % 3:
+            self.driver.return_reward(rollout, float(which % 2))
+        else:
+            self.driver.ask_turn(rollout)
+
+    @rule(which=pick, count=st.integers(1, 12))
+    def some_episodes_run_to_their_end(self, which: int, count: int) -> None:
+        for _ in range(min(count, len(self.driver.running))):
+            rollouts = list(self.driver.running.values())
+            self.finish(rollouts[which % len(rollouts)])
+
+    def finish(self, rollout: Rollout) -> None:
+        if not rollout.turns or rollout.turns[-1].finish_reason is not None:
+            self.driver.ask_turn(rollout)
+        where = self.driver.where(rollout)
+        if where is not None:
+            self.driver.sample(*where, 1, STOP)
+            self.driver.return_reward(rollout)
+
+    @rule(which=pick)
+    def an_episode_fails(self, which: int) -> None:
+        if self.driver.running and which % 5 == 0:
+            rollouts = list(self.driver.running.values())
+            self.driver.fail(rollouts[which % len(rollouts)])
+
+    # ------------------------------------------------------------ the trainer
+
+    @rule()
+    def the_trainer_asks(self) -> None:
+        if len(self.driver.batches) + len(self.driver.refused) == self.batches_asked:
+            self.batches_asked += 1
+            self.driver.do(ev.BatchAsked())
+
+    @precondition(lambda self: len(self.driver.batches) > self.driver.batches_published)
+    @rule(swap=st.sampled_from(["all", "some", "none"]))
+    def the_trainer_publishes_when_it_may(self, swap: str) -> None:
+        self.the_trainer_publishes(swap)
+
+    def the_trainer_publishes(self, swap: str) -> None:
+        self.driver.publish()
+        for name in sorted(self.driver.engines):
+            if swap == "all" or (swap == "some" and self.driver.chance.random() < 0.5):
+                self.driver.swap(name)
+
+    @rule(is_published=st.booleans())
+    def a_batch_goes_round(self, is_published: bool) -> None:
+        """The usual course of things, so that the unusual is met in deep states too."""
+        self.driver.fill()
+        self.the_trainer_asks()
+        for rollout in list(self.driver.running.values()):
+            self.finish(rollout)
+        if is_published and len(self.driver.batches) > self.driver.batches_published:
+            self.the_trainer_publishes("all")
+
+    # ------------------------------------------------------------ what must hold
+
+    @invariant()
+    def no_sample_is_trained_twice_or_out_of_order_or_too_old(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        groups = [group for batch in self.driver.batches for group in batch.groups]
+        ids = [group.group_id for group in groups]
+        assert ids == sorted(set(ids))
+        bound = self.driver.core.policy.guaranteed_bound
+        for batch in self.driver.batches:
+            oldest = [v for g in batch.groups if (v := g.oldest_version) is not None]
+            assert all(0 <= batch.trainer_version - version <= bound for version in oldest)
+
+    @invariant()
+    def the_gate_at_consumption_never_had_to_close(self) -> None:
+        """Admission alone keeps the bound as long as every publish follows a batch."""
+        if hasattr(self, "driver"):
+            assert self.driver.core.discarded_rollouts["stale"] == 0
+
+    @invariant()
+    def spans_cover_every_token_once(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        for rollout in self.driver.running.values():
+            for turn in rollout.turns:
+                edges = [(span.start, span.end) for span in turn.spans()]
+                assert [start for start, _ in edges[1:]] == [end for _, end in edges[:-1]]
+                assert (edges[-1][1] if edges else 0) == turn.length
+
+
+AnyRun.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestAnyRun = AnyRun.TestCase
