@@ -159,8 +159,7 @@ class EngineLoop:
         """Say what is due, and swap weights that are."""
         self._answers += self._staging.take_answers()
         self._answers += self._scheduler.take_answers()
-        if not self._tell():
-            return
+        self._tell()
         update = self._scheduler.swap_due()
         if update is not None and not self._staging.is_busy:
             self._swap(update)

@@ -2,9 +2,9 @@
 
 It knows nothing of versions' numbers, nor of how tensors travel. Query, key and value projections
 lie on top of each other in one matrix, so do gate and up; the LM head is float32 whatever the rest
-is. Matrices are ``[out, in]`` as published: ``mm`` on the transpose is 2 to 12 % faster for a decode
-step's few rows, but copying into it runs at 0.8 GB/s instead of 11. One object serves update after
-update: its pages are touched once, for first touches of fresh pages cost more than copies.
+is. Matrices are ``[out, in]`` as published: ``mm`` on the transpose is 2 to 12 % faster for the few
+rows of a decode step, but copying into it runs at 0.8 GB/s instead of 11. One object serves update
+after update: its pages are touched once, for first touches of fresh pages cost more than copies.
 
 Letters in shapes: V vocabulary, H hidden, I intermediate, Q query heads x head_dim, K the same for
 KV heads.

@@ -92,6 +92,9 @@ class StepArrived:
     counts: memoryview | None
     """uint32 [R]; None when every row has one token."""
     prefills: list[Prefill]
+    started_us: int = 0
+    """The engine's monotonic clock when the step began."""
+    busy_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ rollouts or batches, and no socket: it is given one to send with.
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tidegate.errors import BadFrame
 from tidegate.orchestrator.events import EngineJoined, EngineLeft, Event, StepArrived, TurnRejected
@@ -57,15 +57,16 @@ class FleetTimes:
     credit_steps: int
 
 
-@dataclass(slots=True)
-class Heard:
-    """What a batch of frames meant, in order."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine says of weights and pauses: the coordinator's business."""
 
-    events: list[Event] = field(default_factory=list)
-    control: list[tuple[str, FromEngine]] = field(default_factory=list)
-    """Answers about weights and pauses: the coordinator's business."""
-    steps: list[tuple[str, Step]] = field(default_factory=list)
-    """For the recorder."""
+    engine: str
+    message: FromEngine
+
+
+Heard = list[Event | Answer]
+"""What a batch of frames meant, in order."""
 
 
 class Fleet:
@@ -109,7 +110,7 @@ class Fleet:
 
     def hear(self, frames: list[tuple[bytes, bytes]], now_s: float) -> Heard:
         """Read what engines sent. A bad frame is counted, answered, and harms nobody else."""
-        heard = Heard()
+        heard: Heard = []
         for peer, frame in frames:
             try:
                 self._hear_one(peer, decode_from_engine(frame), now_s, heard)
@@ -134,11 +135,11 @@ class Fleet:
                 engine.running_turns = message.running_turns
                 engine.waiting_turns = message.waiting_turns
             case TurnRefused(turn=turn, message=why):
-                heard.events.append(TurnRejected(name, turn, why))
+                heard.append(TurnRejected(name, turn, why))
             case Goodbye(reason=reason):
-                heard.events += self.lose(name, reason)
+                heard += self.lose(name, reason)
             case _:
-                heard.control.append((name, message))
+                heard.append(Answer(name, message))
 
     def _hear_step(self, name: str, engine: Engine, step: Step, heard: Heard) -> None:
         if engine.window.accept(engine.hello.epoch, step.seq) is not Verdict.NEW:
@@ -146,8 +147,7 @@ class Fleet:
         event = step_arrived(name, step)
         engine.tokens += len(event.token_ids)
         engine.busy_us += step.busy_us
-        heard.events.append(event)
-        heard.steps.append((name, step))
+        heard.append(event)
         if (seq := engine.window.acknowledgement()) is not None:
             self.send(name, Ack(seq=seq))
 
@@ -161,7 +161,7 @@ class Fleet:
         known = self.engines.get(hello.engine)
         if known is not None and known.hello.epoch == hello.epoch:
             return  # a repeated hello: it is welcome already
-        heard.events += self.lose(hello.engine, "came back as a new process")
+        heard += self.lose(hello.engine, "came back as a new process")
         window = ReceiveWindow(self._times.credit_steps)
         self.engines[hello.engine] = Engine(hello, window, now_s, hello.weight_version)
         self.departed.pop(hello.engine, None)
@@ -172,7 +172,7 @@ class Fleet:
         )
         self._send(peer, welcome)
         joined = EngineJoined(hello.engine, hello.weight_version, hello.max_running_turns)
-        heard.events.append(joined)
+        heard.append(joined)
 
     def _objection(self, peer: bytes, hello: Hello) -> str | None:
         if hello.protocol != PROTOCOL:
@@ -239,4 +239,6 @@ def step_arrived(engine: str, step: Step) -> StepArrived:
         finish=step.finish,
         counts=counts,
         prefills=step.prefills,
+        started_us=step.started_us,
+        busy_us=step.busy_us,
     )

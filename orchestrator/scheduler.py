@@ -18,7 +18,7 @@ from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.episode import Episode, SamplingDefaults, checked_reward
-from tidegate.orchestrator.fleet import Fleet, FleetTimes
+from tidegate.orchestrator.fleet import Answer, Fleet, FleetTimes
 from tidegate.orchestrator.model_files import ModelFiles
 from tidegate.orchestrator.recording import RunRecorder
 from tidegate.orchestrator.rollout import Rollout, Turn
@@ -143,17 +143,17 @@ class Scheduler:
     # ------------------------------------------------------------ engines
 
     def _on_frames(self, frames: list[tuple[bytes, bytes]]) -> None:
-        heard = self.fleet.hear(frames, time.monotonic())
-        self._handle(heard.events)
-        for engine, message in heard.control:
-            self._on_control(engine, message)
-        if self._recorder is not None:
-            for engine, step in heard.steps:
+        for item in self.fleet.hear(frames, time.monotonic()):
+            if isinstance(item, Answer):
+                self._on_answer(item.engine, item.message)
+                continue
+            self._handle([item])
+            if self._recorder is not None and isinstance(item, ev.StepArrived):
                 self._recorder.engine_step(
-                    engine, step.started_us, step.busy_us, step.version, len(step.turns) // 4
+                    item.engine, item.started_us, item.busy_us, item.version, len(item.turns)
                 )
 
-    def _on_control(self, engine: str, message: FromEngine) -> None:
+    def _on_answer(self, engine: str, message: FromEngine) -> None:
         match message:
             case WeightsStaged(version=version):
                 self._send(self._weights.staged(engine, version))

@@ -151,7 +151,7 @@ class RouterSocket:
         self._on_frames = _no_frames
 
     def close(self) -> None:
-        """Free the address; what is queued is still sent for up to a second. Harmless if repeated."""
+        """Free the address; what is queued is still sent for a while. Harmless if repeated."""
         if self._socket.closed:
             return
         self.detach()
@@ -370,11 +370,11 @@ def _bound_router(address: str) -> "zmq.Socket[bytes]":
 
 
 def _stop_listening(socket: "zmq.Socket[bytes]", address: str) -> None:
-    """Unbind and wait for it: libzmq's own thread closes the listener and removes an ipc path.
-
-    Were it done later, it could take away the path that a next listener has made.
-    """
-    if address.startswith("inproc:"):
+    """Free the address for the next listener: libzmq closes it later, and leaves an ipc path."""
+    scheme, _, path = address.partition("://")
+    if scheme == "ipc" and not path.startswith("@"):
+        Path(path).unlink(missing_ok=True)  # while it is still certain to be ours
+    if scheme == "inproc":
         return
     monitor = socket.get_monitor_socket(zmq.EVENT_CLOSED)
     socket.unbind(address)

@@ -228,3 +228,11 @@ class FakeEngine:
         assert len(turn.kv) == len(turn.prompt) + len(turn.token_ids)
         turn.token_ids.append(token_id)
         turn.versions.append(version)
+
+
+def uninterrupted(prompt: list[int], max_tokens: int, *, sampled_before: int = 0) -> list[int]:
+    """The turn's tokens when it is alone in an engine."""
+    engine = FakeEngine()
+    turn = engine.submit(prompt, max_tokens, sampled_before=sampled_before)
+    engine.run()
+    return engine.turns[turn].token_ids

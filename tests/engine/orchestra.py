@@ -50,6 +50,22 @@ PATIENCE_S = 60.0
 
 BLOCK_TOKENS = 16
 
+PROMPT = list(range(1, 40))
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+
+LONG = SamplingParams(max_tokens=400, seed=7)
+"""Outlives all that a test does meanwhile, for the engine has only a few credits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Two models of one shape: what is served first, and what replaces it."""
+
+    directories: list[Path]
+    config: ModelConfig
+    weights: list[Weights]
+
 
 @dataclass(slots=True)
 class SeenTurn:
@@ -168,9 +184,13 @@ class Orchestra:
         return message
 
     def _take_step(self, step: Step) -> None:
-        if step.seq != self.steps:  # sent again, or one before it was lost
-            return
-        self.steps += 1
+        if step.seq == self.steps:  # else sent again, or one before it was lost
+            self.steps += 1
+            self._take_rows(step)
+        if self.acknowledges:
+            self.acknowledge()
+
+    def _take_rows(self, step: Step) -> None:
         handles = np.frombuffer(step.turns, "<u4").tolist()
         token_ids = iter(np.frombuffer(step.token_ids, "<i4").tolist())
         logprobs = iter(np.frombuffer(step.logprobs, "<f4").tolist())
@@ -188,8 +208,6 @@ class Orchestra:
                 turn.versions.append(step.version)
             turn.finish = code
         assert next(token_ids, None) is None
-        if self.acknowledges:
-            self.acknowledge()
 
     def acknowledge(self) -> None:
         """Give back all credit used so far."""
@@ -314,3 +332,12 @@ def replay(turn: SeenTurn, weights: dict[int, Weights], config: ModelConfig) -> 
         again.token_ids += output.token_ids.tolist()
         again.logprobs += output.logprobs.tolist()
     return again
+
+
+def assert_replays(turn: int, engine: Orchestra, weights: dict[int, Weights]) -> None:
+    """The version audit: each token again, from the weights that its provenance names."""
+    seen = engine.turns[turn]
+    config = next(iter(weights.values())).config
+    again = replay(seen, weights, config)
+    assert again.token_ids == seen.token_ids
+    np.testing.assert_allclose(again.logprobs, seen.logprobs, atol=1e-4)

@@ -6,32 +6,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.engine.fake_engine import FakeEngine
+from tests.engine.fake_engine import FakeEngine, uninterrupted
 from tidegate.engine.scheduler import StepColumns
 from tidegate.engine.turns import EngineLimits
 from tidegate.errors import ConfigError, TurnRefused
 from tidegate.transport.messages import (
-    ABORT,
     CANCELLED,
     LENGTH,
     RUNNING,
     STOP,
     KvPolicy,
     KvSpan,
-    Paused,
     PauseMode,
     Prefill,
     Resumed,
 )
-
-
-def uninterrupted(prompt: list[int], max_tokens: int, *, sampled_before: int = 0) -> list[int]:
-    """The turn's tokens when it is alone in an engine."""
-    engine = FakeEngine()
-    turn = engine.submit(prompt, max_tokens, sampled_before=sampled_before)
-    engine.run()
-    return engine.turns[turn].token_ids
-
 
 # ---------------------------------------------------------------- steps
 
@@ -121,21 +110,21 @@ def test_the_worst_turn_gives_up_its_blocks_and_later_goes_on_where_it_was() -> 
 
 
 def test_the_worst_turn_keeps_its_kv_while_nobody_needs_the_blocks() -> None:
-    engine = FakeEngine(num_blocks=4, max_running_turns=2)
-    best = engine.submit([1] * 5, 3)
-    worse = engine.submit([2] * 4, 6)
-    engine.step()
+    engine = FakeEngine(num_blocks=4, max_running_turns=2, max_step_tokens=12)
+    best = engine.submit([1] * 8, 4)
+    worse = engine.submit([2] * 4, 4)
     while engine.turns[best].finish == RUNNING:
         engine.step()
+    assert len(engine.turns[worse].token_ids) == 1  # no block for the next, until now
     engine.run()
     assert [prefill.at for prefill in engine.turns[worse].prefills] == [0]
 
 
 def test_a_turn_does_not_start_where_the_next_decodes_would_throw_it_out() -> None:
     engine = FakeEngine(num_blocks=3, max_running_turns=2)
-    first = engine.submit([1] * 4, 4)
+    first = engine.submit([1] * 2, 6)
     engine.step()
-    late = engine.submit([2] * 8, 1)  # its two blocks are free, but the first turn needs one
+    late = engine.submit([2] * 8, 4)  # its two blocks are free, but the first turn will need one
     while engine.turns[first].finish == RUNNING:
         engine.step()
         assert engine.scheduler.running_turns <= 1
@@ -207,214 +196,6 @@ def test_blocks_are_counted_up() -> None:
         vocab_size=1,
     )
     assert [limits.blocks_for(tokens) for tokens in (1, 4, 5, 8)] == [1, 1, 2, 2]
-
-
-# ---------------------------------------------------------------- pauses
-
-
-def test_abort_ends_running_turns_with_no_token_and_leaves_the_queue() -> None:
-    engine = FakeEngine(max_running_turns=2)
-    for _ in range(3):
-        engine.submit([1, 2], 9)
-    engine.step()
-    engine.scheduler.pause("abort")
-    assert engine.scheduler.take_ended() == StepColumns(
-        version=0,
-        turns=np.array([0, 1], "<u4").tobytes(),
-        finish=bytes([ABORT, ABORT]),
-        counts=np.array([0, 0], "<u4").tobytes(),
-    )
-    assert engine.scheduler.take_answers() == [Paused(mode="abort")]
-    assert (engine.scheduler.waiting_turns, engine.scheduler.free_blocks) == (1, 16)
-    assert engine.step() == {}
-    engine.scheduler.resume()
-    assert engine.step() == {0: 2}
-
-
-def test_tokens_after_an_abort_and_a_resubmission_are_those_of_an_uninterrupted_turn() -> None:
-    engine = FakeEngine()
-    turn = engine.submit([1, 2, 3], 12)
-    for _ in range(5):
-        engine.step()
-    engine.scheduler.pause("abort")
-    engine.settle()
-    done = engine.turns[turn].token_ids
-    rest = engine.submit([1, 2, 3, *done], 12 - len(done), sampled_before=len(done))
-    engine.scheduler.resume()
-    engine.run()
-    assert [*done, *engine.turns[rest].token_ids] == uninterrupted([1, 2, 3], 12)
-
-
-def test_keep_freezes_at_once_and_resume_goes_on_without_a_new_prefill() -> None:
-    engine = FakeEngine()
-    turn = engine.submit([1, 2], 6)
-    engine.step()
-    engine.scheduler.pause("keep")
-    assert engine.step() == {}
-    engine.scheduler.resume()
-    engine.run()
-    assert engine.answers == [Paused(mode="keep"), Resumed()]
-    assert engine.turns[turn].token_ids == uninterrupted([1, 2], 6)
-    assert len(engine.turns[turn].prefills) == 1
-
-
-def test_wait_is_answered_when_the_last_running_turn_has_ended() -> None:
-    engine = FakeEngine(max_running_turns=1)
-    engine.submit([1], 3)
-    engine.step()
-    late = engine.submit([1], 3)
-    engine.scheduler.pause("wait")
-    engine.step()
-    assert engine.answers == []
-    engine.step()
-    assert engine.answers == [Paused(mode="wait")]
-    assert engine.step() == {}
-    assert engine.turns[late].token_ids == []
-
-
-def test_resume_during_a_wait_is_answered_and_the_wait_is_not() -> None:
-    engine = FakeEngine()
-    engine.submit([1], 5)
-    engine.step()
-    engine.scheduler.pause("wait")
-    engine.scheduler.resume()
-    engine.run()
-    assert engine.answers == [Resumed()]
-
-
-def test_a_second_pause_replaces_the_first_and_both_are_answered() -> None:
-    engine = FakeEngine()
-    turn = engine.submit([1], 5)
-    engine.step()
-    engine.scheduler.pause("wait")
-    engine.scheduler.pause("abort")
-    engine.settle()
-    assert engine.answers == [Paused(mode="wait"), Paused(mode="abort")]
-    assert engine.turns[turn].finish == ABORT
-
-
-def test_frozen_turns_finish_when_keep_is_changed_to_wait() -> None:
-    engine = FakeEngine()
-    turn = engine.submit([1], 3)
-    engine.step()
-    engine.scheduler.pause("keep")
-    engine.settle()
-    engine.scheduler.pause("wait")
-    engine.run()
-    assert engine.turns[turn].finish == LENGTH
-    assert engine.answers == [Paused(mode="keep"), Paused(mode="wait")]
-
-
-# ---------------------------------------------------------------- weights
-
-
-def test_a_prefill_that_straddles_a_swap_names_both_versions() -> None:
-    engine = FakeEngine(max_step_tokens=4)
-    turn = engine.submit([1] * 10, 3)
-    engine.step()
-    engine.ask_swap(1, "keep", "keep")
-    engine.run()
-    assert engine.turns[turn].prefills == [Prefill(turn, 0, [KvSpan(0, 0, 4), KvSpan(1, 4, 10)])]
-    assert engine.recomputed_turns == 0
-
-
-def test_kept_kv_needs_no_new_prefill_when_a_decode_goes_on_under_new_weights() -> None:
-    engine = FakeEngine()
-    turn = engine.submit([1] * 3, 4)
-    engine.step()
-    engine.ask_swap(1, "keep", "keep")
-    engine.run()
-    told = engine.turns[turn]
-    assert told.versions == [0, 1, 1, 1]
-    assert told.prefills == [Prefill(turn, 0, [KvSpan(0, 0, 3)])]
-    assert told.kv == [0, 0, 0, 1, 1, 1]
-
-
-def test_recomputed_turns_are_prefilled_again_ahead_of_waiting_ones() -> None:
-    engine = FakeEngine(max_step_tokens=6)
-    turn = engine.submit([1] * 5, 4)
-    engine.step()
-    urgent = engine.submit([1] * 5, 4, priority=-1)
-    engine.ask_swap(1, "keep", "recompute")
-    assert list(engine.step().values()) == [6]
-    assert engine.turns[urgent].token_ids == []
-    assert engine.recomputed_turns == 1
-    engine.run()
-    told = engine.turns[turn]
-    assert told.prefills[1] == Prefill(turn, 1, [KvSpan(1, 0, 6)])
-    assert told.versions == [0, 1, 1, 1]
-
-
-def test_going_back_to_older_weights_keeps_the_kv_that_they_computed_first() -> None:
-    engine = FakeEngine(max_step_tokens=4)
-    turn = engine.submit([1] * 4, 9)
-    engine.step()
-    engine.ask_swap(1, "keep", "keep")
-    engine.step()
-    engine.ask_swap(0, "keep", "recompute")
-    assert list(engine.step().values()) == [2]  # the position version 1 computed, and the newest
-    engine.run()
-    assert engine.turns[turn].prefills[1:] == [Prefill(turn, 2, [KvSpan(0, 0, 6)])]
-
-
-def test_the_same_version_again_recomputes_nothing() -> None:
-    engine = FakeEngine()
-    turn = engine.submit([1] * 4, 3)
-    engine.step()
-    engine.ask_swap(0, "keep", "recompute")
-    engine.run()
-    assert engine.recomputed_turns == 0
-    assert len(engine.turns[turn].prefills) == 1
-
-
-def test_an_update_that_waits_starts_nothing_until_running_turns_have_ended() -> None:
-    engine = FakeEngine(max_running_turns=2)
-    turn = engine.submit([1], 3)
-    engine.step()
-    late = engine.submit([1], 2)
-    engine.ask_swap(1, "wait", "keep")
-    engine.run()
-    assert engine.turns[turn].versions == [0, 0, 0]
-    assert engine.turns[late].versions == [1, 1]
-
-
-def test_an_update_with_abort_ends_turns_under_their_own_version() -> None:
-    engine = FakeEngine()
-    turn = engine.submit([1], 3)
-    engine.step()
-    engine.ask_swap(1, "abort", "keep")
-    ended = engine.scheduler.take_ended()
-    assert ended is not None
-    assert (ended.version, ended.finish) == (0, bytes([ABORT]))
-    engine.settle()
-    assert engine.scheduler.version == 1
-    assert engine.turns[turn].versions == [0]
-
-
-def test_frozen_turns_are_not_waited_for() -> None:
-    engine = FakeEngine()
-    turn = engine.submit([1], 3)
-    engine.step()
-    engine.scheduler.pause("keep")
-    engine.ask_swap(1, "wait", "keep")
-    engine.settle()
-    assert engine.scheduler.version == 1
-    assert engine.step() == {}
-    engine.scheduler.resume()
-    engine.run()
-    assert engine.turns[turn].versions == [0, 1, 1]
-
-
-def test_asking_for_a_swap_again_changes_how_it_is_done() -> None:
-    engine = FakeEngine()
-    turn = engine.submit([1], 9)
-    engine.step()
-    engine.ask_swap(1, "wait", "keep")
-    engine.step()
-    assert engine.scheduler.version == 0
-    engine.ask_swap(1, "abort", "keep")
-    engine.settle()
-    assert (engine.scheduler.version, engine.turns[turn].finish) == (1, ABORT)
 
 
 # ---------------------------------------------------------------- anything at all

@@ -280,8 +280,10 @@ def test_bytes_that_are_not_even_zeromq_disturb_nobody_else(
                     raw.sendall(chunk)
             except ConnectionError:
                 pass  # thrown out already
-        await hello(dealer, inbox)
-        assert [peer for peer, _ in inbox.frames] == [b"engine-0", b"engine-0"]
+        dealer.send(Paused(mode="keep"))
+        # Some noise is a message: ZeroMQ's first protocol had neither greeting nor names.
+        while (b"engine-0", encode(Paused(mode="keep"))) not in inbox.frames:
+            await inbox.wait_for(len(inbox.frames) + 1)
         dealer.close()
         router.close()
 

@@ -1,0 +1,165 @@
+"""How is a model trained with asynchronous rollouts? GRPO on a tool-using task; start from here.
+
+    python -m examples.async_grpo                          # the demo
+    python -m examples.async_grpo --mode sync              # or one-step
+    python -m examples.async_grpo --pause abort            # or keep, wait
+    python -m examples.async_grpo --model PATH             # any Qwen2, Qwen3 or Llama directory
+
+The loop in :func:`train` is all there is to it: batches come in, weights go out, and the engines
+go on generating meanwhile. The task is in ``calculator.py``, the small model in ``tiny_model.py``.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import itertools
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import tidegate
+from examples.calculator import solve, tasks
+from examples.tiny_model import make_model
+from tidegate.orchestrator.progress import RunProgress
+from tidegate.orchestrator.report import write_report
+from tidegate.policies.objectives import LossDiagnostics, decoupled_ppo_loss
+
+MODES = {"sync": 0, "one-step": 1, "async": 2}
+"""Mode -> how many versions old a trained token may be."""
+
+HELD_OUT_SEED = 11
+GROUPS_PER_BATCH = 32
+GROUP_SIZE = 8
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Train with asynchronous rollouts, and report.")
+    add = parser.add_argument
+    add("--model", type=Path, help="Hugging Face directory; left out, a small one is made")
+    add("--mode", choices=MODES, default="async")
+    add("--pause", choices=("abort", "keep", "wait"), default="keep", help="at weight updates")
+    add("--kv-policy", choices=("keep", "recompute"), default="recompute")
+    add("--max-staleness", type=int, help="in versions; left out, the mode's")
+    add("--engines", type=int, default=2)
+    add("--versions", type=int, default=40, help="weight versions to make")
+    add("--groups-per-batch", type=int, default=GROUPS_PER_BATCH)
+    add("--group-size", type=int, default=GROUP_SIZE)
+    add("--held-out", type=int, default=512, help="tasks that measure, before and after")
+    add("--learning-rate", type=float, default=2e-4)
+    add("--seed", type=int, default=0)
+    add("--runs", type=Path, default=Path("runs"), help="where runs and the model are kept")
+    add("--name", help="of this run; left out, made from the mode and the time")
+    return parser.parse_args(arguments)
+
+
+async def train(options: argparse.Namespace, run_directory: Path) -> None:
+    """Measure, train, measure again; everything is recorded in ``run_directory``."""
+    model_path, warm_up = find_model(options)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    held_out = list(itertools.islice(tasks("held_out", HELD_OUT_SEED), options.held_out))
+    training = itertools.islice(
+        tasks("train", options.seed), options.versions * options.groups_per_batch
+    )
+    async with tidegate.serve(
+        model=model_path,
+        engines=options.engines,
+        max_staleness=staleness_bound(options),
+        group_size=options.group_size,
+        groups_per_batch=options.groups_per_batch,
+        pause_mode=options.pause,
+        kv_policy=options.kv_policy,
+        run_directory=run_directory,
+        seed=options.seed,
+    ) as rollouts:
+        before = await rollouts.evaluate(held_out, episode=solve)
+        print(f"held-out reward before training: {before.mean_reward:.3f}", flush=True)
+        with RunProgress(rollouts.statistics, batches_total=options.versions) as progress:
+            async for batch in rollouts.batches(training, episode=solve):
+                step = train_step(model, optimizer, batch)
+                await rollouts.publish(model.state_dict())
+                progress.batch({"reward": batch.rewards.mean().item(), "ess": step.ess})
+        after = await rollouts.evaluate(held_out, episode=solve)
+        print(f"held-out reward after training:  {after.mean_reward:.3f}", flush=True)
+        rollouts.note(
+            mode=options.mode,
+            reward_before=before.mean_reward,
+            reward_after=after.mean_reward,
+            warm_up=warm_up,
+        )
+
+
+def train_step(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: tidegate.Batch
+) -> LossDiagnostics:
+    """One optimizer step on a batch; groups whose rewards are all equal carry no gradient."""
+    rows = batch.advantages.nonzero().squeeze(1)
+    targets = batch.token_ids[rows, 1:]
+    inputs = {"input_ids": batch.token_ids[rows], "attention_mask": batch.attention_mask[rows]}
+    logits = model(**inputs).logits[:, :-1].float()
+    logprobs = -torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), targets, reduction="none"
+    )  # [R, T - 1]
+    loss, diagnostics = decoupled_ppo_loss(
+        logprobs,
+        logprobs.detach(),  # one step per batch: the update starts from these very weights
+        batch.logprobs[rows, 1:],
+        batch.advantages[rows, None],
+        batch.loss_mask[rows, 1:],
+        tokens_in_batch=batch.sampled_tokens,
+    )
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return diagnostics
+
+
+def staleness_bound(options: argparse.Namespace) -> int:
+    """η: what was asked for, or what the mode means."""
+    return MODES[options.mode] if options.max_staleness is None else options.max_staleness
+
+
+def find_model(options: argparse.Namespace) -> tuple[Path, dict[str, object] | None]:
+    """The directory given, or the small model, made now or found from last time."""
+    if options.model is not None:
+        return options.model, None
+    path = options.runs / f"model-{options.seed}"
+    report = make_model(
+        path,
+        seed=options.seed,
+        on_progress=lambda p: print(
+            f"warm-up: step {p.steps}, loss {p.loss:.3f}, accuracy {p.mastery.accuracy:.2f}",
+            flush=True,
+        ),
+    )
+    return path, dataclasses.asdict(report)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run it; the exit status is 2 for what the user can mend, 130 for Ctrl-C."""
+    options = parse_arguments(arguments)
+    torch.set_num_threads(1)
+    torch.manual_seed(options.seed)
+    name = options.name or f"{options.mode}-{options.pause}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_directory = options.runs / name
+    try:
+        asyncio.run(train(options, run_directory))
+        print(f"report: {write_report(run_directory)}")
+    except tidegate.TidegateError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

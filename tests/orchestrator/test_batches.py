@@ -1,0 +1,81 @@
+import torch
+
+from tidegate.orchestrator.batches import NOT_SAMPLED, build_batch, named_buffers
+from tidegate.orchestrator.rollout import Group, Rollout, RolloutState, Turn
+from tidegate.transport.messages import SamplingParams
+
+
+def rollout(group_id: int, index: int, reward: float, turns: list[list[int]]) -> Rollout:
+    """Two prompt tokens before each turn, whose tokens are sampled by the versions given."""
+    made = Rollout(group_id * 10 + index, group_id, index)
+    for versions in turns:
+        made.extend([1, 2])
+        turn = Turn(made, SamplingParams(max_tokens=9))
+        made.turns.append(turn)
+        for version in versions:
+            turn.append(50 + version, -0.5, version, "a")
+    made.reward, made.state = reward, RolloutState.TRAINED
+    return made
+
+
+def two_groups() -> list[Group]:
+    short = rollout(0, 0, 1.0, [[3, 3]])
+    long = rollout(0, 1, 0.0, [[2, 3], [4]])
+    lost = rollout(0, 2, 0.0, [[9]])
+    lost.state = RolloutState.DISCARDED
+    other = rollout(1, 0, 0.5, [[4]])
+    return [Group(0, "task", [short, long, lost]), Group(1, "task", [other])]
+
+
+def test_the_mask_and_the_versions_mark_exactly_the_sampled_tokens() -> None:
+    batch = build_batch(two_groups(), trainer_version=4)
+    x = NOT_SAMPLED
+    assert batch.weight_versions.tolist() == [
+        [x, x, 3, 3, x, x, x],
+        [x, x, 2, 3, x, x, 4],
+        [x, x, 4, x, x, x, x],
+    ]
+    assert torch.equal(batch.loss_mask, batch.weight_versions != x)
+    assert batch.token_ids.tolist() == [
+        [1, 2, 53, 53, 0, 0, 0],
+        [1, 2, 52, 53, 1, 2, 54],
+        [1, 2, 54, 0, 0, 0, 0],
+    ]
+    assert batch.attention_mask.sum(1).tolist() == [4, 7, 3]
+    assert batch.sampled_tokens == 6
+
+
+def test_a_discarded_rollout_is_not_in_the_batch() -> None:
+    batch = build_batch(two_groups(), trainer_version=4)
+    assert batch.rewards.tolist() == [1.0, 0.0, 0.5]
+    assert batch.group_ids.tolist() == [0, 0, 1]
+
+
+def test_staleness_is_counted_from_the_oldest_token_of_the_row() -> None:
+    assert build_batch(two_groups(), trainer_version=4).staleness.tolist() == [1, 2, 0]
+
+
+def test_advantages_compare_a_rollout_with_its_own_group() -> None:
+    advantages = build_batch(two_groups(), trainer_version=4).advantages
+    assert advantages[0] > 0 > advantages[1]
+    assert advantages[2] == 0  # alone in its group
+
+
+def test_packed_and_padded_hold_the_same_rows() -> None:
+    batch = build_batch(two_groups(), trainer_version=4)
+    packed = batch.packed
+    assert packed.cu_seqlens.tolist() == [0, 4, 11, 14]
+    for name in ("token_ids", "loss_mask", "logprobs", "weight_versions"):
+        padded = getattr(batch, name)[batch.attention_mask]
+        assert torch.equal(padded, getattr(packed, name)), name
+    assert torch.equal(packed.position_ids[4:11], torch.arange(7))
+
+
+def test_a_state_dict_becomes_its_bytes_and_tied_tensors_travel_once() -> None:
+    head = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+    state = {"embed": head, "head": head, "turned": head.t(), "scalar": torch.tensor(2.0)}
+    buffers = {buffer.name: buffer for buffer in named_buffers(state)}
+    assert list(buffers) == ["embed", "turned", "scalar"]
+    assert (buffers["turned"].dtype, buffers["turned"].shape) == ("bfloat16", (3, 2))
+    turned = torch.frombuffer(bytearray(buffers["turned"].data), dtype=torch.bfloat16)
+    assert torch.equal(turned.view(3, 2), head.t())

@@ -1,0 +1,187 @@
+from array import array
+
+import pytest
+
+from tidegate.errors import BadFrame
+from tidegate.orchestrator import events as ev
+from tidegate.orchestrator.fleet import Answer, Fleet, FleetTimes, step_arrived
+from tidegate.transport.messages import (
+    PROTOCOL,
+    Ack,
+    Complaint,
+    EngineHeartbeat,
+    Goodbye,
+    Hello,
+    Message,
+    OrchestratorHeartbeat,
+    Refused,
+    Step,
+    TurnRefused,
+    WeightsStaged,
+    Welcome,
+    encode,
+)
+
+TIMES = FleetTimes(heartbeat_interval_s=1.0, engine_timeout_s=10.0, credit_steps=8)
+
+
+def hello(engine: str = "a", *, epoch: int = 1, protocol: int = PROTOCOL, vocab: int = 96) -> Hello:
+    return Hello(
+        protocol=protocol,
+        engine=engine,
+        epoch=epoch,
+        weight_version=0,
+        architecture="Qwen3ForCausalLM",
+        vocab_size=vocab,
+        context_tokens_max=256,
+        max_running_turns=4,
+        num_blocks=16,
+        block_tokens=16,
+        pause_modes=["abort", "keep", "wait"],
+        kv_policies=["keep", "recompute"],
+        weight_channels=["shm"],
+    )
+
+
+def make_step(seq: int, rows: int = 1) -> Step:
+    return Step(
+        seq=seq,
+        version=0,
+        turns=array("I", range(rows)).tobytes(),
+        token_ids=array("i", range(rows)).tobytes(),
+        logprobs=array("f", [-0.5] * rows).tobytes(),
+        busy_us=10,
+    )
+
+
+class Wire:
+    """A fleet, what it has sent, and a clock."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes, Message]] = []
+        self.fleet = Fleet(TIMES, self.send)
+        self.now_s = 100.0
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        self.sent.append((peer, message))
+        return True
+
+    def hear(self, *messages: Message, peer: bytes = b"a") -> list[ev.Event | Answer]:
+        return self.fleet.hear([(peer, encode(message)) for message in messages], self.now_s)
+
+    def last(self) -> Message:
+        return self.sent[-1][1]
+
+
+@pytest.fixture
+def wire() -> Wire:
+    wire = Wire()
+    assert wire.hear(hello()) == [ev.EngineJoined("a", 0, 4)]
+    assert isinstance(wire.last(), Welcome)
+    return wire
+
+
+def test_an_engine_of_another_protocol_is_refused_with_both_numbers() -> None:
+    wire = Wire()
+    assert wire.hear(hello(protocol=99)) == []
+    assert wire.last() == Refused(
+        message=f"engine 'a' speaks protocol 99, this run {PROTOCOL}; run the same version of "
+        f"Tidegate on both ends"
+    )
+
+
+def test_an_engine_under_a_name_that_is_not_its_own_is_refused() -> None:
+    wire = Wire()
+    assert wire.hear(hello("b"), peer=b"a") == []
+    assert isinstance(wire.last(), Refused)
+
+
+def test_an_engine_of_another_model_is_refused(wire: Wire) -> None:
+    assert wire.hear(hello("b", vocab=7), peer=b"b") == []
+    assert "a vocabulary of 7 tokens, 'a' one of 96" in str(wire.last())
+
+
+def test_a_repeated_hello_changes_nothing_and_one_of_a_new_process_replaces_the_old(
+    wire: Wire,
+) -> None:
+    assert wire.hear(hello()) == []
+    assert wire.hear(hello(epoch=2)) == [ev.EngineLeft("a"), ev.EngineJoined("a", 0, 4)]
+
+
+def test_a_step_is_taken_in_once_whatever_is_repeated(wire: Wire) -> None:
+    heard = wire.hear(make_step(0), make_step(0), make_step(1))
+    assert [type(item) for item in heard] == [ev.StepArrived, ev.StepArrived]
+    assert wire.fleet.engines["a"].tokens == 2
+
+
+def test_steps_are_acknowledged_by_the_quarter_of_the_credit(wire: Wire) -> None:
+    wire.sent.clear()
+    wire.hear(*[make_step(seq) for seq in range(5)])
+    assert [m for _, m in wire.sent] == [Ack(seq=1), Ack(seq=3)]
+
+
+def test_a_silent_engine_is_lost_after_its_time_and_not_before(wire: Wire) -> None:
+    assert wire.fleet.tick(wire.now_s + 10.0) == []
+    assert wire.last() == OrchestratorHeartbeat()
+    assert wire.fleet.tick(wire.now_s + 10.1) == [ev.EngineLeft("a")]
+    assert wire.fleet.departed == {"a": "said nothing for 10 s"}
+
+
+def test_any_word_from_an_engine_keeps_it(wire: Wire) -> None:
+    wire.now_s += 9.0
+    beat = EngineHeartbeat(
+        weight_version=0, running_turns=3, waiting_turns=2, free_blocks=1, sent_us=0
+    )
+    assert wire.hear(beat) == []
+    assert wire.fleet.tick(wire.now_s + 9.0) == []
+    (statistics,) = wire.fleet.statistics()
+    assert (statistics.running_turns, statistics.waiting_turns) == (3, 2)
+
+
+def test_what_an_engine_says_keeps_its_order(wire: Wire) -> None:
+    heard = wire.hear(
+        make_step(0),
+        WeightsStaged(version=1),
+        TurnRefused(turn=5, message="no"),
+        Goodbye(reason=""),
+    )
+    assert [type(item) for item in heard] == [
+        ev.StepArrived,
+        Answer,
+        ev.TurnRejected,
+        ev.EngineLeft,
+    ]
+
+
+def test_a_stranger_is_told_to_say_hello_first(wire: Wire) -> None:
+    assert wire.hear(make_step(0), peer=b"stranger") == []
+    assert isinstance(wire.last(), Complaint)
+    assert wire.fleet.malformed_frames == 1
+
+
+def test_a_bad_frame_harms_nobody_else(wire: Wire) -> None:
+    good = encode(make_step(0))
+    heard = wire.fleet.hear([(b"a", b"\xc1garbage"), (b"a", good)], wire.now_s)
+    assert [type(item) for item in heard] == [ev.StepArrived]
+    assert wire.fleet.malformed_frames == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"turns": b"\0\0\0"},
+        {"token_ids": b"\0" * 8},
+        {"logprobs": b""},
+        {"finish": b"\1\1"},
+        {"counts": b"\2\0\0\0"},
+    ],
+)
+def test_columns_whose_lengths_disagree_are_refused(damage: dict[str, bytes]) -> None:
+    columns: dict[str, bytes] = {
+        "turns": b"\0" * 4,
+        "token_ids": b"\0" * 4,
+        "logprobs": b"\0" * 4,
+        **damage,
+    }
+    with pytest.raises(BadFrame, match="step 0"):
+        step_arrived("a", Step(seq=0, version=0, **columns))  # type: ignore[arg-type]
