@@ -39,7 +39,6 @@ from tidegate.transport.messages import (
     WeightsFailed,
     WeightsLive,
     Welcome,
-    decode_from_engine,
 )
 from tidegate.transport.sockets import DealerSocket
 from tidegate.transport.streams import SendWindow
@@ -159,7 +158,8 @@ class EngineLoop:
         """Say what is due, and swap weights that are."""
         self._answers += self._staging.take_answers()
         self._answers += self._scheduler.take_answers()
-        self._tell()
+        if not self._tell():
+            return
         update = self._scheduler.swap_due()
         if update is not None and not self._staging.is_busy:
             self._swap(update)
@@ -219,8 +219,7 @@ class EngineLoop:
             queued_turns=self._scheduler.waiting_turns,
             free_blocks=self._scheduler.free_blocks,
         )
-        self._window.sent(seq, messages.encode(step))
-        self._socket.send(step)
+        self._window.sent(seq, self._socket.send(step))
 
     # ------------------------------------------------------------ time
 
@@ -260,4 +259,4 @@ class EngineLoop:
             msgspec.structs.replace(self._hello, weight_version=self._scheduler.version)
         )
         for frame in self._window.unacknowledged():
-            self._socket.send(decode_from_engine(frame))
+            self._socket.send_again(frame)

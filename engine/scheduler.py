@@ -248,6 +248,10 @@ class Scheduler:
         planned = self._planned
         for turn in self._running.copy():
             if turn.is_prefilling:
+                # Recomputed turns can lack the place of their last token. They get it here, in
+                # the order of rank, for nobody may be thrown out who is planned already.
+                if turn.length > turn.block_tokens_held:
+                    self._grow(turn)
                 continue
             if turn.computed < turn.block_tokens_held or self._grow(turn):
                 turn.chunk_tokens = 1
@@ -255,8 +259,10 @@ class Scheduler:
         return len(planned)
 
     def _plan_chunk(self, turn: TurnState, tokens_left: int) -> int:
-        turn.chunk_tokens = min(tokens_left, turn.length - turn.computed)
-        self._planned.append(turn)
+        has_room_for = min(turn.length, turn.block_tokens_held)
+        turn.chunk_tokens = min(tokens_left, has_room_for - turn.computed)
+        if turn.chunk_tokens > 0:
+            self._planned.append(turn)
         return turn.chunk_tokens
 
     def _start_waiting(self) -> Iterator[TurnState]:

@@ -24,6 +24,7 @@ from tidegate.transport.messages import (
     Refused,
     Step,
     TurnRefused,
+    WeightsLive,
     Welcome,
     decode_from_engine,
 )
@@ -139,15 +140,16 @@ class Fleet:
             case Goodbye(reason=reason):
                 heard += self.lose(name, reason)
             case _:
+                if isinstance(message, WeightsLive):
+                    engine.weight_version = message.version
                 heard.append(Answer(name, message))
 
     def _hear_step(self, name: str, engine: Engine, step: Step, heard: Heard) -> None:
-        if engine.window.accept(engine.hello.epoch, step.seq) is not Verdict.NEW:
-            return
-        event = step_arrived(name, step)
-        engine.tokens += len(event.token_ids)
-        engine.busy_us += step.busy_us
-        heard.append(event)
+        event = step_arrived(name, step)  # before it counts as received: a bad one is not
+        if engine.window.accept(engine.hello.epoch, step.seq) is Verdict.NEW:
+            engine.tokens += len(event.token_ids)
+            engine.busy_us += step.busy_us
+            heard.append(event)
         if (seq := engine.window.acknowledgement()) is not None:
             self.send(name, Ack(seq=seq))
 
@@ -159,10 +161,11 @@ class Fleet:
             self._send(peer, Refused(message=why))
             return
         known = self.engines.get(hello.engine)
-        if known is not None and known.hello.epoch == hello.epoch:
-            return  # a repeated hello: it is welcome already
-        heard += self.lose(hello.engine, "came back as a new process")
-        window = ReceiveWindow(self._times.credit_steps)
+        if known is None or known.hello.epoch != hello.epoch:
+            heard += self.lose(hello.engine, "came back as a new process")
+            window = ReceiveWindow(self._times.credit_steps)
+        else:  # it has reconnected: what was sent to it meanwhile may be lost, its steps are not
+            window = known.window
         self.engines[hello.engine] = Engine(hello, window, now_s, hello.weight_version)
         self.departed.pop(hello.engine, None)
         welcome = Welcome(

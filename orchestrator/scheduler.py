@@ -160,7 +160,6 @@ class Scheduler:
                 self._note_engine(engine, "staged", version=version)
             case WeightsLive(version=version):
                 self._weights.live(engine, version)
-                self.fleet.engines[engine].weight_version = version
                 self._note_engine(engine, "swap", at_us=message.swapped_us, version=version)
                 self._handle([ev.EngineSwapped(engine, version)])
             case WeightsFailed(version=version, message=why):
@@ -311,6 +310,9 @@ class Scheduler:
                     break
                 self._handle([ev.TaskArrived(task)])
                 taken += 1
+                if self._tasks.has_ended():
+                    self._handle([ev.TasksExhausted()])
+                    break
                 if taken % TASKS_PER_TURN == 0:
                     await asyncio.sleep(0)
 

@@ -30,6 +30,19 @@ class TaskSource:
         """Give this task out again before any other."""
         self._returned.append(task)
 
+    def has_ended(self) -> bool:
+        """Whether a sync iterator has no more: looks one task ahead, and keeps it.
+
+        Known early, the end of tasks is told apart from a batch that waits for a publish. Of an
+        async one nothing is known before it is asked.
+        """
+        if not self._returned and self._async is None:
+            task = next(self._sync, NO_MORE)
+            if task is NO_MORE:
+                return True
+            self._returned.append(task)
+        return False
+
     async def next(self) -> object:
         """The next task, or NO_MORE."""
         if self._returned:

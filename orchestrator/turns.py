@@ -71,8 +71,14 @@ class TurnBook:
     # ------------------------------------------------------------ engines
 
     def join(self, engine: str, weight_version: int, max_running_turns: int) -> list[Command]:
-        """An engine came, or came back without its turns."""
-        commands = self.leave(engine)
+        """An engine came, or has reconnected: then nobody knows which turns reached it.
+
+        Those are taken back from it and sent anew, here or elsewhere.
+        """
+        known = self.engines.get(engine)
+        taken_back = list(known.submissions) if known else []
+        commands: list[Command] = [Cancel(engine, handle) for handle in taken_back]
+        commands += self.leave(engine)
         self.engines[engine] = EngineTurns(weight_version, max_running_turns)
         return commands + self._submit_waiting()
 

@@ -149,6 +149,27 @@ def test_recomputed_turns_are_prefilled_again_ahead_of_waiting_ones() -> None:
     assert told.versions == [0, 1, 1, 1]
 
 
+def test_a_recomputed_turn_whose_last_token_begins_a_block_is_given_it() -> None:
+    engine = FakeEngine(block_tokens=4)
+    turn = engine.submit([1] * 4, 3)
+    engine.step()  # five tokens now, and one block of four
+    engine.ask_swap(1, "keep", "recompute")
+    engine.run()
+    assert engine.turns[turn].versions == [0, 1, 1]
+    assert engine.scheduler.free_blocks == 16
+
+
+def test_recomputed_turns_that_need_more_blocks_than_there_are_wait_for_each_other() -> None:
+    engine = FakeEngine(block_tokens=4, num_blocks=4, max_step_tokens=16)
+    turns = [engine.submit([1] * 4, 4, priority=rank) for rank in range(2)]
+    engine.step()
+    engine.ask_swap(1, "keep", "recompute")
+    engine.run()
+    assert [engine.turns[turn].finish for turn in turns] == [LENGTH, LENGTH]
+    for turn in turns:
+        engine.turns[turn].check(vocab=50)
+
+
 def test_going_back_to_older_weights_keeps_the_kv_that_they_computed_first() -> None:
     engine = FakeEngine(max_step_tokens=4)
     turn = engine.submit([1] * 4, 9)

@@ -105,6 +105,22 @@ def test_an_update_with_abort_hands_back_the_turn_before_the_new_weights_are_liv
     assert engine.generate(PROMPT, GREEDY).versions == [live.version] * 24
 
 
+def test_turns_ended_by_an_update_are_told_before_it_is_even_where_credit_is_lacking(
+    engine: Orchestra, publisher: Publisher, models: Models
+) -> None:
+    version = next_version(engine)
+    turn = engine.submit(PROMPT, LONG)
+    engine.acknowledges = False
+    engine.read_tokens(turn, 4)  # all the credit there is
+    publisher.stage(version, models.directories[version % 2])
+    engine.send(FinishWeightUpdate(version=version, pause_mode="abort", kv_policy="keep"))
+    assert engine.await_heartbeat(3).weight_version == version - 1
+    engine.acknowledges = True
+    engine.acknowledge()
+    assert engine.finish(turn).finish == ABORT
+    assert engine.await_one(WeightsLive).version == version
+
+
 def test_an_update_with_wait_lets_the_turn_finish_under_the_old_weights(
     engine: Orchestra, publisher: Publisher, models: Models
 ) -> None:

@@ -221,6 +221,21 @@ def test_turns_of_a_lost_engine_go_on_elsewhere_from_the_tokens_received() -> No
     ]
 
 
+def test_a_reconnected_engine_is_sent_its_turns_anew_and_drops_the_old_ones() -> None:
+    driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
+    driver.join("a")
+    driver.fill()
+    (rollout,) = driver.running.values()
+    driver.ask_turn(rollout)
+    (old,) = driver.engines["a"].turns
+    driver.sample("a", old, 2)
+    commands = driver.do(ev.EngineJoined("a", 0, 4))
+    assert commands[0] == ev.Cancel("a", old)
+    ((new, submitted),) = driver.engines["a"].turns.items()
+    assert new != old
+    assert submitted.sampled_before == 2
+
+
 def test_turns_wait_while_there_is_no_engine_and_start_with_the_first() -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
     driver.fill()

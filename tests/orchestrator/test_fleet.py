@@ -101,11 +101,26 @@ def test_an_engine_of_another_model_is_refused(wire: Wire) -> None:
     assert "a vocabulary of 7 tokens, 'a' one of 96" in str(wire.last())
 
 
-def test_a_repeated_hello_changes_nothing_and_one_of_a_new_process_replaces_the_old(
-    wire: Wire,
-) -> None:
-    assert wire.hear(hello()) == []
+def test_a_reconnected_engine_joins_anew_and_keeps_its_stream(wire: Wire) -> None:
+    wire.hear(make_step(0))
+    assert wire.hear(hello()) == [ev.EngineJoined("a", 0, 4)]
+    assert isinstance(wire.last(), Welcome)
+    heard = wire.hear(make_step(0), make_step(1))
+    assert len(heard) == 1
+    assert (b"a", Ack(seq=0)) in wire.sent  # the duplicate shows that the first one was lost
+
+
+def test_a_new_process_under_the_same_name_replaces_the_old(wire: Wire) -> None:
+    wire.hear(make_step(0))
     assert wire.hear(hello(epoch=2)) == [ev.EngineLeft("a"), ev.EngineJoined("a", 0, 4)]
+    assert len(wire.hear(make_step(0))) == 1
+
+
+def test_a_step_with_broken_columns_is_not_counted_as_received(wire: Wire) -> None:
+    broken = Step(seq=0, version=0, turns=b"\0", token_ids=b"", logprobs=b"")
+    assert wire.hear(broken) == []
+    assert isinstance(wire.last(), Complaint)
+    assert [type(item) for item in wire.hear(make_step(0))] == [ev.StepArrived]
 
 
 def test_a_step_is_taken_in_once_whatever_is_repeated(wire: Wire) -> None:

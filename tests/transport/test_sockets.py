@@ -188,11 +188,13 @@ async def test_the_last_words_of_a_process_arrive_though_it_ends_at_once(
         "import sys; from tidegate.transport.sockets import DealerSocket;"
         "from tidegate.transport.messages import Goodbye;"
         "dealer = DealerSocket(sys.argv[1], b'engine-0');"
-        "[dealer.send(Goodbye(reason=str(i))) for i in range(5000)]; dealer.close()"
+        "[dealer.send(Goodbye(reason=str(i))) for i in range(5000)];"
+        "[dealer.send(Goodbye(reason='x' * 4_000_000)) for i in range(8)]; dealer.close()"
     )
     engine = await asyncio.create_subprocess_exec(sys.executable, "-c", program, router.address)
-    frames = await inbox.wait_for(5000)
-    assert decode_from_engine(frames[-1][1]) == Goodbye(reason="4999")
+    frames = await inbox.wait_for(5008)
+    assert frames[4999][1] == encode(Goodbye(reason="4999"))
+    assert frames[-1][1] == encode(Goodbye(reason="x" * 4_000_000))
     assert await engine.wait() == 0
 
 
