@@ -250,9 +250,9 @@ async def test_losing_the_last_engine_ends_the_run_with_an_error(model: Path) ->
     async with tidegate.serve(model=model, **SMALL) as rollouts:
         for process in psutil.Process().children(recursive=True):
             process.kill()
+        batches = rollouts.batches(iter(int, 1), episode=two_turns)
         with pytest.raises(EngineLost, match="SIGKILL"):
-            async for _ in rollouts.batches(iter(int, 1), episode=two_turns):
-                await rollouts.publish(Weights(model).step())
+            await anext(batches)
 
 
 # ---------------------------------------------------------------- wrong input
