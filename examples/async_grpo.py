@@ -31,7 +31,7 @@ MODES = {"sync": 0, "one-step": 1, "async": 2}
 """Mode -> how many versions old a trained token may be."""
 
 HELD_OUT_SEED = 11
-GROUPS_PER_BATCH = 32
+GROUPS_PER_BATCH = 16
 GROUP_SIZE = 8
 
 
@@ -45,11 +45,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--kv-policy", choices=("keep", "recompute"), default="recompute")
     add("--max-staleness", type=int, help="in versions; left out, the mode's")
     add("--engines", type=int, default=2)
-    add("--versions", type=int, default=40, help="weight versions to make")
+    add("--slots", type=int, default=16, help="turns that an engine decodes at once")
+    add("--versions", type=int, default=60, help="weight versions to make")
     add("--groups-per-batch", type=int, default=GROUPS_PER_BATCH)
     add("--group-size", type=int, default=GROUP_SIZE)
     add("--held-out", type=int, default=512, help="tasks that measure, before and after")
-    add("--learning-rate", type=float, default=2e-4)
+    add("--learning-rate", type=float, default=3e-4)
     add("--seed", type=int, default=0)
     add("--runs", type=Path, default=Path("runs"), help="where runs and the model are kept")
     add("--name", help="of this run; left out, made from the mode and the time")
@@ -59,10 +60,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 async def train(options: argparse.Namespace, run_directory: Path) -> None:
     """Measure, train, measure again; everything is recorded in ``run_directory``."""
     model_path, warm_up = find_model(options)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-    )
     held_out = list(itertools.islice(tasks("held_out", HELD_OUT_SEED), options.held_out))
     training = itertools.islice(
         tasks("train", options.seed), options.versions * options.groups_per_batch
@@ -70,6 +67,7 @@ async def train(options: argparse.Namespace, run_directory: Path) -> None:
     async with tidegate.serve(
         model=model_path,
         engines=options.engines,
+        max_running_turns=options.slots,
         max_staleness=staleness_bound(options),
         group_size=options.group_size,
         groups_per_batch=options.groups_per_batch,
@@ -78,13 +76,14 @@ async def train(options: argparse.Namespace, run_directory: Path) -> None:
         run_directory=run_directory,
         seed=options.seed,
     ) as rollouts:
+        model, optimizer = load_trainer(model_path, options.learning_rate)
         before = await rollouts.evaluate(held_out, episode=solve)
         print(f"held-out reward before training: {before.mean_reward:.3f}", flush=True)
         with RunProgress(rollouts.statistics, batches_total=options.versions) as progress:
             async for batch in rollouts.batches(training, episode=solve):
-                step = train_step(model, optimizer, batch)
+                train_step(model, optimizer, batch)
                 await rollouts.publish(model.state_dict())
-                progress.batch({"reward": batch.rewards.mean().item(), "ess": step.ess})
+                progress.batch({"reward": batch.rewards.mean().item()})
         after = await rollouts.evaluate(held_out, episode=solve)
         print(f"held-out reward after training:  {after.mean_reward:.3f}", flush=True)
         rollouts.note(
@@ -95,11 +94,25 @@ async def train(options: argparse.Namespace, run_directory: Path) -> None:
         )
 
 
+def load_trainer(path: Path, learning_rate: float) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
+    """The model as the trainer holds it, and what changes it."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    return model, optimizer
+
+
 def train_step(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: tidegate.Batch
-) -> LossDiagnostics:
-    """One optimizer step on a batch; groups whose rewards are all equal carry no gradient."""
+) -> LossDiagnostics | None:
+    """One optimizer step on a batch; None if nothing can be learned from it.
+
+    Only groups whose rewards differ carry a gradient, so only their rows are computed.
+    """
     rows = batch.advantages.nonzero().squeeze(1)
+    if not len(rows):
+        return None
     targets = batch.token_ids[rows, 1:]
     inputs = {"input_ids": batch.token_ids[rows], "attention_mask": batch.attention_mask[rows]}
     logits = model(**inputs).logits[:, :-1].float()

@@ -1,0 +1,156 @@
+"""The demo in a short form: the same script, the same small model, fewer versions."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from examples.async_grpo import main
+from examples.tiny_model import make_model
+from tests.models import make_model_directory
+from tidegate.orchestrator.audit import audit_run
+
+KEYS = {
+    "reward_before",
+    "reward_after",
+    "versions",
+    "mixed_version_share",
+    "max_staleness",
+    "staleness_bound",
+    "wall_s",
+    "tokens_trained",
+    "tokens_discarded",
+    "trainer_idle_share",
+    "engine_idle_share",
+}
+
+SHORT = ["--versions", "4", "--groups-per-batch", "4", "--held-out", "16"]
+
+
+@pytest.fixture(scope="module")
+def hardly_warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    make_model(path, seed=0, steps_max=10)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_running() -> Iterator[None]:
+    yield
+    assert psutil.Process().children(recursive=True) == []
+
+
+def report_of(run: Path) -> dict[str, object]:
+    content: dict[str, object] = json.loads((run / "report.json").read_text())
+    return content
+
+
+@pytest.mark.slow
+def test_the_demo_learns_within_its_bound_and_every_token_agrees(tmp_path: Path) -> None:
+    assert main(["--runs", str(tmp_path), "--name", "demo", "--versions", "25"]) == 0
+    run = tmp_path / "demo"
+    report = report_of(run)
+    assert report.keys() >= KEYS
+    before, after = report["reward_before"], report["reward_after"]
+    assert isinstance(before, float)
+    assert isinstance(after, float)
+    assert before <= 0.40
+    assert after >= 0.60
+    assert report["versions"] == 25
+    assert report["max_staleness"] == report["staleness_bound"] == 2
+    assert report["tokens_discarded"] == 0
+    assert {path.name for path in run.iterdir()} >= {
+        "report.md",
+        "report.png",
+        "trace.json",
+        "trajectories.parquet",
+        "metrics.jsonl",
+        "weights",
+    }
+    audit = audit_run(run)
+    assert audit.agrees, audit.lines()
+    assert audit.tokens > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "bound"),
+    [
+        (["--mode", "sync"], 0),
+        (["--mode", "one-step", "--pause", "wait"], 1),
+        (["--mode", "async", "--pause", "abort"], 2),
+        (["--mode", "async", "--kv-policy", "keep"], 2),
+    ],
+)
+def test_every_mode_and_pause_runs_and_keeps_its_bound(
+    hardly_warm: Path, tmp_path: Path, arguments: list[str], bound: int
+) -> None:
+    common = ["--model", str(hardly_warm), "--runs", str(tmp_path), "--name", "run", *SHORT]
+    assert main([*common, *arguments]) == 0
+    report = report_of(tmp_path / "run")
+    assert report["staleness_bound"] == bound
+    assert isinstance(report["max_staleness"], int)
+    assert report["max_staleness"] <= bound
+    assert report["versions"] == 4
+    assert audit_run(tmp_path / "run").agrees
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_the_same_script_trains_any_directory_it_is_given(
+    tmp_path: Path, architecture: str
+) -> None:
+    path = make_model_directory(tmp_path / "model", architecture)
+    common = ["--model", str(path), "--runs", str(tmp_path), "--name", "run"]
+    assert main([*common, *SHORT]) == 0
+    assert report_of(tmp_path / "run")["versions"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nowhere"], "nowhere does not exist"),
+        (["--max-staleness", "-1"], "max_staleness=-1"),
+        (["--engines", "-2"], "engines=-2"),
+    ],
+)
+def test_wrong_input_says_what_is_wrong_and_ends_with_status_2(
+    hardly_warm: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    common = ["--model", str(hardly_warm), "--runs", str(tmp_path), *SHORT]
+    assert main([*common, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_the_demo_ends_cleanly_when_told_to(
+    hardly_warm: Path, tmp_path: Path, signal_number: int
+) -> None:
+    command = [sys.executable, "-m", "examples.async_grpo", "--model", str(hardly_warm)]
+    options = ["--runs", str(tmp_path), "--name", "run", "--held-out", "8", "--versions", "500"]
+    with subprocess.Popen(
+        [*command, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    ) as demo:
+        assert demo.stdout is not None
+        while "step 2/500" not in demo.stdout.readline():
+            assert demo.poll() is None
+        engines = psutil.Process(demo.pid).children(recursive=True)
+        assert len(engines) == 2
+        demo.send_signal(signal_number)
+        said = demo.stdout.read()
+        assert demo.wait(30) in (130, 143)
+        assert "Traceback" not in said
+    _, alive = psutil.wait_procs(engines, timeout=10)
+    assert alive == []
