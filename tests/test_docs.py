@@ -1,0 +1,38 @@
+"""Do the pages lead where they say, and does their code at least name what exists?"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import tidegate
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_test_file_that_is_named_exists(page: Path) -> None:
+    for named in re.findall(r"\btests/[\w/]+\.py\b", page.read_text()):
+        assert (ROOT / named).exists(), named
+
+
+def test_the_readmes_python_compiles_and_names_what_exists() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    compile(block, "README.md", "exec")
+    for name in re.findall(r"\btidegate\.(\w+)", block):
+        assert hasattr(tidegate, name), name
+
+
+def test_the_package_gives_every_name_it_promises_and_no_other() -> None:
+    for name in tidegate.__all__:
+        assert getattr(tidegate, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        tidegate.no_such_name  # noqa: B018
