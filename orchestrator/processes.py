@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,12 @@ from tidegate.orchestrator.config import RunSettings
 
 LOG_LINES_SHOWN = 8
 """Of a failed engine's log, in the error that reports it."""
+
+RESTARTS_MAX = 3
+"""Of one engine, in a run. What kills it so often is no accident."""
+
+RESTART_DELAY_FIRST_S = 0.5
+"""Four times longer each time: 0.5, 2, 8 s."""
 
 STOP_TIMEOUT_S = 5.0
 """After being told to stop, a process has so long before it is killed."""
@@ -84,6 +91,70 @@ class EngineProcess:
             self._process.kill()
             self._process.wait()
         os.close(self._pidfd)
+
+
+class LocalEngines:
+    """The engines that a run has started on this machine; one that dies is started again."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        address: str,
+        logs: Path,
+        *,
+        on_exit: Callable[[str, str], None],
+    ) -> None:
+        """``on_exit`` is told the name of each engine that ends, and why it did."""
+        self._settings = settings
+        self._address = address
+        self._logs = logs
+        self._on_exit = on_exit
+        self._loop = asyncio.get_running_loop()
+        self._processes: dict[str, EngineProcess] = {}
+        self._restarts: Counter[str] = Counter()
+        self._pending: dict[str, asyncio.TimerHandle] = {}
+        """Engines that will be started again."""
+        self.may_restart = False
+        """An engine that never got ready is not tried again: its settings are wrong."""
+
+    def start(self) -> None:
+        """Start all of them; they join when they have loaded the model."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        for index in range(self._settings.engines):
+            self._start(f"engine-{index}")
+
+    @property
+    def are_gone(self) -> bool:
+        """Whether none runs, and none will be started again."""
+        running = any(process.is_running for process in self._processes.values())
+        return not running and not self._pending
+
+    def _start(self, name: str) -> None:
+        self._pending.pop(name, None)
+        command = engine_command(self._settings, name, self._address)
+        process = EngineProcess(name, command, self._logs / f"{name}.log")
+        process.watch(self._loop, self._ended)
+        self._processes[name] = process
+
+    def _ended(self, name: str) -> None:
+        process = self._processes.pop(name)
+        why = process.epitaph()
+        process.join()
+        if self.may_restart and self._restarts[name] < RESTARTS_MAX:
+            delay_s = RESTART_DELAY_FIRST_S * 4 ** self._restarts[name]
+            self._restarts[name] += 1
+            self._pending[name] = self._loop.call_later(delay_s, self._start, name)
+        self._on_exit(name, why)
+
+    def stop(self) -> None:
+        """End all of them and wait for it; those that don't end when told to are killed."""
+        for timer in self._pending.values():
+            timer.cancel()
+        for process in self._processes.values():
+            process.unwatch(self._loop)
+            process.stop()
+        for process in self._processes.values():
+            process.join()
 
 
 def engine_command(settings: RunSettings, name: str, address: str) -> list[str]:

@@ -19,7 +19,7 @@ import uvloop
 from tidegate.errors import EngineLost, EngineStartFailed, RunClosed
 from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.model_files import read_model_files
-from tidegate.orchestrator.processes import EngineProcess, engine_command
+from tidegate.orchestrator.processes import LocalEngines
 from tidegate.orchestrator.recording import RunRecorder
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.transport.messages import Shutdown
@@ -131,12 +131,21 @@ class Run:
             self.settings, self.model, router, self.channel.init(), recorder=self.recorder
         )
         self._scheduler = scheduler
-        processes: list[EngineProcess] = []
+
+        def on_exit(name: str, why: str) -> None:
+            scheduler.engine_ended(name, why)
+            if not self.ready.done():
+                scheduler.fail(EngineStartFailed(engine=name, why=why))
+            elif engines.are_gone and not scheduler.fleet.engines:
+                scheduler.fail(EngineLost(f"the last engine is gone; {name!r}: {why}"))
+
+        engines = LocalEngines(self.settings, router.address, logs, on_exit=on_exit)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(scheduler.run(), name="scheduler")
-                self._start_engines(processes, scheduler, router.address, logs)
+                engines.start()
                 await self._engines_joined(scheduler)
+                engines.may_restart = True
                 self.ready.set_result(None)
         except BaseException as error:
             self._failure = _cause(error)
@@ -146,28 +155,7 @@ class Run:
             scheduler.close()
             for engine in scheduler.fleet.engines:
                 scheduler.fleet.send(engine, Shutdown())
-            _stop(processes)
-
-    def _start_engines(
-        self, processes: list[EngineProcess], scheduler: Scheduler, address: str, logs: Path
-    ) -> None:
-        logs.mkdir(parents=True, exist_ok=True)
-        loop = asyncio.get_running_loop()
-
-        def on_exit(name: str) -> None:
-            process = next(p for p in processes if p.name == name)
-            why = process.epitaph()
-            scheduler.engine_ended(name, why)
-            if not self.ready.done():
-                scheduler.fail(EngineStartFailed(engine=name, why=why))
-            elif not scheduler.fleet.engines and not any(p.is_running for p in processes):
-                scheduler.fail(EngineLost(f"the last engine is gone; {name!r}: {why}"))
-
-        for index in range(self.settings.engines):
-            name = f"engine-{index}"
-            command = engine_command(self.settings, name, address)
-            processes.append(EngineProcess(name, command, logs / f"{name}.log"))
-            processes[-1].watch(loop, on_exit)
+            engines.stop()
 
     async def _engines_joined(self, scheduler: Scheduler) -> None:
         wanted = max(1, self.settings.engines)
@@ -192,15 +180,6 @@ def _recorder(settings: RunSettings) -> RunRecorder | None:
     return RunRecorder(
         settings.run_directory, settings=settings.model_dump(mode="json"), model=settings.model
     )
-
-
-def _stop(processes: list[EngineProcess]) -> None:
-    loop = asyncio.get_running_loop()
-    for process in processes:
-        process.unwatch(loop)
-        process.stop()
-    for process in processes:
-        process.join()
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -346,8 +346,24 @@ class Scheduler:
         return [await future for future in futures]
 
     async def wait_until_writable(self) -> None:
-        """Return once no engine reads the weight channel's buffer any more."""
-        await self._until(lambda: self._weights.is_settled)
+        """Return once no engine reads the weight channel's buffer any more.
+
+        Raises:
+            EngineLagging: one still did after ``weights_timeout_s``.
+        """
+        try:
+            async with asyncio.timeout(self._settings.weights_timeout_s):
+                await self._until(lambda: self._weights.is_settled)
+        except TimeoutError:
+            raise self._lagging() from None
+
+    def _lagging(self) -> EngineLagging:
+        update = self._weights.update
+        return EngineLagging(
+            engines=self._weights.engines_behind,
+            wanted_version=update.version if update else 0,
+            waited_s=self._settings.weights_timeout_s,
+        )
 
     async def publish(self, version: int, chunks: list[UpdateWeights]) -> None:
         """Bring new weights to every engine; return once all serve them.
@@ -367,11 +383,7 @@ class Scheduler:
                     self._send(self._weights.release())
                     await self._until(lambda: self._weights.is_settled)
         except TimeoutError:
-            raise EngineLagging(
-                engines=self._weights.engines_behind,
-                wanted_version=version,
-                waited_s=self._settings.weights_timeout_s,
-            ) from None
+            raise self._lagging() from None
         for engine, why in update.refusals.items():
             self._weights.abandon()
             raise WeightsRefused(f"engine {engine!r} refused weights v{version}: {why}")
