@@ -1,18 +1,148 @@
 """What does the trainer minimise, when its tokens were sampled by older weights?
 
-Decoupled PPO: the trust region is kept around the policy that the update starts from (proximal),
-and a truncated importance weight accounts for the policy that sampled (behaviour). It knows
-nothing of models: log-probabilities in, a loss and its diagnostics out.
+Each ``*_losses`` function gives a loss per token, to be multiplied with a correction
+(:mod:`tidegate.policies.corrections`) and made one number (:mod:`tidegate.policies.aggregation`);
+:func:`decoupled_ppo_loss` is the usual combination, ready-made. They know nothing of models:
+log-probabilities in, losses out.
 
-Shapes: [R, T] for padded rows of R rollouts, or [N] for packed tokens. "Tokens" below are those
-with a true ``loss_mask``; what the others hold, NaN included, changes nothing.
+Words: logprobs are under the weights being optimised (target), which alone get a gradient;
+proximal ones under the trainer's weights at the start of the update; behaviour ones under the
+weights that sampled, as the engine reported them.
+
+Shapes: [R, T] for padded rows of R rollouts, or [N] for packed tokens; advantages may also be
+[R, 1]. "Tokens" are those with a true mask; what the others hold, NaN included, changes nothing.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from tidegate.policies.aggregation import Sequences, mean_by_token, over_tokens, refuse_shapes
+from tidegate.policies.corrections import tis_token
+from tidegate.policies.diagnostics import measure_mismatch, token_lags
+
+LOG_RATIO_MAX = 80.0
+"""exp overflows above 88 in float32, and an infinite ratio times a gradient of 0 is NaN."""
+
+
+def ppo_losses(
+    logprobs: Tensor,
+    proximal_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Tensor:
+    """``-min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t)``, ``u = target / proximal``.
+
+    Times a weight for ``proximal / behaviour`` it is decoupled PPO, and A-3PO where the former are
+    :func:`interpolated_proximal_logprobs`.
+
+    Source: PPO, arXiv 1707.06347, section 3; two clips: DAPO, arXiv 2503.14476.
+    """
+    _refuse_clip(clip_low, clip_high)
+    refuse_shapes(
+        mask, advantages=advantages, logprobs=logprobs, proximal_logprobs=proximal_logprobs
+    )
+    log_u = over_tokens(logprobs - proximal_logprobs.detach(), mask)
+    return _clipped(log_u, over_tokens(advantages, mask), clip_low, clip_high)
+
+
+def gspo_losses(
+    logprobs: Tensor,
+    proximal_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    row_ids: Tensor | None = None,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Tensor:
+    """``-min(s_i A_t, clip(s_i, …) A_t)``, ``s_i = (prod_{t in i} u_t)^(1/tokens)``: by sequence.
+
+    Every token of a sequence holds the sequence's loss, so :func:`aggregation.mean_by_sequence`
+    makes the published objective of it. Where one token of an expert model flips, a token's ratio
+    jumps and the sequence's hardly moves.
+
+    Source: GSPO, arXiv 2507.18071.
+    """
+    _refuse_clip(clip_low, clip_high)
+    refuse_shapes(
+        mask, advantages=advantages, logprobs=logprobs, proximal_logprobs=proximal_logprobs
+    )
+    sequences = Sequences(mask, row_ids)
+    log_s = sequences.spread(sequences.mean(logprobs - proximal_logprobs.detach()))
+    return _clipped(log_s, over_tokens(advantages, mask), clip_low, clip_high)
+
+
+def cispo_losses(
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    weight_min: float = 0.0,
+    weight_max: float = 5.0,
+) -> Tensor:
+    """``-sg(clip(w_t, weight_min, weight_max)) A_t log target``, ``w = target / behaviour``.
+
+    The weight is clipped and has no gradient (sg), so no token is ever cut off. ``weight_min`` and
+    ``weight_max`` are the papers' 1 - e_low and 1 + e_high.
+
+    Source: MiniMax-M1, arXiv 2506.13585; robust in its upper bound: ScaleRL, arXiv 2510.13786.
+    """
+    if not 0 <= weight_min < weight_max:
+        raise ValueError(
+            f"weights must be bounded by 0 <= weight_min < weight_max (1 is on-policy), "
+            f"got weight_min={weight_min}, weight_max={weight_max}"
+        )
+    refuse_shapes(
+        mask, advantages=advantages, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs
+    )
+    log_w = over_tokens(logprobs - behaviour_logprobs, mask).detach()
+    weight = _ratio(log_w).clamp(weight_min, weight_max)
+    return -weight * over_tokens(advantages.detach(), mask) * over_tokens(logprobs, mask)
+
+
+def aipo_losses(
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    weight_max: float = 2.0,
+) -> Tensor:
+    """``-sg(min(w_t, weight_max)) A_t log target``, ``w = target / behaviour``.
+
+    Published: 2 to 10. There is no proximal policy. Source: LlamaRL, arXiv 2505.24034.
+    """
+    return cispo_losses(logprobs, behaviour_logprobs, advantages, mask, weight_max=weight_max)
+
+
+@torch.no_grad()
+def interpolated_proximal_logprobs(
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    weight_versions: Tensor,
+    mask: Tensor,
+    *,
+    trainer_version: int,
+) -> Tensor:
+    """``log behaviour + lag/(lag + 1) (log target - log behaviour)``: A-3PO's proximal policy.
+
+    ``lag = trainer_version - weight_versions``, per token. The update makes version
+    ``trainer_version + 1`` from ``trainer_version``, so the proximal policy lies that share of the
+    way from the one to the other, and no forward pass is spent on it. A token of the trainer's own
+    version has the behaviour policy for its proximal one. [R, T] or [N]; 0 off the mask.
+
+    Source: A-3PO, arXiv 2512.06547.
+    """
+    refuse_shapes(mask, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs)
+    lag = token_lags(weight_versions, mask, trainer_version=trainer_version).to(logprobs.dtype)
+    behaviour = over_tokens(behaviour_logprobs, mask)
+    return behaviour + lag / (lag + 1) * (over_tokens(logprobs, mask) - behaviour)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +150,13 @@ class LossDiagnostics:
     """How far off-policy a batch was, and what the loss did about it. Means over its tokens.
 
     With ``w = proximal / behaviour``, the ratio of the probabilities of one sampled token. A batch
-    without tokens counts as on-policy.
+    without tokens counts as on-policy. More, and by lag: :mod:`tidegate.policies.diagnostics`.
     """
 
     ess: float
     """Effective sample size, ``(sum w)^2 / (N sum w^2)`` in (0, 1], of the weights as they are."""
     ess_clamped: float
-    """The same of ``min(w, importance_weight_max)``, the weights that were used."""
+    """The same of the weights that were used; 0 where all of them are 0."""
     kl_k1: float
     """``-log w``, an unbiased estimate of KL(behaviour || proximal); can be negative."""
     kl_k3: float
@@ -34,7 +164,7 @@ class LossDiagnostics:
     clip_fraction: float
     """Share of tokens whose gradient the PPO clip has cut off."""
     truncated_fraction: float
-    """Share of tokens with ``w > importance_weight_max``."""
+    """Share of tokens that weighed less than their ``w``."""
 
 
 def decoupled_ppo_loss(
@@ -46,20 +176,21 @@ def decoupled_ppo_loss(
     *,
     clip: float = 0.2,
     importance_weight_max: float = 2.0,
+    weight: Tensor | None = None,
     tokens_in_batch: int | None = None,
 ) -> tuple[Tensor, LossDiagnostics]:
     """``-sum_t min(w_t, C) min(u_t A_t, clip(u_t, 1 - e, 1 + e) A_t) / tokens``, and diagnostics.
 
-    ``u = target / proximal`` carries the gradient; ``w = proximal / behaviour`` does not. All but
-    the advantages are [R, T] or [N]; advantages may also be [R, 1].
+    ``u = target / proximal`` carries the gradient; ``w = proximal / behaviour`` does not.
 
     Args:
         logprobs: under the weights being optimised.
-        proximal_logprobs: under the trainer's weights at the start of the update; with one
-            optimizer step per batch these are ``logprobs.detach()``, and the clip is idle.
-        behaviour_logprobs: under the weights that sampled, as the engine reported them.
+        proximal_logprobs: with one optimizer step per batch these are ``logprobs.detach()``, and
+            the clip is idle.
+        behaviour_logprobs, advantages, loss_mask: of the sampled tokens, as above.
         clip: the half-width e of the trust region.
         importance_weight_max: C, the truncation of w: bias for bounded variance.
+        weight: what stands in place of ``min(w_t, C)``: another correction, or several multiplied.
         tokens_in_batch: the denominator. Left out, it is the number of tokens given here. For a
             batch in micro-batches pass the whole batch's, and their losses add up to its loss.
 
@@ -69,67 +200,52 @@ def decoupled_ppo_loss(
     Raises:
         ValueError: shapes that don't belong together, or settings that can't work.
     """
-    _refuse_settings(clip, importance_weight_max, tokens_in_batch)
-    tensors = (logprobs, proximal_logprobs, behaviour_logprobs, loss_mask)
-    _refuse_shapes(tensors, advantages)
-    mask = loss_mask.bool()
-    proximal = proximal_logprobs.detach()
-    log_u = torch.where(mask, logprobs - proximal, 0.0)
-    log_w = torch.where(mask, proximal - behaviour_logprobs.detach(), 0.0)
-    advantage = torch.where(mask, advantages.detach(), 0.0)
-
-    unclipped = log_u.exp() * advantage
-    clipped = log_u.exp().clamp(1 - clip, 1 + clip) * advantage
-    # Truncated before exp, which overflows above 88 in float32.
-    weight = log_w.clamp(max=math.log(importance_weight_max)).exp()
-    tokens = int(mask.sum()) if tokens_in_batch is None else tokens_in_batch
-    loss = -(weight * torch.minimum(unclipped, clipped)).sum() / max(tokens, 1)
-    is_clipped = (clipped < unclipped)[mask]
-    return loss, _diagnose(log_w[mask], is_clipped, importance_weight_max)
+    if not importance_weight_max > 0:
+        raise ValueError(
+            f"importance_weight_max must be > 0 (1 to 10 is usual), got {importance_weight_max}"
+        )
+    given = {"proximal_logprobs": proximal_logprobs, "behaviour_logprobs": behaviour_logprobs}
+    refuse_shapes(loss_mask, advantages=advantages, **given)
+    mask, proximal = loss_mask.bool(), proximal_logprobs.detach()
+    log_w = over_tokens(proximal - behaviour_logprobs.detach(), mask)
+    if weight is None:
+        weight = tis_token(log_w, mask, weight_max=importance_weight_max)
+    refuse_shapes(loss_mask, weight=weight)
+    used = over_tokens(weight.detach(), mask)
+    losses = ppo_losses(logprobs, proximal, advantages, mask, clip_low=clip, clip_high=clip)
+    loss = mean_by_token(used * losses, mask, tokens_in_batch=tokens_in_batch)
+    unclipped = -_ratio(over_tokens((logprobs - proximal).detach(), mask)) * advantages
+    return loss, _diagnose(log_w[mask], used[mask], (losses > unclipped)[mask])
 
 
 @torch.no_grad()
-def _diagnose(log_w: Tensor, is_clipped: Tensor, weight_max: float) -> LossDiagnostics:
-    """Over the tokens alone. [N], [N]"""
-    if not len(log_w):
-        return LossDiagnostics(1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
-    log_w = log_w.double()  # k3 is a small difference of large numbers near w = 1
-    log_weight_max = math.log(weight_max)
+def _diagnose(log_w: Tensor, used: Tensor, is_clipped: Tensor) -> LossDiagnostics:
+    """Over the tokens alone, as if they were one sequence. [N] each"""
+    mismatch = measure_mismatch(log_w[None], torch.ones_like(used)[None], weight=used[None])
+    tokens = max(len(used), 1)
     return LossDiagnostics(
-        ess=_effective_sample_share(log_w),
-        ess_clamped=_effective_sample_share(log_w.clamp(max=log_weight_max)),
-        kl_k1=float(-log_w.mean()),
-        kl_k3=float((log_w.expm1() - log_w).mean()),
-        clip_fraction=float(is_clipped.double().mean()),
-        truncated_fraction=float((log_w > log_weight_max).double().mean()),
+        ess=mismatch.ess,
+        ess_clamped=mismatch.ess_clamped,
+        kl_k1=mismatch.k1,
+        kl_k3=mismatch.k3,
+        clip_fraction=int(is_clipped.sum()) / tokens,
+        truncated_fraction=int((used < log_w.exp()).sum()) / tokens,
     )
 
 
-def _effective_sample_share(log_w: Tensor) -> float:
-    """``(sum w)^2 / (N sum w^2)``, in logs so that no weight overflows. [N]"""
-    log_ess = 2 * torch.logsumexp(log_w, 0) - torch.logsumexp(2 * log_w, 0)
-    return float(log_ess.exp()) / len(log_w)
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(max=LOG_RATIO_MAX).exp()
 
 
-def _refuse_settings(clip: float, weight_max: float, tokens_in_batch: int | None) -> None:
-    if not 0 < clip < 1:
-        raise ValueError(f"clip is the half-width of [1 - clip, 1 + clip], in (0, 1); got {clip}")
-    if not weight_max > 0:
-        raise ValueError(f"importance_weight_max must be > 0 (1 to 10 is usual), got {weight_max}")
-    if tokens_in_batch is not None and tokens_in_batch < 1:
-        raise ValueError(f"tokens_in_batch divides the loss and must be > 0, got {tokens_in_batch}")
+def _clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """PPO's pessimistic choice between the clipped ratio and the ratio as it is."""
+    ratio, advantage = _ratio(log_ratio), advantages.detach()
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
 
 
-def _refuse_shapes(tensors: tuple[Tensor, ...], advantages: Tensor) -> None:
-    """An [R] of advantages would broadcast along T, in silence where R = T."""
-    shape = tensors[0].shape
-    names = ("logprobs", "proximal_logprobs", "behaviour_logprobs", "loss_mask")
-    given = {name: list(tensor.shape) for name, tensor in zip(names, tensors, strict=True)}
-    if any(tensor.shape != shape for tensor in tensors):
-        raise ValueError(f"these must have one shape, [R, T] or [N]: {given}")
-    per_row = torch.Size([*shape[:-1], 1]) if len(shape) == 2 else shape
-    if advantages.shape not in (shape, per_row):
+def _refuse_clip(clip_low: float, clip_high: float) -> None:
+    if not (0 < clip_low < 1 and clip_high > 0):
         raise ValueError(
-            f"advantages must be {list(shape)} or {list(per_row)} to go with logprobs "
-            f"{list(shape)}, got {list(advantages.shape)}; one per rollout is advantages[:, None]"
+            f"clip bounds the ratio by [1 - clip_low, 1 + clip_high] and must have "
+            f"0 < clip_low < 1 and clip_high > 0, got {clip_low} and {clip_high}"
         )

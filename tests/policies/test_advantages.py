@@ -1,12 +1,23 @@
-"""Does a rollout's advantage say how it compares with its own group, and nothing else?"""
+"""Does an advantage say how a rollout, or a token, compares with what was expected of it?"""
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidegate.policies.advantages import group_relative_advantages
+from tests.policies.ragged import Array, Ragged, assert_laid_out, ragged
+from tidegate.policies.advantages import (
+    batch_normalised_advantages,
+    generalised_advantages,
+    group_relative_advantages,
+    leave_one_out_advantages,
+)
+from tidegate.policies.aggregation import Sequences
+
+rollouts_in_groups = st.lists(
+    st.tuples(st.floats(-10, 10, width=32), st.integers(-3, 4)), min_size=1, max_size=30
+)
 
 
 def advantages_one_by_one(rewards: list[float], group_ids: list[int]) -> np.ndarray:
@@ -19,11 +30,8 @@ def advantages_one_by_one(rewards: list[float], group_ids: list[int]) -> np.ndar
     return np.array(advantages)
 
 
-@given(
-    st.lists(
-        st.tuples(st.floats(-10, 10, width=32), st.integers(-3, 1000)), min_size=1, max_size=30
-    )
-)
+@settings(deadline=None)
+@given(rollouts_in_groups)
 def test_it_agrees_with_the_formula_worked_out_one_rollout_at_a_time(
     rollouts: list[tuple[float, int]],
 ) -> None:
@@ -56,9 +64,11 @@ def test_the_rollouts_of_a_group_need_not_stand_together() -> None:
 def test_a_rollout_alone_in_its_group_has_no_advantage() -> None:
     rewards = torch.tensor([1.0, 0.0, 5.0])
 
-    advantages = group_relative_advantages(rewards, torch.tensor([0, 0, 1]))
+    group_ids = torch.tensor([0, 0, 1])
 
-    assert advantages[2] == 0
+    assert group_relative_advantages(rewards, group_ids)[2] == 0
+    assert leave_one_out_advantages(rewards, group_ids)[2] == 0
+    assert batch_normalised_advantages(rewards, group_ids)[2] == 0
 
 
 def test_a_group_with_one_reward_for_all_has_exactly_none() -> None:
@@ -71,7 +81,133 @@ def test_a_group_with_one_reward_for_all_has_exactly_none() -> None:
 
 
 def test_no_rollouts_have_no_advantages() -> None:
-    assert group_relative_advantages(torch.zeros(0), torch.zeros(0)).shape == (0,)
+    nothing = torch.zeros(0)
+
+    assert group_relative_advantages(nothing, nothing).shape == (0,)
+    assert leave_one_out_advantages(nothing, nothing).shape == (0,)
+    assert batch_normalised_advantages(nothing).shape == (0,)
+    assert batch_normalised_advantages(nothing, nothing).shape == (0,)
+
+
+@settings(deadline=None)
+@given(rollouts_in_groups)
+def test_leave_one_out_agrees_with_leaving_out_each_in_turn(
+    rollouts: list[tuple[float, int]],
+) -> None:
+    expected = []
+    for i, (reward, group) in enumerate(rollouts):
+        others = [r for j, (r, g) in enumerate(rollouts) if g == group and j != i]
+        expected.append(reward - sum(others) / len(others) if others else 0.0)
+    rewards = torch.tensor([r for r, _ in rollouts], dtype=torch.float64)
+
+    ours = leave_one_out_advantages(rewards, torch.tensor([g for _, g in rollouts]))
+
+    np.testing.assert_allclose(ours, np.array(expected), atol=1e-12)
+
+
+@settings(deadline=None)
+@given(rollouts_in_groups)
+def test_batch_normalised_advantages_agree_with_numpy(rollouts: list[tuple[float, int]]) -> None:
+    rewards = np.array([r for r, _ in rollouts])
+    groups = np.array([g for _, g in rollouts])
+    centred = rewards - np.array([rewards[groups == g].mean() for g in groups])
+    std = [x.std(ddof=1) if len(x) > 1 else 0.0 for x in (rewards, centred)]
+
+    plain = batch_normalised_advantages(torch.tensor(rewards))
+    with_baseline = batch_normalised_advantages(torch.tensor(rewards), torch.tensor(groups))
+
+    np.testing.assert_allclose(plain, (rewards - rewards.mean()) / (std[0] + 1e-4), atol=1e-9)
+    np.testing.assert_allclose(with_baseline, centred / (std[1] + 1e-4), atol=1e-9)
+
+
+def test_a_uniform_group_stays_exactly_zero_under_batch_normalisation() -> None:
+    rewards = torch.tensor([0.1] * 7 + [0.0, 1.0])
+    group_ids = torch.tensor([0] * 7 + [1, 1])
+
+    advantages = batch_normalised_advantages(rewards, group_ids)
+
+    assert advantages[:7].tolist() == [0.0] * 7
+    assert advantages[8] == -advantages[7] > 0
+
+
+def test_two_rollouts_are_enough_to_normalise_by() -> None:
+    advantages = batch_normalised_advantages(torch.tensor([0.0, 1.0]), epsilon=0.0)
+
+    assert advantages.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+
+
+def gae_backwards(rewards: Array, values: Array, discount: float, decay: float) -> Array:
+    """The recursion, from the last token to the first."""
+    advantages, following, next_value = np.zeros(len(values)), 0.0, 0.0
+    for t in reversed(range(len(values))):
+        error = rewards[t] + discount * next_value - values[t]
+        following = error + discount * decay * following
+        advantages[t], next_value = following, values[t]
+    return advantages
+
+
+@settings(deadline=None)
+@given(ragged, st.sampled_from([0.0, 0.9, 1.0]), st.sampled_from([0.0, 0.95, 1.0]))
+def test_gae_agrees_with_the_recursion_over_the_tokens_of_each_row(
+    batch: Ragged, discount: float, decay: float
+) -> None:
+    rewards, values = batch.like(0), batch.like(1)
+    expected = [np.zeros(len(m)) for m in batch.masks]
+    for row, r, v, m in zip(expected, rewards, values, batch.masks, strict=True):
+        row[m] = gae_backwards(r[m], v[m], discount, decay)
+
+    for layout in batch.layouts():
+        ours = generalised_advantages(
+            layout.lay(rewards),
+            layout.lay(values),
+            layout.mask,
+            row_ids=layout.row_ids,
+            discount=discount,
+            trace_decay=decay,
+        )
+
+        assert_laid_out(ours, expected, layout)
+
+
+def test_a_reward_at_the_end_reaches_back_over_an_observation() -> None:
+    mask = torch.tensor([[True, False, False, True]])
+    rewards = Sequences(mask).at_last_token(torch.tensor([1.0]))
+
+    advantages = generalised_advantages(
+        rewards, torch.zeros(1, 4), mask, discount=0.5, trace_decay=1.0
+    )
+
+    assert advantages.tolist() == [[0.5, 0.0, 0.0, 1.0]]
+
+
+def test_undecayed_gae_of_a_thousand_tokens_is_return_minus_value() -> None:
+    torch.manual_seed(0)
+    rewards, values = torch.randn(2, 1, 1000, dtype=torch.float64)
+
+    advantages = generalised_advantages(rewards, values, torch.ones(1, 1000), trace_decay=1.0)
+
+    returns = rewards.flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(advantages + values, returns)
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (2, 0), (0, 3), (2, 3)])
+def test_where_there_are_no_tokens_gae_gives_zeros(shape: tuple[int, int]) -> None:
+    nothing = torch.full(shape, float("nan"))
+
+    assert generalised_advantages(nothing, nothing, torch.zeros(shape)).tolist() == (
+        torch.zeros(shape).tolist()
+    )
+
+
+@pytest.mark.parametrize("name", ["discount", "trace_decay"])
+def test_gae_refuses_settings_outside_of_0_to_1_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be in"):
+        generalised_advantages(*[torch.zeros(1, 1)] * 3, **{name: 1.1})  # type: ignore[arg-type]
+
+
+def test_gae_refuses_one_reward_per_rollout() -> None:
+    with pytest.raises(ValueError, match=r"got \[2\], \[2, 3\] and \[2, 3\]"):
+        generalised_advantages(torch.zeros(2), torch.zeros(2, 3), torch.ones(2, 3))
 
 
 def test_rewards_without_a_group_each_are_refused() -> None:

@@ -1,231 +1,199 @@
-"""Is the loss the published one, and does it survive what asynchronous training feeds it?"""
+"""Is each objective, by token, the published one, and so is its gradient?"""
 
 import math
-from dataclasses import astuple
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor
 
-from tidegate.policies.objectives import LossDiagnostics, decoupled_ppo_loss
-
-ROWS, TOKENS = 4, 7
-Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def random_batch(seed: int) -> Batch:
-    """Target, proximal, behaviour, advantages, mask; far enough off-policy for every branch."""
-    torch.manual_seed(seed)
-    behaviour = -torch.rand(ROWS, TOKENS, dtype=torch.float64) * 3
-    proximal = behaviour + 0.8 * torch.randn(ROWS, TOKENS, dtype=torch.float64)
-    target = proximal + 0.4 * torch.randn(ROWS, TOKENS, dtype=torch.float64)
-    advantages = torch.randn(ROWS, 1, dtype=torch.float64)
-    mask = torch.rand(ROWS, TOKENS) < 0.7
-    return target, proximal, behaviour, advantages, mask
-
-
-def tokens(*, target: float, proximal: float, behaviour: float, advantage: float) -> Batch:
-    """A batch of one token."""
-    values = [torch.tensor([x]) for x in (target, proximal, behaviour, advantage)]
-    values[0].requires_grad_()
-    return values[0], values[1], values[2], values[3], torch.ones(1)
+from tests.policies.ragged import (
+    ROWS,
+    TOKENS,
+    Array,
+    Ragged,
+    assert_laid_out,
+    ragged,
+    random_batch,
+)
+from tidegate.policies.aggregation import mean_by_sequence
+from tidegate.policies.objectives import (
+    aipo_losses,
+    cispo_losses,
+    gspo_losses,
+    interpolated_proximal_logprobs,
+    ppo_losses,
+)
 
 
-def loss_in_numpy(batch: Batch, clip: float, weight_max: float) -> tuple[float, LossDiagnostics]:
-    """The formulas, token by token over the mask."""
-    target, proximal, behaviour, advantages, mask = (x.numpy() for x in batch)
-    advantages = np.broadcast_to(advantages, mask.shape)[mask]
-    u = np.exp(target - proximal)[mask]
-    w = np.exp(proximal - behaviour)[mask]
-    clipped = np.clip(u, 1 - clip, 1 + clip) * advantages
-    used = np.minimum(w, weight_max)
-    loss = -np.mean(used * np.minimum(u * advantages, clipped))
-    outward = ((u > 1 + clip) & (advantages > 0)) | ((u < 1 - clip) & (advantages < 0))
-    return loss, LossDiagnostics(
-        ess=w.sum() ** 2 / (len(w) * (w**2).sum()),
-        ess_clamped=used.sum() ** 2 / (len(w) * (used**2).sum()),
-        kl_k1=-np.log(w).mean(),
-        kl_k3=(w - 1 - np.log(w)).mean(),
-        clip_fraction=outward.mean(),
-        truncated_fraction=(w > weight_max).mean(),
-    )
+@settings(deadline=None)
+@given(batch=ragged)
+def test_losses_by_token_agree_with_numpy(batch: Ragged) -> None:
+    old, advantages = [x - 1 for x in batch.like(0)], batch.like(1)
+    target = [q + x for q, x in zip(old, batch.values, strict=True)]
+
+    def expected(formula: Callable[[Array, Array, Array], Array]) -> list[Array]:
+        rows = zip(target, old, advantages, batch.masks, strict=True)
+        return [np.where(m, formula(p, np.exp(p - q), a), 0.0) for p, q, a, m in rows]
+
+    ppo = expected(lambda _, u, a: -np.minimum(u * a, np.clip(u, 0.8, 1.3) * a))
+    cispo = expected(lambda p, w, a: -np.clip(w, 0.5, 3) * a * p)
+    aipo = expected(lambda p, w, a: -np.minimum(w, 2) * a * p)
+    for layout in batch.layouts():
+        p, q, a = (layout.lay(rows) for rows in (target, old, advantages))
+        mask = layout.mask
+
+        assert_laid_out(ppo_losses(p, q, a, mask, clip_high=0.3), ppo, layout)
+        assert_laid_out(cispo_losses(p, q, a, mask, weight_min=0.5, weight_max=3), cispo, layout)
+        assert_laid_out(aipo_losses(p, q, a, mask), aipo, layout)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_loss_and_diagnostics_agree_with_the_formulas_in_numpy(seed: int) -> None:
-    batch = random_batch(seed)
+@settings(deadline=None)
+@given(batch=ragged)
+def test_gspo_agrees_with_numpy_sequence_by_sequence(batch: Ragged) -> None:
+    old, advantages = batch.like(0), np.random.default_rng(1).normal(size=len(batch.masks))
+    target = [q + x for q, x in zip(old, batch.values, strict=True)]
+    objective = []
+    for x, a in zip(batch.tokens, advantages, strict=True):
+        if len(x):
+            s = np.exp(x.mean())
+            objective.append(-min(s * a, np.clip(s, 1 - 3e-4, 1 + 4e-4) * a))
 
-    loss, diagnostics = decoupled_ppo_loss(*batch, clip=0.3, importance_weight_max=1.5)
+    for layout in batch.layouts():
+        p, q = layout.lay(target), layout.lay(old)
+        on_tokens = layout.lay(
+            [np.full(len(m), a) for m, a in zip(batch.masks, advantages, strict=True)]
+        )
+        losses = gspo_losses(p, q, on_tokens, layout.mask, row_ids=layout.row_ids)
+        loss = mean_by_sequence(losses, layout.mask, row_ids=layout.row_ids)
 
-    expected_loss, expected = loss_in_numpy(batch, clip=0.3, weight_max=1.5)
-    assert loss.item() == pytest.approx(expected_loss)
-    assert astuple(diagnostics) == pytest.approx(astuple(expected))
-
-
-def test_the_random_batches_reach_both_the_clip_and_the_truncation() -> None:
-    """Or the comparison with numpy would prove little."""
-    _, diagnostics = decoupled_ppo_loss(*random_batch(0), clip=0.3, importance_weight_max=1.5)
-
-    assert 0 < diagnostics.clip_fraction < 1
-    assert 0 < diagnostics.truncated_fraction < 1
-    assert diagnostics.ess < diagnostics.ess_clamped < 1
-
-
-def test_packed_tokens_give_the_loss_of_padded_rows() -> None:
-    target, proximal, behaviour, advantages, mask = random_batch(1)
-    padded, _ = decoupled_ppo_loss(target, proximal, behaviour, advantages, mask)
-
-    packed, _ = decoupled_ppo_loss(
-        target[mask],
-        proximal[mask],
-        behaviour[mask],
-        advantages.expand(ROWS, TOKENS)[mask],
-        torch.ones(int(mask.sum())),
-    )
-
-    torch.testing.assert_close(packed, padded)
+        assert loss.item() == pytest.approx(np.mean(objective) if objective else 0.0)
 
 
-def test_the_gradient_is_that_of_the_loss_and_of_the_target_policy_alone() -> None:
-    target, *others = random_batch(2)
+def test_the_gradients_of_ppo_and_gspo_are_those_of_their_losses() -> None:
+    target, proximal, _, advantages, mask = random_batch(8)
     target.requires_grad_()
-    proximal, behaviour = (x.requires_grad_() for x in others[:2])
+    row_ids = torch.arange(ROWS)[:, None].expand(ROWS, TOKENS)[mask]
+    per_token = advantages.expand(ROWS, TOKENS)[mask]
 
-    loss, _ = decoupled_ppo_loss(target, proximal, behaviour, *others[2:])
-    torch.autograd.backward(loss)
+    def packed_gspo(x: Tensor) -> Tensor:
+        ones = torch.ones_like(x)
+        return gspo_losses(x, proximal[mask], per_token, ones, row_ids=row_ids, clip_low=0.1)
 
-    assert proximal.grad is None
-    assert behaviour.grad is None
+    assert torch.autograd.gradcheck(lambda x: ppo_losses(x, proximal, advantages, mask), target)
     assert torch.autograd.gradcheck(
-        lambda logprobs: decoupled_ppo_loss(logprobs, proximal, behaviour, *others[2:])[0], target
+        lambda x: gspo_losses(x, proximal, advantages, mask, clip_high=0.5), target
     )
+    assert torch.autograd.gradcheck(packed_gspo, target.detach()[mask].requires_grad_())
 
 
-def test_on_policy_the_gradient_is_plain_policy_gradient() -> None:
-    batch = tokens(target=-1.0, proximal=-1.0, behaviour=-1.0, advantage=3.0)
-
-    loss, diagnostics = decoupled_ppo_loss(*batch)
-    torch.autograd.backward(loss)
-
-    assert batch[0].grad is not None
-    assert batch[0].grad.tolist() == [-3.0]
-    assert diagnostics == LossDiagnostics(1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
-
-
-def test_a_token_past_the_clip_in_the_direction_of_its_advantage_gets_no_gradient() -> None:
-    batch = tokens(target=-1.0, proximal=-1.3, behaviour=-1.3, advantage=1.0)
-
-    loss, diagnostics = decoupled_ppo_loss(*batch, clip=0.2)
-    torch.autograd.backward(loss)
-
-    assert batch[0].grad is not None
-    assert batch[0].grad.tolist() == [0.0]
-    assert diagnostics.clip_fraction == 1.0
-
-
-def test_staleness_alone_never_clips() -> None:
-    """What decoupling is for: far from the behaviour policy, the trust region is still whole."""
-    batch = tokens(target=-1.0, proximal=-1.0, behaviour=-4.0, advantage=1.0)
-
-    loss, diagnostics = decoupled_ppo_loss(*batch, importance_weight_max=2.0)
-    torch.autograd.backward(loss)
-
-    assert batch[0].grad is not None
-    assert batch[0].grad.tolist() == [pytest.approx(-2.0)]
-    assert diagnostics.clip_fraction == 0.0
-    assert diagnostics.truncated_fraction == 1.0
-
-
-@pytest.mark.parametrize("masked", [-math.inf, math.nan, 1e30])
-def test_what_stands_under_the_mask_changes_neither_loss_nor_gradient(masked: float) -> None:
-    target, proximal, behaviour, advantages, mask = random_batch(3)
-    expected, _ = decoupled_ppo_loss(target, proximal, behaviour, advantages, mask)
-    dirty = [torch.where(mask, x, masked) for x in (target, proximal, behaviour)]
-    dirty[0].requires_grad_()
-
-    loss, diagnostics = decoupled_ppo_loss(dirty[0], dirty[1], dirty[2], advantages, mask)
-    torch.autograd.backward(loss)
-
-    assert loss.item() == expected.item()
-    assert dirty[0].grad is not None
-    assert (dirty[0].grad[~mask] == 0).all()
-    assert all(math.isfinite(value) for value in astuple(diagnostics))
-
-
-def test_a_batch_that_is_all_masked_has_no_loss_and_a_gradient_of_zeros() -> None:
-    target, proximal, behaviour, advantages, mask = random_batch(4)
+def test_the_gradient_of_cispo_is_the_clipped_weight_times_the_advantage() -> None:
+    target, _, behaviour, advantages, mask = random_batch(9)
     target.requires_grad_()
 
-    loss, diagnostics = decoupled_ppo_loss(
-        target, proximal, behaviour, advantages, torch.zeros_like(mask)
-    )
-    torch.autograd.backward(loss)
+    cispo_losses(target, behaviour, advantages, mask, weight_max=1.5).sum().backward()  # type: ignore[no-untyped-call]
 
-    assert loss.item() == 0.0
+    weight = (target.detach() - behaviour).exp().clamp(max=1.5)
     assert target.grad is not None
-    assert (target.grad == 0).all()
-    assert diagnostics == LossDiagnostics(1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    torch.testing.assert_close(target.grad, torch.where(mask, -weight * advantages, 0.0))
 
 
-@pytest.mark.parametrize("log_weight", [-50.0, 50.0])
-@pytest.mark.parametrize("log_ratio", [-50.0, 50.0])
-@pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_log_ratios_of_fifty_stay_finite(
-    log_weight: float, log_ratio: float, advantage: float
-) -> None:
-    batch = tokens(
-        target=log_weight + log_ratio, proximal=log_weight, behaviour=0.0, advantage=advantage
+@settings(deadline=None)
+@given(batch=ragged)
+def test_the_interpolated_proximal_policy_agrees_with_the_papers_formula(batch: Ragged) -> None:
+    behaviour = batch.like(0)
+    target = [q + x for q, x in zip(behaviour, batch.values, strict=True)]
+    versions = [np.arange(len(m)) % 4 for m in batch.masks]
+    expected = []
+    for p, q, v, m in zip(target, behaviour, versions, batch.masks, strict=True):
+        share = 1 / (6 - v)  # the weights being made are version 6
+        expected.append(np.where(m, share * q + (1 - share) * p, 0.0))
+
+    for layout in batch.layouts():
+        ours = interpolated_proximal_logprobs(
+            layout.lay(target),
+            layout.lay(behaviour),
+            layout.lay([x.astype(float) for x in versions]).nan_to_num(nan=-1).int(),
+            layout.mask,
+            trainer_version=5,
+        )
+
+        assert_laid_out(ours, expected, layout)
+
+
+def test_a_fresh_token_has_its_behaviour_policy_for_a_proximal_one() -> None:
+    target = torch.tensor([-1.0], requires_grad=True)
+    versions = torch.tensor([3])
+
+    proximal = interpolated_proximal_logprobs(
+        target, torch.tensor([-2.0]), versions, torch.ones(1), trainer_version=3
     )
 
-    loss, diagnostics = decoupled_ppo_loss(*batch)
+    assert proximal.tolist() == [-2.0]
+    assert not proximal.requires_grad
+
+
+LOSSES = [ppo_losses, gspo_losses, cispo_losses, aipo_losses]
+
+
+@pytest.mark.parametrize("losses", LOSSES)
+@pytest.mark.parametrize("log_ratio", [-500.0, -50.0, 50.0, 500.0])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_one_token_far_away_has_a_finite_loss_and_gradient(
+    losses: Callable[..., Tensor], log_ratio: float, advantage: float
+) -> None:
+    target = torch.tensor([[log_ratio]], requires_grad=True)
+
+    loss = losses(target, torch.zeros(1, 1), torch.tensor([[advantage]]), torch.ones(1, 1))
     torch.autograd.backward(loss)
 
     assert math.isfinite(loss.item())
-    assert batch[0].grad is not None
-    assert torch.isfinite(batch[0].grad).all()
-    assert all(math.isfinite(value) for value in astuple(diagnostics))
-    assert diagnostics.ess == pytest.approx(1.0)  # of one token, whatever its weight
+    assert target.grad is not None
+    assert math.isfinite(target.grad.item())
 
 
-def test_micro_batches_with_the_whole_batchs_count_add_up_to_its_loss() -> None:
-    batch = random_batch(5)
-    whole, _ = decoupled_ppo_loss(*batch)
-    count = int(batch[4].sum())
+@pytest.mark.parametrize("losses", LOSSES)
+def test_only_the_target_policy_gets_a_gradient(losses: Callable[..., Tensor]) -> None:
+    target, other, advantages = torch.zeros(3, 1, 2).requires_grad_().unbind()
 
-    halves = [
-        decoupled_ppo_loss(*(x[rows] for x in batch), tokens_in_batch=count)[0]
-        for rows in (slice(0, 1), slice(1, ROWS))
-    ]
+    loss = losses(target, other, advantages + 1, torch.ones(1, 2)).sum()
 
-    torch.testing.assert_close(halves[0] + halves[1], whole)
+    reached = torch.autograd.grad(loss, [target, other, advantages], allow_unused=True)
+    assert [gradient is not None for gradient in reached] == [True, False, False]
 
 
-def test_one_advantage_per_rollout_is_refused_rather_than_spread_along_the_tokens() -> None:
-    square = [torch.zeros(3, 3)] * 3
+@pytest.mark.parametrize("losses", LOSSES)
+def test_masked_rows_have_no_loss_and_no_gradient(losses: Callable[..., Tensor]) -> None:
+    target = torch.full((2, 3), math.nan, requires_grad=True)
+    garbage = torch.full((2, 3), math.nan)
 
+    loss = losses(target, garbage, garbage, torch.zeros(2, 3))
+    torch.autograd.backward(loss.sum())
+
+    assert loss.tolist() == torch.zeros(2, 3).tolist()
+    assert target.grad is not None
+    assert not target.grad.any()
+
+
+@pytest.mark.parametrize("losses", LOSSES)
+def test_every_loss_refuses_one_advantage_per_rollout(losses: Callable[..., Tensor]) -> None:
     with pytest.raises(ValueError, match=r"advantages\[:, None\]"):
-        decoupled_ppo_loss(square[0], square[1], square[2], torch.zeros(3), torch.ones(3, 3))
+        losses(*[torch.zeros(3, 3)] * 2, torch.zeros(3), torch.ones(3, 3))
 
 
-def test_tensors_of_other_shapes_are_refused_with_all_their_shapes() -> None:
-    with pytest.raises(ValueError, match=r"'behaviour_logprobs': \[3\]"):
-        decoupled_ppo_loss(
-            torch.zeros(2), torch.zeros(2), torch.zeros(3), torch.zeros(2), torch.ones(2)
-        )
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"clip": 0.0}, "clip"),
-        ({"clip": 1.0}, "clip"),
-        ({"importance_weight_max": 0.0}, "importance_weight_max"),
-        ({"tokens_in_batch": 0}, "tokens_in_batch"),
-    ],
-)
-def test_settings_that_can_not_work_are_refused_by_name(
-    settings: dict[str, float], named: str
+@pytest.mark.parametrize("losses", [ppo_losses, gspo_losses])
+@pytest.mark.parametrize("settings", [{"clip_low": 1.0}, {"clip_high": 0.0}])
+def test_clips_that_can_not_work_are_refused(
+    losses: Callable[..., Tensor], settings: dict[str, float]
 ) -> None:
-    with pytest.raises(ValueError, match=named):
-        decoupled_ppo_loss(*random_batch(0), **settings)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="clip_low"):
+        losses(*[torch.zeros(1, 1)] * 4, **settings)
+
+
+def test_weight_bounds_that_can_not_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="weight_min=2"):
+        cispo_losses(*[torch.zeros(1, 1)] * 4, weight_min=2, weight_max=1)
+    with pytest.raises(ValueError, match="weight_max=0"):
+        aipo_losses(*[torch.zeros(1, 1)] * 4, weight_max=0)

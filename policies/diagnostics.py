@@ -1,0 +1,241 @@
+"""How far off-policy was a batch, by staleness and by engine, and was it fair to long rollouts?
+
+Numbers to log; no gradient passes through any. They know nothing of losses or schedulers.
+
+Symbols: ``w`` the ratio of a token's probabilities under the policy that trains, and the one that
+sampled; ``log_ratio`` its log. Shapes as in :mod:`tidegate.policies.aggregation`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tidegate.policies.aggregation import Sequences, over_tokens
+
+LAG_BUCKETS = (0, 1, 2, 3, 4, 5, 9, 17)
+"""The smallest lag of each bucket, in versions; the last has no end. One each where most tokens
+are, then in doublings, so that a run's metrics keep their names however stale it gets."""
+
+LENGTH_QUANTILES = 10
+"""Deciles: fine enough to show a cut tail, coarse enough for a batch of 100 rollouts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """How far the policy that trains is from the one that sampled, over some tokens.
+
+    Where there are no tokens it counts as on-policy.
+    """
+
+    tokens: int
+    ess: float
+    """Effective sample size, ``(sum w)^2 / (N sum w^2)`` in (0, 1], unclamped: of ``w`` itself."""
+    ess_clamped: float
+    """The same of the weights that were used, truncated or 0 where masked; 0 if all are."""
+    k1: float
+    """``mean(-log w)``, an unbiased estimate of KL(sampled || trained); can be negative."""
+    k2: float
+    """``mean((log w)^2 / 2)``, never negative, of little variance, biased."""
+    k3: float
+    """``mean(w - 1 - log w)``, unbiased and never negative."""
+    chi2_token: float
+    """``mean(w^2) - 1``; infinite where float64 can't hold it."""
+    chi2_seq: float
+    """``mean_i((prod_{t in i} w)^2) - 1`` over sequences; likewise."""
+    ppl_ratio: float
+    """``exp(mean_i(mean_{t in i}(-log w)))``: perplexity trained over perplexity sampled."""
+    masked_share_token: float
+    """Share of tokens whose weight was 0."""
+    masked_share_seq: float
+    """Share of sequences all of whose tokens had weight 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LagBucket:
+    """The mismatch of those tokens that are ``lag_min`` to ``lag_max`` versions old."""
+
+    lag_min: int
+    lag_max: int | None
+    """Inclusive; None for the last bucket, which has no end."""
+    mismatch: Mismatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthBias:
+    """Whether what was trained on is as long as what was generated."""
+
+    mean_generated_tokens: float
+    mean_trained_tokens: float
+    ratio: float
+    """Trained over generated; 1 is unbiased, below it short rollouts were favoured."""
+    survival: tuple[float, ...]
+    """Share that was trained, by quantile of length, the shortest first. Unbiased: all equal."""
+
+
+@torch.no_grad()
+def measure_mismatch(
+    log_ratio: Tensor,
+    mask: Tensor,
+    *,
+    row_ids: Tensor | None = None,
+    weight: Tensor | None = None,
+) -> Mismatch:
+    """Compare two policies on the tokens of ``mask``. The definitions are in :class:`Mismatch`.
+
+    ``weight`` is what the loss was multiplied with, from :mod:`tidegate.policies.corrections`; left
+    out, it is ``w``.
+
+    Source: k1, k2, k3: Schulman 2020, "Approximating KL Divergence"; the others as in verl's
+    rollout correction; ess, unclamped: PipelineRL, arXiv 2509.19128.
+    """
+    sequences = Sequences(mask, row_ids)
+    by_token = over_tokens(log_ratio, mask).double()
+    x = by_token[sequences.mask]  # double, for k3 is a small difference of large numbers
+    if not len(x):
+        return _ON_POLICY
+    used = x.exp() if weight is None else weight[sequences.mask].double()
+    is_used = torch.where(sequences.mask, True if weight is None else weight != 0, False)
+    some = ~sequences.is_empty
+    return Mismatch(
+        tokens=len(x),
+        ess=effective_sample_size(x),
+        ess_clamped=effective_sample_size(x if weight is None else used.log()),
+        k1=float(-x.mean()),
+        k2=float(x.square().mean() / 2),
+        k3=float((x.expm1() - x).mean()),
+        chi2_token=_chi2(x),
+        chi2_seq=_chi2(sequences.sum(by_token)[some]),
+        ppl_ratio=float((-sequences.mean(by_token)[some]).mean().exp()),
+        masked_share_token=float((used == 0).double().mean()),
+        masked_share_seq=float((sequences.sum(is_used.double())[some] == 0).double().mean()),
+    )
+
+
+def measure_mismatch_by_lag(
+    log_ratio: Tensor,
+    mask: Tensor,
+    weight_versions: Tensor,
+    *,
+    trainer_version: int,
+    row_ids: Tensor | None = None,
+    weight: Tensor | None = None,
+) -> tuple[LagBucket, ...]:
+    """Split :func:`measure_mismatch` by lag, ``trainer_version - weight_versions``, per token.
+
+    Lag 0 was sampled by the very weights that train: what differs there is the engine's numerics,
+    or a fault, and no staleness. Buckets without tokens are left out. A sequence is, in each
+    bucket, its tokens there. ``weight_versions`` has the shape of the mask.
+
+    Raises:
+        ValueError: as for :func:`token_lags`.
+    """
+    lags = token_lags(weight_versions, mask, trainer_version=trainer_version)
+    buckets = []
+    for lag_min, end in zip(LAG_BUCKETS, (*LAG_BUCKETS[1:], None), strict=True):
+        inside = mask.bool() & (lags >= lag_min)
+        if end is not None:
+            inside &= lags < end
+        mismatch = measure_mismatch(log_ratio, inside, row_ids=row_ids, weight=weight)
+        lag_max = None if end is None else end - 1
+        buckets.append(LagBucket(lag_min=lag_min, lag_max=lag_max, mismatch=mismatch))
+    return tuple(bucket for bucket in buckets if bucket.mismatch.tokens)
+
+
+def token_lags(weight_versions: Tensor, mask: Tensor, *, trainer_version: int) -> Tensor:
+    """``trainer_version - weight_versions``, in versions; 0 off the mask. Any shape.
+
+    Raises:
+        ValueError: a token has no version, or one that the trainer has not reached.
+    """
+    versions = torch.where(mask.bool(), weight_versions, trainer_version)
+    wrong = versions[(versions < 0) | (versions > trainer_version)]
+    if len(wrong):
+        raise ValueError(
+            f"sampled tokens must have a version from 0 to the trainer's, {trainer_version}; got "
+            f"{int(wrong[0])}. -1 marks tokens that were not sampled: is the mask shifted against "
+            f"the versions?"
+        )
+    return trainer_version - versions
+
+
+@torch.no_grad()
+def measure_length_bias(generated_tokens: Tensor, is_trained: Tensor) -> LengthBias:
+    """Ask whether dropping, cancelling or filtering has favoured short rollouts. [R], [R] bool
+
+    One entry per rollout that finished or was given up, with the length it had, or would have had
+    where that is known. Rollouts of one length survive alike: each counts with their mean, so that
+    a cap on length, which makes many equal, doesn't read as a bias.
+
+    Raises:
+        ValueError: the two differ in shape.
+    """
+    if generated_tokens.ndim != 1 or generated_tokens.shape != is_trained.shape:
+        raise ValueError(
+            f"generated_tokens and is_trained hold one entry per rollout and must both be [R], "
+            f"got {list(generated_tokens.shape)} and {list(is_trained.shape)}"
+        )
+    if not len(generated_tokens):
+        survival = (1.0,) * LENGTH_QUANTILES
+        return LengthBias(
+            mean_generated_tokens=0.0, mean_trained_tokens=0.0, ratio=1.0, survival=survival
+        )
+    lengths, trained = generated_tokens.double(), is_trained.double()
+    mean_generated = float(lengths.mean())
+    mean_trained = float((lengths * trained).sum() / trained.sum().clamp(min=1))
+    return LengthBias(
+        mean_generated_tokens=mean_generated,
+        mean_trained_tokens=mean_trained,
+        ratio=mean_trained / mean_generated if mean_generated else 1.0,
+        survival=_survival(lengths, trained),
+    )
+
+
+def _survival(lengths: Tensor, trained: Tensor) -> tuple[float, ...]:
+    """The mean of ``trained`` in each quantile; a rollout on a border belongs to both in part."""
+    _, kind, counts = torch.unique(lengths, return_inverse=True, return_counts=True)
+    rate = lengths.new_zeros(len(counts)).index_add(0, kind, trained) / counts
+    sorted_rate = rate.repeat_interleave(counts)  # unique sorts: the shortest first
+    reached = torch.cat([lengths.new_zeros(1), sorted_rate.cumsum(0)])  # after 0, 1, … rollouts
+    borders = torch.arange(LENGTH_QUANTILES + 1, device=lengths.device).double()
+    borders = borders * len(lengths) / LENGTH_QUANTILES
+    whole = borders.long().clamp(max=len(lengths) - 1)
+    at_border = reached[whole] + (borders - whole) * sorted_rate[whole]
+    shares = at_border.diff() * LENGTH_QUANTILES / len(lengths)
+    return tuple(shares.tolist())
+
+
+def effective_sample_size(log_weights: Tensor) -> float:
+    """``(sum w)^2 / (N sum w^2)``, scaled so that no weight overflows. [N] -> (0, 1]
+
+    1 where there are none; 0 where all weights are 0.
+    """
+    if not len(log_weights):
+        return 1.0
+    peak = log_weights.max()
+    if peak == -math.inf:
+        return 0.0
+    weights = (log_weights.double() - peak).exp()
+    return float(weights.sum().square() / weights.square().sum()) / len(weights)
+
+
+def _chi2(log_weights: Tensor) -> float:
+    """``mean(w^2) - 1``, through logs, which lose nothing near w = 1. [N]"""
+    log_mean = torch.logsumexp(2 * log_weights, 0) - math.log(len(log_weights))
+    return float(log_mean.expm1())
+
+
+_ON_POLICY = Mismatch(
+    tokens=0,
+    ess=1.0,
+    ess_clamped=1.0,
+    k1=0.0,
+    k2=0.0,
+    k3=0.0,
+    chi2_token=0.0,
+    chi2_seq=0.0,
+    ppl_ratio=1.0,
+    masked_share_token=0.0,
+    masked_share_seq=0.0,
+)

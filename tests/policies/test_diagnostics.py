@@ -1,0 +1,232 @@
+"""Do the diagnostics measure what their names say, and keep staleness and engine faults apart?"""
+
+import math
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.policies.ragged import Array, Ragged, ragged, ragged_with_tokens
+from tidegate.policies.corrections import mis_token, tis_token
+from tidegate.policies.diagnostics import (
+    LENGTH_QUANTILES,
+    LengthBias,
+    effective_sample_size,
+    measure_length_bias,
+    measure_mismatch,
+    measure_mismatch_by_lag,
+    token_lags,
+)
+
+
+def ess(w: Array) -> float:
+    return float(w.sum() ** 2 / (len(w) * (w**2).sum())) if w.any() else 0.0
+
+
+def mismatch_in_numpy(rows: list[Array], used: list[Array]) -> dict[str, float]:
+    """From each row's log-ratios and the weights they were given, tokens only."""
+    rows, used = [x for x in rows if len(x)], [u for u in used if len(u)]
+    x, weights = np.concatenate(rows), np.concatenate(used)
+    w = np.exp(x)
+    return {
+        "tokens": len(x),
+        "ess": ess(w),
+        "ess_clamped": ess(weights),
+        "k1": np.mean(-x),
+        "k2": np.mean(x**2 / 2),
+        "k3": np.mean(np.expm1(x) - x),
+        "chi2_token": np.mean(np.expm1(2 * x)),
+        "chi2_seq": np.mean([np.expm1(2 * r.sum()) for r in rows]),
+        "ppl_ratio": np.exp(np.mean([-r.mean() for r in rows])),
+        "masked_share_token": np.mean(weights == 0),
+        "masked_share_seq": np.mean([(u == 0).all() for u in used]),
+    }
+
+
+def close(expected: dict[str, float]) -> object:
+    """Absolute too: k3 and chi2 are differences of numbers near 1."""
+    return pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@settings(deadline=None)
+@given(batch=ragged_with_tokens)
+def test_the_mismatch_agrees_with_numpy(batch: Ragged) -> None:
+    kept = [np.where((np.exp(x) >= 0.5) & (np.exp(x) <= 2), np.exp(x), 0) for x in batch.tokens]
+    plain = mismatch_in_numpy(batch.tokens, [np.exp(x) for x in batch.tokens])
+    masked = mismatch_in_numpy(batch.tokens, kept)
+
+    for layout in batch.layouts():
+        log_ratio, mask, row_ids = layout.lay(batch.values), layout.mask, layout.row_ids
+        weight = mis_token(log_ratio, mask)
+
+        assert asdict(measure_mismatch(log_ratio, mask, row_ids=row_ids)) == close(plain)
+        with_weight = measure_mismatch(log_ratio, mask, row_ids=row_ids, weight=weight)
+        assert asdict(with_weight) == close(masked)
+
+
+@settings(deadline=None)
+@given(batch=ragged)
+def test_each_lag_bucket_is_the_mismatch_of_its_tokens_alone(batch: Ragged) -> None:
+    trainer_version = 30
+    rng = np.random.default_rng(0)
+    lags = [rng.choice([0, 1, 4, 5, 8, 30], size=len(m)) for m in batch.masks]
+    borders = [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 8), (9, 16), (17, None)]
+    expected = []
+    for low, high in borders:
+        inside = [
+            (g >= low) & (g <= (high or 30 if low else 0)) & m
+            for g, m in zip(lags, batch.masks, strict=True)
+        ]
+        rows = [x[i] for x, i in zip(batch.values, inside, strict=True)]
+        if any(i.any() for i in inside):
+            expected.append((low, high, mismatch_in_numpy(rows, [np.exp(x) for x in rows])))
+
+    for layout in batch.layouts():
+        versions = layout.lay([30.0 - g for g in lags]).nan_to_num(nan=-1).int()
+        buckets = measure_mismatch_by_lag(
+            layout.lay(batch.values),
+            layout.mask,
+            versions,
+            trainer_version=trainer_version,
+            row_ids=layout.row_ids,
+        )
+
+        assert [(b.lag_min, b.lag_max) for b in buckets] == [
+            (low, high) for low, high, _ in expected
+        ]
+        for bucket, (_, _, values) in zip(buckets, expected, strict=True):
+            assert asdict(bucket.mismatch) == close(values)
+
+
+def test_a_fault_of_the_engine_shows_at_lag_zero_and_staleness_does_not() -> None:
+    versions = torch.tensor([[7, 7, 5, 5]])
+    mask = torch.ones(1, 4)
+    stale = torch.tensor([[0.0, 0.0, 0.5, -0.4]])
+    faulty = torch.tensor([[0.5, -0.4, 0.5, -0.4]])
+
+    of_stale, of_faulty = (
+        measure_mismatch_by_lag(x, mask, versions, trainer_version=7) for x in (stale, faulty)
+    )
+
+    assert of_stale[0].mismatch.k3 == 0 < of_stale[1].mismatch.k3
+    assert of_faulty[0].mismatch.k3 == of_faulty[1].mismatch.k3 > 0
+
+
+def test_on_policy_everything_is_at_rest() -> None:
+    mismatch = measure_mismatch(torch.zeros(2, 3), torch.ones(2, 3))
+
+    assert asdict(mismatch) == {
+        **dict.fromkeys(asdict(mismatch), 0.0),
+        "tokens": 6,
+        "ess": 1.0,
+        "ess_clamped": 1.0,
+        "ppl_ratio": 1.0,
+    }
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 0), (0, 0)])
+def test_no_tokens_count_as_on_policy(shape: tuple[int, int]) -> None:
+    nothing, mask = torch.full(shape, math.nan), torch.zeros(shape)
+
+    mismatch = measure_mismatch(nothing, mask, weight=torch.zeros(shape))
+
+    assert (mismatch.tokens, mismatch.ess, mismatch.ppl_ratio, mismatch.k3) == (0, 1.0, 1.0, 0.0)
+    assert measure_mismatch_by_lag(nothing, mask, nothing, trainer_version=0) == ()
+
+
+@pytest.mark.parametrize("log_ratio", [-50.0, 50.0])
+def test_one_token_far_away_has_finite_diagnostics(log_ratio: float) -> None:
+    x, mask = torch.tensor([[log_ratio]]), torch.ones(1, 1)
+
+    mismatch = measure_mismatch(x, mask, weight=tis_token(x, mask))
+
+    assert mismatch.ess == mismatch.ess_clamped == 1.0
+    assert all(math.isfinite(value) for value in asdict(mismatch).values())
+
+
+def test_a_chi_square_too_large_for_a_float_is_infinite_rather_than_an_error() -> None:
+    mismatch = measure_mismatch(torch.full((1, 100), 50.0), torch.ones(1, 100))
+
+    assert mismatch.chi2_seq == math.inf
+    assert mismatch.chi2_token == pytest.approx(math.exp(100))
+
+
+def test_clamping_raises_the_effective_sample_size() -> None:
+    x, mask = torch.tensor([[3.0, 0.0, 0.0]]), torch.ones(1, 3)
+
+    mismatch = measure_mismatch(x, mask, weight=tis_token(x, mask))
+
+    assert mismatch.ess < mismatch.ess_clamped < 1
+
+
+def test_the_effective_sample_size_of_weights_that_overflow_is_still_their_share() -> None:
+    assert effective_sample_size(torch.tensor([1000.0, 1000.0, 0.0, -1000.0])) == 0.5
+
+
+def test_a_token_without_a_version_is_refused() -> None:
+    with pytest.raises(ValueError, match="got -1"):
+        token_lags(torch.tensor([3, -1]), torch.ones(2), trainer_version=3)
+
+
+def test_a_token_from_the_future_is_refused() -> None:
+    with pytest.raises(ValueError, match="to the trainer's, 3; got 4"):
+        token_lags(torch.tensor([3, 4]), torch.ones(2), trainer_version=3)
+
+
+def survival_by_copies(lengths: list[int], trained: list[bool]) -> list[float]:
+    """Each rollout becomes as many copies as there are quantiles, so that borders fall between."""
+    rate = {
+        n: np.mean([t for m, t in zip(lengths, trained, strict=True) if m == n]) for n in lengths
+    }
+    copies = np.repeat([rate[n] for n in sorted(lengths)], LENGTH_QUANTILES)
+    return [float(x.mean()) for x in copies.reshape(LENGTH_QUANTILES, -1)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max_size=40))
+def test_length_bias_agrees_with_numpy(rollouts: list[tuple[int, bool]]) -> None:
+    lengths, trained = [n for n, _ in rollouts], [t for _, t in rollouts]
+    kept = [n for n, t in rollouts if t]
+    mean_trained = np.mean(kept) if kept else 0.0
+
+    bias = measure_length_bias(torch.tensor(lengths), torch.tensor(trained))
+
+    assert bias.mean_generated_tokens == pytest.approx(np.mean(lengths))
+    assert bias.mean_trained_tokens == pytest.approx(mean_trained)
+    assert bias.ratio == pytest.approx(mean_trained / np.mean(lengths))
+    assert bias.survival == pytest.approx(survival_by_copies(lengths, trained), abs=1e-9)
+
+
+def test_cancelling_the_longest_shows_in_the_ratio_and_the_last_quantiles() -> None:
+    lengths = torch.arange(1, 101)
+
+    bias = measure_length_bias(lengths, lengths <= 80)
+
+    assert bias.ratio == pytest.approx(40.5 / 50.5)
+    assert bias.survival == pytest.approx((1.0,) * 8 + (0.0,) * 2)
+
+
+def test_dropping_at_random_among_equal_lengths_is_no_bias() -> None:
+    is_trained = torch.tensor([True] * 20 + [False] * 20)
+
+    bias = measure_length_bias(torch.full((40,), 512), is_trained)
+
+    assert bias.ratio == 1.0
+    assert bias.survival == pytest.approx((0.5,) * LENGTH_QUANTILES)
+
+
+def test_no_rollouts_are_unbiased() -> None:
+    assert measure_length_bias(torch.zeros(0), torch.zeros(0, dtype=torch.bool)) == LengthBias(
+        mean_generated_tokens=0.0,
+        mean_trained_tokens=0.0,
+        ratio=1.0,
+        survival=(1.0,) * LENGTH_QUANTILES,
+    )
+
+
+def test_lengths_without_an_outcome_each_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"got \[3\] and \[2\]"):
+        measure_length_bias(torch.zeros(3), torch.zeros(2))
