@@ -69,7 +69,12 @@ class RunClient:
 
     def statistics(self) -> RunStatistics:
         """The run as of now; after it has ended, as of its end."""
-        return self._final or self._submit(self._snapshot).result()
+        if self._final is not None:
+            return self._final
+        scheduler = self._running.scheduler
+        if self._running.is_own_thread and scheduler is not None:
+            return self._statistics_of(scheduler)
+        return self._submit(self._snapshot).result()
 
     def note(self, **facts: object) -> None:
         """Add facts to the run's record, e.g. ``reward_before=…``."""
@@ -91,6 +96,8 @@ class RunClient:
         return self._running.submit(work)
 
     def _start(self) -> "concurrent.futures.Future[None]":
+        if self._run is not None:
+            raise RuntimeError("a run is used once; call serve() again for another")
         self._run = Run(self.settings)
         self._keeper = Timekeeper(self._run.recorder)
         self._exit_on_sigterm()
@@ -130,6 +137,9 @@ class RunClient:
         self._keeper.mark(ended, self._version, engines)
 
     def _published(self, version: int, state_dict: "Mapping[str, torch.Tensor]") -> int:
+        scheduler = self._running.scheduler
+        if scheduler is None or scheduler.core.trainer_version < version:
+            return version  # it failed before any engine swapped
         self._version = version
         self._mark("publish")
         if self._running.recorder is not None:
@@ -188,6 +198,9 @@ def _batch_metrics(batch: "Batch") -> dict[str, float]:
     """The line of metrics.jsonl."""
     staleness = batch.staleness.float()
     oldest = batch.trainer_version - batch.staleness
+    has_tokens = batch.token_ids.numel() > 0
+    newest = batch.weight_versions.amax(1) if has_tokens else oldest
+    mixed = (newest > oldest).float().mean().item()
     return {
         "version": batch.trainer_version,
         "reward": batch.rewards.mean().item(),
@@ -195,5 +208,5 @@ def _batch_metrics(batch: "Batch") -> dict[str, float]:
         "sampled_tokens": batch.sampled_tokens,
         "staleness_mean": staleness.mean().item(),
         "staleness_max": staleness.max().item(),
-        "mixed_version_share": (batch.weight_versions.amax(1) > oldest).float().mean().item(),
+        "mixed_version_share": mixed,
     }

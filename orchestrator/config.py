@@ -93,6 +93,11 @@ def run_settings(**values: object) -> RunSettings:
         ]
         raise ConfigError("; ".join(problems)) from None
     settings.policy()
+    if settings.engines == 0 and settings.address is None:
+        raise ConfigError(
+            "engines=0 starts none, and without an address no other can connect; give an address, "
+            "such as 'ipc:///tmp/run' or 'tcp://127.0.0.1:5555'"
+        )
     if settings.heartbeat_interval_s * 2 > settings.engine_timeout_s:
         raise ConfigError(
             f"engine_timeout_s={settings.engine_timeout_s} must be at least twice "

@@ -114,6 +114,8 @@ class Core:
                 return self._on_step(event)
             case ev.TurnAsked():
                 return self._on_turn_asked(event)
+            case ev.TurnGivenUp(rollout_id=rollout_id):
+                return self._on_turn_given_up(rollout_id)
             case ev.EpisodeReturned():
                 return self._on_episode_returned(event) + self._hand_over()
             case ev.EpisodeFailed():
@@ -131,6 +133,9 @@ class Core:
             case ev.BatchAsked():
                 self._batches_asked += 1
                 return self._hand_over()
+            case ev.BatchNotWanted():
+                self._batches_asked -= 1
+                return []
             case ev.VersionPublished(version=version):
                 return self._on_published(version)
             case ev.EngineSwapped(engine=engine, version=version):
@@ -176,6 +181,15 @@ class Core:
         rollout.turns.append(turn)
         priority = EVALUATION_PRIORITY if group.is_evaluation else group.group_id
         return self.turns.submit(turn, priority)
+
+    def _on_turn_given_up(self, rollout_id: int) -> list[ev.Command]:
+        if rollout_id not in self._rollouts:
+            return []
+        rollout, _ = self._rollouts[rollout_id]
+        commands = self.turns.cancel(rollout)
+        if rollout.turns[-1].finish_reason is None:
+            rollout.turns[-1].finish_reason = "cancelled"
+        return commands
 
     def _on_step(self, event: ev.StepArrived) -> list[ev.Command]:
         outcome = self.turns.step(event)

@@ -12,7 +12,9 @@ The context only grows: prompts and observations by :meth:`Episode.append`, what
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from tidegate.errors import ConfigError
+import msgspec
+
+from tidegate.errors import ConfigError, RunClosed, TurnRefused
 from tidegate.orchestrator.model_files import ModelFiles
 from tidegate.orchestrator.rollout import Rollout, Turn, VersionSpan
 from tidegate.transport.messages import SamplingParams
@@ -57,6 +59,7 @@ class Episode:
         self._ask = ask
         self._defaults = defaults
         self._is_generating = False
+        self._is_over = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -70,6 +73,7 @@ class Episode:
 
     def append(self, content: str | Sequence[int]) -> None:
         """Add given text or tokens (a prompt, an observation) to the context; never trained on."""
+        self._refuse_if_over()
         if self._is_generating:
             raise RuntimeError("the context can't be appended to while a turn is generated")
         if isinstance(content, str):
@@ -91,6 +95,7 @@ class Episode:
             TurnRefused: no engine could ever serve this, e.g. the context is too long.
             RuntimeError: a turn of this episode is being generated, or the context is empty.
         """
+        self._refuse_if_over()
         if self._is_generating:
             raise RuntimeError("an episode takes one turn at a time; await the first generate()")
         if not self._rollout.token_ids:
@@ -104,12 +109,21 @@ class Episode:
             stop_token_ids=list(stop),
             seed=_seed(self._defaults.seed, self._rollout),
         )
+        sampling = _checked(sampling)
         self._is_generating = True
         try:
             turn = await self._ask(self._rollout, sampling)
         finally:
             self._is_generating = False
         return self._result(turn)
+
+    def end(self) -> None:
+        """The episode has returned: what it left running in the background changes nothing."""
+        self._is_over = True
+
+    def _refuse_if_over(self) -> None:
+        if self._is_over:
+            raise RunClosed("the episode has returned; its context is settled")
 
     def _result(self, turn: Turn) -> GeneratedTurn:
         token_ids = turn.token_ids.tolist()
@@ -120,6 +134,14 @@ class Episode:
             finish_reason=turn.finish_reason or "length",
             spans=turn.spans(),
         )
+
+
+def _checked(sampling: SamplingParams) -> SamplingParams:
+    """What an engine could not even read is refused here, by name."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(sampling), SamplingParams)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        raise TurnRefused(f"generate() was given what no engine can read: {error}") from None
 
 
 def _seed(run_seed: int, rollout: Rollout) -> int:

@@ -44,6 +44,13 @@ class TurnAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnGivenUp:
+    """The episode doesn't wait for its turn any more; what was sampled so far stays."""
+
+    rollout_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeReturned:
     """An episode ended with a reward."""
 
@@ -120,6 +127,11 @@ class BatchAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchNotWanted:
+    """The trainer has given up waiting for a batch."""
+
+
+@dataclass(frozen=True, slots=True)
 class VersionPublished:
     """The trainer made new weights from every batch it has had so far."""
 
@@ -137,6 +149,7 @@ Event = (
     | TasksExhausted
     | EvaluationAsked
     | TurnAsked
+    | TurnGivenUp
     | EpisodeReturned
     | EpisodeFailed
     | EngineJoined
@@ -145,6 +158,7 @@ Event = (
     | TurnRejected
     | EngineSwapped
     | BatchAsked
+    | BatchNotWanted
     | VersionPublished
     | RunEnded
 )

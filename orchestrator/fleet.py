@@ -82,6 +82,8 @@ class Fleet:
         """Name -> why it could not join."""
         self.departed: dict[str, str] = {}
         """Name -> why it left."""
+        self._given_up: dict[str, Engine] = {}
+        """Those that left, by name: one that was only silent comes back in mid-stream."""
 
     # ------------------------------------------------------------ outgoing
 
@@ -102,8 +104,10 @@ class Fleet:
 
     def lose(self, name: str, why: str) -> list[Event]:
         """Strike an engine from the fleet."""
-        if self.engines.pop(name, None) is None:
+        engine = self.engines.pop(name, None)
+        if engine is None:
             return []
+        self._given_up[name] = engine
         self.departed[name] = why
         return [EngineLeft(name)]
 
@@ -127,6 +131,9 @@ class Fleet:
         name = peer.decode(errors="replace")
         engine = self.engines.get(name)
         if engine is None:
+            if name in self.departed:  # it was given up; its turns went elsewhere: it must end
+                self._send(peer, Refused(message=f"given up: {self.departed[name]}"))
+                return
             raise BadFrame(f"{name!r} sent a message before its hello was accepted")
         engine.heard_s = now_s
         match message:
@@ -161,11 +168,14 @@ class Fleet:
             self._send(peer, Refused(message=why))
             return
         known = self.engines.get(hello.engine)
-        if known is None or known.hello.epoch != hello.epoch:
+        if known is not None and known.hello.epoch != hello.epoch:
             heard += self.lose(hello.engine, "came back as a new process")
+        before = known or self._given_up.get(hello.engine)
+        if before is not None and before.hello.epoch == hello.epoch:
+            window = before.window  # it has reconnected: its stream goes on where it was
+        else:
             window = ReceiveWindow(self._times.credit_steps)
-        else:  # it has reconnected: what was sent to it meanwhile may be lost, its steps are not
-            window = known.window
+        self._given_up.pop(hello.engine, None)
         self.engines[hello.engine] = Engine(hello, window, now_s, hello.weight_version)
         self.departed.pop(hello.engine, None)
         welcome = Welcome(

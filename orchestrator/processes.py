@@ -78,6 +78,10 @@ class EngineProcess:
             return lines[-1].removeprefix("error: ")
         return "\n  ".join([f"{how}; end of {self.log}:", *lines]) if lines else how
 
+    def kill(self) -> None:
+        """End it now. Harmless if it has ended."""
+        self._process.kill()
+
     def stop(self) -> None:
         """Ask it to end; :meth:`join` waits for it."""
         if self.is_running:
@@ -132,7 +136,11 @@ class LocalEngines:
     def _start(self, name: str) -> None:
         self._pending.pop(name, None)
         command = engine_command(self._settings, name, self._address)
-        process = EngineProcess(name, command, self._logs / f"{name}.log")
+        try:
+            process = EngineProcess(name, command, self._logs / f"{name}.log")
+        except OSError as error:  # no processes, memory or files left
+            self._on_exit(name, f"could not be started: {error}")
+            return
         process.watch(self._loop, self._ended)
         self._processes[name] = process
 
@@ -145,6 +153,16 @@ class LocalEngines:
             self._restarts[name] += 1
             self._pending[name] = self._loop.call_later(delay_s, self._start, name)
         self._on_exit(name, why)
+
+    def kill(self, name: str) -> None:
+        """Kill an engine that doesn't answer, stopped ones too; it is started again as any."""
+        if name in self._processes:
+            self._processes[name].kill()
+
+    def kill_all(self) -> None:
+        """The last resort, from any thread."""
+        for process in list(self._processes.values()):
+            process.kill()
 
     def stop(self) -> None:
         """End all of them and wait for it; those that don't end when told to are killed."""

@@ -172,8 +172,9 @@ class Rollout:
 
     def extend(self, token_ids: "array[int] | list[int]") -> None:
         """Append given tokens (a prompt, an observation) to the context."""
-        self.token_ids.extend(token_ids)
-        self.logprobs.extend([0.0] * len(token_ids))
+        given = array("i", token_ids)  # refuses what is no token id before anything has changed
+        self.token_ids.extend(given)
+        self.logprobs.extend([0.0] * len(given))
 
     @property
     def sampled_tokens(self) -> int:

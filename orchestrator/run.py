@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import uvloop
 
@@ -27,6 +27,9 @@ from tidegate.transport.sockets import RouterSocket
 from tidegate.transport.weight_channels import WeightSender, sender
 
 Result = TypeVar("Result")
+
+EPISODES_END_TIMEOUT_S = 15.0
+"""An episode that was cancelled has so long to clean up; then the run ends without it."""
 
 log = logging.getLogger("tidegate")
 
@@ -43,7 +46,11 @@ class Run:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[None] | None = None
         self._scheduler: Scheduler | None = None
+        self._engines: LocalEngines | None = None
         self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._is_ending = False
+        self._asked: set[concurrent.futures.Future[Any]] = set()
         self._is_up = threading.Event()
         """The thread can be told to stop, or has ended."""
         self._thread = threading.Thread(target=self._run, name="tidegate", daemon=True)
@@ -65,7 +72,11 @@ class Run:
         if loop is not None and main is not None:
             with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
                 loop.call_soon_threadsafe(main.cancel)
-        self._thread.join()
+        self._thread.join(EPISODES_END_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.error("episodes go on although they were cancelled; their thread is left to itself")
+            if self._engines is not None:
+                self._engines.kill_all()
 
     def submit(
         self, work: Callable[[Scheduler], Awaitable[Result]]
@@ -75,19 +86,29 @@ class Run:
         Raises:
             RunClosed: the run has ended; or, if it failed, what it failed of.
         """
+        if self.is_own_thread:
+            raise RuntimeError("a run can't be asked from its own episodes: they would wait for it")
         loop, scheduler = self._loop, self._scheduler
         if loop is None or scheduler is None:
             raise self.failure()
 
         async def run() -> Result:
+            if self._is_ending:
+                raise self.failure()
             return await work(scheduler)
 
-        coroutine = run()
-        try:
-            return asyncio.run_coroutine_threadsafe(coroutine, loop)
-        except RuntimeError:
-            coroutine.close()
-            raise self.failure() from None
+        with self._lock:
+            if self._is_ending:
+                raise self.failure()
+            future = asyncio.run_coroutine_threadsafe(run(), loop)
+            self._asked.add(future)
+        future.add_done_callback(self._asked.discard)
+        return future
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller is the run itself: an episode, or a task iterator."""
+        return threading.current_thread() is self._thread
 
     @property
     def scheduler(self) -> Scheduler | None:
@@ -110,6 +131,9 @@ class Run:
         finally:
             self._loop = None
             self._is_up.set()
+            for future in list(self._asked):
+                if not future.done():
+                    future.set_exception(self.failure())
             self.channel.close()
             if not self.ready.done():
                 self.ready.set_exception(self.failure())
@@ -140,6 +164,8 @@ class Run:
                 scheduler.fail(EngineLost(f"the last engine is gone; {name!r}: {why}"))
 
         engines = LocalEngines(self.settings, router.address, logs, on_exit=on_exit)
+        self._engines = engines
+        scheduler.on_engine_silent = engines.kill
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(scheduler.run(), name="scheduler")
@@ -148,7 +174,8 @@ class Run:
                 engines.may_restart = True
                 self.ready.set_result(None)
         except BaseException as error:
-            self._failure = _cause(error)
+            with self._lock:
+                self._failure, self._is_ending = _cause(error), True
             scheduler.fail_waiters(self.failure())
             raise
         finally:

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.client import Evaluation, RunClient
 from tidegate.orchestrator.config import run_settings
+from tidegate.orchestrator.episodes import EpisodeFunction
 from tidegate.orchestrator.rollout import Rollout
 from tidegate.orchestrator.run import Run
-from tidegate.orchestrator.scheduler import EpisodeFunction, Scheduler
+from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.tasks import Tasks
 from tidegate.transport.messages import UpdateWeights
 
@@ -82,10 +83,17 @@ class Rollouts(RunClient):
             EngineLagging: an engine did not take them in time.
         """
         self._mark("train")
-        await self._do(_wait_until_writable)
-        version, chunks = await asyncio.to_thread(_write, self._running, self._version, state_dict)
-        await self._do(_publish(version, chunks))
-        return self._published(version, state_dict)
+        version = await self._do(_reserve_version)
+        try:
+            chunks = await asyncio.to_thread(_write, self._running, version, state_dict)
+        except BaseException:
+            await self._do(_release_version)
+            raise
+        try:
+            await self._do(_publish(version, chunks))
+        finally:
+            self._published(version, state_dict)
+        return version
 
     async def evaluate(self, tasks: Sequence[Any], *, episode: EpisodeFunction) -> Evaluation:
         """One episode per task with the engines' present weights; never trained on.
@@ -139,10 +147,17 @@ class SyncRollouts(RunClient):
     def publish(self, state_dict: "Mapping[str, torch.Tensor]") -> int:
         """As :meth:`Rollouts.publish`."""
         self._mark("train")
-        self._do(_wait_until_writable)
-        version, chunks = _write(self._running, self._version, state_dict)
-        self._do(_publish(version, chunks))
-        return self._published(version, state_dict)
+        version = self._do(_reserve_version)
+        try:
+            chunks = _write(self._running, version, state_dict)
+        except BaseException:
+            self._do(_release_version)
+            raise
+        try:
+            self._do(_publish(version, chunks))
+        finally:
+            self._published(version, state_dict)
+        return version
 
     def evaluate(self, tasks: Sequence[Any], *, episode: EpisodeFunction) -> Evaluation:
         """As :meth:`Rollouts.evaluate`."""
@@ -184,8 +199,12 @@ async def _next_batch(scheduler: Scheduler) -> ev.HandOver | None:
     return await scheduler.next_batch()
 
 
-async def _wait_until_writable(scheduler: Scheduler) -> None:
-    await scheduler.wait_until_writable()
+async def _reserve_version(scheduler: Scheduler) -> int:
+    return await scheduler.reserve_version()
+
+
+async def _release_version(scheduler: Scheduler) -> None:
+    scheduler.release_version()
 
 
 def _publish(version: int, chunks: list[UpdateWeights]) -> Work[None]:
@@ -203,10 +222,8 @@ def _evaluate(tasks: Sequence[Any], episode: EpisodeFunction) -> Work[list[float
     return work
 
 
-def _write(
-    run: Run, version: int, state_dict: "Mapping[str, torch.Tensor]"
-) -> tuple[int, list[UpdateWeights]]:
-    """Put the next version where engines can read it."""
+def _write(run: Run, version: int, state_dict: "Mapping[str, torch.Tensor]") -> list[UpdateWeights]:
+    """Put a version where engines can read it."""
     from tidegate.orchestrator.batches import named_buffers
 
-    return version + 1, run.channel.write(version + 1, named_buffers(state_dict))
+    return run.channel.write(version, named_buffers(state_dict))

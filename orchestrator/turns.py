@@ -80,6 +80,7 @@ class TurnBook:
         commands: list[Command] = [Cancel(engine, handle) for handle in taken_back]
         commands += self.leave(engine)
         self.engines[engine] = EngineTurns(weight_version, max_running_turns)
+        self._raise_live_version()  # the word of its last swap may have been lost
         return commands + self._submit_waiting()
 
     def leave(self, engine: str) -> list[Command]:

@@ -35,6 +35,8 @@ class WeightUpdate:
     """Engines that were told to swap."""
     is_released: bool = False
     """Whether engines may swap as soon as they have staged it."""
+    is_withdrawn: bool = False
+    """Whether nobody may swap any more; engines drop what they staged at the next start."""
     refusals: dict[str, str] = field(default_factory=dict)
     """What engines said that can't take it."""
 
@@ -50,6 +52,8 @@ class WeightCoordinator:
         """Engine -> the version it serves."""
         self.update: WeightUpdate | None = None
         """The newest version published."""
+        self.is_reserved = False
+        """Whether the buffer is about to be written for the next version."""
 
     @property
     def is_settled(self) -> bool:
@@ -64,6 +68,7 @@ class WeightCoordinator:
 
     def publish(self, version: int, chunks: list[UpdateWeights]) -> Outgoing:
         """Have every engine stage ``version``. The one before must be settled."""
+        self.is_reserved = False
         self.update = WeightUpdate(version, chunks)
         return [message for engine in self._live for message in self._stage(engine)]
 
@@ -73,9 +78,11 @@ class WeightCoordinator:
         self.update.is_released = True
         return [message for engine in sorted(self.update.staged) for message in self._swap(engine)]
 
-    def abandon(self) -> None:
-        """Somebody refused it: nobody swaps. Engines drop what they staged at the next start."""
-        self.update = None
+    def withdraw(self) -> None:
+        """Nobody swaps to it, unless they were told to already."""
+        if self.update is not None and not self.update.is_released:
+            self.update.is_withdrawn = True
+            self.update.staged.clear()
 
     def joined(self, engine: str, version: int) -> Outgoing:
         """An engine came; it gets the newest version if it serves another."""
@@ -84,6 +91,8 @@ class WeightCoordinator:
         hello: Outgoing = [(engine, self._init)]
         if self.update is None or self.update.version == version:
             return hello
+        if self.update.is_withdrawn or self.is_reserved:
+            return hello  # the buffer is not of that version; the next publish brings its own
         return hello + self._stage(engine)
 
     def left(self, engine: str) -> None:
@@ -97,6 +106,8 @@ class WeightCoordinator:
         if update is None or version != update.version or engine not in update.staging:
             return []
         update.staging.discard(engine)
+        if update.is_withdrawn:
+            return []
         update.staged.add(engine)
         return self._swap(engine) if update.is_released else []
 
@@ -107,11 +118,18 @@ class WeightCoordinator:
         if self.update and version == self.update.version:
             self._strike(engine)
 
-    def refused(self, engine: str, version: int, message: str) -> None:
-        """An engine can't take ``version``; it serves the old one on."""
-        if self.update and version == self.update.version:
-            self._strike(engine)
-            self.update.refusals[engine] = message
+    def refused(self, engine: str, version: int, message: str) -> bool:
+        """An engine can't take ``version``; it serves the old one on.
+
+        True if others serve it already: then this engine can't be of the run any more.
+        """
+        if self.update is None or version != self.update.version:
+            return False
+        if self._live.get(engine) == version:
+            return False  # asked for anew after a reconnect, when it had just swapped
+        self._strike(engine)
+        self.update.refusals[engine] = message
+        return self.update.is_released
 
     def _strike(self, engine: str) -> None:
         if self.update:

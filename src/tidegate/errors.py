@@ -14,6 +14,7 @@ TidegateError
 ├── PublishNeeded           a batch was asked for that can't fill yet    (also RuntimeError)
 ├── EpisodeError            a user's episode fails every time           (also RuntimeError)
 ├── RunClosed               the run has ended; nothing more can be asked of it (also RuntimeError)
+├── NothingLeftToHappen     a simulated program waits for ever          (also RuntimeError)
 └── AuditError              a run directory that can't be audited       (also ValueError)
 
 Each says what was wrong, with its value, and what to do about it.
@@ -116,6 +117,17 @@ class EpisodeError(TidegateError, RuntimeError):
 
 class RunClosed(TidegateError, RuntimeError):
     """The run has ended; nothing more can be asked of it."""
+
+
+class NothingLeftToHappen(TidegateError, RuntimeError):
+    """In virtual time everybody waits, and nothing is scheduled that could wake anyone."""
+
+    def __init__(self, *, waiting: list[str]) -> None:
+        self.waiting = waiting
+        super().__init__(
+            f"nothing is scheduled any more, and {len(waiting)} tasks wait for ever: "
+            f"{'; '.join(waiting)}"
+        )
 
 
 class AuditError(TidegateError, ValueError):

@@ -61,15 +61,48 @@ def test_nobody_waits_for_an_engine_that_is_gone() -> None:
     assert weights.is_settled
 
 
-def test_a_refusal_is_kept_with_its_reason_and_the_engine_is_not_waited_for() -> None:
+def test_a_refusal_is_kept_with_its_reason_and_nobody_swaps() -> None:
+    weights = coordinator("a", "b")
+    weights.publish(1, [CHUNK])
+    weights.staged("a", 1)
+    assert not weights.refused("b", 1, "wrong shape")
+    assert weights.update is not None
+    assert weights.update.refusals == {"b": "wrong shape"}
+    weights.withdraw()
+    assert weights.is_settled
+    assert weights.joined("c", 0) == [("c", INIT)]  # nothing to bring it
+
+
+def test_a_publish_given_up_while_engines_stage_still_waits_for_them_to_let_go() -> None:
+    weights = coordinator("a", "b")
+    weights.publish(1, [CHUNK])
+    weights.staged("a", 1)
+    weights.withdraw()
+    assert weights.engines_behind == ["b"]  # it reads the buffer
+    assert weights.staged("b", 1) == []
+    assert weights.is_settled
+
+
+def test_an_engine_that_joins_while_the_buffer_is_written_waits_for_what_is_written() -> None:
     weights = coordinator("a")
     weights.publish(1, [CHUNK])
-    weights.refused("a", 1, "wrong shape")
-    assert weights.update is not None
-    assert weights.update.refusals == {"a": "wrong shape"}
-    assert weights.is_settled
-    weights.abandon()
-    assert weights.joined("b", 0) == [("b", INIT)]  # nothing to bring it
+    weights.staged("a", 1)
+    weights.release()
+    weights.live("a", 1)
+    weights.is_reserved = True  # version 2 is being written over version 1
+    assert weights.joined("late", 0) == [("late", INIT)]
+    two = UpdateWeights(version=2, location="segment", tensors=[])
+    assert ("late", two) in weights.publish(2, [two])
+
+
+def test_an_engine_that_refuses_what_others_serve_is_no_engine_of_this_run() -> None:
+    weights = coordinator("a")
+    weights.publish(1, [CHUNK])
+    weights.staged("a", 1)
+    weights.release()
+    weights.live("a", 1)
+    weights.joined("other model", 0)
+    assert weights.refused("other model", 1, "wrong shape")
 
 
 def test_answers_about_another_version_change_nothing() -> None:
