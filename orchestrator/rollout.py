@@ -65,7 +65,17 @@ class TurnPrefill:
 class Turn:
     """One generation call within a rollout: a slice of its context, and who produced it."""
 
-    __slots__ = ("finish_reason", "length", "prefills", "rollout", "runs", "sampling", "start")
+    __slots__ = (
+        "_engine",
+        "_version",
+        "finish_reason",
+        "length",
+        "prefills",
+        "rollout",
+        "runs",
+        "sampling",
+        "start",
+    )
 
     def __init__(self, rollout: "Rollout", sampling: SamplingParams) -> None:
         self.rollout = rollout
@@ -78,6 +88,9 @@ class Turn:
         self.prefills: list[TurnPrefill] = []
         self.finish_reason: str | None = None
         """``stop`` or ``length``; None while it goes on."""
+        self._version = -1
+        """Of the last run; -1 before the first."""
+        self._engine = ""
 
     @property
     def token_ids(self) -> "array[int]":
@@ -91,12 +104,26 @@ class Turn:
 
     def append(self, token_id: int, logprob: float, version: int, engine: str) -> None:
         """Take in one sampled token."""
-        runs = self.runs
-        if not runs or runs[-1].version != version or runs[-1].engine != engine:
-            runs.append(VersionRun(version, self.length, engine))
-        self.rollout.token_ids.append(token_id)
-        self.rollout.logprobs.append(logprob)
+        if version != self._version or engine != self._engine:
+            self._begin_run(version, engine)
+        rollout = self.rollout
+        rollout.token_ids.append(token_id)
+        rollout.logprobs.append(logprob)
         self.length += 1
+
+    def extend(
+        self, tokens: int, token_ids: memoryview, logprobs: memoryview, version: int, engine: str
+    ) -> None:
+        """Take in several sampled tokens, as the bytes of int32 [tokens] and float32 [tokens]."""
+        if version != self._version or engine != self._engine:
+            self._begin_run(version, engine)
+        self.rollout.token_ids.frombytes(token_ids)
+        self.rollout.logprobs.frombytes(logprobs)
+        self.length += tokens
+
+    def _begin_run(self, version: int, engine: str) -> None:
+        self.runs.append(VersionRun(version, self.length, engine))
+        self._version, self._engine = version, engine
 
     def spans(self) -> list[VersionSpan]:
         """Provenance of the output tokens, as maximal runs with one answer."""

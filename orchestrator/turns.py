@@ -166,36 +166,18 @@ class TurnBook:
     # ------------------------------------------------------------ tokens in
 
     def step(self, event: StepArrived) -> StepOutcome:
-        """File a step's tokens under their turns. The hot path: once per row."""
-        outcome = StepOutcome([])
+        """File a step's tokens under their turns."""
         engine = self.engines.get(event.engine)
         submissions = engine.submissions if engine else {}
         for prefill in event.prefills:
             self._file_prefill(submissions.get(prefill.turn), prefill)
-        token_ids, logprobs, finish, counts = (
-            event.token_ids,
-            event.logprobs,
-            event.finish,
-            event.counts,
-        )
-        version, name, at = event.version, event.engine, 0
-        for row, handle in enumerate(event.turns):
-            count = 1 if counts is None else counts[row]
-            submission = submissions.get(handle)
-            if submission is None:
-                outcome.unwanted_tokens += count
-            else:
-                turn = submission.turn
-                for i in range(at, at + count):
-                    turn.append(token_ids[i], logprobs[i], version, name)
-                if turn.rollout.group_id < 0:
-                    outcome.evaluation_tokens += count
-                else:
-                    outcome.train_tokens += count
-                if finish and finish[row] != RUNNING:
-                    del submissions[handle]
-                    outcome.commands += self._finish(submission, finish[row])
-            at += count
+        handles = event.turns.tolist()
+        rows = [submissions.get(handle) for handle in handles]
+        outcome = _take_one_each(rows, event) if event.counts is None else _take(rows, event)
+        if event.finish:
+            for handle, code in zip(handles, event.finish, strict=True):
+                if code != RUNNING and (ended := submissions.pop(handle, None)) is not None:
+                    outcome.commands += self._finish(ended, code)
         return outcome
 
     @staticmethod
@@ -210,3 +192,41 @@ class TurnBook:
             return self.submit(turn, submission.priority)
         turn.finish_reason = FINISH_REASONS[STOP if code == STOP else LENGTH]
         return [EndTurn(turn)]
+
+
+def _take_one_each(rows: list[Submission | None], event: StepArrived) -> StepOutcome:
+    """One token per row: the usual step of an engine. The hot path, run once per token."""
+    outcome = StepOutcome([])
+    version, engine = event.version, event.engine
+    token_ids, logprobs = event.token_ids.tolist(), event.logprobs.tolist()
+    for submission, token_id, logprob in zip(rows, token_ids, logprobs, strict=True):
+        if submission is None:
+            outcome.unwanted_tokens += 1
+            continue
+        turn = submission.turn
+        turn.append(token_id, logprob, version, engine)
+        if turn.rollout.group_id < 0:
+            outcome.evaluation_tokens += 1
+    outcome.train_tokens = len(rows) - outcome.unwanted_tokens - outcome.evaluation_tokens
+    return outcome
+
+
+def _take(rows: list[Submission | None], event: StepArrived) -> StepOutcome:
+    """Any number of tokens per row."""
+    assert event.counts is not None
+    outcome = StepOutcome([])
+    token_ids, logprobs = event.token_ids.cast("B"), event.logprobs.cast("B")
+    at = 0
+    for submission, count in zip(rows, event.counts.tolist(), strict=True):
+        end = at + count
+        if submission is None:
+            outcome.unwanted_tokens += count
+        elif count:
+            turn = submission.turn
+            own = slice(4 * at, 4 * end)
+            turn.extend(count, token_ids[own], logprobs[own], event.version, event.engine)
+            if turn.rollout.group_id < 0:
+                outcome.evaluation_tokens += count
+        at = end
+    outcome.train_tokens = at - outcome.unwanted_tokens - outcome.evaluation_tokens
+    return outcome
