@@ -83,6 +83,36 @@ def engine(context: typer.Context) -> None:
 
 
 @app.command()
+def simulate(
+    seeds: Annotated[int, typer.Option(min=1, help="How many to run, one after another.")] = 100,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
+    faults: Annotated[
+        str, typer.Option(help="all, none, or a list such as crash,cut: what may go wrong.")
+    ] = "all",
+) -> None:
+    """Run the orchestrator in virtual time, with engines that fail; status 1 if it breaks."""
+    from tidegate.orchestrator.faults import parse_faults
+    from tidegate.orchestrator.simulation import simulate as simulate_seed
+
+    kinds = parse_faults(faults)
+    tokens = failures = 0
+    with Console(stderr=True).status("simulating") as status:
+        for seed in range(first_seed, first_seed + seeds):
+            status.update(f"simulating seed {seed}, {failures} failed so far")
+            report = simulate_seed(seed, faults=kinds)
+            tokens += report.trained_tokens
+            if report.failure is not None:
+                failures += 1
+                typer.echo(f"seed {seed}: {report.failure}\n  replay: {report.replay_command}")
+    if seeds == 1:
+        for line in (*report.story, f"digest {report.digest}"):
+            typer.echo(line)
+    typer.echo(f"{seeds - failures} of {seeds} seeds kept every promise; {tokens} tokens trained")
+    if failures:
+        raise typer.Exit(STATUS_DISAGREES)
+
+
+@app.command()
 def version() -> None:
     """Say which version this is."""
     typer.echo(importlib.metadata.version("tidegate"))

@@ -1,0 +1,215 @@
+"""Does a run keep its promises, event by event? Counts along with the core, on its own.
+
+It sees every event and every command, and knows the simulation's truth: what each token must be,
+and which episodes were meant to fail. It shares no book-keeping with what it checks.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+
+from tidegate.orchestrator import events as ev
+from tidegate.orchestrator.core import Core
+from tidegate.orchestrator.rollout import Group, Rollout, RolloutState
+from tidegate.orchestrator.scenario import Scenario
+from tidegate.orchestrator.simulated_model import check_turn
+from tidegate.orchestrator.simulated_truth import Truth
+from tidegate.policies.staleness import BoundedStaleness
+
+
+class WatchedCore(Core):
+    """A core that is looked at after every event."""
+
+    def __init__(
+        self,
+        policy: BoundedStaleness,
+        *,
+        group_size: int,
+        watch: "Watch",
+        on_broken: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(policy, group_size=group_size)
+        self._watch = watch
+        self._on_broken = on_broken
+
+    def handle(self, event: ev.Event) -> list[ev.Command]:
+        """As :meth:`Core.handle`. What it raises ends the simulation, whoever might catch it."""
+        try:
+            commands = super().handle(event)
+            self._watch.saw(self, event, commands)
+        except Exception as error:
+            self._on_broken(error)
+            raise
+        return commands
+
+
+class Watch:
+    """What must hold after every event of a run."""
+
+    def __init__(self, scenario: Scenario, truth: Truth) -> None:
+        self._scenario = scenario
+        self._truth = truth
+        self._settings = scenario.settings
+        settings = scenario.settings
+        allowed = (settings.max_staleness + 1) * settings.groups_per_batch
+        self._outstanding_max = min(allowed, settings.outstanding_groups_limit or allowed)
+        self._tokens_arrived = 0
+        self._serving: dict[str, int] = {}
+        """Engine -> the version it serves, as far as it was heard."""
+        self._stepped: dict[str, int] = {}
+        """Engine -> the version of its last step."""
+        self._live_version = 0
+        self._published = 0
+        self._admitted_groups = 0
+        self._dropped_groups = 0
+        self._discarded: Counter[int] = Counter()
+        """Group -> its rollouts that will never be trained."""
+        self._training: deque[tuple[int | None, int]] = deque()
+        self._last_group_id = -1
+        self.trained: Counter[int] = Counter()
+        """Task -> how often it was trained."""
+        self.dropped: Counter[int] = Counter()
+        """Task -> how often it was given up."""
+        self.oldest_staleness = 0
+        self.trained_tokens = 0
+
+    # ------------------------------------------------------------ every event
+
+    def saw(self, core: Core, event: ev.Event, commands: list[ev.Command]) -> None:
+        """Take in one event and what was decided.
+
+        Raises:
+            AssertionError: a promise is broken.
+        """
+        self._count(event)
+        for command in commands:
+            match command:
+                case ev.Submit(engine=engine):
+                    self._check_submit(engine)
+                case ev.HandOver():
+                    self._check_batch(command)
+                case ev.Record(rollout=rollout, task=task):
+                    self._check_record(rollout, task)
+        self._release()
+        core.check()
+        generated = core.ledger.generated + core.evaluation_ledger.generated
+        assert generated == self._tokens_arrived, f"{generated} != {self._tokens_arrived} tokens"
+        outstanding = self._admitted_groups - self._dropped_groups - len(self.trained)
+        outstanding += sum(groups for _, groups in self._training)
+        assert outstanding <= self._outstanding_max, (
+            f"{outstanding} groups are outstanding of {self._outstanding_max} allowed"
+        )
+        if not self._scenario.publishes_twice:
+            stale = core.discarded_rollouts["stale"]
+            assert not stale, f"admission let {stale} rollouts become too old"
+
+    def _count(self, event: ev.Event) -> None:
+        match event:
+            case ev.StepArrived(engine=engine, version=version):
+                self._truth.arrived(event)
+                self._tokens_arrived += len(event.token_ids)
+                before = self._stepped.get(engine, 0)
+                assert version >= before, f"{engine} went back from v{before} to v{version}"
+                self._stepped[engine] = version
+            case ev.EngineJoined(engine=engine, weight_version=version):
+                self._leave(engine)  # its turns were taken back: none is sampled by what it served
+                self._serve(engine, version)
+            case ev.EngineSwapped(engine=engine, version=version):
+                assert version <= self._published, f"{engine} serves v{version}, not published"
+                self._serve(engine, version)
+            case ev.EngineLeft(engine=engine):
+                self._stepped.pop(engine, None)
+                self._leave(engine)
+            case ev.TaskArrived():
+                self._admitted_groups += 1
+            case ev.VersionPublished(version=version):
+                assert version == self._published + 1, f"v{version} after v{self._published}"
+                self._published = version
+                self._training = deque((version if v is None else v, n) for v, n in self._training)
+
+    def _serve(self, engine: str, version: int) -> None:
+        self._serving[engine] = version
+        self._live_version = max(self._live_version, min(self._serving.values()))
+
+    def _leave(self, engine: str) -> None:
+        self._serving.pop(engine, None)
+        oldest = min(self._serving.values(), default=0)
+        self._live_version = max(self._live_version, oldest)
+
+    def _release(self) -> None:
+        while self._training:
+            version = self._training[0][0]
+            if version is None or version > self._live_version:
+                return
+            self._training.popleft()
+
+    def _check_submit(self, engine: str) -> None:
+        version = self._serving.get(engine, -1)
+        assert version >= self._live_version, (
+            f"{engine} with v{version} got a turn while v{self._live_version} is live everywhere"
+        )
+
+    # ------------------------------------------------------------ rollouts end
+
+    def _check_record(self, rollout: Rollout, task: object) -> None:
+        if rollout.state is not RolloutState.DISCARDED:
+            return
+        assert isinstance(task, int)
+        reason = rollout.discard_reason
+        expected = self._scenario.script(task, rollout.index).failure
+        if reason in ("episode_error", "episode_timeout"):
+            assert reason == expected, f"task {task}: {reason}, but expected {expected}"
+        if rollout.group_id < 0:
+            return
+        self._discarded[rollout.group_id] += 1
+        if self._discarded[rollout.group_id] == self._settings.group_size:
+            self._dropped_groups += 1
+            if reason != "stale":  # a stale group's task is taken again
+                self.dropped[task] += 1
+
+    def _check_batch(self, batch: ev.HandOver) -> None:
+        assert batch.trainer_version == self._published
+        assert 0 < len(batch.groups) <= self._settings.groups_per_batch
+        self._training.append((None, len(batch.groups)))
+        for group in batch.groups:
+            self._check_group(group)
+
+    def _check_group(self, group: Group) -> None:
+        task = group.task
+        assert isinstance(task, int)
+        assert group.group_id > self._last_group_id, "groups are trained in another order"
+        self._last_group_id = group.group_id
+        self.trained[task] += 1
+        assert self.trained[task] == 1, f"task {task} is trained twice"
+        for rollout in group.kept:
+            self._check_rollout(rollout, task)
+
+    def _check_rollout(self, rollout: Rollout, task: int) -> None:
+        script = self._scenario.script(task, rollout.index)
+        assert script.failure is None
+        assert rollout.reward == script.reward
+        assert len(rollout.turns) == len(script.turns)
+        for turn in rollout.turns:
+            check_turn(turn)
+            self.trained_tokens += turn.length
+            staleness = self._published - min(span.version for span in turn.spans())
+            bound = self._settings.max_staleness
+            assert staleness <= bound, f"task {task} is trained at staleness {staleness} > {bound}"
+            self.oldest_staleness = max(self.oldest_staleness, staleness)
+
+    # ------------------------------------------------------------ the end
+
+    def check_end(self, core: Core) -> None:
+        """Every task was trained once, or given up for a reason; no token is left anywhere.
+
+        Raises:
+            AssertionError: something was lost, or done twice.
+        """
+        for task in range(self._scenario.tasks):
+            times = self.trained[task] + self.dropped[task]
+            assert times == 1, f"task {task} was trained {self.trained[task]} times, {times} in all"
+            scripts = [self._scenario.script(task, i) for i in range(self._settings.group_size)]
+            if all(script.failure is None for script in scripts):
+                assert self.trained[task] == 1, f"task {task} was given up for no reason"
+        ledger = core.ledger
+        assert ledger.in_flight == ledger.buffered == 0, ledger.snapshot()
+        assert ledger.trained == self.trained_tokens

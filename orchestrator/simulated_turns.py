@@ -1,0 +1,229 @@
+"""Which turns does a simulated engine run, and what do they say next? No clock, no wire.
+
+The same rules as a real engine's: decodes before prefills, a prefill in chunks, what pauses and
+weight swaps do to running turns. Memory for KV is not counted; preemption comes by chance.
+"""
+
+import random
+from array import array
+from dataclasses import dataclass, field
+
+from tidegate.orchestrator.simulated_model import STOP_TOKEN, HashedContext, sample
+from tidegate.transport.messages import (
+    ABORT,
+    CANCELLED,
+    LENGTH,
+    RUNNING,
+    STOP,
+    FinishWeightUpdate,
+    PauseMode,
+    Prefill,
+    Step,
+    SubmitTurn,
+)
+
+PREEMPTION_CHANCE = 0.01
+"""Per step, that one turn's KV is thrown out."""
+
+
+@dataclass(slots=True)
+class SimulatedTurn:
+    """One turn in an engine."""
+
+    message: SubmitTurn
+    rank: tuple[int, int]
+    """Priority and arrival: orders turns, best first."""
+    context: HashedContext
+    prompt_tokens: int
+    is_prefilling: bool = True
+    """Whether the next token it samples begins a new history of its KV."""
+
+    @property
+    def output_tokens(self) -> int:
+        """Sampled in this submission."""
+        return len(self.context.tokens) - self.prompt_tokens
+
+
+@dataclass(slots=True)
+class StepWork:
+    """A step that is being computed."""
+
+    chunks: list[tuple[SimulatedTurn, int]]
+    """Turns, and the positions computed of each."""
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Positions computed beyond one for each turn that decodes."""
+        return sum(tokens for turn, tokens in self.chunks if turn.is_prefilling)
+
+
+@dataclass(slots=True)
+class StepRows:
+    """A step message in the making."""
+
+    turns: "array[int]" = field(default_factory=lambda: array("I"))
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    finish: bytearray = field(default_factory=bytearray)
+    counts: "array[int]" = field(default_factory=lambda: array("I"))
+    prefills: list[Prefill] = field(default_factory=list)
+
+    def message(self, seq: int, version: int, started_us: int, busy_us: int) -> Step:
+        """These rows as they travel."""
+        return Step(
+            seq=seq,
+            version=version,
+            turns=self.turns.tobytes(),
+            token_ids=self.token_ids.tobytes(),
+            logprobs=self.logprobs.tobytes(),
+            finish=bytes(self.finish) if any(self.finish) else b"",
+            counts=b"" if set(self.counts) == {1} else self.counts.tobytes(),
+            prefills=self.prefills,
+            started_us=started_us,
+            busy_us=busy_us,
+        )
+
+
+class SimulatedTurns:
+    """All turns of one simulated engine, and its weights."""
+
+    def __init__(
+        self, engine: str, *, running_max: int, chunk_tokens: int, chance: random.Random
+    ) -> None:
+        self.version = 0
+        """What the live weights are called."""
+        self.content = 0
+        """What they really are."""
+        self._engine = engine
+        self._running_max = running_max
+        self._chunk_tokens = chunk_tokens
+        self._chance = chance
+        self.running: list[SimulatedTurn] = []
+        self.waiting: list[SimulatedTurn] = []
+        self._arrivals = 0
+        self._handles: set[int] = set()
+        self._ended: list[tuple[int, int]] = []
+        """(handle, finish code) of turns that ended without a token."""
+        self.pause_mode: PauseMode | None = None
+        self.awaited_swap: FinishWeightUpdate | None = None
+
+    # ------------------------------------------------------------ what others ask for
+
+    def submit(self, message: SubmitTurn) -> None:
+        """Queue a turn."""
+        assert message.turn not in self._handles, f"handle {message.turn} was used before"
+        self._handles.add(message.turn)
+        tokens = array("i", message.token_ids)
+        self._arrivals += 1
+        rank = (message.priority, self._arrivals)
+        self.waiting.append(SimulatedTurn(message, rank, HashedContext(tokens), len(tokens)))
+        self.waiting.sort(key=lambda turn: turn.rank)
+
+    def cancel(self, handle: int) -> None:
+        """End a turn; unknown handles are ignored."""
+        for turns in (self.running, self.waiting):
+            for turn in turns:
+                if turn.message.turn == handle:
+                    turns.remove(turn)
+                    self._ended.append((handle, CANCELLED))
+                    return
+
+    def abort_running(self) -> None:
+        """End every running turn, to be continued elsewhere."""
+        self._ended += [(turn.message.turn, ABORT) for turn in self.running]
+        self.running.clear()
+
+    # ------------------------------------------------------------ weights
+
+    @property
+    def swap_due(self) -> FinishWeightUpdate | None:
+        """The swap that can be done now. Frozen turns never finish, so none waits for them."""
+        swap = self.awaited_swap
+        if swap is not None and swap.pause_mode == "wait":
+            return None if self.running and self.pause_mode != "keep" else swap
+        return swap
+
+    def swap(self, update: FinishWeightUpdate, content: int) -> None:
+        """Compute with other weights from now on."""
+        self.version, self.content = update.version, content
+        self.awaited_swap = None
+        if update.kv_policy == "recompute":
+            for turn in self.running:
+                turn.context.drop_kv()
+                turn.is_prefilling = True
+
+    # ------------------------------------------------------------ steps
+
+    def take_ended(self) -> StepRows | None:
+        """Turns that ended between steps: rows without tokens."""
+        if not self._ended:
+            return None
+        rows = StepRows()
+        for handle, code in self._ended:
+            rows.turns.append(handle)
+            rows.finish.append(code)
+            rows.counts.append(0)
+        self._ended = []
+        return rows
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether :meth:`take_ended` has rows."""
+        return bool(self._ended)
+
+    def plan(self) -> StepWork:
+        """Choose what the next step computes; no chunks if nothing may run."""
+        if self.pause_mode == "keep":
+            return StepWork([])
+        self._preempt_by_chance()
+        drains = self.awaited_swap is not None and self.awaited_swap.pause_mode == "wait"
+        if self.pause_mode is None and not drains:
+            free = self._running_max - len(self.running)
+            self.running += self.waiting[:free]
+            del self.waiting[:free]
+        left = self._chunk_tokens
+        chunks: list[tuple[SimulatedTurn, int]] = []
+        for turn in self.running:
+            missing = len(turn.context.tokens) - turn.context.computed
+            tokens = min(missing, left) if turn.is_prefilling else missing
+            left -= tokens if turn.is_prefilling else 0
+            if tokens:
+                chunks.append((turn, tokens))
+        return StepWork(chunks)
+
+    def complete(self, work: StepWork) -> StepRows | None:
+        """What the planned rows sampled; None if it was all prefill, with no end yet."""
+        rows = StepRows()
+        for turn, tokens in work.chunks:
+            turn.context.compute(tokens, content=self.content, version=self.version)
+            if turn.context.computed == len(turn.context.tokens):
+                self._sample(turn, rows)
+        return rows if rows.turns else None
+
+    def _sample(self, turn: SimulatedTurn, rows: StepRows) -> None:
+        message, context = turn.message, turn.context
+        if turn.is_prefilling:
+            turn.is_prefilling = False
+            rows.prefills.append(Prefill(message.turn, turn.output_tokens, context.spans))
+        index = message.sampled_before + turn.output_tokens
+        seed, content = message.sampling.seed, self.content
+        said = sample(context.state, seed=seed, index=index, version=content, engine=self._engine)
+        context.tokens.append(said.token)
+        rows.turns.append(message.turn)
+        rows.token_ids.append(said.token)
+        rows.logprobs.append(said.logprob)
+        rows.counts.append(1)
+        code = RUNNING
+        if said.token == STOP_TOKEN:
+            code = STOP
+        elif turn.output_tokens == message.sampling.max_tokens:
+            code = LENGTH
+        rows.finish.append(code)
+        if code != RUNNING:
+            self.running.remove(turn)
+
+    def _preempt_by_chance(self) -> None:
+        if self.running and self._chance.random() < PREEMPTION_CHANCE:
+            turn = self._chance.choice(self.running)
+            turn.context.drop_kv()
+            turn.is_prefilling = True
