@@ -91,10 +91,18 @@ class Staging:
         self._put(partial(self._open_channel, message))
 
     def start(self, message: StartWeightUpdate) -> None:
-        """Phase 2: begin a version, and give up the one before if it isn't complete yet."""
+        """Phase 2: begin a version, and give up the one before if it isn't complete yet.
+
+        The same one again is begun anew without a word: a lost connection makes the orchestrator
+        ask twice, and what it asked for first has not failed.
+        """
         old = self._update
         if old is not None and old.state is _State.OPEN:
-            self._fail(old, f"given up, for v{message.version} was started before it was complete")
+            if old.version == message.version:
+                old.state = _State.FAILED
+            else:
+                why = f"given up, for v{message.version} was started before it was complete"
+                self._fail(old, why)
         self._update = _Update(message.version)
         self._put(partial(self._begin, self._update))
 

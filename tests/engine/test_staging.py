@@ -169,6 +169,19 @@ def test_chunks_are_staged_when_the_last_is_in(
     assert isinstance(staged, WeightsStaged)
 
 
+def test_starting_the_version_under_way_anew_is_answered_once_and_not_as_a_failure(
+    staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
+) -> None:
+    staging.init(channel.init())
+    tensors = named_buffers(directories[1])
+    publish(staging, channel, 1, tensors)
+    publish(staging, channel, 1, tensors)  # as after a lost connection
+    gate.opened.set()
+    (staged,) = answers(staging)
+    assert isinstance(staged, WeightsStaged)
+    assert staging.is_staged(1)
+
+
 def test_starting_a_version_gives_up_the_one_under_way_and_says_so(
     staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
 ) -> None:
