@@ -8,11 +8,11 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo test lint format bench docs clean
+.PHONY: help venv demo test simulate lint format bench docs clean
 
 help:
 	@echo "make demo   train a small model with fully asynchronous rollouts, and report on it"
-	@echo "make test   format, lint, types, tests, a short demo"
+	@echo "make test   format, lint, types, tests, a short demo, 2,000 simulated runs"
 	@echo "make lint   the first three of those"
 	@echo "make bench  speed, as ratios against named peers"
 	@echo "make docs   check that the documentation's links lead somewhere"
@@ -41,6 +41,10 @@ format: venv
 
 test: lint
 	$(BIN)/python -m pytest
+	$(MAKE) --no-print-directory simulate
+
+simulate: venv
+	$(BIN)/tidegate simulate --seeds 2000
 
 bench: venv
 	$(BIN)/python -m benchmarks.transport

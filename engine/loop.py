@@ -1,33 +1,29 @@
 """What does an engine do all day? It reads its messages, moves weights, steps, and sends.
 
 All of the waiting and none of the deciding: which turns run is the scheduler's business, what they
-say is the runner's, and when weights are complete is staging's.
+say is the runner's, when weights are complete is staging's, and who hears it is the link's. While
+nobody does, it goes on decoding until there is no credit left for steps.
 
 Order matters in two places. Turns ended by a pause are told before the pause is said to be in
 effect. And new weights are announced before the first step that used them.
 """
 
-import sys
 import time
 
-import msgspec
-
-from tidegate.engine.runner import ModelRunner
+from tidegate.engine.link import Link
+from tidegate.engine.memory import is_out_of_memory, out_of_memory
+from tidegate.engine.runner import ModelRunner, Row, StepOutput
 from tidegate.engine.scheduler import Scheduler, StepColumns
 from tidegate.engine.staging import Staging
-from tidegate.errors import BadFrame, TurnRefused
+from tidegate.errors import TurnRefused
 from tidegate.transport import messages
 from tidegate.transport.messages import (
-    Ack,
     CancelTurn,
-    Complaint,
     EngineHeartbeat,
     FinishWeightUpdate,
     FromOrchestrator,
-    Hello,
     InitWeights,
     Message,
-    OrchestratorHeartbeat,
     Pause,
     Refused,
     Resume,
@@ -38,52 +34,52 @@ from tidegate.transport.messages import (
     UpdateWeights,
     WeightsFailed,
     WeightsLive,
-    Welcome,
 )
-from tidegate.transport.sockets import DealerSocket
-from tidegate.transport.streams import SendWindow
 
 STAGING_POLL_S = 0.002
 """How long an idle engine leaves staged weights unnoticed."""
 
+CONNECTION_POLL_S = 0.02
+"""How long one that nobody hears leaves a new connection unnoticed."""
+
 SIGNAL_POLL_S = 0.1
 """How long an idle engine leaves a signal unnoticed; ten wake-ups a second cost nothing."""
 
+LESS_PER_STEP = "lower max_running_turns or num_blocks, or leave the machine more"
+"""What helps where a step has no memory."""
+
 
 class EngineLoop:
-    """One engine's life after it was welcomed, on one thread."""
+    """One engine's life, on one thread."""
 
     def __init__(
-        self,
-        socket: DealerSocket,
-        hello: Hello,
-        *,
-        runner: ModelRunner,
-        scheduler: Scheduler,
-        staging: Staging,
+        self, link: Link, *, runner: ModelRunner, scheduler: Scheduler, staging: Staging
     ) -> None:
-        self._socket = socket
-        self._hello = hello
+        self._link = link
         self._runner = runner
         self._scheduler = scheduler
         self._staging = staging
         self._answers: list[Message] = []
         """Due, in order, once the turns that ended before them have been told."""
+        self.refusal: str | None = None
+        """Why the orchestrator doesn't want this engine, if it said so."""
         self.ending: str | None = None
         """Why it ends; None while it goes on."""
 
-    def run(self, welcome: Welcome, inbox: list[FromOrchestrator]) -> str:
-        """Serve until told to end; return why. ``inbox`` is what came along with the welcome."""
-        self._window = SendWindow(welcome.credit_steps)
-        self._welcome = welcome
-        self._heartbeat_due_s = self._heard_at_s = time.monotonic()
+    def run(self) -> str:
+        """Serve until told to end; return why.
+
+        Raises:
+            NotUnderstood: the orchestrator refuses what is said, again and again.
+            OutOfMemory: there is none for the next step.
+        """
         stepped = False
         while self.ending is None:
-            inbox += self._socket.receive(0.0 if stepped else self._idle_s())
-            for message in inbox:
+            for message in self._link.receive(0.0 if stepped else self._idle_s()):
                 self._handle(message)
-            self._keep_time(heard=bool(inbox))
-            inbox = []
+            if self._link.hello_due:
+                self._introduce()
+            self._keep_time()
             self._settle()
             stepped = self.ending is None and self._step()
         return self.ending
@@ -92,12 +88,21 @@ class EngineLoop:
         """Have ``run`` return soon; safe to call from a signal handler."""
         self.ending = why
 
+    def _introduce(self) -> None:
+        """Begin a conversation. Turns and live weights outlast the one before, and nothing else.
+
+        The next orchestrator may be another process, which knows neither of pauses nor of weights
+        on their way; and the numbers of those weights it may use again, for others.
+        """
+        self._scheduler.start_over()
+        self._staging.abandon()
+        self._answers.clear()
+        self._link.say_hello(weight_version=self._scheduler.version, turns=self._scheduler.handles)
+
     # ------------------------------------------------------------ messages
 
     def _handle(self, message: FromOrchestrator) -> None:
         match message:
-            case Ack(seq=seq):
-                self._acknowledge(seq)
             case SubmitTurn():
                 self._submit(message)
             case CancelTurn(turn=turn):
@@ -109,7 +114,8 @@ class EngineLoop:
             case InitWeights():
                 self._staging.init(message)
             case StartWeightUpdate():
-                self._start_update(message)
+                self._scheduler.drop_swap()  # its weights make place for these
+                self._staging.start(message)
             case UpdateWeights():
                 self._staging.update(message)
             case FinishWeightUpdate():
@@ -117,32 +123,14 @@ class EngineLoop:
             case Shutdown():
                 self.end("asked to shut down")
             case Refused(message=why):
+                self.refusal = why
                 self.end(f"refused by the orchestrator: {why}")
-            case Complaint(message=why):
-                sys.stderr.write(f"orchestrator complained: {why}\n")
-            case Welcome() | OrchestratorHeartbeat():
-                pass
-
-    def _acknowledge(self, seq: int) -> None:
-        try:
-            self._window.acknowledge(seq)
-        except BadFrame as error:
-            self._socket.send(Complaint(message=str(error)))
 
     def _submit(self, message: SubmitTurn) -> None:
         try:
             self._scheduler.submit(message)
         except TurnRefused as error:
-            self._socket.send(messages.TurnRefused(turn=message.turn, message=str(error)))
-
-    def _start_update(self, message: StartWeightUpdate) -> None:
-        """Begin staging, unless that would overwrite weights that wait to be swapped in."""
-        awaited = self._scheduler.awaited_swap
-        if awaited is None:
-            self._staging.start(message)
-            return
-        why = f"v{awaited.version} still waits to be swapped in; start v{message.version} after it"
-        self._answers.append(WeightsFailed(version=message.version, message=why))
+            self._link.send(messages.TurnRefused(turn=message.turn, message=str(error)))
 
     def _finish_update(self, message: FinishWeightUpdate) -> None:
         self._answers += self._staging.take_answers()  # the last copy may be done, and untold
@@ -167,20 +155,20 @@ class EngineLoop:
     def _tell(self) -> bool:
         """Send ended turns, then answers; False if there is no credit for the former."""
         if self._scheduler.has_ended:
-            if not self._window.is_open:
+            if not self._link.has_credit:
                 return False
             ended = self._scheduler.take_ended()
             if ended is not None:
                 self._send_step(ended, time.monotonic_ns(), 0)
         for answer in self._answers:
-            self._socket.send(answer)
+            self._link.send(answer)
         self._answers.clear()
         return True
 
     def _swap(self, update: FinishWeightUpdate) -> None:
         self._runner.weights = self._staging.exchange(update.version, self._runner.weights)
         recomputed_turns = self._scheduler.weights_swapped(update)
-        self._socket.send(
+        self._link.send(
             WeightsLive(
                 version=update.version,
                 swapped_us=time.monotonic_ns() // 1000,
@@ -192,21 +180,32 @@ class EngineLoop:
 
     def _step(self) -> bool:
         """Run one step if there is one to run, and credit to tell of it."""
-        if not self._window.is_open:
+        if not self._link.has_credit:
             return False
         started_ns = time.monotonic_ns()
         rows = self._scheduler.plan()
         if not rows:
             return False
-        columns = self._scheduler.complete(self._runner.step(rows))
+        columns = self._scheduler.complete(self._compute(rows))
         if columns is not None:
             self._send_step(columns, started_ns, time.monotonic_ns() - started_ns)
         return True
 
+    def _compute(self, rows: list[Row]) -> StepOutput:
+        """What the rows sample. Of a step that fails nothing is told, and so nothing is lost: who
+        takes over its turns goes on from the tokens told before."""
+        try:
+            return self._runner.step(rows)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            tokens = sum(len(row.token_ids) for row in rows)
+            doing = f"in a step of {len(rows)} turns and {tokens} tokens"
+            raise out_of_memory(error, doing=doing, remedy=LESS_PER_STEP) from error
+
     def _send_step(self, columns: StepColumns, started_ns: int, busy_ns: int) -> None:
-        seq = self._window.next_seq()
         step = Step(
-            seq=seq,
+            seq=self._link.next_seq,
             version=columns.version,
             turns=columns.turns,
             token_ids=columns.token_ids,
@@ -219,44 +218,33 @@ class EngineLoop:
             queued_turns=self._scheduler.waiting_turns,
             free_blocks=self._scheduler.free_blocks,
         )
-        self._window.sent(seq, self._socket.send(step))
+        self._link.send_step(step)
 
     # ------------------------------------------------------------ time
 
     def _idle_s(self) -> float:
         """How long to wait for messages when there may be nothing to do."""
-        if self._scheduler.can_step and self._window.is_open:
+        if self._scheduler.can_step and self._link.has_credit:
             return 0.0
         if self._staging.is_busy:
             return STAGING_POLL_S
-        return min(SIGNAL_POLL_S, max(0.0, self._heartbeat_due_s - time.monotonic()))
+        if not self._link.is_on:
+            return CONNECTION_POLL_S
+        return min(SIGNAL_POLL_S, self._link.heartbeat_due_in_s())
 
-    def _keep_time(self, *, heard: bool) -> None:
+    def _keep_time(self) -> None:
         """Send a heartbeat if one is due; end if the orchestrator has been silent for too long."""
-        now_s = time.monotonic()
-        if heard:
-            self._heard_at_s = now_s
-        elif now_s - self._heard_at_s > self._welcome.orchestrator_timeout_s:
-            self.end(f"heard nothing for {now_s - self._heard_at_s:.1f} s")
-        if now_s < self._heartbeat_due_s:
-            return
-        self._heartbeat_due_s = now_s + self._welcome.heartbeat_interval_s
-        if self._socket.has_reconnected():
-            self._introduce_again()
-        self._socket.send(
-            EngineHeartbeat(
-                weight_version=self._scheduler.version,
-                running_turns=self._scheduler.running_turns,
-                waiting_turns=self._scheduler.waiting_turns,
-                free_blocks=self._scheduler.free_blocks,
-                sent_us=time.monotonic_ns() // 1000,
+        self.refusal = self.refusal or self._link.shut_out()
+        why = self.refusal or self._link.given_up()
+        if why is not None:
+            self.end(why)
+        if self._link.take_heartbeat_due():
+            self._link.send(
+                EngineHeartbeat(
+                    weight_version=self._scheduler.version,
+                    running_turns=self._scheduler.running_turns,
+                    waiting_turns=self._scheduler.waiting_turns,
+                    free_blocks=self._scheduler.free_blocks,
+                    sent_us=time.monotonic_ns() // 1000,
+                )
             )
-        )
-
-    def _introduce_again(self) -> None:
-        """After a reconnect: who we are, and the steps that may have been lost with it."""
-        self._socket.send(
-            msgspec.structs.replace(self._hello, weight_version=self._scheduler.version)
-        )
-        for frame in self._window.unacknowledged():
-            self._socket.send_again(frame)

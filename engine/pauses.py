@@ -26,11 +26,6 @@ class PauseGate:
         """Whether running turns go on; ``abort`` has ended them, ``wait`` lets them finish."""
         return self._mode != "keep"
 
-    @property
-    def awaited_swap(self) -> FinishWeightUpdate | None:
-        """The swap asked for and not done yet."""
-        return self._swap
-
     def pause(self, mode: PauseMode) -> None:
         """Ask for a pause, or change the mode of the one there is."""
         self._mode = mode
@@ -60,6 +55,6 @@ class PauseGate:
             return None
         return swap
 
-    def swapped(self) -> None:
-        """The swap is done."""
+    def end_swap(self) -> None:
+        """The swap is done, or can't be any more. Harmless if none was asked for."""
         self._swap = None

@@ -123,12 +123,16 @@ class Scheduler:
         if update.pause_mode == "abort":
             self._abort_running()
 
-    # ------------------------------------------------------------ what the worker moves
+    def drop_swap(self) -> None:
+        """The weights that were to be swapped in are not there any more. Harmless if none were."""
+        self._gate.end_swap()
 
-    @property
-    def awaited_swap(self) -> FinishWeightUpdate | None:
-        """The swap that was asked for and not done yet."""
-        return self._gate.awaited_swap
+    def start_over(self) -> None:
+        """Whoever asked for pauses and swaps is gone; what turns there are stays, and goes on."""
+        self._gate = PauseGate()
+        self._answers.clear()
+
+    # ------------------------------------------------------------ what the worker moves
 
     def swap_due(self) -> FinishWeightUpdate | None:
         """The swap to do now, before any other step."""
@@ -142,7 +146,7 @@ class Scheduler:
             if update.kv_policy == "recompute":
                 recomputed += turn.recompute_kv(update.version)
         self.version = update.version
-        self._gate.swapped()
+        self._gate.end_swap()
         return recomputed
 
     def take_answers(self) -> list[Message]:
@@ -218,6 +222,11 @@ class Scheduler:
         )
 
     # ------------------------------------------------------------ what there is
+
+    @property
+    def handles(self) -> list[int]:
+        """The turns it holds, and those whose end is not told yet."""
+        return [*self._turns, *(ended.handle for ended in self._ended)]
 
     @property
     def running_turns(self) -> int:

@@ -1,8 +1,9 @@
 """How do new weights get in beside those that serve? A thread copies them while decoding goes on.
 
 It knows nothing of turns. Every update that was started is answered, once: by ``WeightsStaged``,
-or by ``WeightsFailed`` and then nothing more until it is started anew. Copies run outside of the
-interpreter's lock, so the decode steps of the main thread go on beside them.
+or by ``WeightsFailed`` and then nothing more until it is started anew; only those begun anew or
+abandoned before it came to that are not. Copies run outside of the interpreter's lock, so the
+decode steps of the main thread go on beside them.
 """
 
 import threading
@@ -15,8 +16,9 @@ from queue import SimpleQueue
 
 import torch
 
+from tidegate.engine.memory import blame_memory
 from tidegate.engine.weights import Weights
-from tidegate.errors import WeightsRefused
+from tidegate.errors import TidegateError, WeightsRefused
 from tidegate.transport.messages import (
     Complaint,
     InitWeights,
@@ -27,13 +29,18 @@ from tidegate.transport.messages import (
     WeightsFailed,
     WeightsStaged,
 )
-from tidegate.transport.weight_channels import WeightReceiver, receiver
+from tidegate.transport.weight_channels import NOWHERE, Home, WeightReceiver, receiver
 
 JOIN_TIMEOUT_S = 5.0
 """How long ``close`` waits for the copy of one tensor; the thread never outlives the process."""
 
 NAMES_SHOWN_MAX = 3
 """Missing tensors named in a refusal; one usually tells it all."""
+
+NO_CHANNEL = "no weight channel is open; send InitWeights first"
+
+ROOM_FOR_TWO = "it stands beside the one that serves; lower num_blocks, or leave the machine more"
+"""What helps where a second set of weights doesn't fit."""
 
 Answer = WeightsStaged | WeightsFailed | Complaint
 
@@ -66,8 +73,9 @@ class _Result:
 class Staging:
     """The buffer beside the live weights, and the thread that fills it."""
 
-    def __init__(self, allocate: Callable[[], Weights]) -> None:
+    def __init__(self, allocate: Callable[[], Weights], home: Home = NOWHERE) -> None:
         self._allocate = allocate
+        self._home = home
         self._update: _Update | None = None
         """The newest; those before it are over."""
         self._answers: list[Message] = []
@@ -78,6 +86,8 @@ class Staging:
         """The thread's while jobs are pending, else the main thread's."""
         self._receiver: WeightReceiver | None = None
         """The thread's."""
+        self._why_closed = NO_CHANNEL
+        """The thread's: why nothing can be copied, while nothing can."""
         self._thread = threading.Thread(target=self._work, name="staging", daemon=True)
         self._thread.start()
 
@@ -91,10 +101,10 @@ class Staging:
         self._put(partial(self._open_channel, message))
 
     def start(self, message: StartWeightUpdate) -> None:
-        """Phase 2: begin a version, and give up the one before if it isn't complete yet.
+        """Phase 2: begin a version, and give up the one before, complete or not.
 
-        The same one again is begun anew without a word: a lost connection makes the orchestrator
-        ask twice, and what it asked for first has not failed.
+        The same one again is copied again, without a word: a lost connection makes the orchestrator
+        ask twice, and another orchestrator may mean other weights by the same number.
         """
         old = self._update
         if old is not None and old.state is _State.OPEN:
@@ -121,6 +131,13 @@ class Staging:
             self._answers.append(Complaint(message=why))
         elif update.state is _State.OPEN:
             self._put(partial(self._copy, update, message))
+
+    def abandon(self) -> None:
+        """Forget the update that is under way or complete, and what was to be said of any."""
+        if self._update is not None:
+            self._update.state = _State.FAILED
+            self._update = None
+        self.take_answers()
 
     def take_answers(self) -> list[Message]:
         """What has been staged or has failed since the last call."""
@@ -183,11 +200,13 @@ class Staging:
             if self._receiver is not None:
                 self._receiver.close()
                 self._receiver = None
-            self._receiver = receiver(message)
+            self._receiver = receiver(message, self._home)
             if self._buffer is None:
-                self._buffer = self._allocate()
+                with blame_memory(doing="for a second set of weights", remedy=ROOM_FOR_TWO):
+                    self._buffer = self._allocate()
         except Exception as error:  # noqa: BLE001  (as in _copy)
-            return _Result(None, Complaint(message=f"weight channel not opened: {_say(error)}"))
+            self._why_closed = f"weight channel not opened: {_say(error)}"
+            return _Result(None, Complaint(message=self._why_closed))
         return _Result(None, None)
 
     def _begin(self, update: _Update) -> _Result:
@@ -204,8 +223,8 @@ class Staging:
 
     def _copied(self, update: _Update, message: UpdateWeights) -> Answer | None:
         if self._receiver is None or self._buffer is None:
-            raise WeightsRefused("no weight channel is open; send InitWeights first")
-        for spec, view in self._receiver.tensors(message):
+            raise WeightsRefused(self._why_closed)
+        for spec, view in self._receiver.tensors(message, lambda: update.state is _State.OPEN):
             if update.state is not _State.OPEN:
                 return None
             self._buffer.load(spec.name, _tensor(spec, view))
@@ -232,4 +251,4 @@ def _tensor(spec: TensorSpec, view: memoryview) -> torch.Tensor:
 
 def _say(error: Exception) -> str:
     """Our own errors speak for themselves; others need their kind."""
-    return str(error) if isinstance(error, WeightsRefused) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, TidegateError) else f"{type(error).__name__}: {error}"

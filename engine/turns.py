@@ -3,7 +3,6 @@
 Knows nothing of other turns, steps or weights.
 """
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +23,9 @@ from tidegate.transport.messages import (
 
 HANDLE_MAX = 2**32 - 1
 """Handles travel in uint32 columns."""
+
+TEMPERATURE_MAX = 1e6
+"""By then every token is as likely as any other; and a float32 column holds it."""
 
 TOP_K_MAX = 2**31 - 1
 """More than any vocabulary has, and an int64 column holds it."""
@@ -208,9 +210,9 @@ def _read_prompt(message: SubmitTurn, limits: EngineLimits) -> npt.NDArray[np.in
 def _check_sampling(sampling: SamplingParams) -> None:
     if sampling.max_tokens < 1:
         raise TurnRefused(f"max_tokens must be at least 1, got {sampling.max_tokens}")
-    if not 0 <= sampling.temperature < math.inf:
+    if not 0 <= sampling.temperature <= TEMPERATURE_MAX:
         raise TurnRefused(
-            f"temperature must be finite and at least 0 (0 takes the most likely token), "
+            f"temperature must be in [0, {TEMPERATURE_MAX:g}] (0 takes the most likely token), "
             f"got {sampling.temperature}"
         )
     if not 0 <= sampling.top_k <= TOP_K_MAX:

@@ -18,7 +18,9 @@ from types import FrameType
 
 import torch
 
-from tidegate.engine.loop import SIGNAL_POLL_S, EngineLoop
+from tidegate.engine.link import Link
+from tidegate.engine.loop import EngineLoop
+from tidegate.engine.memory import blame_memory
 from tidegate.engine.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner
 from tidegate.engine.scheduler import Scheduler
@@ -26,18 +28,11 @@ from tidegate.engine.staging import Staging
 from tidegate.engine.turns import EngineLimits
 from tidegate.engine.weights import Weights, load_directory
 from tidegate.errors import ConfigError, TidegateError
-from tidegate.transport.messages import (
-    PROTOCOL,
-    Complaint,
-    FromOrchestrator,
-    Goodbye,
-    Hello,
-    Refused,
-    Shutdown,
-    Welcome,
-)
+from tidegate.transport.messages import PROTOCOL, Hello
+from tidegate.transport.private_directory import remove_abandoned
+from tidegate.transport.security import read_engine_keys
 from tidegate.transport.sockets import DealerSocket
-from tidegate.transport.weight_channels import CHANNELS
+from tidegate.transport.weight_channels import CHANNELS, Home
 
 ENDED, DEFECT, UNUSABLE, REFUSED = range(4)
 """Exit statuses."""
@@ -46,8 +41,8 @@ KV_BYTES_DEFAULT = 256 * 1024 * 1024
 """What the KV cache may take where --num-blocks is left out: 262,144 tokens of a float32 model with
 2 layers of 2 KV heads of 32, but only 2,340 of a Qwen3-0.6B in bfloat16, which wants more."""
 
-WELCOME_TIMEOUT_S = 60.0
-"""An orchestrator that answers no hello for so long isn't there."""
+SMALLER_MODEL = "serve a smaller model, compute in bfloat16, or leave the machine more"
+"""What helps where the weights don't fit."""
 
 PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>: which signal to get when the parent dies."""
@@ -59,22 +54,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.die_with_parent:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
+        keys = None if arguments.keys is None else read_engine_keys(arguments.keys)
         config = ModelConfig.from_directory(arguments.model)
         dtype = _dtype(arguments.dtype, config)
         limits = _limits(arguments, config, dtype)
         torch.set_num_threads(arguments.threads)
-        weights = load_directory(arguments.model, config, dtype)
-        socket = DealerSocket(arguments.connect, arguments.engine.encode())
+        runner = _runner(arguments.model, config, dtype, limits)
+        socket = DealerSocket(arguments.connect, arguments.engine.encode(), keys=keys)
     except TidegateError as error:
         sys.stderr.write(f"error: {error}\n")
         return UNUSABLE
     # All that lives by now lives to the end: the collector need not look at it again.
     gc.collect()
     gc.freeze()
+    link = Link(socket, _hello(arguments.engine, config.architecture, limits))
     try:
-        return _serve(socket, arguments.engine, limits, weights)
+        return _serve(link, limits, runner, Home(arguments.connect, keys))
     finally:
         socket.close()
+        remove_abandoned()  # if the run was killed, nobody else sees to what it left
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -85,6 +83,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--connect", required=True, help="the orchestrator's address")
     parser.add_argument("--model", required=True, type=Path, help="Hugging Face model directory")
     parser.add_argument("--engine", required=True, help="name, unique within the run")
+    parser.add_argument(
+        "--keys", type=Path, help="directory that `tidegate keys` made for engines, copied here"
+    )
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
@@ -129,66 +130,53 @@ def _limits(arguments: argparse.Namespace, config: ModelConfig, dtype: torch.dty
 def _default_blocks(arguments: argparse.Namespace, config: ModelConfig, dtype: torch.dtype) -> int:
     """What fits the default memory, but no more than all turns can ever use; one at least."""
     block_tokens = max(1, arguments.block_tokens)
-    token_bytes: int = (
-        2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-    )
-    affordable = KV_BYTES_DEFAULT // (token_bytes * block_tokens)
+    affordable = KV_BYTES_DEFAULT // (_kv_token_bytes(config, dtype) * block_tokens)
     usable = arguments.max_running_turns * -(-config.context_tokens_max // block_tokens)
     return max(1, min(int(affordable), int(usable)))
 
 
-def _serve(socket: DealerSocket, engine: str, limits: EngineLimits, weights: Weights) -> int:
-    config = weights.config
-    runner = ModelRunner(
-        config, weights, num_blocks=limits.num_blocks, block_tokens=limits.block_tokens
-    )
-    staging = Staging(lambda: Weights.allocate(config, weights.dtype))
-    hello = _hello(engine, config.architecture, limits)
-    loop = EngineLoop(socket, hello, runner=runner, scheduler=Scheduler(limits), staging=staging)
+def _kv_token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What keys and values of one position take, in all layers."""
+    elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return elements * int(dtype.itemsize)
+
+
+def _runner(
+    model: Path, config: ModelConfig, dtype: torch.dtype, limits: EngineLimits
+) -> ModelRunner:
+    """The weights and the KV cache: nearly all of the memory that an engine takes."""
+    with blame_memory(doing=f"for the weights of {model}", remedy=SMALLER_MODEL):
+        weights = load_directory(model, config, dtype)
+    blocks, block_tokens = limits.num_blocks, limits.block_tokens
+    kv_bytes = blocks * block_tokens * _kv_token_bytes(config, dtype)
+    cache = f"{blocks} blocks of {block_tokens} tokens, {kv_bytes / 2**30:.1f} GiB"
+    with blame_memory(doing=f"for a KV cache of {cache}", remedy="lower num_blocks"):
+        return ModelRunner(config, weights, num_blocks=blocks, block_tokens=block_tokens)
+
+
+def _serve(link: Link, limits: EngineLimits, runner: ModelRunner, home: Home) -> int:
+    """Live until the end, whatever it is, and tell the orchestrator of it."""
+    config, dtype = runner.config, runner.weights.dtype
+    staging = Staging(lambda: Weights.allocate(config, dtype), home)
+    loop = EngineLoop(link, runner=runner, scheduler=Scheduler(limits), staging=staging)
     _end_on_signals(loop)
     try:
-        return _live(socket, hello, loop)
+        reason, status = loop.run(), ENDED
+    except TidegateError as error:
+        reason, status = str(error), DEFECT
+        sys.stderr.write(f"error: {reason}\n")
     except Exception as error:  # noqa: BLE001  (whatever it was, the orchestrator must hear of it)
         traceback.print_exc()
-        socket.send(Goodbye(reason=f"failed: {type(error).__name__}: {error}"))
-        return DEFECT
+        reason, status = f"failed: {type(error).__name__}: {error}", DEFECT
     finally:
         staging.close()
-
-
-def _live(socket: DealerSocket, hello: Hello, loop: EngineLoop) -> int:
-    """Be welcomed, serve, take leave."""
-    socket.send(hello)
-    inbox = _await_welcome(socket, loop)
-    match inbox:
-        case [Welcome() as welcome, *rest]:
-            reason = loop.run(welcome, rest)
-            status = ENDED
-        case [Refused(message=message), *_]:
-            sys.stderr.write(f"error: the orchestrator refused {hello.engine!r}: {message}\n")
-            return REFUSED
-        case _:
-            reason = loop.ending or "not welcomed"
-            status = ENDED
-    sys.stderr.write(f"engine {hello.engine} ends: {reason}\n")
-    socket.send(Goodbye(reason=reason))
+    if loop.refusal is not None:  # then nobody there wants to hear a goodbye
+        sys.stderr.write(f"error: the orchestrator refused this engine: {loop.refusal}\n")
+        return REFUSED
+    link.leave(reason)
+    if status == ENDED:
+        sys.stderr.write(f"engine ends: {reason}\n")
     return status
-
-
-def _await_welcome(socket: DealerSocket, loop: EngineLoop) -> list[FromOrchestrator]:
-    """What has come from the first welcome or refusal on; empty if neither came in time."""
-    deadline_s = time.monotonic() + WELCOME_TIMEOUT_S
-    while loop.ending is None and time.monotonic() < deadline_s:
-        inbox = socket.receive(SIGNAL_POLL_S)
-        for number, message in enumerate(inbox):
-            match message:
-                case Welcome() | Refused():
-                    return inbox[number:]
-                case Shutdown():
-                    loop.end("asked to shut down")
-                case Complaint(message=why):
-                    sys.stderr.write(f"orchestrator complained: {why}\n")
-    return []
 
 
 def _hello(engine: str, architecture: str, limits: EngineLimits) -> Hello:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from tidegate.errors import AuditError
-from tidegate.orchestrator.recording import weights_path
+from tidegate.orchestrator.recording import archived_weights, archives
 from tidegate.orchestrator.replay_plan import Plan, Problem, Purpose, Replay, Segment, plan_rollout
 from tidegate.orchestrator.run_files import replace_file
 from tidegate.orchestrator.trajectories import count_trajectories, read_trajectories, to_json
@@ -143,7 +143,7 @@ def audit_run(
     problems = [problem for plan in plans for problem in plan.problems]
     replays = _replayable([r for plan in plans for r in plan.replays], archived, problems)
     probes = _probes(replays, archived)
-    replay_all([*replays, *probes], lambda version: weights_path(directory, version), progress)
+    replay_all([*replays, *probes], lambda version: archived_weights(directory, version), progress)
     segments = [segment for replay in replays for segment in replay.segments]
     agreeing = [int(_agreeing(segment, tolerance).sum()) for segment in segments]
     problems += _mismatches(segments, tolerance)
@@ -177,7 +177,7 @@ def _archived_versions(directory: Path) -> set[int]:
     weights = directory / "weights"
     if not directory.is_dir():
         raise AuditError(f"{directory} is not a directory")
-    names = [path.name for path in weights.glob("v*") if path.is_dir()]
+    names = {path.name for archive in archives(directory) for path in archive.glob("v*")}
     versions = {int(name[1:]) for name in names if name[1:].isdecimal()}
     if not versions:
         raise AuditError(

@@ -7,6 +7,7 @@ prompts, sampled tokens and observations as the model saw them; ``loss_mask`` ma
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tidegate.orchestrator.rollout import Group, Rollout
@@ -64,6 +65,8 @@ class Batch:
     """Weights published when the batch was handed over."""
     packed: PackedBatch
     """The same rows without padding."""
+    tasks: tuple[object, ...] = ()
+    """[R]: what the user's iterator gave."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -74,14 +77,14 @@ class Batch:
 def build_batch(groups: Sequence[Group], trainer_version: int) -> Batch:
     """Lay out the rollouts of a batch as tensors."""
     rollouts = [rollout for group in groups for rollout in group.kept]
-    packed = _pack(rollouts)
-    rows, columns = packed.row_ids, packed.position_ids
-    longest = int(columns.max()) + 1 if len(columns) else 0
+    lengths = np.array([len(rollout.token_ids) for rollout in rollouts], dtype=np.int64)
+    packed = _pack(rollouts, lengths)
+    is_token = np.arange(lengths.max(initial=0)) < lengths[:, None]  # [R, T]
 
     def padded(values: torch.Tensor, fill: int) -> torch.Tensor:
-        out = values.new_full((len(rollouts), longest), fill)
-        out[rows, columns] = values
-        return out
+        out = np.full(is_token.shape, fill, dtype=values.numpy().dtype)
+        out[is_token] = values.numpy()
+        return torch.from_numpy(out)
 
     rewards = torch.tensor([rollout.reward or 0.0 for rollout in rollouts])
     group_ids = torch.tensor([rollout.group_id for rollout in rollouts], dtype=torch.int64)
@@ -89,7 +92,7 @@ def build_batch(groups: Sequence[Group], trainer_version: int) -> Batch:
     staleness = [0 if v is None else trainer_version - v for v in oldest]
     return Batch(
         token_ids=padded(packed.token_ids, 0),
-        attention_mask=padded(torch.ones_like(packed.loss_mask), 0),
+        attention_mask=torch.from_numpy(is_token),
         loss_mask=padded(packed.loss_mask, 0),
         logprobs=padded(packed.logprobs, 0),
         weight_versions=padded(packed.weight_versions, NOT_SAMPLED),
@@ -99,35 +102,33 @@ def build_batch(groups: Sequence[Group], trainer_version: int) -> Batch:
         staleness=torch.tensor(staleness, dtype=torch.int64),
         trainer_version=trainer_version,
         packed=packed,
+        tasks=tuple(group.task for group in groups for _ in group.kept),
     )
 
 
-def _pack(rollouts: Sequence[Rollout]) -> PackedBatch:
-    lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts], dtype=torch.int64)
-    cu_seqlens = torch.zeros(len(rollouts) + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=cu_seqlens[1:])
-    row_ids = torch.repeat_interleave(torch.arange(len(rollouts)), lengths)
-    weight_versions = torch.full((int(cu_seqlens[-1]),), NOT_SAMPLED, dtype=torch.int32)
+def _pack(
+    rollouts: Sequence[Rollout], lengths: "np.ndarray[tuple[int], np.dtype[np.int64]]"
+) -> PackedBatch:
+    """In numpy, which takes a tenth of torch's time for thousands of small pieces."""
+    cu_seqlens = np.concatenate(([0], np.cumsum(lengths)))
+    tokens = int(cu_seqlens[-1])
+    weight_versions = np.full(tokens, NOT_SAMPLED, dtype=np.int32)
     for rollout, offset in zip(rollouts, cu_seqlens.tolist(), strict=False):
         for turn in rollout.turns:
             at, ends = offset + turn.start, [*(run.start for run in turn.runs[1:]), turn.length]
-            for run, end in zip(turn.runs, ends, strict=True):
+            for run, end in zip(turn.runs, ends, strict=False):  # no run: given up before a token
                 weight_versions[at + run.start : at + end] = run.version
+    token_ids = np.frombuffer(b"".join(r.token_ids for r in rollouts), dtype=np.int32)
+    logprobs = np.frombuffer(bytearray().join(r.logprobs for r in rollouts), dtype=np.float32)
     return PackedBatch(
-        token_ids=_joined(b"".join(r.token_ids.tobytes() for r in rollouts), torch.int32).long(),
-        position_ids=torch.arange(len(row_ids)) - cu_seqlens[row_ids],
-        cu_seqlens=cu_seqlens.int(),
-        row_ids=row_ids,
-        loss_mask=weight_versions != NOT_SAMPLED,
-        logprobs=_joined(b"".join(r.logprobs.tobytes() for r in rollouts), torch.float32),
-        weight_versions=weight_versions,
+        token_ids=torch.from_numpy(token_ids.astype(np.int64)),
+        position_ids=torch.from_numpy(np.arange(tokens) - np.repeat(cu_seqlens[:-1], lengths)),
+        cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
+        row_ids=torch.from_numpy(np.repeat(np.arange(len(rollouts)), lengths)),
+        loss_mask=torch.from_numpy(weight_versions != NOT_SAMPLED),
+        logprobs=torch.from_numpy(logprobs),
+        weight_versions=torch.from_numpy(weight_versions),
     )
-
-
-def _joined(data: bytes, dtype: torch.dtype) -> torch.Tensor:
-    if not data:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype)
 
 
 def named_buffers(state_dict: Mapping[str, torch.Tensor]) -> list[NamedBuffer]:

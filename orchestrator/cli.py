@@ -7,12 +7,15 @@ import importlib.metadata
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from tidegate.errors import TidegateError
+from tidegate.errors import ConfigError, TidegateError
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.simulation import SimulationReport
 
 STATUS_DISAGREES = 1
 STATUS_ERROR = 2
@@ -60,6 +63,18 @@ def audit(
 
 
 @app.command()
+def replay(run: RunDirectory) -> None:
+    """Have a new core live through a run's journal; status 1 if it comes into another state."""
+    from tidegate.orchestrator.journal_replay import replay_journal
+
+    result = replay_journal(run)
+    for line in result.lines():
+        typer.echo(line)
+    if result.difference is not None:
+        raise typer.Exit(STATUS_DISAGREES)
+
+
+@app.command()
 def report(run: RunDirectory) -> None:
     """Write report.md, report.png and report.json into a finished run's directory."""
     from tidegate.orchestrator.report import write_report
@@ -83,33 +98,91 @@ def engine(context: typer.Context) -> None:
 
 
 @app.command()
+def keys(
+    directory: Annotated[Path, typer.Argument(help="Where they are kept, e.g. keys.")],
+    engine: Annotated[
+        str, typer.Option(help="Which engines they are for: a host, say, if each has its own.")
+    ] = "engine",
+) -> None:
+    """Make keys, for engines on other hosts; without keys only this host is served."""
+    from tidegate.transport.security import make_keys
+
+    own = make_keys(directory, engine)
+    typer.echo(
+        f"The orchestrator keeps {directory} to itself. In the run: keys={str(directory)!r} and an "
+        f"address such as 'tcp://0.0.0.0:5555'.\n"
+        f"Copy {own} to each host of such engines, by a way that nobody can read:\n"
+        f"    scp -pr {own} HOST:\n"
+        f"    tidegate engine --keys {own.name} --connect tcp://THIS_HOST:5555 --engine NAME …\n"
+        f"To shut them out, remove {directory / 'engines' / own.name}.key; they can't connect "
+        f"again then."
+    )
+
+
+@app.command()
 def simulate(
-    seeds: Annotated[int, typer.Option(min=1, help="How many to run, one after another.")] = 100,
+    seeds: Annotated[int, typer.Option(min=1, help="How many to run.")] = 100,
     first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
     faults: Annotated[
         str, typer.Option(help="all, none, or a list such as crash,cut: what may go wrong.")
     ] = "all",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes to run them on; left out, one per core.")
+    ] = None,
+    replay: Annotated[
+        str | None,
+        typer.Option(metavar="SCENARIO", help="Run this instead: a JSON file, or JSON itself."),
+    ] = None,
 ) -> None:
-    """Run the orchestrator in virtual time, with engines that fail; status 1 if it breaks."""
-    from tidegate.orchestrator.faults import parse_faults
-    from tidegate.orchestrator.simulation import simulate as simulate_seed
+    """Run the orchestrator in virtual time, with engines that fail; status 1 if it breaks.
 
-    kinds = parse_faults(faults)
-    tokens = failures = 0
+    A run that fails is shrunken to the smallest that fails alike.
+    """
+    from tidegate.orchestrator.faults import parse_faults
+    from tidegate.orchestrator.sweep import SweepSummary, cores, sweep
+
+    if replay is not None:
+        _replay_scenario(replay)
+        return
+    summary, kinds = SweepSummary(), parse_faults(faults)
+    chosen = range(first_seed, first_seed + seeds)
     with Console(stderr=True).status("simulating") as status:
-        for seed in range(first_seed, first_seed + seeds):
-            status.update(f"simulating seed {seed}, {failures} failed so far")
-            report = simulate_seed(seed, faults=kinds)
-            tokens += report.trained_tokens
-            if report.failure is not None:
-                failures += 1
-                typer.echo(f"seed {seed}: {report.failure}\n  replay: {report.replay_command}")
+        for report in sweep(chosen, kinds, workers=workers or cores()):
+            for line in summary.add(report):
+                typer.echo(line)
+            if summary.runs % 10 == 0:
+                status.update(f"{summary.runs} of {seeds} seeds, {summary.failures} failed so far")
     if seeds == 1:
-        for line in (*report.story, f"digest {report.digest}"):
-            typer.echo(line)
-    typer.echo(f"{seeds - failures} of {seeds} seeds kept every promise; {tokens} tokens trained")
-    if failures:
+        _tell_story(report)
+    for line in summary.lines():
+        typer.echo(line)
+    if summary.failures or (faults == "all" and summary.unreached):
         raise typer.Exit(STATUS_DISAGREES)
+
+
+def _replay_scenario(replay: str) -> None:
+    from tidegate.orchestrator.scenario import read_scenario
+    from tidegate.orchestrator.simulation import run_scenario
+
+    is_json = replay.lstrip().startswith("{")
+    report = run_scenario(read_scenario(replay if is_json else _read(Path(replay))))
+    _tell_story(report)
+    if report.failure is not None:
+        typer.echo(f"failed: {report.failure}")
+        raise typer.Exit(STATUS_DISAGREES)
+    typer.echo("it kept every promise")
+
+
+def _tell_story(report: "SimulationReport") -> None:
+    for line in (*report.story, f"digest {report.digest}"):
+        typer.echo(line)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read the scenario {path}: {error}") from None
 
 
 @app.command()

@@ -4,6 +4,7 @@ It starts and stops the run, keeps the trainer's time and turns what is handed o
 """
 
 import concurrent.futures
+import contextlib
 import signal
 import sys
 import threading
@@ -12,8 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
+from tidegate.errors import ConfigError
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.config import RunSettings
+from tidegate.orchestrator.loop_watch import LOOK_INTERVAL_S
+from tidegate.orchestrator.resuming import Resume, ResumeToken
 from tidegate.orchestrator.run import Run
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.statistics import RunStatistics
@@ -49,10 +55,13 @@ class Evaluation:
 class RunClient:
     """What the async and the sync face have in common: all but the waiting."""
 
-    def __init__(self, settings: RunSettings) -> None:
+    def __init__(self, settings: RunSettings, resume: Resume = None) -> None:
         self.settings = settings
+        self._resume = resume
         self._run: Run | None = None
         self._version = 0
+        self._batches = 0
+        """Delivered to the trainer so far."""
         self._keeper = Timekeeper(None)
         self._final: RunStatistics | None = None
         self._old_sigterm: Any = None
@@ -74,7 +83,34 @@ class RunClient:
         scheduler = self._running.scheduler
         if self._running.is_own_thread and scheduler is not None:
             return self._statistics_of(scheduler)
-        return self._submit(self._snapshot).result()
+        snapshot = self._submit(self._snapshot)
+        while not snapshot.done():
+            if self._running.loop_watch.blocked is not None and scheduler is not None:
+                with contextlib.suppress(RuntimeError):  # it has just gone on, and changed things
+                    return self._statistics_of(scheduler)
+            concurrent.futures.wait([snapshot], LOOK_INTERVAL_S)
+        return snapshot.result()
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this goes on with a run; then publish the checkpoint's weights first."""
+        return self._running.resumed is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the trainer has come with the run: to be saved in its checkpoint.
+
+        Take it when the batch last received is trained, and save it in one piece with the weights
+        made from it, before they are published. ``serve(resume=…)`` takes it.
+
+        Raises:
+            ConfigError: the run keeps no journal, so it can't be resumed.
+        """
+        if not self._running.run_id:
+            raise ConfigError("a run without a journal can't be resumed; give serve() journal=True")
+        scheduler = self._running.scheduler
+        offer = scheduler.core.tasks.offer if scheduler is not None else 0
+        token = ResumeToken(self._running.run_id, self._batches, self._version, max(0, offer))
+        return msgspec.structs.asdict(token)
 
     def note(self, **facts: object) -> None:
         """Add facts to the run's record, e.g. ``reward_before=…``."""
@@ -98,7 +134,10 @@ class RunClient:
     def _start(self) -> "concurrent.futures.Future[None]":
         if self._run is not None:
             raise RuntimeError("a run is used once; call serve() again for another")
-        self._run = Run(self.settings)
+        self._run = Run(self.settings, self._resume)
+        if self._run.resumed is not None:
+            self._batches = self._run.resumed.batches
+            self._version = self._run.newest_version
         self._keeper = Timekeeper(self._run.recorder)
         self._exit_on_sigterm()
         self._run.start()
@@ -138,7 +177,7 @@ class RunClient:
 
     def _published(self, version: int, state_dict: "Mapping[str, torch.Tensor]") -> int:
         scheduler = self._running.scheduler
-        if scheduler is None or scheduler.core.trainer_version < version:
+        if scheduler is None or scheduler.published_version < version:
             return version  # it failed before any engine swapped
         self._version = version
         self._mark("publish")
@@ -149,6 +188,7 @@ class RunClient:
     def _batch(self, handover: ev.HandOver) -> "Batch":
         from tidegate.orchestrator.batches import build_batch  # torch: not for who only audits
 
+        self._batches = handover.number
         batch = build_batch(handover.groups, handover.trainer_version)
         recorder = self._running.recorder
         if recorder is not None:
@@ -191,6 +231,7 @@ class RunClient:
             ledger=core.ledger.snapshot(),
             evaluation_ledger=core.evaluation_ledger.snapshot(),
             engines=scheduler.fleet.statistics(),
+            stuck=(*filter(None, [self._running.loop_watch.blocked]), *scheduler.stuck),
         )
 
 

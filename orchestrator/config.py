@@ -7,7 +7,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tidegate.errors import ConfigError
 from tidegate.policies.staleness import BoundedStaleness
+from tidegate.transport.addresses import check_listener, is_on_this_host
 from tidegate.transport.messages import KvPolicy, PauseMode
+from tidegate.transport.security import (
+    ENGINE_DEFAULT,
+    read_engine_keys,
+    read_orchestrator_keys,
+)
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -47,19 +53,32 @@ class RunSettings(BaseModel):
     """KV blocks per engine; None sizes the cache by the engine's memory budget."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     threads_per_engine: Count = 1
-    weight_channel: Literal["shm", "disk"] = "shm"
-    """How weights travel: shared memory, or safetensors files in the run's directory."""
+    weight_channel: Literal["shm", "zmq", "disk"] = "shm"
+    """How weights travel: shared memory; ZeroMQ, to engines on any host; or safetensors files in
+    the run's directory."""
     address: str | None = None
     """Where engines connect; None is a private ipc socket."""
+    keys: Path | None = None
+    """What ``tidegate keys`` made: only engines with keys may connect then, from any host."""
     run_directory: Path | None = None
     """Leave trajectories, weights, metrics and a trace here; None records nothing."""
+    journal: bool = False
+    """Keep in the run's directory what it takes to go on after a crash; see ``serve(resume=)``."""
+    keep_events: bool = False
+    """Never let snapshots take the place of the journal's events, so that all can be replayed."""
+    resume_partial_rollouts: bool = True
+    """After a crash, rollouts go on from the tokens they had; False begins them again."""
 
     episode_timeout_s: Seconds = 600.0
     """An episode that takes longer is discarded and counted."""
     engine_start_timeout_s: Seconds = 120.0
     engine_timeout_s: Seconds = 30.0
     """An engine silent for so long is lost, and its turns go on elsewhere."""
+    orchestrator_timeout_s: Seconds = 60.0
+    """Engines that hear nothing for so long end: the time there is to resume a run for them."""
     heartbeat_interval_s: Seconds = 1.0
+    stuck_after_s: Seconds = 60.0
+    """What has not got on for so long is named in the log and in ``statistics().stuck``."""
     weights_timeout_s: Seconds = 120.0
     """How long every engine may take to serve a published version."""
     credit_steps: Count = 256
@@ -98,12 +117,31 @@ def run_settings(**values: object) -> RunSettings:
             "engines=0 starts none, and without an address no other can connect; give an address, "
             "such as 'ipc:///tmp/run' or 'tcp://127.0.0.1:5555'"
         )
+    _check_wire(settings)
+    if settings.journal and settings.run_directory is None:
+        raise ConfigError("journal=True keeps it in the run's directory; give a run_directory")
     if settings.heartbeat_interval_s * 2 > settings.engine_timeout_s:
         raise ConfigError(
             f"engine_timeout_s={settings.engine_timeout_s} must be at least twice "
             f"heartbeat_interval_s={settings.heartbeat_interval_s}, or healthy engines look lost"
         )
     return settings
+
+
+def _check_wire(settings: RunSettings) -> None:
+    if settings.keys is not None:
+        read_orchestrator_keys(settings.keys)
+        if settings.engines:
+            read_engine_keys(settings.keys / ENGINE_DEFAULT)
+    if settings.address is None:
+        return
+    check_listener(settings.address, has_keys=settings.keys is not None)
+    if settings.weight_channel == "shm" and not is_on_this_host(settings.address):
+        raise ConfigError(
+            f"weight_channel='shm' reaches engines on this host only, and address="
+            f"{settings.address!r} is for others too; set weight_channel='zmq', or 'disk' with a "
+            f"run_directory that all hosts share"
+        )
 
 
 def _say(kind: str, message: str) -> str:

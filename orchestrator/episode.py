@@ -9,33 +9,77 @@ The context only grows: prompts and observations by :meth:`Episode.append`, what
 :meth:`Episode.generate`. So the tokens that are trained are exactly those the engine produced.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Protocol
 
 import msgspec
+from tokenizers import Tokenizer
 
 from tidegate.errors import ConfigError, RunClosed, TurnRefused
 from tidegate.orchestrator.model_files import ModelFiles
-from tidegate.orchestrator.rollout import Rollout, Turn, VersionSpan
+from tidegate.orchestrator.recollection import Recollection
+from tidegate.orchestrator.rollout import Rollout, Turn, VersionSpan, token_array
 from tidegate.transport.messages import SamplingParams
 
-AskForTurn = Callable[[Rollout, SamplingParams], Awaitable[Turn]]
-"""Has the model continue a rollout's context."""
+BITS_64 = (1 << 64) - 1
+
+REWARD_TYPES = (float, int)
+"""Told apart first, for looking for a method takes longer."""
 
 
-@dataclass(frozen=True, slots=True)
+class Generating(Protocol):
+    """Who has the model continue a rollout's context."""
+
+    def ask(self, rollout: Rollout, sampling: SamplingParams) -> Awaitable[Turn]:
+        """A new turn, asked for now, once it has ended."""
+
+    def rejoin(self, rollout: Rollout) -> Awaitable[Turn]:
+        """The turn that was going on when the run was resumed, once it has ended."""
+
+    def give_up_turn(self, rollout: Rollout) -> None:
+        """Nobody waits for what ``ask`` or ``rejoin`` gave any more."""
+
+    def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
+        """Forget what the rollout's context holds beyond so many turns and tokens."""
+
+
 class GeneratedTurn:
-    """What one call of ``generate`` gave."""
+    """What one call of ``generate`` gave. Each is made when it is first looked at."""
 
-    text: str
-    """Decoded, without special tokens."""
-    token_ids: list[int]
-    logprobs: list[float]
-    """One per token: natural log of the probability it was drawn with."""
-    finish_reason: str
-    """``stop``: a stop token was sampled, and is the last of ``token_ids``; ``length``: cut off."""
-    spans: list[VersionSpan]
-    """Which weights produced which of the tokens."""
+    def __init__(self, turn: Turn, tokenizer: Tokenizer) -> None:
+        self._turn = turn
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def text(self) -> str:
+        """Decoded, without special tokens."""
+        return self._tokenizer.decode(self.token_ids, skip_special_tokens=True)
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        """All tokens, the stop token included."""
+        return self._turn.token_ids.tolist()
+
+    @cached_property
+    def logprobs(self) -> list[float]:
+        """One per token: natural log of the probability it was drawn with."""
+        return self._turn.logprobs.tolist()
+
+    @property
+    def finish_reason(self) -> str:
+        """``stop``: a stop token was sampled, and is the last one; ``length``: cut off."""
+        return self._turn.finish_reason or "length"
+
+    @cached_property
+    def spans(self) -> list[VersionSpan]:
+        """Which weights produced which of the tokens."""
+        return self._turn.spans()
+
+    def __repr__(self) -> str:
+        return f"GeneratedTurn({self.text!r}, finish_reason={self.finish_reason!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +95,40 @@ class SamplingDefaults:
 class Episode:
     """One attempt at a task. An episode takes one turn at a time."""
 
+    __slots__ = (
+        "__weakref__",
+        "_defaults",
+        "_generating",
+        "_is_generating",
+        "_is_over",
+        "_model",
+        "_past",
+        "_rollout",
+    )
+
     def __init__(
-        self, rollout: Rollout, model: ModelFiles, ask: AskForTurn, defaults: SamplingDefaults
+        self,
+        rollout: Rollout,
+        model: ModelFiles,
+        generating: Generating,
+        defaults: SamplingDefaults,
     ) -> None:
         self._rollout = rollout
         self._model = model
-        self._ask = ask
+        self._generating = generating
         self._defaults = defaults
+        self._past = Recollection(rollout) if rollout.turns else None
+        """After a resume, until what happened before has happened again."""
         self._is_generating = False
         self._is_over = False
 
     @property
     def token_ids(self) -> list[int]:
         """The context so far, copied."""
-        return self._rollout.token_ids.tolist()
+        past = self._past
+        return (
+            self._rollout.token_ids[: past.tokens] if past else self._rollout.token_ids
+        ).tolist()
 
     @property
     def index(self) -> int:
@@ -78,7 +142,11 @@ class Episode:
             raise RuntimeError("the context can't be appended to while a turn is generated")
         if isinstance(content, str):
             content = self._model.tokenizer.encode(content, add_special_tokens=False).ids
-        self._rollout.extend(list(content))
+        given = token_array(content)
+        if self._past is not None and self._past.follows(given):
+            return
+        self._forget_the_past()
+        self._rollout.extend(given)
 
     async def generate(
         self,
@@ -98,65 +166,103 @@ class Episode:
         self._refuse_if_over()
         if self._is_generating:
             raise RuntimeError("an episode takes one turn at a time; await the first generate()")
-        if not self._rollout.token_ids:
+        if not (self._past.tokens if self._past else len(self._rollout.token_ids)):
             raise RuntimeError("the context is empty; append a prompt first")
-        stop = self._model.stop_token_ids if stop_token_ids is None else stop_token_ids
-        sampling = SamplingParams(
-            max_tokens=self._defaults.max_tokens if max_tokens is None else max_tokens,
-            temperature=self._defaults.temperature if temperature is None else temperature,
-            top_k=top_k,
-            top_p=top_p,
-            stop_token_ids=list(stop),
-            seed=_seed(self._defaults.seed, self._rollout),
+        sampling = _sampling(
+            self._defaults.max_tokens if max_tokens is None else max_tokens,
+            self._defaults.temperature if temperature is None else temperature,
+            top_k,
+            top_p,
+            self._model.stop_token_ids if stop_token_ids is None else stop_token_ids,
         )
-        sampling = _checked(sampling)
+        seed = _seed(self._defaults.seed, self._rollout, self._num_turns)
+        sampling = msgspec.structs.replace(sampling, seed=seed)
         self._is_generating = True
         try:
-            turn = await self._ask(self._rollout, sampling)
+            if self._past is not None:
+                turn = await self._turn_again(self._past, sampling)
+            else:
+                turn = await self._generating.ask(self._rollout, sampling)
+        except asyncio.CancelledError:
+            self._generating.give_up_turn(self._rollout)
+            raise
         finally:
             self._is_generating = False
-        return self._result(turn)
+        return GeneratedTurn(turn, self._model.tokenizer)
 
     def end(self) -> None:
-        """The episode has returned: what it left running in the background changes nothing."""
+        """The episode has returned: what it left running in the background changes nothing.
+
+        If it did so before it had come to where it was before a crash, the rest is forgotten.
+        """
+        if not self._is_over:
+            self._forget_the_past()
         self._is_over = True
+
+    @property
+    def _num_turns(self) -> int:
+        return self._past.turns if self._past else len(self._rollout.turns)
+
+    async def _turn_again(self, past: Recollection, sampling: SamplingParams) -> Turn:
+        """A turn of the past, if the episode is still there; else a new one."""
+        turn = past.next_turn(sampling)
+        if turn is None:
+            self._forget_the_past()
+            return await self._generating.ask(self._rollout, sampling)
+        if turn.finish_reason is None:
+            turn = await self._generating.rejoin(self._rollout)
+        past.lived_through(turn)
+        if past.is_over:
+            self._past = None
+        return turn
+
+    def _forget_the_past(self) -> None:
+        past, self._past = self._past, None
+        if past is not None:
+            self._generating.cut(self._rollout, turns=past.turns, tokens=past.tokens)
 
     def _refuse_if_over(self) -> None:
         if self._is_over:
             raise RunClosed("the episode has returned; its context is settled")
 
-    def _result(self, turn: Turn) -> GeneratedTurn:
-        token_ids = turn.token_ids.tolist()
-        return GeneratedTurn(
-            text=self._model.tokenizer.decode(token_ids, skip_special_tokens=True),
-            token_ids=token_ids,
-            logprobs=turn.logprobs.tolist(),
-            finish_reason=turn.finish_reason or "length",
-            spans=turn.spans(),
-        )
 
-
-def _checked(sampling: SamplingParams) -> SamplingParams:
+def _sampling(
+    max_tokens: int, temperature: float, top_k: int, top_p: float, stop_token_ids: Sequence[int]
+) -> SamplingParams:
     """What an engine could not even read is refused here, by name."""
     try:
-        return msgspec.convert(msgspec.to_builtins(sampling), SamplingParams)
+        return _checked(max_tokens, temperature, top_k, top_p, tuple(stop_token_ids))
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         raise TurnRefused(f"generate() was given what no engine can read: {error}") from None
 
 
-def _seed(run_seed: int, rollout: Rollout) -> int:
-    """A 63-bit seed for the rollout's next turn: splitmix64's finaliser over what names it.
+@lru_cache(maxsize=256, typed=True)  # most turns of a run are sampled alike
+def _checked(
+    max_tokens: int, temperature: float, top_k: int, top_p: float, stop_token_ids: tuple[int, ...]
+) -> SamplingParams:
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_token_ids=list(stop_token_ids),
+    )
+    return msgspec.convert(msgspec.to_builtins(sampling), SamplingParams)
+
+
+def _seed(run_seed: int, rollout: Rollout, turn: int) -> int:
+    """A 63-bit seed for a turn of the rollout: splitmix64's finaliser over what names it.
 
     Its name is its group, its place there and the turn: the same in every run with these tasks.
+    Each part has an odd factor of its own (fractions of the golden ratio, sqrt 2 and sqrt 3), so
+    that no two small names meet in one number.
     """
-    bits = (1 << 64) - 1
-    x = run_seed & bits
-    for part in (rollout.group_id, rollout.index, len(rollout.turns)):
-        x = (x + 0x9E3779B97F4A7C15 * (part + 2)) & bits
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & bits
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & bits
-        x ^= x >> 31
-    return x >> 1
+    x = run_seed + rollout.group_id * 0x9E3779B97F4A7C15
+    x += rollout.index * 0x6A09E667F3BCC909 + turn * 0xBB67AE8584CAA73B
+    x &= BITS_64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS_64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & BITS_64
+    return (x ^ (x >> 31)) >> 1
 
 
 def checked_reward(value: object) -> float:
@@ -165,7 +271,7 @@ def checked_reward(value: object) -> float:
     Raises:
         ConfigError: it is something else.
     """
-    if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
+    if isinstance(value, REWARD_TYPES) or hasattr(value, "__float__"):
         reward = float(value)
         if reward - reward == 0.0:
             return reward

@@ -7,12 +7,16 @@ for groups and batches is the core's to decide.
 import asyncio
 import logging
 import traceback
+import weakref
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from tidegate.errors import EpisodeError, RunClosed
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.config import RunSettings
+from tidegate.orchestrator.deadlines import Deadlines
 from tidegate.orchestrator.episode import Episode, SamplingDefaults, checked_reward
 from tidegate.orchestrator.model_files import ModelFiles
 from tidegate.orchestrator.rollout import Rollout, Turn
@@ -28,7 +32,22 @@ task. Fewer would let one bad batch of tasks end it."""
 
 EPISODE_IS_OVER = "the episode has returned; its rollout can't go on"
 
+ENDED_REMEMBERED = 256
+"""Enough to tell a program that keeps every episode from one that keeps a few."""
+
 log = logging.getLogger("tidegate")
+
+
+@dataclass(slots=True)
+class LeftBehind:
+    """What should be gone once its episode is over."""
+
+    stubborn: set[int] = field(default_factory=set)
+    """Rollouts that were given up while their episode goes on, deaf to being cancelled."""
+    ended: deque[weakref.ref[Episode]] = field(
+        default_factory=lambda: deque(maxlen=ENDED_REMEMBERED)
+    )
+    """The episodes that ended last."""
 
 
 class EpisodeRunner:
@@ -42,12 +61,16 @@ class EpisodeRunner:
         handle: Callable[[Iterable[ev.Event]], None],
     ) -> None:
         """``handle`` feeds events to the core."""
-        self._timeout_s = settings.episode_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up)
         self._defaults = SamplingDefaults(settings.max_tokens, settings.temperature, settings.seed)
         self._model = model
         self._waiting = waiting
         self._handle = handle
         self._failures_in_a_row = 0
+        self.left = LeftBehind()
+        self._broken: EpisodeError | None = None
+        """Why no other episode is to begin."""
 
     async def run(self, rollout: Rollout, task: object, function: EpisodeFunction) -> None:
         """Run one episode to its end.
@@ -55,24 +78,51 @@ class EpisodeRunner:
         Raises:
             EpisodeError: it was one failure too many.
         """
-        episode = Episode(rollout, self._model, self._ask_for_turn, self._defaults)
+        episode = Episode(rollout, self._model, self, self._defaults)
         event: ev.Event
+        current = asyncio.current_task(self._loop)
+        assert current is not None
+        if self._broken is not None:
+            raise self._broken
+        self._deadlines.begin(current, (rollout, episode))
         try:
-            async with asyncio.timeout(self._timeout_s) as timeout:
-                reward = checked_reward(await function(episode, task))
+            reward = checked_reward(await function(episode, task))
+            self._deadlines.end(current)
             event = ev.EpisodeReturned(rollout.rollout_id, reward)
             self._failures_in_a_row = 0
         except (Exception, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
-                raise
-            is_timeout = isinstance(error, TimeoutError) and timeout.expired()
-            event = ev.EpisodeFailed(
-                rollout.rollout_id, "episode_timeout" if is_timeout else "episode_error"
-            )
-            self._count_failure(rollout, error)
+            was_too_long = self._deadlines.end(current)
+            reason = "episode_error"
+            if isinstance(error, asyncio.CancelledError):
+                if current.cancelling():
+                    raise  # somebody cancels it; else its code has awaited something dead
+                if was_too_long:
+                    reason, late = "episode_timeout", TimeoutError("it took too long")
+                    late.__cause__, error = error, late
+            event = ev.EpisodeFailed(rollout.rollout_id, reason)
+            if rollout.rollout_id not in self.left.stubborn:
+                self._count_failure(rollout, error)
+        if rollout.rollout_id in self.left.stubborn:
+            self.left.stubborn.discard(rollout.rollout_id)  # what it says now changes nothing
+            return
+        self._end(rollout, episode, event)
+
+    def _end(self, rollout: Rollout, episode: Episode, event: ev.Event) -> None:
         episode.end()
-        fail(self._waiting.turns.pop(rollout.rollout_id, None), RunClosed(EPISODE_IS_OVER))
+        self.left.ended.append(weakref.ref(episode))
+        if left := self._waiting.turns.pop(rollout.rollout_id, None):
+            fail(left, RunClosed(EPISODE_IS_OVER))
         self._handle([event])
+
+    def _give_up(self, episode_of: tuple[Rollout, Episode]) -> None:
+        """Go on without an episode that goes on after it was cancelled at its deadline."""
+        rollout, episode = episode_of
+        self.left.stubborn.add(rollout.rollout_id)
+        try:
+            self._count_failure(rollout, TimeoutError("it took too long, and won't be cancelled"))
+        except EpisodeError as error:
+            self._broken = error
+        self._end(rollout, episode, ev.EpisodeFailed(rollout.rollout_id, "episode_timeout"))
 
     def _count_failure(self, rollout: Rollout, error: BaseException) -> None:
         self._failures_in_a_row += 1
@@ -84,19 +134,25 @@ class EpisodeRunner:
                 f"success; the last time with {type(error).__name__}: {error}"
             ) from error
 
-    async def _ask_for_turn(self, rollout: Rollout, sampling: SamplingParams) -> Turn:
-        future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        self._waiting.turns[rollout.rollout_id] = future
+    # ------------------------------------------------------------ what episodes ask for
+
+    def ask(self, rollout: Rollout, sampling: SamplingParams) -> "asyncio.Future[Turn]":
+        """A new turn of this rollout, once it has ended."""
+        future = self.rejoin(rollout)
         self._handle([ev.TurnAsked(rollout.rollout_id, sampling)])
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._waiting.turns.pop(rollout.rollout_id, None)
-            self._handle([ev.TurnGivenUp(rollout.rollout_id)])
-            raise
+        return future
 
+    def rejoin(self, rollout: Rollout) -> "asyncio.Future[Turn]":
+        """The turn that this rollout has on some engine, once it has ended."""
+        future: asyncio.Future[Turn] = self._loop.create_future()
+        self._waiting.turns[rollout.rollout_id] = future
+        return future
 
-def _is_being_cancelled() -> bool:
-    """Whether somebody cancels this task, rather than its code having awaited something dead."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    def give_up_turn(self, rollout: Rollout) -> None:
+        """Who asked for this rollout's turn doesn't wait for it any more."""
+        self._waiting.turns.pop(rollout.rollout_id, None)
+        self._handle([ev.TurnGivenUp(rollout.rollout_id)])
+
+    def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
+        """Forget what the rollout's context holds beyond so many turns and tokens."""
+        self._handle([ev.RolloutCut(rollout.rollout_id, turns, tokens, "went_another_way")])

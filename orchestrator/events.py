@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tidegate.orchestrator.rollout import Group, Rollout, Turn
+from tidegate.orchestrator.rollout import Group, Rollout, TaskKey, Turn
 from tidegate.transport.messages import Prefill, SamplingParams, SubmitTurn
 
 # ---------------------------------------------------------------- events: what happened
@@ -13,6 +13,10 @@ class TaskArrived:
     """The user's iterator gave a task; there was capacity for it."""
 
     task: object
+    key: TaskKey | None = None
+    """None for the next one of the iterator in use."""
+    digest: bytes = b""
+    """Of the task, to know it again; empty where it has no bytes of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,14 @@ class TasksOffered:
 @dataclass(frozen=True, slots=True)
 class TasksExhausted:
     """The user's iterator has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFound:
+    """After a resume, the user's iterator gave this task once more."""
+
+    task: object
+    key: TaskKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +80,16 @@ class EpisodeFailed:
 
 @dataclass(frozen=True, slots=True)
 class EngineJoined:
-    """An engine is ready for turns, or back with a new epoch."""
+    """An engine is ready for turns: new, anew, or after its connection broke."""
 
     engine: str
     weight_version: int
     max_running_turns: int
+    epoch: int = 0
+    held: tuple[int, ...] = ()
+    """Handles of the turns it has."""
+    replay_until: int = 0
+    """What it sampled before its hello is in the steps before this seq."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +116,8 @@ class StepArrived:
     counts: memoryview | None
     """uint32 [R]; None when every row has one token."""
     prefills: list[Prefill]
+    epoch: int = 0
+    seq: int = 0
     started_us: int = 0
     """The engine's monotonic clock when the step began."""
     busy_us: int = 0
@@ -139,12 +158,50 @@ class VersionPublished:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchesSafe:
+    """The trainer's checkpoint holds what it made of the first ``batches`` batches."""
+
+    batches: int
+    offer: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutCut:
+    """A rollout goes on from an earlier point of its context: the rest will not be used."""
+
+    rollout_id: int
+    turns: int
+    """Kept."""
+    tokens: int
+    """Of its context, kept."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Another process goes on with the run, from the trainer's checkpoint."""
+
+    batches: int
+    """So many batches are in the checkpoint; later ones are handed over again."""
+    offer: int
+    """Which of the user's iterators was in use then, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateNoted:
+    """Nothing happened; whoever replays the events must be in this state now."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunEnded:
     """No more is wanted: whatever isn't trained won't be."""
 
 
 Event = (
     TaskArrived
+    | TaskFound
     | TasksOffered
     | TasksExhausted
     | EvaluationAsked
@@ -160,6 +217,10 @@ Event = (
     | BatchAsked
     | BatchNotWanted
     | VersionPublished
+    | BatchesSafe
+    | RolloutCut
+    | Resumed
+    | StateNoted
     | RunEnded
 )
 
@@ -212,6 +273,8 @@ class HandOver:
     groups: list[Group]
     trainer_version: int
     """At the time of handing over: what staleness is counted from."""
+    number: int = 0
+    """Counts a run's batches from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +301,7 @@ class RequeueTask:
     """Take this task again before asking the user's iterator."""
 
     task: object
+    key: TaskKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,19 @@
 """What goes wrong in a simulated run, and when? Faults are planned from the seed, before it starts.
 
-Knows when and to whom a fault happens; what it does to an engine is the engine's.
+Knows when and to whom a fault happens; what it does to an engine is the engine's, and what unusual
+trainers and episodes do is theirs.
 """
 
 import random
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from tidegate.errors import ConfigError
 
 
 class FaultKind(StrEnum):
-    """What can happen to an engine, or to an episode."""
+    """What can happen to an engine, its connection, its weights, a trainer or an episode."""
 
     CRASH = "crash"
     """The process is gone with all it had, and is started again later, with weights 0."""
@@ -19,15 +21,37 @@ class FaultKind(StrEnum):
     """It does nothing for a while: neither reads, nor computes, nor sends."""
     SLOW = "slow"
     """Its steps take many times as long for a while."""
-    CUT = "cut"
-    """The connection breaks; the last frames of each direction are lost."""
-    GARBLE = "garble"
-    """Some of the frames it sends arrive damaged."""
     LEAVE = "leave"
     """It says goodbye, and is started again later."""
+    LATE = "late"
+    """Its first process is started only when the run is well under way."""
+    CUT = "cut"
+    """The connection breaks; the last frames of each direction are lost."""
+    STALL = "stall"
+    """Nothing gets through one direction of the connection for a while, and then everything."""
+    GARBLE = "garble"
+    """Some of the frames it sends arrive damaged."""
+    REFUSE = "refuse"
+    """It refuses the next weights that it is given."""
+    LAG = "lag"
+    """It takes longer to copy weights than anybody waits for."""
+    PRESSURE = "pressure"
+    """All engines have little memory for KV: they preempt turns, or hand them back."""
     EPISODE = "episode"
-    """Some episodes raise, and some never return."""
+    """Some episodes raise, some ask for what no engine can serve, and some never return."""
+    GIVE_UP = "give_up"
+    """Some episodes don't wait for their turn to end, and go on with what it has said."""
+    TRAINER = "trainer"
+    """It cancels publishes, stops waiting for batches and asks again, gives new tasks in the midst
+    of others, and publishes twice in a row."""
 
+
+SCENARIO_FAULTS = frozenset(
+    {FaultKind.PRESSURE, FaultKind.EPISODE, FaultKind.GIVE_UP, FaultKind.TRAINER}
+)
+"""These don't happen at one time to one engine: they are how a whole run is."""
+
+WEIGHT_FAULTS = frozenset({FaultKind.REFUSE, FaultKind.LAG})
 
 ALL_FAULTS = frozenset(FaultKind)
 NO_FAULTS: frozenset[FaultKind] = frozenset()
@@ -42,19 +66,18 @@ LONGEST_FAULT_S = 3.0
 """Longer than any engine is waited for, so that some are given up and come back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that goes wrong."""
 
-    at_s: float | None
-    """When; None for one that follows a swap."""
-    after_swap: int | None
-    """Right after the engine's so many-th swap of weights, counted from 1, while it is announced;
-    None for one at a fixed time."""
     kind: FaultKind
-    engine: int
+    engine: int = 0
     """Its number."""
-    lasts_s: float
+    at_s: float = 0.0
+    """When, unless it follows a swap."""
+    after_swap: int = 0
+    """Right after the engine's so many-th swap of weights, counted from 1, while it is announced;
+    0 for a fault at a fixed time."""
+    lasts_s: float = 0.0
 
 
 def parse_faults(words: str) -> frozenset[FaultKind]:
@@ -83,19 +106,22 @@ def plan_faults(
     kinds: frozenset[FaultKind], *, engines: int, until_s: float, chance: random.Random
 ) -> list[Fault]:
     """Choose what goes wrong in one run."""
-    ours = sorted(kinds - {FaultKind.EPISODE})
+    ours = sorted(kinds - SCENARIO_FAULTS)
     if not ours:
         return []
     faults = []
     for _ in range(chance.randint(1, FAULTS_MAX)):
-        after_swap = chance.randint(1, 3) if chance.random() < AFTER_SWAP_SHARE else None
+        kind = chance.choice(ours)
+        after_swap = chance.randint(1, 3) if chance.random() < AFTER_SWAP_SHARE else 0
+        if kind is FaultKind.LATE:
+            after_swap = 0
         at_s = round(chance.uniform(0.0, until_s), 4)
         faults.append(
             Fault(
-                at_s=None if after_swap else at_s,
-                after_swap=after_swap,
-                kind=chance.choice(ours),
+                kind=kind,
                 engine=chance.randrange(engines),
+                at_s=0.0 if after_swap else at_s,
+                after_swap=after_swap,
                 lasts_s=round(LONGEST_FAULT_S * chance.random() ** 3, 4),
             )
         )

@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.core import Core
-from tidegate.orchestrator.rollout import Group, Rollout, RolloutState
-from tidegate.orchestrator.scenario import Scenario
+from tidegate.orchestrator.hardships import Hardship, Hardships
+from tidegate.orchestrator.rollout import Group, Rollout, RolloutState, Turn
+from tidegate.orchestrator.scenario import WEIGHTS_TIMEOUT_S, Scenario
 from tidegate.orchestrator.simulated_model import check_turn
 from tidegate.orchestrator.simulated_truth import Truth
 from tidegate.policies.staleness import BoundedStaleness
@@ -45,26 +46,43 @@ class WatchedCore(Core):
 class Watch:
     """What must hold after every event of a run."""
 
-    def __init__(self, scenario: Scenario, truth: Truth) -> None:
+    def __init__(self, scenario: Scenario, truth: Truth, hardships: Hardships) -> None:
         self._scenario = scenario
         self._truth = truth
-        self._settings = scenario.settings
-        settings = scenario.settings
-        allowed = (settings.max_staleness + 1) * settings.groups_per_batch
-        self._outstanding_max = min(allowed, settings.outstanding_groups_limit or allowed)
+        self._hardships = hardships
+        allowed = (scenario.max_staleness + 1) * scenario.groups_per_batch
+        self._outstanding_max = min(allowed, scenario.outstanding_groups_limit or allowed)
+        faulty = {f"engine-{fault.engine}" for fault in scenario.faults}
+        self._faultless = {f"engine-{number}" for number in range(scenario.engines)} - faulty
+        """Engines that must not be given up; none if weights may take longer than is waited for."""
+        if scenario.weights_timeout_s < WEIGHTS_TIMEOUT_S:
+            self._faultless.clear()
+        self.progress = 0
+        """Counts what brings the run nearer to its end; it must not stand still for long."""
         self._tokens_arrived = 0
         self._serving: dict[str, int] = {}
         """Engine -> the version it serves, as far as it was heard."""
+        self._epochs: dict[str, int] = {}
+        """Engine -> which process of it was heard of last."""
         self._stepped: dict[str, int] = {}
         """Engine -> the version of its last step."""
         self._live_version = 0
         self._published = 0
+        self._is_batch_handed = False
+        """Since the last publish."""
+        self._idle_publishes = 0
+        """Those without a batch before: they make what waits older than admission counts on."""
         self._admitted_groups = 0
         self._dropped_groups = 0
         self._discarded: Counter[int] = Counter()
         """Group -> its rollouts that will never be trained."""
         self._training: deque[tuple[int | None, int]] = deque()
         self._last_group_id = -1
+        self._handed_groups: list[int] = []
+        self._departed: set[str] = set()
+        """Engines that were given up, or took their leave."""
+        self.admitted: Counter[int] = Counter()
+        """Task -> how often it was taken in."""
         self.trained: Counter[int] = Counter()
         """Task -> how often it was trained."""
         self.dropped: Counter[int] = Counter()
@@ -89,6 +107,8 @@ class Watch:
                     self._check_batch(command)
                 case ev.Record(rollout=rollout, task=task):
                     self._check_record(rollout, task)
+        if isinstance(event, ev.TurnAsked) and not commands:
+            self._hardships.note(Hardship.ALONE)
         self._release()
         core.check()
         generated = core.ledger.generated + core.evaluation_ledger.generated
@@ -98,33 +118,52 @@ class Watch:
         assert outstanding <= self._outstanding_max, (
             f"{outstanding} groups are outstanding of {self._outstanding_max} allowed"
         )
-        if not self._scenario.publishes_twice:
-            stale = core.discarded_rollouts["stale"]
-            assert not stale, f"admission let {stale} rollouts become too old"
+        stale = core.discarded_rollouts["stale"]
+        if stale:
+            self._hardships.note(Hardship.STALE)
+            assert self._idle_publishes, f"admission let {stale} rollouts get too old"
 
     def _count(self, event: ev.Event) -> None:
         match event:
-            case ev.StepArrived(engine=engine, version=version):
-                self._truth.arrived(event)
-                self._tokens_arrived += len(event.token_ids)
-                before = self._stepped.get(engine, 0)
-                assert version >= before, f"{engine} went back from v{before} to v{version}"
-                self._stepped[engine] = version
-            case ev.EngineJoined(engine=engine, weight_version=version):
-                self._leave(engine)  # its turns were taken back: none is sampled by what it served
+            case ev.StepArrived():
+                self._count_step(event)
+            case ev.EngineJoined(engine=engine, weight_version=version, epoch=epoch):
+                if self._epochs.get(engine) != epoch:
+                    self._leave(engine)
+                self._epochs[engine] = epoch
                 self._serve(engine, version)
+                if engine in self._departed:
+                    self._hardships.note(Hardship.CAME_BACK)
             case ev.EngineSwapped(engine=engine, version=version):
                 assert version <= self._published, f"{engine} serves v{version}, not published"
-                self._serve(engine, version)
+                if engine in self._serving:  # else it is its last word, and it is given up
+                    self._serve(engine, version)
             case ev.EngineLeft(engine=engine):
+                assert engine not in self._faultless, f"{engine} was given up for nothing"
+                self._departed.add(engine)
                 self._stepped.pop(engine, None)
                 self._leave(engine)
-            case ev.TaskArrived():
+            case ev.TaskArrived(task=task):
                 self._admitted_groups += 1
+                assert isinstance(task, int)
+                self.admitted[task] += 1
             case ev.VersionPublished(version=version):
                 assert version == self._published + 1, f"v{version} after v{self._published}"
                 self._published = version
+                self._idle_publishes += not self._is_batch_handed
+                self._is_batch_handed = False
                 self._training = deque((version if v is None else v, n) for v, n in self._training)
+                self.progress += 1
+            case ev.EpisodeReturned() | ev.EpisodeFailed():
+                self.progress += 1
+
+    def _count_step(self, step: ev.StepArrived) -> None:
+        self._truth.arrived(step)
+        self._tokens_arrived += len(step.token_ids)
+        self.progress += len(step.token_ids)
+        before = self._stepped.get(step.engine, 0)
+        assert step.version >= before, f"{step.engine} went from v{before} to v{step.version}"
+        self._stepped[step.engine] = step.version
 
     def _serve(self, engine: str, version: int) -> None:
         self._serving[engine] = version
@@ -161,14 +200,17 @@ class Watch:
         if rollout.group_id < 0:
             return
         self._discarded[rollout.group_id] += 1
-        if self._discarded[rollout.group_id] == self._settings.group_size:
+        if self._discarded[rollout.group_id] == self._scenario.group_size:
             self._dropped_groups += 1
+            self._hardships.note(Hardship.DROPPED)
             if reason != "stale":  # a stale group's task is taken again
                 self.dropped[task] += 1
 
     def _check_batch(self, batch: ev.HandOver) -> None:
         assert batch.trainer_version == self._published
-        assert 0 < len(batch.groups) <= self._settings.groups_per_batch
+        assert 0 < len(batch.groups) <= self._scenario.groups_per_batch
+        self.progress += 1
+        self._is_batch_handed = True
         self._training.append((None, len(batch.groups)))
         for group in batch.groups:
             self._check_group(group)
@@ -178,6 +220,8 @@ class Watch:
         assert isinstance(task, int)
         assert group.group_id > self._last_group_id, "groups are trained in another order"
         self._last_group_id = group.group_id
+        self._handed_groups.append(group.group_id)
+        assert len(group.kept) >= min(2, self._scenario.group_size), f"{len(group.kept)} are left"
         self.trained[task] += 1
         assert self.trained[task] == 1, f"task {task} is trained twice"
         for rollout in group.kept:
@@ -185,30 +229,52 @@ class Watch:
 
     def _check_rollout(self, rollout: Rollout, task: int) -> None:
         script = self._scenario.script(task, rollout.index)
-        assert script.failure is None
+        assert script.fate == "returns"
         assert rollout.reward == script.reward
         assert len(rollout.turns) == len(script.turns)
-        for turn in rollout.turns:
-            check_turn(turn)
-            self.trained_tokens += turn.length
-            staleness = self._published - min(span.version for span in turn.spans())
-            bound = self._settings.max_staleness
-            assert staleness <= bound, f"task {task} is trained at staleness {staleness} > {bound}"
-            self.oldest_staleness = max(self.oldest_staleness, staleness)
+        if rollout.oldest_version != rollout.newest_version:
+            self._hardships.note(Hardship.MIXED)
+        for turn, scripted in zip(rollout.turns, script.turns, strict=True):
+            is_whole = turn.finish_reason in ("stop", "length")
+            assert is_whole or scripted.patience_s is not None, f"{task}: {turn.finish_reason}"
+            self._check_turn(turn)
+
+    def _check_turn(self, turn: Turn) -> None:
+        check_turn(turn, self._truth.content_of)
+        self.trained_tokens += turn.length
+        spans = turn.spans()
+        if not spans:
+            return  # given up before the first token
+        staleness = self._published - min(span.version for span in spans)
+        bound = self._scenario.max_staleness
+        assert staleness <= bound, f"{turn.rollout.rollout_id}: staleness {staleness} > {bound}"
+        self.oldest_staleness = max(self.oldest_staleness, staleness)
+        if staleness == bound > 0:
+            self._hardships.note(Hardship.OLDEST)
+        if len({span.engine for span in spans}) > 1:
+            self._hardships.note(Hardship.MOVED)
+        if any(span.kv and span.kv.oldest != span.kv.newest for span in spans):
+            self._hardships.note(Hardship.MIXED_KV)
 
     # ------------------------------------------------------------ the end
 
-    def check_end(self, core: Core) -> None:
+    def check_end(self, core: Core, taken_tasks: set[int], received_groups: list[int]) -> None:
         """Every task was trained once, or given up for a reason; no token is left anywhere.
+
+        ``taken_tasks`` left the trainer, and ``received_groups`` came back to it.
 
         Raises:
             AssertionError: something was lost, or done twice.
         """
-        for task in range(self._scenario.tasks):
+        lost = taken_tasks - self.admitted.keys()
+        assert not lost, f"tasks {sorted(lost)} were taken, and are nowhere"
+        handed = self._handed_groups
+        assert received_groups == handed, f"{handed} were handed over, {received_groups} came"
+        for task in self.admitted:
             times = self.trained[task] + self.dropped[task]
             assert times == 1, f"task {task} was trained {self.trained[task]} times, {times} in all"
-            scripts = [self._scenario.script(task, i) for i in range(self._settings.group_size)]
-            if all(script.failure is None for script in scripts):
+            scripts = [self._scenario.script(task, i) for i in range(self._scenario.group_size)]
+            if all(script.fate == "returns" for script in scripts):
                 assert self.trained[task] == 1, f"task {task} was given up for no reason"
         ledger = core.ledger
         assert ledger.in_flight == ledger.buffered == 0, ledger.snapshot()

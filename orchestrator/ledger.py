@@ -43,6 +43,11 @@ class Ledger:
         self.buffered -= tokens
         self.trained += tokens
 
+    def take_back(self, tokens: int) -> None:
+        """What the trainer made of a rollout was lost with it."""
+        self.trained -= tokens
+        self.buffered += tokens
+
     def discard_running(self, tokens: int, reason: str) -> None:
         """A running rollout was given up."""
         self.in_flight -= tokens

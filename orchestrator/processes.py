@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tidegate.orchestrator.config import RunSettings
+from tidegate.transport.security import ENGINE_DEFAULT
 
 LOG_LINES_SHOWN = 8
 """Of a failed engine's log, in the error that reports it."""
@@ -188,6 +189,8 @@ def engine_command(settings: RunSettings, name: str, address: str) -> list[str]:
     }
     if settings.num_blocks is not None:
         options["num-blocks"] = settings.num_blocks
+    if settings.keys is not None:
+        options["keys"] = settings.keys / ENGINE_DEFAULT
     for option, value in options.items():
         command += [f"--{option}", str(value)]
     return command

@@ -54,6 +54,24 @@ def weights_path(directory: Path, version: int) -> Path:
     return Path(directory) / "weights" / f"v{version:05d}"
 
 
+def archives(directory: Path) -> list[Path]:
+    """Where weights may be: a resumed run's records need those that its other parts archived."""
+    run = directory.parent
+    parts = [directory, run, *sorted(run.glob("part-*"))] if _is_part(directory) else [directory]
+    return [part / "weights" for part in parts if (part / "weights").is_dir()]
+
+
+def archived_weights(directory: Path, version: int) -> Path:
+    """Where the weights of ``version`` are, among the run's parts."""
+    name = weights_path(directory, version).name
+    found = (archive / name for archive in archives(directory) if (archive / name).is_dir())
+    return next(found, weights_path(directory, version))
+
+
+def _is_part(directory: Path) -> bool:
+    return directory.name.startswith("part-") and (directory.parent / RUN_FILE).exists()
+
+
 class RunRecorder:
     """Writes one run's directory. Close it, or use it in ``with``: Parquet needs its footer.
 

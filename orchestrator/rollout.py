@@ -6,10 +6,13 @@ gets is exactly what the engine read and wrote.
 """
 
 import itertools
+import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
+from typing import Protocol
 
 from tidegate.transport.messages import KvSpan, SamplingParams
 
@@ -62,14 +65,26 @@ class TurnPrefill:
     """Over the context positions ``[0, turn.start + at)``, gapless."""
 
 
+class HeldBack(Protocol):
+    """Sampled tokens that are counted already, and put into rollouts when somebody looks."""
+
+    tokens_each: int
+    """Of every turn that holds it."""
+
+    def settle(self) -> None:
+        """Put them there now."""
+
+
 class Turn:
     """One generation call within a rollout: a slice of its context, and who produced it."""
 
     __slots__ = (
         "_engine",
         "_version",
+        "filed",
         "finish_reason",
-        "length",
+        "held_back",
+        "place",
         "prefills",
         "rollout",
         "runs",
@@ -82,15 +97,45 @@ class Turn:
         self.sampling = sampling
         self.start = len(rollout.token_ids)
         """Index in the rollout's context of the first output token."""
-        self.length = 0
-        """Output tokens so far."""
+        self.filed = 0
+        """Output tokens that are in the rollout's context."""
+        self.held_back: HeldBack | None = None
+        """Where the tokens that follow them are."""
         self.runs: list[VersionRun] = []
-        self.prefills: list[TurnPrefill] = []
+        self.prefills: Sequence[TurnPrefill] = ()
         self.finish_reason: str | None = None
         """``stop`` or ``length``; None while it goes on."""
+        self.place: tuple[str, int] | None = None
+        """The engine that has it now and the handle there, for the turn book to find it again."""
         self._version = -1
         """Of the last run; -1 before the first."""
         self._engine = ""
+
+    @classmethod
+    def restored(
+        cls,
+        rollout: "Rollout",
+        sampling: SamplingParams,
+        *,
+        start: int,
+        length: int,
+        runs: list[VersionRun],
+        prefills: list[TurnPrefill],
+        finish_reason: str | None,
+    ) -> "Turn":
+        """A turn of a rollout whose context has its tokens already."""
+        turn = cls(rollout, sampling)
+        turn.start, turn.filed, turn.finish_reason = start, length, finish_reason
+        turn.runs, turn.prefills = list(runs), list(prefills)
+        if runs:
+            turn._version, turn._engine = runs[-1].version, runs[-1].engine
+        return turn
+
+    @property
+    def length(self) -> int:
+        """Output tokens so far."""
+        held_back = self.held_back
+        return self.filed if held_back is None else self.filed + held_back.tokens_each
 
     @property
     def token_ids(self) -> "array[int]":
@@ -104,26 +149,17 @@ class Turn:
 
     def append(self, token_id: int, logprob: float, version: int, engine: str) -> None:
         """Take in one sampled token."""
-        if version != self._version or engine != self._engine:
-            self._begin_run(version, engine)
+        self.begin_run(version, engine)
         rollout = self.rollout
         rollout.token_ids.append(token_id)
         rollout.logprobs.append(logprob)
-        self.length += 1
+        self.filed += 1
 
-    def extend(
-        self, tokens: int, token_ids: memoryview, logprobs: memoryview, version: int, engine: str
-    ) -> None:
-        """Take in several sampled tokens, as the bytes of int32 [tokens] and float32 [tokens]."""
+    def begin_run(self, version: int, engine: str) -> None:
+        """The next token is sampled by ``version`` on ``engine``."""
         if version != self._version or engine != self._engine:
-            self._begin_run(version, engine)
-        self.rollout.token_ids.frombytes(token_ids)
-        self.rollout.logprobs.frombytes(logprobs)
-        self.length += tokens
-
-    def _begin_run(self, version: int, engine: str) -> None:
-        self.runs.append(VersionRun(version, self.length, engine))
-        self._version, self._engine = version, engine
+            self.runs.append(VersionRun(version, self.length, engine))
+            self._version, self._engine = version, engine
 
     def spans(self) -> list[VersionSpan]:
         """Provenance of the output tokens, as maximal runs with one answer."""
@@ -168,18 +204,36 @@ class RolloutState(StrEnum):
     """It will never be trained; ``discard_reason`` says why."""
 
 
+def token_array(token_ids: "Sequence[int]") -> "array[int]":
+    """As ``array("i", token_ids)``, whose time for a list is half as long again.
+
+    Raises:
+        TypeError: one is no number.
+        OverflowError: one is no int32.
+    """
+    try:
+        return array("i", _int32s(len(token_ids)).pack(*token_ids))
+    except struct.error:
+        return array("i", token_ids)  # says what is wrong
+
+
+@lru_cache(maxsize=1024)
+def _int32s(count: int) -> struct.Struct:
+    return struct.Struct(f"{count}i")
+
+
 class Rollout:
     """One attempt at a prompt: its context, its turns, its reward."""
 
     __slots__ = (
+        "_logprobs",
+        "_token_ids",
         "discard_reason",
         "group_id",
         "index",
-        "logprobs",
         "reward",
         "rollout_id",
         "state",
-        "token_ids",
         "turns",
     )
 
@@ -188,35 +242,83 @@ class Rollout:
         self.group_id = group_id
         self.index = index
         """Place in the group, 0 <= index < group_size."""
-        self.token_ids: array[int] = array("i")
-        """Everything the model read and wrote, in order."""
-        self.logprobs: array[float] = array("f")
-        """One per token of the context; 0.0 where it was given, not sampled."""
         self.turns: list[Turn] = []
+        self._token_ids: array[int] = array("i")
+        self._logprobs: array[float] = array("f")
         self.reward: float | None = None
         self.state = RolloutState.RUNNING
         self.discard_reason: str | None = None
 
     def extend(self, token_ids: "array[int] | list[int]") -> None:
         """Append given tokens (a prompt, an observation) to the context."""
-        given = array("i", token_ids)  # refuses what is no token id before anything has changed
-        self.token_ids.extend(given)
-        self.logprobs.extend([0.0] * len(given))
+        if not isinstance(token_ids, array):
+            token_ids = token_array(token_ids)  # refuses what is no token id before any change
+        self._settle()
+        self._token_ids.extend(token_ids)
+        self._logprobs.frombytes(bytes(4 * len(token_ids)))  # 0.0 each
+
+    @property
+    def token_ids(self) -> "array[int]":
+        """Everything the model read and wrote, in order; always the same array."""
+        self._settle()
+        return self._token_ids
+
+    @property
+    def logprobs(self) -> "array[float]":
+        """One per token of the context; 0.0 where it was given, not sampled."""
+        self._settle()
+        return self._logprobs
+
+    def _settle(self) -> None:
+        if self.turns and (held_back := self.turns[-1].held_back) is not None:
+            held_back.settle()
+
+    @property
+    def sampled_end(self) -> int:
+        """Index in the context after the last turn's tokens: what follows was given since."""
+        return self.turns[-1].start + self.turns[-1].length if self.turns else 0
+
+    def cut(self, *, turns: int, tokens: int) -> None:
+        """Keep only so many turns, and tokens of context."""
+        del self.token_ids[tokens:], self.logprobs[tokens:], self.turns[turns:]
 
     @property
     def sampled_tokens(self) -> int:
         """Tokens that the model produced, over all turns."""
-        return sum(turn.length for turn in self.turns)
+        tokens = 0
+        for turn in self.turns:
+            tokens += turn.length
+        return tokens
 
     @property
     def oldest_version(self) -> int | None:
         """The oldest weights that sampled one of its tokens; None before the first token."""
-        return min((run.version for turn in self.turns for run in turn.runs), default=None)
+        oldest = None
+        for turn in self.turns:
+            for run in turn.runs:
+                if oldest is None or run.version < oldest:
+                    oldest = run.version
+        return oldest
 
     @property
     def newest_version(self) -> int | None:
         """The newest weights that sampled one of its tokens; None before the first token."""
-        return max((run.version for turn in self.turns for run in turn.runs), default=None)
+        newest = None
+        for turn in self.turns:
+            for run in turn.runs:
+                if newest is None or run.version > newest:
+                    newest = run.version
+        return newest
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TaskKey:
+    """Where a task stands among all that the user gives: the same after a crash."""
+
+    offer: int
+    """Which of the user's iterators gave it, from 0."""
+    index: int
+    """Place in that iterator, from 0."""
 
 
 @dataclass(slots=True)
@@ -227,6 +329,10 @@ class Group:
     """Counts groups in the order of admission; an evaluation's lie below 0."""
     task: object
     """What the user's iterator gave; passed to the episode, never looked into."""
+    key: TaskKey | None = None
+    """Of the task; None for an evaluation's."""
+    digest: bytes = b""
+    """Of the task, to know it again after a crash."""
     rollouts: list[Rollout] = field(default_factory=list)
     running: int = 0
     """Rollouts of it whose episode is going on."""

@@ -7,8 +7,8 @@ users' episodes run on it too.
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
 import logging
-import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,13 +16,19 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from tidegate.errors import EngineLost, EngineStartFailed, RunClosed
+from tidegate.errors import EngineLost, EngineStartFailed, JournalError, RunBlocked, RunClosed
 from tidegate.orchestrator.config import RunSettings
+from tidegate.orchestrator.events import Resumed
+from tidegate.orchestrator.loop_watch import LoopWatch
 from tidegate.orchestrator.model_files import read_model_files
 from tidegate.orchestrator.processes import LocalEngines
 from tidegate.orchestrator.recording import RunRecorder
+from tidegate.orchestrator.resuming import Resume, open_for
 from tidegate.orchestrator.scheduler import Scheduler
+from tidegate.transport.addresses import as_seen_here
 from tidegate.transport.messages import Shutdown
+from tidegate.transport.private_directory import PrivateDirectory
+from tidegate.transport.security import read_orchestrator_keys
 from tidegate.transport.sockets import RouterSocket
 from tidegate.transport.weight_channels import WeightSender, sender
 
@@ -37,10 +43,15 @@ log = logging.getLogger("tidegate")
 class Run:
     """A run's thread, event loop, socket, weight channel and engine processes."""
 
-    def __init__(self, settings: RunSettings) -> None:
+    def __init__(self, settings: RunSettings, resume: Resume = None) -> None:
         self.settings = settings
         self.model = read_model_files(settings.model)
-        self.recorder = _recorder(settings)
+        self._opened = open_for(settings, resume)
+        try:
+            self.recorder = _recorder(settings, is_resumed=self._opened.resumed is not None)
+        except BaseException:
+            self._opened.close()
+            raise
         self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         """Done once every engine has joined; or failed, with the reason."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -51,10 +62,17 @@ class Run:
         self._lock = threading.Lock()
         self._is_ending = False
         self._asked: set[concurrent.futures.Future[Any]] = set()
+        self.loop_watch = LoopWatch(limit_s=settings.episode_timeout_s, on_dead=self._abandon)
         self._is_up = threading.Event()
         """The thread can be told to stop, or has ended."""
         self._thread = threading.Thread(target=self._run, name="tidegate", daemon=True)
-        self.channel: WeightSender = sender(settings.weight_channel, settings.run_directory)
+        self._keys = None if settings.keys is None else read_orchestrator_keys(settings.keys)
+        self.channel: WeightSender = sender(
+            settings.weight_channel,
+            settings.run_directory,
+            address=settings.address,
+            keys=self._keys,
+        )
 
     # ------------------------------------------------------------ from the trainer's threads
 
@@ -66,17 +84,24 @@ class Run:
         """End engines, episodes and the thread; wait for all of it. Harmless if repeated."""
         if self._thread.ident is None:
             self.channel.close()
+            self._opened.close()
             return
         self._is_up.wait()
-        loop, main = self._loop, self._main
-        if loop is not None and main is not None:
+        loop = self._loop
+        if loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
-                loop.call_soon_threadsafe(main.cancel)
+                loop.call_soon_threadsafe(self._end)
         self._thread.join(EPISODES_END_TIMEOUT_S)
         if self._thread.is_alive():
             log.error("episodes go on although they were cancelled; their thread is left to itself")
             if self._engines is not None:
                 self._engines.kill_all()
+
+    def _end(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.stop_journal()  # before episodes are cancelled: it is to go on
+        if self._main is not None:
+            self._main.cancel()
 
     def submit(
         self, work: Callable[[Scheduler], Awaitable[Result]]
@@ -115,6 +140,23 @@ class Run:
         """The run's shell, once started; read its statistics, change nothing from outside."""
         return self._scheduler
 
+    @property
+    def resumed(self) -> Resumed | None:
+        """From where the run goes on after a crash; None if it is a new one."""
+        return self._opened.resumed
+
+    @property
+    def run_id(self) -> str:
+        """The same in every process that the run goes on in; empty without a journal."""
+        journal = self._opened.journal
+        return journal.header.run_id if journal is not None else ""
+
+    @property
+    def newest_version(self) -> int:
+        """Of the weights published before this process, by what the journal knows."""
+        journal = self._opened.journal
+        return journal.core.trainer_version if journal is not None else 0
+
     def failure(self) -> BaseException:
         """Why nothing more can be asked of this run."""
         return self._failure or RunClosed("the run has ended; start another one with serve()")
@@ -131,28 +173,60 @@ class Run:
         finally:
             self._loop = None
             self._is_up.set()
+            self.loop_watch.stop()
             for future in list(self._asked):
                 if not future.done():
                     future.set_exception(self.failure())
             self.channel.close()
+            self._failure = self._close_journal() or self._failure
             if not self.ready.done():
                 self.ready.set_exception(self.failure())
+
+    def _abandon(self, error: RunBlocked) -> None:
+        """The loop is lost in somebody's code: end all that can be ended without it."""
+        log.error("run=failed why=%r", str(error))
+        with self._lock:
+            self._failure, self._is_ending = error, True
+        for future in list(self._asked):
+            if not future.done():
+                future.set_exception(error)
+        if self._engines is not None:
+            self._engines.kill_all()
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # should it ever go on, it is to end
+                loop.call_soon_threadsafe(self._end)
+
+    def _close_journal(self) -> BaseException | None:
+        try:
+            self._opened.close()
+        except JournalError as error:
+            return error
+        return None
 
     async def _serve(self) -> None:
         self._main = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
         self._is_up.set()
-        router = RouterSocket(self.settings.address, name="orchestrator")
+        self.loop_watch.start()
+        router = RouterSocket(self.settings.address, name="orchestrator", keys=self._keys)
+        private = PrivateDirectory("logs")
         try:
-            with tempfile.TemporaryDirectory(prefix="tidegate-logs-") as logs:
-                directory = self.settings.run_directory or Path(logs)
-                await self._serve_on(router, directory / "logs")
+            directory = self.settings.run_directory or private.path
+            await self._serve_on(router, directory / "logs")
         finally:
+            private.remove()
             router.close()
 
     async def _serve_on(self, router: RouterSocket, logs: Path) -> None:
         scheduler = Scheduler(
-            self.settings, self.model, router, self.channel.init(), recorder=self.recorder
+            self.settings,
+            self.model,
+            router,
+            self.channel.init(),
+            recorder=self.recorder,
+            journal=self._opened.journal,
+            resume=self._opened.resumed,
         )
         self._scheduler = scheduler
 
@@ -163,7 +237,8 @@ class Run:
             elif engines.are_gone and not scheduler.fleet.engines:
                 scheduler.fail(EngineLost(f"the last engine is gone; {name!r}: {why}"))
 
-        engines = LocalEngines(self.settings, router.address, logs, on_exit=on_exit)
+        address = as_seen_here(router.address)
+        engines = LocalEngines(self.settings, address, logs, on_exit=on_exit)
         self._engines = engines
         scheduler.on_engine_silent = engines.kill
         try:
@@ -179,10 +254,12 @@ class Run:
             scheduler.fail_waiters(self.failure())
             raise
         finally:
-            scheduler.close()
-            for engine in scheduler.fleet.engines:
-                scheduler.fleet.send(engine, Shutdown())
-            engines.stop()
+            try:
+                scheduler.close()
+            finally:
+                for engine in scheduler.fleet.engines:
+                    scheduler.fleet.send(engine, Shutdown())
+                engines.stop()
 
     async def _engines_joined(self, scheduler: Scheduler) -> None:
         wanted = max(1, self.settings.engines)
@@ -201,12 +278,16 @@ class Run:
             ) from None
 
 
-def _recorder(settings: RunSettings) -> RunRecorder | None:
-    if settings.run_directory is None:
+def _recorder(settings: RunSettings, *, is_resumed: bool) -> RunRecorder | None:
+    """A resumed run's records go into a directory of their own, inside the run's."""
+    directory = settings.run_directory
+    if directory is None:
         return None
-    return RunRecorder(
-        settings.run_directory, settings=settings.model_dump(mode="json"), model=settings.model
-    )
+    if is_resumed:
+        directory = next(
+            d for n in itertools.count(1) if not (d := directory / f"part-{n}").exists()
+        )
+    return RunRecorder(directory, settings=settings.model_dump(mode="json"), model=settings.model)
 
 
 def _cause(error: BaseException) -> BaseException:

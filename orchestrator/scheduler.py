@@ -5,18 +5,19 @@ of the trainer become events; the core's commands are carried out at once, in or
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tidegate.errors import (
-    EngineLagging,
     EngineLost,
+    JournalError,
     PublishNeeded,
     TurnRefused,
-    WeightsRefused,
 )
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.config import RunSettings
@@ -24,16 +25,22 @@ from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.episodes import EpisodeFunction, EpisodeRunner
 from tidegate.orchestrator.fleet import Answer, Fleet, FleetTimes
 from tidegate.orchestrator.model_files import ModelFiles
+from tidegate.orchestrator.publishing import Publisher
 from tidegate.orchestrator.recording import RunRecorder
 from tidegate.orchestrator.rollout import Rollout
-from tidegate.orchestrator.tasks import NO_MORE, Tasks, TaskSource
+from tidegate.orchestrator.run_journal import RunJournal
+from tidegate.orchestrator.run_watch import RunWatch
+from tidegate.orchestrator.task_feed import TaskFeed
+from tidegate.orchestrator.tasks import Tasks, TaskSource
 from tidegate.orchestrator.waiting import Waiting, fail, resolve
-from tidegate.orchestrator.weights import Outgoing, WeightCoordinator
+from tidegate.orchestrator.watchdog import Stuck
+from tidegate.orchestrator.weights import WeightCoordinator
 from tidegate.orchestrator.wire import Wire
 from tidegate.transport.messages import (
     CancelTurn,
     FromEngine,
     InitWeights,
+    Message,
     Refused,
     UpdateWeights,
     WeightsFailed,
@@ -41,8 +48,8 @@ from tidegate.transport.messages import (
     WeightsStaged,
 )
 
-TASKS_PER_TURN = 32
-"""Tasks taken from the user's iterator before the loop sees to its sockets again."""
+OF_ENGINES = frozenset((ev.EngineJoined, ev.EngineLeft, ev.VersionPublished))
+"""Events that the shell has its own part in. Most are not: one look must be enough to tell."""
 
 log = logging.getLogger("tidegate")
 
@@ -58,30 +65,48 @@ class Scheduler:
         init_weights: InitWeights,
         *,
         recorder: RunRecorder | None,
+        journal: RunJournal | None = None,
+        resume: ev.Resumed | None = None,
     ) -> None:
+        """With a ``journal``, whose core this is then, the run survives a crash; ``resume`` says
+        where to go on after one."""
         self._settings = settings
         self._router = router
         self._recorder = recorder
-        self.core = Core(settings.policy(), group_size=settings.group_size)
+        self._journal = journal
+        self._resume = resume
+        if journal is not None:
+            self.core = journal.core
+        else:
+            self.core = Core(settings.policy(), group_size=settings.group_size)
         times = FleetTimes(
-            settings.heartbeat_interval_s, settings.engine_timeout_s, settings.credit_steps
+            heartbeat_interval_s=settings.heartbeat_interval_s,
+            engine_timeout_s=settings.engine_timeout_s,
+            orchestrator_timeout_s=settings.orchestrator_timeout_s,
+            credit_steps=settings.credit_steps,
         )
         self.fleet = Fleet(times, router.send)
         self._weights = WeightCoordinator(
             init_weights, pause_mode=settings.pause_mode, kv_policy=settings.kv_policy
         )
         self._waiting = Waiting()
-        self._episodes = EpisodeRunner(settings, model, self._waiting, self._handle)
+        self._publisher = Publisher(
+            self._weights, self._waiting, self, timeout_s=settings.weights_timeout_s
+        )
+        self._episodes = EpisodeRunner(settings, model, self._waiting, self.handle)
         self._tasks: TaskSource | None = None
         self._feeding: asyncio.Task[None] | None = None
         self._wants_tasks = asyncio.Event()
         self._episode: EpisodeFunction | None = None
         self._undelivered: deque[ev.HandOver | None] = deque()
         """Handed over to a trainer that had stopped waiting: what it gets next."""
+        self._outbox: list[tuple[str, Message]] = []
+        """What the core has for engines, until the loop's next turn."""
         self.on_engine_silent: Callable[[str], None] = lambda engine: None
         """Told of engines that were given up for their silence."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._group: asyncio.TaskGroup | None = None
+        self._watch: RunWatch | None = None
 
     # ------------------------------------------------------------ life
 
@@ -91,35 +116,72 @@ class Scheduler:
         Cancelling leaves no task behind; engines are told nothing, see :meth:`Fleet.send`.
         """
         loop = asyncio.get_running_loop()
+        if self._journal is not None:
+            self._journal.start(keeps_events=self._settings.keep_events, on_error=self.fail)
+        self._go_on()
         self._router.attach(loop, self._on_frames)
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 group.create_task(self._tick(), name="heartbeats")
+                group.create_task(self._run_watch().run(), name="watchdog")
                 await self._failure
         finally:
             self._group = None
             self._router.detach()
 
+    def _run_watch(self) -> RunWatch:
+        left, patience_s = self._episodes.left, self._settings.stuck_after_s
+        self._watch = RunWatch(self.core, self.fleet, self._weights, left, patience_s=patience_s)
+        return self._watch
+
+    @property
+    def stuck(self) -> tuple[Stuck, ...]:
+        """What has not got on for too long."""
+        return self._watch.stuck if self._watch is not None else ()
+
+    def _go_on(self) -> None:
+        """After a crash: go back to the trainer's checkpoint, and expect the engines."""
+        self.fleet.newest_version = self.core.trainer_version
+        if self._resume is None:
+            return
+        self.handle([self._resume])
+        self.fleet.newest_version = self.core.trainer_version
+        now_s = asyncio.get_running_loop().time()
+        self.fleet.resume(self.core.turns.streams, list(self.core.turns.engines), now_s)
+        if self._settings.resume_partial_rollouts:
+            return
+        for rollout in self.core.running_rollouts:
+            self.handle([ev.RolloutCut(rollout.rollout_id, 0, 0, "restarted")])
+
     def fail_waiters(self, error: BaseException) -> None:
         """Tell everybody who still waits that nothing will come."""
         self._waiting.fail_all(error)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """End the run with this error."""
         if not self._failure.done():
             self._failure.set_exception(error)
 
+    def stop_journal(self) -> None:
+        """Write down no more of what happens, so that the run can be resumed from here."""
+        journal, self._journal = self._journal, None
+        if journal is not None:
+            with contextlib.suppress(JournalError):  # it has failed, and that has ended the run
+                journal.note_state()
+
     def close(self) -> None:
         """Settle what is unfinished as discarded; nothing may be asked any more."""
-        self._handle([ev.RunEnded()])
+        self.stop_journal()
+        self.handle([ev.RunEnded()])
+        self.send(())
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
         alone_since_s: float | None = None
         while True:
             silent = self.fleet.tick(loop.time())
-            self._handle(silent)
+            self.handle(silent)
             for event in silent:
                 if isinstance(event, ev.EngineLeft):
                     self.on_engine_silent(event.engine)
@@ -137,6 +199,8 @@ class Scheduler:
         try:
             for item in self.fleet.hear(frames, asyncio.get_running_loop().time()):
                 self._on_heard(item)
+            if acks := self.fleet.take_acks():
+                self.when_safe(lambda: self.fleet.acknowledge(acks))  # engines forget them
         except Exception as error:  # noqa: BLE001 - ours: it ends the run, not only this callback
             self.fail(error)
 
@@ -144,7 +208,7 @@ class Scheduler:
         if isinstance(item, Answer):
             self._on_answer(item.engine, item.message)
             return
-        self._handle([item])
+        self.handle([item])
         if self._recorder is not None and isinstance(item, ev.StepArrived):
             self._recorder.engine_step(
                 item.engine, item.started_us, item.busy_us, item.version, len(item.turns)
@@ -153,32 +217,50 @@ class Scheduler:
     def _on_answer(self, engine: str, message: FromEngine) -> None:
         match message:
             case WeightsStaged(version=version):
-                self._send(self._weights.staged(engine, version))
+                self._weights.staged(engine, version)
+                self.when_safe(lambda: self.send(self._weights.swaps()))
                 self._note_engine(engine, "staged", version=version)
             case WeightsLive(version=version):
                 self._weights.live(engine, version)
                 self._note_engine(engine, "swap", at_us=message.swapped_us, version=version)
-                self._handle([ev.EngineSwapped(engine, version)])
+                self.handle([ev.EngineSwapped(engine, version)])
             case WeightsFailed(version=version, message=why):
                 if self._weights.refused(engine, version, why):
                     self.fleet.send(engine, Refused(message=why))
-                    self._handle(self.fleet.lose(engine, f"could not take weights: {why}"))
+                    self.handle(self.fleet.lose(engine, f"could not take weights: {why}"))
             case _:
                 log.warning("engine=%s said %s", engine, message)
+        self.send(self._weights.catch_up(engine))
         self._waiting.notify()
 
     def engine_ended(self, engine: str, why: str) -> None:
         """The process of a local engine has ended."""
-        self._handle(self.fleet.lose(engine, why))
+        self.handle(self.fleet.lose(engine, why))
+
+    def give_up_engine(self, engine: str, why: str) -> None:
+        """Strike an engine that doesn't answer."""
+        self.handle(self.fleet.lose(engine, why))
+        self.on_engine_silent(engine)
 
     def _note_engine(self, engine: str, name: str, at_us: int = 0, **about: int) -> None:
         if self._recorder is not None:
             at_us = at_us or time.monotonic_ns() // 1000
             self._recorder.engine_event(engine, name, at_us, **about)
 
-    def _send(self, outgoing: Outgoing) -> None:
-        for engine, message in outgoing:
+    def send(self, outgoing: Sequence[tuple[str, Message]]) -> None:
+        """Send messages to engines, after all that was posted before."""
+        posted, self._outbox = self._outbox, []
+        for engine, message in (*posted, *outgoing):
             self.fleet.send(engine, message)
+
+    def _post(self, engine: str, message: Message) -> None:
+        """Send a message soon, together with others.
+
+        Each message sent by itself wakes ZeroMQ's thread, which costs more than all else about it.
+        """
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self.send, ())
+        self._outbox.append((engine, message))
 
     async def wait_for_engines(self, count: int) -> None:
         """Return once ``count`` engines have joined."""
@@ -186,27 +268,45 @@ class Scheduler:
 
     # ------------------------------------------------------------ events and commands
 
-    def _handle(self, events: Iterable[ev.Event], episode: EpisodeFunction | None = None) -> None:
+    def handle(self, events: Iterable[ev.Event], episode: EpisodeFunction | None = None) -> None:
         """Feed events to the core and carry out its commands, in order."""
         for event in events:
-            match event:
-                case ev.EngineJoined(engine=engine, weight_version=version):
-                    self._send(self._weights.joined(engine, version))
-                    self._waiting.notify()
-                case ev.EngineLeft(engine=engine):
-                    log.warning("engine=%s lost: %s", engine, self.fleet.departed.get(engine))
-                    self._weights.left(engine)
-                    self._note_engine(engine, "lost")
-                    self._waiting.notify()
+            if type(event) in OF_ENGINES:
+                self._note_engines(event)
+            if self._journal is not None:
+                self._journal.log(event)
             for command in self.core.handle(event):
                 self._act(command, episode)
-        if self.core.capacity_groups:
+        if not self._wants_tasks.is_set() and self.core.capacity_groups:
             self._wants_tasks.set()
+        if self._journal is not None:
+            self._journal.compact_if_due()
+
+    def _note_engines(self, event: ev.Event) -> None:
+        """Tell those who must know which engines there are, and what they may serve."""
+        match event:
+            case ev.EngineJoined(engine=engine, weight_version=version):
+                self.send(self._weights.joined(engine, version))
+                self._waiting.notify()
+            case ev.VersionPublished(version=version):
+                self.fleet.newest_version = version
+            case ev.EngineLeft(engine=engine):
+                log.warning("engine=%s lost: %s", engine, self.fleet.departed.get(engine))
+                self._weights.left(engine)
+                self._note_engine(engine, "lost")
+                self._waiting.notify()
+
+    def when_safe(self, action: Callable[[], None]) -> None:
+        """Do this once no crash can undo what has been handled so far."""
+        if self._journal is None:
+            action()
+        else:
+            self._journal.when_safe(action)
 
     def _act(self, command: ev.Command, episode: EpisodeFunction | None) -> None:
         match command:
             case ev.Submit(engine=engine, message=message):
-                self.fleet.send(engine, message)
+                self._post(engine, message)
             case ev.EndTurn(turn=turn):
                 resolve(self._waiting.turns.pop(turn.rollout.rollout_id, None), turn)
             case ev.StartEpisode(rollout=rollout, task=task):
@@ -216,7 +316,8 @@ class Scheduler:
                 name = f"rollout {rollout.rollout_id}"
                 self._group.create_task(self._episodes.run(rollout, task, function), name=name)
             case ev.HandOver():
-                resolve(self._waiting.batches.popleft(), command)
+                future = self._waiting.batches.popleft()
+                self.when_safe(partial(self._deliver, future, command))
             case ev.EndBatches():
                 resolve(self._waiting.batches.popleft(), None)
             case ev.RefuseBatch(unpublished_groups=groups):
@@ -228,47 +329,48 @@ class Scheduler:
             case ev.EndEvaluation(rollout=rollout):
                 resolve(self._waiting.evaluations.pop(rollout.rollout_id, None), rollout)
             case ev.Cancel(engine=engine, handle=handle):
-                self.fleet.send(engine, CancelTurn(turn=handle))
-            case ev.RequeueTask(task=task):
+                self._post(engine, CancelTurn(turn=handle))
+            case ev.RequeueTask(task=task, key=key):
                 assert self._tasks is not None
-                self._tasks.put_back(task)
+                self._tasks.put_back(task, key)
             case ev.Record(rollout=rollout, task=task):
                 if self._recorder is not None:
                     self._recorder.rollout(
                         rollout, task=task, advantage=None, consumed_version=None
                     )
 
-    # ------------------------------------------------------------ tasks
-
-    async def _feed(self, source: TaskSource) -> None:
-        """Take tasks from the user's iterator as capacity allows."""
-        while True:
-            taken = 0
-            while self.core.capacity_groups:
-                task = await source.next()
-                if task is NO_MORE:
-                    self._handle([ev.TasksExhausted()])
-                    break
-                self._handle([ev.TaskArrived(task)])
-                taken += 1
-                if source.has_ended():
-                    self._handle([ev.TasksExhausted()])
-                elif taken % TASKS_PER_TURN == 0:
-                    await asyncio.sleep(0)
-            self._wants_tasks.clear()
-            await self._wants_tasks.wait()
+    def _deliver(self, future: "asyncio.Future[ev.HandOver | None]", batch: ev.HandOver) -> None:
+        """Give the trainer a batch; if it has stopped waiting for it, when it asks again."""
+        if future.done():
+            self._undelivered.append(batch)
+        else:
+            future.set_result(batch)
 
     # ------------------------------------------------------------ what the trainer asks for
+
+    async def make_safe(self, batches: int, offer: int) -> None:
+        """The trainer's checkpoint holds what it made of the first ``batches`` batches."""
+        self.handle([ev.BatchesSafe(batches, offer)])
+        if self._journal is not None:
+            await self._journal.wait_until_safe()
 
     def offer(self, tasks: Tasks, episode: EpisodeFunction) -> None:
         """Take tasks from this iterator from now on, each run by ``episode``."""
         assert self._group is not None
         if self._feeding is not None:
             self._feeding.cancel()  # it may wait for an iterator that nobody wants any more
-        self._tasks = TaskSource(tasks)
+        if self._tasks is None or not self._tasks.goes_on_with(tasks):
+            self._tasks = TaskSource(tasks)
         self._episode = episode
-        self._feeding = self._group.create_task(self._feed(self._tasks), name="tasks")
-        self._handle([ev.TasksOffered()])
+        feed = TaskFeed(
+            self.core,
+            self._tasks,
+            self.handle,
+            wants_tasks=self._wants_tasks,
+            is_journalled=self._journal is not None,
+        )
+        self._feeding = self._group.create_task(feed.run(), name="tasks")
+        self.handle([ev.TasksOffered()])
 
     async def next_batch(self) -> ev.HandOver | None:
         """The next batch, or None when the tasks are used up."""
@@ -276,16 +378,16 @@ class Scheduler:
             return self._undelivered.popleft()
         future: asyncio.Future[ev.HandOver | None] = asyncio.get_running_loop().create_future()
         self._waiting.batches.append(future)
-        self._handle([ev.BatchAsked()])
+        self.handle([ev.BatchAsked()])
         try:
             return await future
         except asyncio.CancelledError:
             if future in self._waiting.batches:
                 self._waiting.batches.remove(future)
-                self._handle([ev.BatchNotWanted()])
+                self.handle([ev.BatchNotWanted()])
             elif not future.cancelled() and future.exception() is None:
                 self._undelivered.append(future.result())
-            raise
+            raise  # if it is cancelled, and handed over by now, _deliver keeps the batch
 
     async def evaluate(self, tasks: list[Any], episode: EpisodeFunction) -> list[Rollout]:
         """Run one episode per task, outside training; the rollouts, in the order of the tasks."""
@@ -294,80 +396,36 @@ class Scheduler:
         for index, task in enumerate(tasks):
             future: asyncio.Future[Rollout] = loop.create_future()
             futures.append(future)
-            commands = self.core.handle(ev.EvaluationAsked(task, index))
-            for command in commands:
-                if isinstance(command, ev.StartEpisode):
-                    self._waiting.evaluations[command.rollout.rollout_id] = future
-                self._act(command, episode)
+            rollout_id = self.core.groups.next_rollout_id
+            self._waiting.evaluations[rollout_id] = future
+            self.handle([ev.EvaluationAsked(task, index)], episode)
         return [await future for future in futures]
 
     async def reserve_version(self) -> int:
-        """Wait until no engine reads the weight channel's buffer; the version to write there.
+        """Wait until the weight channel's buffer may be written; the version to write there.
 
-        It must be followed by :meth:`publish` or :meth:`release_version`.
-
-        Raises:
-            EngineLagging: an engine still read it after ``weights_timeout_s``.
-            RuntimeError: another publish is under way.
+        As :meth:`Publisher.reserve`; it must be followed by ``publish`` or ``release_version``.
         """
-        if self._weights.is_reserved:
-            raise RuntimeError("another publish is under way; await it before the next")
-        self._weights.is_reserved = True
-        try:
-            async with asyncio.timeout(self._settings.weights_timeout_s):
-                await self._waiting.until(lambda: self._weights.is_settled)
-        except TimeoutError:
-            self.release_version()
-            raise self._lagging() from None
-        except asyncio.CancelledError:
-            self.release_version()
-            raise
-        return self.core.trainer_version + 1
+        await self._publisher.reserve()
+        return self.core.next_version
 
     def release_version(self) -> None:
         """Nothing will be published under the version reserved."""
-        self._weights.is_reserved = False
+        self._publisher.release()
+
+    @property
+    def kept_version(self) -> int | None:
+        """What must stay in the weight channel's buffer, for engines that come late."""
+        return self._weights.kept_version
 
     async def publish(self, version: int, chunks: list[UpdateWeights]) -> None:
-        """Bring new weights to every engine; return once all serve them.
+        """As :meth:`Publisher.publish`."""
+        await self._publisher.publish(version, chunks)
 
-        If it fails or is cancelled before every engine has staged them, none will swap.
-
-        Raises:
-            EngineLagging: some engine did not, within ``weights_timeout_s``. It is given up.
-            WeightsRefused: the weights don't fit the model; the old ones serve on.
-        """
-        try:
-            self._send(self._weights.publish(version, chunks))
-            async with asyncio.timeout(self._settings.weights_timeout_s):
-                await self._bring(version)
-        except TimeoutError:
-            error = self._lagging()
-            for engine in error.engines:
-                self._handle(self.fleet.lose(engine, str(error)))
-                self.on_engine_silent(engine)
-            raise error from None
-        finally:
-            self._weights.withdraw()  # does nothing once they were told to swap
-            self.release_version()
-
-    async def _bring(self, version: int) -> None:
-        update = self._weights.update
-        assert update is not None
-        await self._waiting.until(lambda: not update.staging)
-        for engine, why in update.refusals.items():
-            raise WeightsRefused(f"engine {engine!r} refused weights v{version}: {why}")
-        self._handle([ev.VersionPublished(version)])
-        self._send(self._weights.release())
-        await self._waiting.until(lambda: self._weights.is_settled)
-
-    def _lagging(self) -> EngineLagging:
-        update = self._weights.update
-        return EngineLagging(
-            engines=self._weights.engines_behind,
-            wanted_version=update.version if update else 0,
-            waited_s=self._settings.weights_timeout_s,
-        )
+    @property
+    def published_version(self) -> int:
+        """The newest that this process has brought to engines; -1: none."""
+        return self._publisher.newest_version
 
 
 def _no_engine_left(departed: Mapping[str, str]) -> str:

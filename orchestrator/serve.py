@@ -18,6 +18,7 @@ from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.client import Evaluation, RunClient
 from tidegate.orchestrator.config import run_settings
 from tidegate.orchestrator.episodes import EpisodeFunction
+from tidegate.orchestrator.resuming import resume_token
 from tidegate.orchestrator.rollout import Rollout
 from tidegate.orchestrator.run import Run
 from tidegate.orchestrator.scheduler import Scheduler
@@ -95,6 +96,10 @@ class Rollouts(RunClient):
             self._published(version, state_dict)
         return version
 
+    async def ack(self, state: Mapping[str, Any]) -> None:
+        """This ``state_dict()`` is on disk: nothing before it need be kept any more."""
+        await self._do(_ack(state))
+
     async def evaluate(self, tasks: Sequence[Any], *, episode: EpisodeFunction) -> Evaluation:
         """One episode per task with the engines' present weights; never trained on.
 
@@ -159,6 +164,10 @@ class SyncRollouts(RunClient):
             self._published(version, state_dict)
         return version
 
+    def ack(self, state: Mapping[str, Any]) -> None:
+        """As :meth:`Rollouts.ack`."""
+        self._do(_ack(state))
+
     def evaluate(self, tasks: Sequence[Any], *, episode: EpisodeFunction) -> Evaluation:
         """As :meth:`Rollouts.evaluate`."""
         return Evaluation(self._do(_evaluate(tasks, episode)))
@@ -171,18 +180,23 @@ class SyncRollouts(RunClient):
             raise self._running.failure() from None
 
 
-def serve(**settings: Any) -> Rollouts:
+def serve(*, resume: Any = None, **settings: Any) -> Rollouts:
     """Start a run for an async trainer; see :class:`~tidegate.RunSettings` for what can be set.
+
+    ``resume`` goes on with the run whose journal is in ``run_directory``: from a ``state_dict()``
+    of the trainer's checkpoint; or, if True, from what was acknowledged last, and from the start
+    where there is no journal yet. Give the same tasks in the same order as before, and publish the
+    checkpoint's weights first.
 
     Raises:
         ConfigError: a setting is unknown, out of range or impossible.
     """
-    return Rollouts(run_settings(**settings))
+    return Rollouts(run_settings(**settings), resume)
 
 
-def serve_sync(**settings: Any) -> SyncRollouts:
+def serve_sync(*, resume: Any = None, **settings: Any) -> SyncRollouts:
     """Start a run for a trainer that is not async; as :func:`serve` otherwise."""
-    return SyncRollouts(run_settings(**settings))
+    return SyncRollouts(run_settings(**settings), resume)
 
 
 # ---------------------------------------------------------------- what is asked of the run's loop
@@ -214,6 +228,15 @@ def _publish(version: int, chunks: list[UpdateWeights]) -> Work[None]:
     return work
 
 
+def _ack(state: Mapping[str, Any]) -> Work[None]:
+    token = resume_token(state)
+
+    async def work(scheduler: Scheduler) -> None:
+        await scheduler.make_safe(token.batches, token.offer)
+
+    return work
+
+
 def _evaluate(tasks: Sequence[Any], episode: EpisodeFunction) -> Work[list[float | None]]:
     async def work(scheduler: Scheduler) -> list[float | None]:
         rollouts: list[Rollout] = await scheduler.evaluate(list(tasks), episode)
@@ -226,4 +249,5 @@ def _write(run: Run, version: int, state_dict: "Mapping[str, torch.Tensor]") -> 
     """Put a version where engines can read it."""
     from tidegate.orchestrator.batches import named_buffers
 
-    return run.channel.write(version, named_buffers(state_dict))
+    keep = run.scheduler.kept_version if run.scheduler is not None else None
+    return run.channel.write(version, named_buffers(state_dict), keep=keep)

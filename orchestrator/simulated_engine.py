@@ -5,19 +5,21 @@ keeps what isn't acknowledged, and answers in the order that a real one does. Wh
 :mod:`simulated_turns`' matter; when it breaks is decided elsewhere.
 """
 
-import asyncio
 import random
+from array import array
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
+from tidegate.orchestrator.hardships import Hardship
 from tidegate.orchestrator.simulated_model import VOCAB_SIZE
-from tidegate.orchestrator.simulated_staging import SimulatedStaging, WeightBuffer
-from tidegate.orchestrator.simulated_truth import Truth
+from tidegate.orchestrator.simulated_staging import SimulatedStaging
+from tidegate.orchestrator.simulated_traits import CONTEXT_TOKENS_MAX, EngineTraits
 from tidegate.orchestrator.simulated_turns import SimulatedTurns, StepRows, StepWork
 from tidegate.orchestrator.simulated_wire import Link
+from tidegate.orchestrator.simulated_world import World
 from tidegate.transport.messages import (
     PROTOCOL,
     Ack,
@@ -37,6 +39,7 @@ from tidegate.transport.messages import (
     Shutdown,
     StartWeightUpdate,
     SubmitTurn,
+    TurnRefused,
     UpdateWeights,
     WeightsLive,
     Welcome,
@@ -48,21 +51,11 @@ from tidegate.transport.streams import SendWindow
 WELCOME_TIMEOUT_S = 1.0
 """An engine that isn't welcomed for so long ends, and is started again."""
 
+HELLO_INTERVAL_S = 0.5
+"""A hello without an answer is said again."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCosts:
-    """What an engine's work takes."""
-
-    step_s: float
-    """Of any step: reading the weights once."""
-    running_turn_s: float
-    """More per turn in the step."""
-    prefill_tokens_per_s: float
-    staging_s: float
-    """To copy one version of the weights."""
-    max_running_turns: int
-    chunk_tokens: int
-    """Tokens prefilled per step, at most."""
+COMPLAINTS_MAX = 3
+"""Of the same step."""
 
 
 @dataclass(slots=True)
@@ -74,37 +67,44 @@ class _Answers:
     """Not in effect yet."""
 
 
+class EngineOwner(Protocol):
+    """Who has started an engine, and is told what it does."""
+
+    def swapped(self) -> None:
+        """It has swapped weights, and said so."""
+
+    def stepped(self, tokens: int) -> None:
+        """It has sampled so many tokens, and said so."""
+
+    def ended(self) -> None:
+        """It has taken its leave."""
+
+
 class SimulatedEngine:
     """One process. It is started, lives by its link and the clock, and ends or is killed."""
 
     def __init__(
         self,
         hello: Hello,
+        traits: EngineTraits,
         *,
+        world: World,
         link: Link,
-        loop: asyncio.AbstractEventLoop,
-        costs: EngineCosts,
-        buffer: WeightBuffer,
         chance: random.Random,
-        truth: Truth,
-        on_swap: Callable[[], None],
-        on_end: Callable[[], None],
+        owner: EngineOwner,
     ) -> None:
         self._hello = hello
         self._link = link
-        self._loop = loop
-        self._costs = costs
-        self._staging = SimulatedStaging(
-            loop, buffer, copy_s=costs.staging_s, on_copied=self._go_on
+        self._loop = world.loop
+        self._traits = traits
+        self.staging = SimulatedStaging(
+            world.loop, world.buffer, world.truth, copy_s=traits.staging_s, on_copied=self._go_on
         )
-        self._truth = truth
-        self._on_swap = on_swap
-        self._on_end = on_end
+        self._truth = world.truth
+        self._hardships = world.hardships
+        self._owner = owner
         self.turns = SimulatedTurns(
-            hello.engine,
-            running_max=costs.max_running_turns,
-            chunk_tokens=costs.chunk_tokens,
-            chance=chance,
+            hello.engine, traits, world.model, chance=chance, hardships=world.hardships
         )
         self.is_alive = True
         self.slowness = 1.0
@@ -119,7 +119,11 @@ class SimulatedEngine:
         self._is_step_over = False
         """It is, but the engine hangs."""
         self._started_s = self._heard_at_s = self._heartbeat_due_s = 0.0
-        self._was_complained_of = False
+        self._greeted_at_s: float | None = None
+        """When it said hello, until it is welcomed."""
+        self._hello_due = False
+        self._complained: deque[int] = deque(maxlen=COMPLAINTS_MAX)
+        """The oldest unacknowledged step at each of the last complaints."""
 
     # ------------------------------------------------------------ life
 
@@ -130,10 +134,10 @@ class SimulatedEngine:
         self._send(self._hello)
         self._loop.call_later(WELCOME_TIMEOUT_S, self._end_unless_welcome)
 
-    def kill(self) -> None:
-        """Gone, without a word."""
+    def kill(self, *, is_clean: bool = False) -> None:
+        """Gone, without a word. Cleanly: what it said before still arrives."""
         self.is_alive = False
-        self._link.hang_up(is_clean=False)
+        self._link.hang_up(is_clean=is_clean)
 
     def end(self, reason: str) -> None:
         """Take leave; whatever is unfinished goes on elsewhere."""
@@ -141,10 +145,12 @@ class SimulatedEngine:
             self._send(Goodbye(reason=reason))
             self.is_alive = False
             self._link.hang_up(is_clean=True)
-            self._on_end()
+            self._owner.ended()
 
     def hang(self) -> None:
         """Do nothing until :meth:`wake`."""
+        if self.turns.running:
+            self._hardships.note(Hardship.HUNG)
         self._is_hung = True
 
     def wake(self) -> None:
@@ -161,11 +167,13 @@ class SimulatedEngine:
             f"{self._hello.engine}: {'hung' if self._is_hung else 'alive'}, "
             f"{'welcome' if self._welcome else 'not welcomed'}, weights v{turns.version}, "
             f"{len(turns.running)} turns running, {len(turns.waiting)} waiting, awaiting swap "
-            f"{turns.awaited_swap}, beside them {self._staging}, credit {self._window.is_open}"
+            f"{turns.awaited_swap}, beside them {self.staging}, credit {self._window.is_open}"
         )
 
     def _end_unless_welcome(self) -> None:
-        if self._welcome is None:
+        if self._is_hung:
+            self._loop.call_later(WELCOME_TIMEOUT_S, self._end_unless_welcome)
+        elif self._welcome is None:
             self.end("not welcomed")
 
     def _send(self, message: Message) -> bytes:
@@ -194,7 +202,7 @@ class SimulatedEngine:
 
     def _keep_time(self, welcome: Welcome, *, is_heard: bool) -> None:
         now_s = self._loop.time()
-        if is_heard:
+        if is_heard and self._greeted_at_s is None:
             self._heard_at_s = now_s
         elif now_s - self._heard_at_s > welcome.orchestrator_timeout_s:
             self.end(f"heard nothing for {now_s - self._heard_at_s:.1f} s")
@@ -203,8 +211,13 @@ class SimulatedEngine:
             return
         self._heartbeat_due_s = now_s + welcome.heartbeat_interval_s
         self._loop.call_at(self._heartbeat_due_s, self._go_on)
-        if self._link.take_reconnected() or self._was_complained_of:
+        self._hello_due |= self._link.take_reconnected()
+        if self._greeted_at_s is not None:
+            self._hello_due |= now_s - self._greeted_at_s > HELLO_INTERVAL_S
+        if self._hello_due:
             self._introduce_again()
+        if self._greeted_at_s is not None:
+            return
         heartbeat = EngineHeartbeat(
             weight_version=self.turns.version,
             running_turns=len(self.turns.running),
@@ -215,10 +228,36 @@ class SimulatedEngine:
         self._send(heartbeat)
 
     def _introduce_again(self) -> None:
-        self._was_complained_of = False
-        self._send(msgspec.structs.replace(self._hello, weight_version=self.turns.version))
+        """Say hello; what was asked for before counts no more, but for turns."""
+        self._hello_due = False
+        self._greeted_at_s = self._loop.time()
+        self.turns.awaited_swap = self.turns.pause_mode = None
+        self._answers = _Answers()
+        self.staging.abandon()
+        self._send(
+            msgspec.structs.replace(
+                self._hello,
+                weight_version=self.turns.version,
+                first_seq=self._window.first_seq,
+                next_seq=self._window.next_seq(),
+                turns=array("I", self.turns.handles).tobytes(),
+            )
+        )
+
+    def _begin_again(self, welcome: Welcome) -> None:
+        """A hello after the first was answered: send again what may have been lost."""
+        self._greeted_at_s = None
+        self._heard_at_s = self._loop.time()
+        self._window.set_credit(welcome.credit_steps)
         for frame in self._window.unacknowledged():
+            self._hardships.note(Hardship.REPLAYED)
             self._link.send(frame)
+
+    def _take_complaint(self, why: str) -> None:
+        self._complained.append(self._window.first_seq)
+        if self._complained.count(self._window.first_seq) == COMPLAINTS_MAX:
+            self.end(f"complained of {COMPLAINTS_MAX} times: {why}")
+        self._hello_due = True
 
     def _settle(self) -> None:
         """Say what is due, ended turns first, and swap weights that are."""
@@ -227,12 +266,13 @@ class SimulatedEngine:
         if (ended := self.turns.take_ended()) is not None:
             self._send_step(ended, self._loop.time())
         self._answer_pauses()
-        self._answers.due += self._staging.take_answers()
-        for answer in self._answers.due:
-            self._send(answer)
+        self._answers.due += self.staging.take_answers()
+        if self._greeted_at_s is None:
+            for answer in self._answers.due:
+                self._send(answer)
         self._answers.due.clear()
         update = self.turns.swap_due
-        if update is not None and not self._staging.is_busy:
+        if update is not None and not self.staging.is_busy:
             self._swap(update)
 
     def _answer_pauses(self) -> None:
@@ -241,23 +281,25 @@ class SimulatedEngine:
             self._answers.pauses.clear()
 
     def _swap(self, update: FinishWeightUpdate) -> None:
-        content = self._staging.take()
+        content = self.staging.take()
         self._truth.swapped(self._hello.engine, update.version, content)
         self.turns.swap(update, content)
         self._send(WeightsLive(version=update.version, swapped_us=round(self._loop.time() * 1e6)))
-        self._on_swap()
+        self._owner.swapped()
 
     # ------------------------------------------------------------ steps
 
     def _begin_step(self) -> None:
         if not self._window.is_open:
+            if self.turns.running:
+                self._hardships.note(Hardship.NO_CREDIT)
             return
         work = self.turns.plan()
         if not work.chunks:
             return
-        costs = self._costs
-        busy_s = costs.step_s + costs.running_turn_s * len(work.chunks)
-        busy_s += work.prefilled_tokens / costs.prefill_tokens_per_s
+        traits = self._traits
+        busy_s = traits.step_s + traits.running_turn_s * len(work.chunks)
+        busy_s += work.prefilled_tokens / traits.prefill_tokens_per_s
         self._work, self._started_s = work, self._loop.time()
         self._loop.call_later(busy_s * self.slowness, self._end_step)
 
@@ -277,7 +319,9 @@ class SimulatedEngine:
         started_us, ended_us = round(started_s * 1e6), round(self._loop.time() * 1e6)
         step = rows.message(seq, self.turns.version, started_us, ended_us - started_us)
         self._truth.sent(self._hello.engine, step)
-        self._window.sent(seq, self._send(step))
+        is_kept_back = self._greeted_at_s is not None
+        self._window.sent(seq, encode(step) if is_kept_back else self._send(step))
+        self._owner.stepped(len(rows.token_ids))
 
     # ------------------------------------------------------------ messages
 
@@ -291,14 +335,17 @@ class SimulatedEngine:
                 self.end(f"refused: {why}")
             case Shutdown():
                 self.end("asked to shut down")
-            case Complaint():
-                self._was_complained_of = True
-            case _ if self._welcome is None:
-                pass  # a real engine reads nothing before the welcome either
+            case Welcome() if self._greeted_at_s is not None:
+                self._begin_again(message)
+            case _ if self._welcome is None or self._greeted_at_s is not None:
+                pass  # said by one who had not heard the hello
+            case Complaint(message=why):
+                self._take_complaint(why)
             case Ack(seq=seq):
                 self._window.acknowledge(seq)
-            case SubmitTurn():
-                self.turns.submit(message)
+            case SubmitTurn(turn=turn):
+                if (refusal := self.turns.submit(message)) is not None:
+                    self._send(TurnRefused(turn=turn, message=refusal))
             case CancelTurn(turn=turn):
                 self.turns.cancel(turn)
             case Pause() | Resume():
@@ -322,21 +369,20 @@ class SimulatedEngine:
     ) -> None:
         match message:
             case StartWeightUpdate(version=version):
-                if not self._staging.has_in_hand(version):
-                    self.turns.awaited_swap = None  # of an older version: its place is needed
-                self._staging.start(version)
-            case UpdateWeights(version=version):
-                self._staging.copy(version)
-            case FinishWeightUpdate(version=version) if self._staging.is_staged(version):
+                self.turns.awaited_swap = None  # its place is needed
+                self.staging.start(version)
+            case UpdateWeights():
+                self.staging.copy(message)
+            case FinishWeightUpdate(version=version) if self.staging.is_staged(version):
                 self.turns.awaited_swap = message
                 if message.pause_mode == "abort":
                     self.turns.abort_running()
             case FinishWeightUpdate(version=version):
-                self._staging.fail(version, "is not staged here")
+                self.staging.fail(version, "is not staged here")
 
 
-def hello_of(engine: str, epoch: int, costs: EngineCosts) -> Hello:
-    """What an engine of these costs says of itself."""
+def hello_of(engine: str, epoch: int, traits: EngineTraits) -> Hello:
+    """What an engine like this says of itself."""
     return Hello(
         protocol=PROTOCOL,
         engine=engine,
@@ -344,10 +390,10 @@ def hello_of(engine: str, epoch: int, costs: EngineCosts) -> Hello:
         weight_version=0,
         architecture="Hash",
         vocab_size=VOCAB_SIZE,
-        context_tokens_max=1 << 20,
-        max_running_turns=costs.max_running_turns,
-        num_blocks=1,
-        block_tokens=1,
+        context_tokens_max=CONTEXT_TOKENS_MAX,
+        max_running_turns=traits.max_running_turns,
+        num_blocks=traits.blocks or CONTEXT_TOKENS_MAX,
+        block_tokens=traits.block_tokens,
         pause_modes=["abort", "keep", "wait"],
         kv_policies=["keep", "recompute"],
         weight_channels=["shm"],

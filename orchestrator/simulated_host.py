@@ -3,18 +3,21 @@
 It knows processes, links and faults; not turns or weights.
 """
 
-import asyncio
+import math
+import random
 from collections.abc import Callable
 
 from tidegate.orchestrator.faults import Fault, FaultKind
-from tidegate.orchestrator.scenario import Scenario
+from tidegate.orchestrator.hardships import Hardship
 from tidegate.orchestrator.simulated_engine import SimulatedEngine, hello_of
-from tidegate.orchestrator.simulated_staging import WeightBuffer
-from tidegate.orchestrator.simulated_truth import Truth
-from tidegate.orchestrator.simulated_wire import SimulatedRouter
+from tidegate.orchestrator.simulated_traits import EngineTraits
+from tidegate.orchestrator.simulated_world import World
 
 SLOWNESS = 20.0
 """Steps of a slow engine take so many times as long."""
+
+STAGING_DELAY_S = 10.0
+"""A lagging engine takes so much longer to copy weights."""
 
 RESTART_S = 0.1
 """At least so long passes between one process and the next."""
@@ -28,88 +31,132 @@ class EngineHost:
 
     def __init__(
         self,
-        number: int,
+        name: str,
+        traits: EngineTraits,
         *,
-        scenario: Scenario,
-        router: SimulatedRouter,
-        buffer: WeightBuffer,
-        truth: Truth,
+        world: World,
+        latency_s: float,
+        chance: random.Random,
         on_exit: Callable[[str, str], None],
     ) -> None:
-        self.name = f"engine-{number}"
-        self._scenario = scenario
-        self._loop: asyncio.AbstractEventLoop = router.loop
-        self._buffer = buffer
-        self._truth = truth
+        """``on_exit`` is told the name, and why, of an engine that crashed."""
+        self.name = name
+        self._traits = traits
+        self._world = world
+        self._loop = world.loop
         self._on_exit = on_exit
-        self._chance = scenario.chance("engine", number)
+        self._chance = chance
         self._epoch = 0
         self._swaps = 0
+        self._is_stopped = False
         self._faults: list[Fault] = []
-        self.link = router.link(self.name, latency_s=scenario.latency_s, chance=self._chance)
-        self.engine = self._new_engine()
+        self.link = world.router.link(name, latency_s=latency_s, chance=chance)
+        self.engine: SimulatedEngine | None = None
+        """The process; None before the first is started."""
+
+    def __str__(self) -> str:
+        return str(self.engine or f"{self.name}: not started yet")
 
     def start(self) -> None:
-        """Start the first process."""
-        self.engine.start()
+        """Start the first process, unless it is planned to come late."""
+        if not any(fault.kind is FaultKind.LATE for fault in self._faults):
+            self._restart()
 
     def plan(self, fault: Fault) -> None:
-        """Have something go wrong when it is due."""
-        if fault.at_s is None:
-            self._faults.append(fault)
-        else:
+        """Have something go wrong when it is due. Faults are planned before the start."""
+        self._faults.append(fault)
+        if not fault.after_swap:
             self._loop.call_at(fault.at_s, self._suffer, fault)
 
-    def _swapped(self) -> None:
+    # ------------------------------------------------------------ what the engine tells
+
+    def swapped(self) -> None:
+        """It has swapped weights, and said so."""
         self._swaps += 1
         for fault in self._faults:
             if fault.after_swap == self._swaps:
                 self._loop.call_soon(self._suffer, fault)
 
-    def _suffer(self, fault: Fault) -> None:
-        """Let something go wrong now."""
-        engine, lasts_s = self.engine, fault.lasts_s
-        match fault.kind:
-            case FaultKind.CRASH:
-                self._crash(lasts_s)
-            case FaultKind.HANG:
-                engine.hang()
-                self._loop.call_later(lasts_s, engine.wake)
-            case FaultKind.SLOW:
-                engine.slowness = SLOWNESS
-                self._loop.call_later(lasts_s, setattr, engine, "slowness", 1.0)
-            case FaultKind.CUT:
-                self.link.cut(lasts_s)
-            case FaultKind.GARBLE:
-                self.link.garble(1 + int(lasts_s))
-            case FaultKind.LEAVE:
-                engine.end("asked to leave")
+    def stepped(self, tokens: int) -> None:
+        """It has sampled so many tokens, and said so."""
 
-    def _crash(self, lasts_s: float) -> None:
-        if not self.engine.is_alive:
-            return
-        self.engine.kill()
-        if self._chance.random() < 0.5:  # else only its silence tells
-            self._loop.call_later(NOTICE_S, self._on_exit, self.name, "crashed")
-        self._loop.call_later(RESTART_S + lasts_s, self._restart)
-
-    def _ended(self) -> None:
+    def ended(self) -> None:
+        """It has taken its leave."""
         self._loop.call_later(RESTART_S, self._restart)
 
-    def _restart(self) -> None:
-        self.engine = self._new_engine()
-        self.engine.start()
+    # ------------------------------------------------------------ what goes wrong
 
-    def _new_engine(self) -> SimulatedEngine:
+    def _suffer(self, fault: Fault) -> None:
+        """Let something go wrong now."""
+        if self.engine is None:
+            if fault.kind is FaultKind.LATE:
+                self._world.hardships.note(Hardship.LATE)
+                self._restart()
+        elif fault.kind in (FaultKind.CUT, FaultKind.STALL, FaultKind.GARBLE):
+            self._suffer_on_the_wire(fault)
+        elif self.engine.is_alive:
+            self._suffer_alive(self.engine, fault)
+
+    def _suffer_on_the_wire(self, fault: Fault) -> None:
+        match fault.kind:
+            case FaultKind.CUT:
+                self.link.cut(fault.lasts_s)
+            case FaultKind.STALL:
+                self.link.stall(fault.lasts_s)
+            case FaultKind.GARBLE:
+                self.link.garble(1 + int(fault.lasts_s))
+
+    def _suffer_alive(self, engine: SimulatedEngine, fault: Fault) -> None:
+        match fault.kind:
+            case FaultKind.CRASH:
+                self.crash(fault.lasts_s, is_noticed=self._chance.random() < 0.5)
+            case FaultKind.HANG:
+                engine.hang()
+                self._loop.call_later(fault.lasts_s, engine.wake)
+            case FaultKind.SLOW:
+                self._world.hardships.note(Hardship.SLOWED)
+                engine.slowness = SLOWNESS
+                self._loop.call_later(fault.lasts_s, setattr, engine, "slowness", 1.0)
+            case FaultKind.LEAVE:
+                self._world.hardships.note(Hardship.LEFT)
+                engine.end("asked to leave")
+            case FaultKind.REFUSE:
+                engine.staging.refusals_due += 1
+            case FaultKind.LAG:
+                engine.staging.delay_s = STAGING_DELAY_S
+                self._loop.call_later(fault.lasts_s, setattr, engine.staging, "delay_s", 0.0)
+
+    def crash(self, lasts_s: float, *, is_noticed: bool, is_clean: bool = False) -> None:
+        """Kill the process; start another after a while, if that is finite.
+
+        Noticed: the orchestrator has started it itself, and is told; else only its silence tells.
+        Cleanly: what it said before still arrives.
+        """
+        if self.engine is None or not self.engine.is_alive:
+            return
+        self._world.hardships.note(Hardship.CRASHED)
+        self.engine.kill(is_clean=is_clean)
+        if is_noticed:
+            self._loop.call_later(NOTICE_S, self._on_exit, self.name, "crashed")
+        if math.isfinite(lasts_s):
+            self._loop.call_later(RESTART_S + lasts_s, self._restart)
+
+    def stop(self) -> None:
+        """End the process for good."""
+        self._is_stopped = True
+        if self.engine is not None:
+            self.engine.kill()
+
+    def _restart(self) -> None:
+        if self._is_stopped:
+            return
         self._epoch += 1
-        return SimulatedEngine(
-            hello_of(self.name, self._epoch, self._scenario.costs),
+        self.engine = SimulatedEngine(
+            hello_of(self.name, self._epoch, self._traits),
+            self._traits,
+            world=self._world,
             link=self.link,
-            loop=self._loop,
-            costs=self._scenario.costs,
-            buffer=self._buffer,
             chance=self._chance,
-            truth=self._truth,
-            on_swap=self._swapped,
-            on_end=self._ended,
+            owner=self,
         )
+        self.engine.start()

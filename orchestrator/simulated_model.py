@@ -6,11 +6,12 @@ by one version, one position or one engine is found out by computing the token a
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from tidegate.orchestrator.rollout import KvRange, Turn, TurnPrefill
-from tidegate.transport.messages import KvSpan
+from tidegate.transport.messages import KvSpan, SubmitTurn
 
 STOP_TOKEN = 1
 """Ends a turn."""
@@ -19,7 +20,7 @@ VOCAB_SIZE = 1 << 24
 """Large, so that a wrong tag passes by chance once in 16 million tokens."""
 
 TORN_WEIGHTS = -1
-"""The version of weights that were overwritten while they were copied."""
+"""What weights are that were overwritten while they were copied; others are counted from 0."""
 
 SHORTEST_OUTPUT_TOKENS = 3
 TAIL_EXPONENT = 0.8
@@ -28,9 +29,9 @@ TAIL_EXPONENT = 0.8
 _BITS = (1 << 64) - 1
 
 
-def absorb(state: int, token: int, version: int) -> int:
-    """The context's state after one more position, whose KV ``version`` computes."""
-    x = (state ^ (token * 0x9E3779B97F4A7C15 + version * 0xC2B2AE3D27D4EB4F + 1)) & _BITS
+def absorb(state: int, token: int, content: int) -> int:
+    """The context's state after one more position, whose KV the weights ``content`` compute."""
+    x = (state ^ (token * 0x9E3779B97F4A7C15 + content * 0xC2B2AE3D27D4EB4F + 1)) & _BITS
     x = (x * 0xBF58476D1CE4E5B9) & _BITS
     return x ^ (x >> 29)
 
@@ -44,9 +45,9 @@ class Sampled:
     """A multiple of 1/1024, which float32 holds exactly."""
 
 
-def sample(state: int, *, seed: int, index: int, version: int, engine: str) -> Sampled:
-    """The token of ``index`` in a turn, by ``version``, after a context of this state."""
-    x = absorb(absorb(state, seed, version), index, version)
+def sample(state: int, *, seed: int, index: int, content: int, engine: str) -> Sampled:
+    """The token of ``index`` in a turn, by the weights ``content``, after this context."""
+    x = absorb(absorb(state, seed, content), index, content)
     logprob = -((x >> 40) % 4096 + _mark(engine)) / 1024
     if index + 1 >= output_tokens(seed):
         return Sampled(STOP_TOKEN, logprob)
@@ -64,27 +65,31 @@ def output_tokens(seed: int) -> int:
     return int(SHORTEST_OUTPUT_TOKENS * (1.0 - chance) ** -TAIL_EXPONENT)
 
 
-def check_turn(turn: Turn) -> None:
+def check_turn(turn: Turn, content_of: Callable[[int], int] = int) -> None:
     """Compute every token of a turn again, from what it is tagged with.
+
+    ``content_of`` tells which weights really go by a version's number; left out, those of the same.
 
     Raises:
         AssertionError: a tag, a token or a log-probability is wrong.
     """
     length = min(output_tokens(turn.sampling.seed), turn.sampling.max_tokens)
-    assert turn.length == length, f"{turn.length} tokens of {length}, {turn.finish_reason}"
+    is_whole = turn.length == length or (turn.finish_reason == "cancelled" and turn.length < length)
+    assert is_whole, f"{turn.length} tokens of {length}, {turn.finish_reason}"
     context, logprobs = turn.rollout.token_ids, turn.rollout.logprobs
     prefills = {prefill.at: prefill for prefill in turn.prefills}
     state, kv = 0, KvRange(0, 0)
     for index, tag in enumerate(_tags(turn)):
         position = turn.start + index
+        content = content_of(tag.version)
         if index in prefills:
-            state, kv = _prefilled(prefills[index], context[:position])
+            state, kv = _prefilled(prefills[index], context[:position], content_of)
             assert kv == KvRange(min(kv.oldest, tag.version), max(kv.newest, tag.version)), tag
         else:
-            state = absorb(state, context[position - 1], tag.version)
+            state = absorb(state, context[position - 1], content)
             kv = KvRange(min(kv.oldest, tag.version), max(kv.newest, tag.version))
-        engine, version = tag.engine, tag.version
-        told = sample(state, seed=turn.sampling.seed, index=index, version=version, engine=engine)
+        engine = tag.engine
+        told = sample(state, seed=turn.sampling.seed, index=index, content=content, engine=engine)
         given = Sampled(context[position], logprobs[position])
         where = f"rollout {turn.rollout.rollout_id}, output token {index}"
         assert told == given, f"{where} tagged {tag} would be {told}, but it is {given}"
@@ -112,17 +117,53 @@ def _tags(turn: Turn) -> Iterator[_Tag]:
     assert end == turn.length, f"spans end at {end} of {turn.length} tokens"
 
 
-def _prefilled(prefill: TurnPrefill, context: "array[int]") -> tuple[int, KvRange]:
+def _prefilled(
+    prefill: TurnPrefill, context: "array[int]", content_of: Callable[[int], int]
+) -> tuple[int, KvRange]:
     """The state of a context whose KV was computed as the prefill says."""
     state = end = 0
     for span in prefill.spans:
         assert span.start == end < span.end, f"a gap in {prefill}"
         end = span.end
+        content = content_of(span.version)
         for token in context[span.start : span.end]:
-            state = absorb(state, token, span.version)
+            state = absorb(state, token, content)
     assert end == len(context), f"{prefill} for a context of {len(context)} tokens"
     versions = [span.version for span in prefill.spans]
     return state, KvRange(min(versions), max(versions))
+
+
+class TurnModel(Protocol):
+    """What a simulated engine asks for each token."""
+
+    def next_token(
+        self,
+        context: "HashedContext",
+        message: SubmitTurn,
+        *,
+        content: int,
+        version: int,
+        engine: str,
+    ) -> Sampled:
+        """What the weights ``content``, called ``version``, sample after ``context``."""
+
+
+class HashModel:
+    """The model of this module."""
+
+    def next_token(
+        self,
+        context: "HashedContext",
+        message: SubmitTurn,
+        *,
+        content: int,
+        version: int,
+        engine: str,
+    ) -> Sampled:
+        """A hash of all that should matter."""
+        index = message.sampled_before + len(context.tokens) - len(message.token_ids) // 4
+        seed = message.sampling.seed
+        return sample(context.state, seed=seed, index=index, content=content, engine=engine)
 
 
 class HashedContext:

@@ -1,23 +1,40 @@
 """How does a new version get beside the live weights of a simulated engine? It is copied there.
 
 Takes virtual time, and copies what is in the trainer's buffer meanwhile: torn, if that changes.
-Being asked anew for the version in hand, as after a reconnect, changes nothing.
 """
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tidegate.orchestrator.simulated_model import TORN_WEIGHTS
-from tidegate.transport.messages import Message, WeightsFailed, WeightsStaged
+from tidegate.orchestrator.simulated_truth import Truth
+from tidegate.transport.messages import Message, UpdateWeights, WeightsFailed, WeightsStaged
 
 
 @dataclass(slots=True)
 class WeightBuffer:
-    """The memory that the trainer writes weights to, and engines copy them from."""
+    """The memory that the trainer writes weights to, and engines copy them from: two places."""
 
-    content: int = 0
-    """The version in it; ``TORN_WEIGHTS`` while it is written."""
+    contents: list[int] = field(default_factory=lambda: [0, 0])
+    """Which weights are in each, by the order of writing; ``TORN_WEIGHTS`` while they are written:
+    whoever copies them then gets neither the old ones nor the new."""
+    _written: int = 0
+    """What is being written, or was last."""
+    _places: dict[int, int] = field(default_factory=dict)
+    """Which version was written where last."""
+
+    def begin(self, version: int, *, keep: int | None, content: int | None = None) -> UpdateWeights:
+        """Write over what is not to be kept; where that is. New weights, unless told which."""
+        place = 1 if keep is not None and self._places.get(keep) == 0 else 0
+        self._places[version] = place
+        self._written = self._written + 1 if content is None else content
+        self.contents[place] = TORN_WEIGHTS
+        return UpdateWeights(version=version, location=str(place), tensors=[])
+
+    def end(self, update: UpdateWeights) -> None:
+        """All of it is written."""
+        self.contents[int(update.location)] = self._written
 
 
 @dataclass(slots=True)
@@ -37,17 +54,25 @@ class SimulatedStaging:
         self,
         loop: asyncio.AbstractEventLoop,
         buffer: WeightBuffer,
+        truth: Truth,
         *,
         copy_s: float,
         on_copied: Callable[[], None],
     ) -> None:
         self._loop = loop
         self._buffer = buffer
+        self._truth = truth
         self._copy_s = copy_s
         self._on_copied = on_copied
         self._update: _Update | None = None
         self._copies_running = 0
         self._answers: list[Message] = []
+        self.refusals_due = 0
+        """So many of the next weights will be found not to fit, if no engine serves them yet."""
+        self._refused: set[int] = set()
+        """Which weights don't fit."""
+        self.delay_s = 0.0
+        """Copies that begin now take so much longer."""
 
     def __str__(self) -> str:
         update = self._update
@@ -63,37 +88,45 @@ class SimulatedStaging:
         update = self._update
         return update is not None and (update.version, update.state) == (version, "staged")
 
-    def has_in_hand(self, version: int) -> bool:
-        """Whether ``version`` is complete, or will be."""
-        update = self._update
-        return update is not None and update.version == version and update.state != "failed"
-
     def start(self, version: int) -> None:
-        """Begin a version, and give up the one in hand if it is another."""
-        if self.has_in_hand(version):
-            return
+        """Begin a version, and give up the one in hand, complete or not."""
         old = self._update
         if old is not None and old.state == "open":
             old.state = "failed"
-            self.fail(old.version, f"given up, for v{version} was started")
+            if old.version != version:
+                self.fail(old.version, f"given up, for v{version} was started")
         self._update = _Update(version)
 
-    def copy(self, version: int) -> None:
+    def abandon(self) -> None:
+        """Forget the version in hand, and what was to be said of any."""
+        if self._update is not None:
+            self._update.state = "failed"
+            self._update = None
+        self._answers.clear()
+
+    def copy(self, message: UpdateWeights) -> None:
         """Copy all of a version; it is answered when that is done."""
-        update = self._update
+        update, version = self._update, message.version
         if update is None or update.version != version:
             self.fail(version, "was not started")
-        elif update.state == "staged":
-            self._answers.append(WeightsStaged(version=version))
         elif update.state == "open":
             self._copies_running += 1
-            self._loop.call_later(self._copy_s, self._copied, update, self._buffer.content)
+            place = int(message.location)
+            found = self._buffer.contents[place]
+            seconds = self._copy_s + self.delay_s
+            self._loop.call_later(seconds, self._copied, update, place, found)
 
-    def _copied(self, update: _Update, content: int) -> None:
+    def _copied(self, update: _Update, place: int, found: int) -> None:
         self._copies_running -= 1
-        if update.state == "open":
+        if self.refusals_due and not self._truth.is_served(found):
+            self.refusals_due -= 1
+            self._refused.add(found)
+        if update.state == "open" and found in self._refused:
+            update.state = "failed"
+            self.fail(update.version, "does not fit: it was meant to be refused")
+        elif update.state == "open":
             update.state = "staged"
-            update.content = content if content == self._buffer.content else TORN_WEIGHTS
+            update.content = found if found == self._buffer.contents[place] else TORN_WEIGHTS
             self._answers.append(WeightsStaged(version=update.version))
         self._on_copied()
 

@@ -21,6 +21,8 @@ class Truth:
 
     def __init__(self) -> None:
         self._processes: dict[str, deque[deque[SentStep]]] = {}
+        self._contents: dict[int, int] = {0: 0}
+        """Version -> the weights that go by this number, as counted when they were written."""
 
     def started(self, engine: str) -> None:
         """A process of this engine begins to count its steps from 0."""
@@ -34,11 +36,27 @@ class Truth:
         """An engine computes with other weights from now on.
 
         Raises:
-            AssertionError: they are not those of the version they are called by.
+            AssertionError: they are torn, or go by a number that others have.
         """
-        assert content == version, (
-            f"{engine} serves what it calls v{version}, but was written as v{content} (-1: torn)"
+        known = self._contents.setdefault(version, content)
+        assert content == known >= 0, (
+            f"{engine} serves the weights written as no. {content} (-1: torn) and calls them "
+            f"v{version}, but v{version} is no. {known}"
         )
+
+    def is_served(self, content: int) -> bool:
+        """Whether an engine has ever computed with these weights."""
+        return content in self._contents.values()
+
+    def content_of(self, version: int) -> int:
+        """Which weights go by this number.
+
+        Raises:
+            AssertionError: none ever did.
+        """
+        content = self._contents.get(version)
+        assert content is not None, f"no engine ever served v{version}"
+        return content
 
     def arrived(self, event: StepArrived) -> None:
         """A step was taken in: it must be the next of its process, or the first of a later one.
@@ -52,5 +70,8 @@ class Truth:
             while len(processes) > 1 and not (processes[0] and processes[0][0] == told):
                 processes.popleft()
             first = processes[0][0] if processes[0] else None
-            assert first == told, f"{event.engine}: {told} was taken in, but {first} is the next"
+            assert first == told, (
+                f"{event.engine}: a step by v{told.version} was taken in that is not the next one "
+                f"it made: one was left out, or one was taken in twice"
+            )
         processes[0].popleft()

@@ -1,14 +1,18 @@
 """Which turns does a simulated engine run, and what do they say next? No clock, no wire.
 
-The same rules as a real engine's: decodes before prefills, a prefill in chunks, what pauses and
-weight swaps do to running turns. Memory for KV is not counted; preemption comes by chance.
+The same rules as a real engine's: decodes before prefills, a prefill in chunks, the worst turn
+gives up its KV for a better one, and what pauses and weight swaps do to running turns.
 """
 
+import math
 import random
 from array import array
+from bisect import insort
 from dataclasses import dataclass, field
 
-from tidegate.orchestrator.simulated_model import STOP_TOKEN, HashedContext, sample
+from tidegate.orchestrator.hardships import Hardship, Hardships
+from tidegate.orchestrator.simulated_model import HashedContext, TurnModel
+from tidegate.orchestrator.simulated_traits import CONTEXT_TOKENS_MAX, EngineTraits
 from tidegate.transport.messages import (
     ABORT,
     CANCELLED,
@@ -23,7 +27,7 @@ from tidegate.transport.messages import (
 )
 
 PREEMPTION_CHANCE = 0.01
-"""Per step, that one turn's KV is thrown out."""
+"""Per step, that one turn's KV is thrown out although there is room."""
 
 
 @dataclass(slots=True)
@@ -88,18 +92,27 @@ class SimulatedTurns:
     """All turns of one simulated engine, and its weights."""
 
     def __init__(
-        self, engine: str, *, running_max: int, chunk_tokens: int, chance: random.Random
+        self,
+        engine: str,
+        traits: EngineTraits,
+        model: TurnModel,
+        *,
+        chance: random.Random,
+        hardships: Hardships,
     ) -> None:
         self.version = 0
         """What the live weights are called."""
         self.content = 0
         """What they really are."""
         self._engine = engine
-        self._running_max = running_max
-        self._chunk_tokens = chunk_tokens
+        self._traits = traits
+        self._model = model
         self._chance = chance
+        self._hardships = hardships
         self.running: list[SimulatedTurn] = []
+        """Best rank first; they hold KV."""
         self.waiting: list[SimulatedTurn] = []
+        """Best rank first."""
         self._arrivals = 0
         self._handles: set[int] = set()
         self._ended: list[tuple[int, int]] = []
@@ -107,17 +120,30 @@ class SimulatedTurns:
         self.pause_mode: PauseMode | None = None
         self.awaited_swap: FinishWeightUpdate | None = None
 
+    @property
+    def handles(self) -> list[int]:
+        """The turns it holds, and those whose end is not told yet."""
+        held = [turn.message.turn for turn in (*self.running, *self.waiting)]
+        return held + [handle for handle, _ in self._ended]
+
     # ------------------------------------------------------------ what others ask for
 
-    def submit(self, message: SubmitTurn) -> None:
-        """Queue a turn."""
+    def submit(self, message: SubmitTurn) -> str | None:
+        """Queue a turn; or say why it can never be served."""
         assert message.turn not in self._handles, f"handle {message.turn} was used before"
         self._handles.add(message.turn)
         tokens = array("i", message.token_ids)
+        tokens_max = len(tokens) + message.sampling.max_tokens
+        traits = self._traits
+        if tokens_max > CONTEXT_TOKENS_MAX:
+            return f"{tokens_max} tokens are more than the context's {CONTEXT_TOKENS_MAX}"
+        if traits.blocks is not None and traits.blocks_for(tokens_max) > traits.blocks:
+            return f"{tokens_max} tokens never fit {traits.blocks} blocks of {traits.block_tokens}"
         self._arrivals += 1
         rank = (message.priority, self._arrivals)
-        self.waiting.append(SimulatedTurn(message, rank, HashedContext(tokens), len(tokens)))
-        self.waiting.sort(key=lambda turn: turn.rank)
+        turn = SimulatedTurn(message, rank, HashedContext(tokens), len(tokens))
+        insort(self.waiting, turn, key=_rank)
+        return None
 
     def cancel(self, handle: int) -> None:
         """End a turn; unknown handles are ignored."""
@@ -130,6 +156,8 @@ class SimulatedTurns:
 
     def abort_running(self) -> None:
         """End every running turn, to be continued elsewhere."""
+        if self.running:
+            self._hardships.note(Hardship.ABORTED)
         self._ended += [(turn.message.turn, ABORT) for turn in self.running]
         self.running.clear()
 
@@ -176,12 +204,11 @@ class SimulatedTurns:
         if self.pause_mode == "keep":
             return StepWork([])
         self._preempt_by_chance()
+        self._make_room()
         drains = self.awaited_swap is not None and self.awaited_swap.pause_mode == "wait"
         if self.pause_mode is None and not drains:
-            free = self._running_max - len(self.running)
-            self.running += self.waiting[:free]
-            del self.waiting[:free]
-        left = self._chunk_tokens
+            self._start_waiting()
+        left = self._traits.chunk_tokens
         chunks: list[tuple[SimulatedTurn, int]] = []
         for turn in self.running:
             missing = len(turn.context.tokens) - turn.context.computed
@@ -205,25 +232,71 @@ class SimulatedTurns:
         if turn.is_prefilling:
             turn.is_prefilling = False
             rows.prefills.append(Prefill(message.turn, turn.output_tokens, context.spans))
-        index = message.sampled_before + turn.output_tokens
-        seed, content = message.sampling.seed, self.content
-        said = sample(context.state, seed=seed, index=index, version=content, engine=self._engine)
-        context.tokens.append(said.token)
+        code, count = RUNNING, 0
+        while code == RUNNING and count < self._traits.tokens_per_step:
+            if count:
+                context.compute(1, content=self.content, version=self.version)
+            said = self._model.next_token(
+                context,
+                message,
+                content=self.content,
+                version=self.version,
+                engine=self._engine,
+            )
+            context.tokens.append(said.token)
+            rows.token_ids.append(said.token)
+            rows.logprobs.append(said.logprob)
+            count += 1
+            if said.token in message.sampling.stop_token_ids:
+                code = STOP
+            elif turn.output_tokens == message.sampling.max_tokens:
+                code = LENGTH
         rows.turns.append(message.turn)
-        rows.token_ids.append(said.token)
-        rows.logprobs.append(said.logprob)
-        rows.counts.append(1)
-        code = RUNNING
-        if said.token == STOP_TOKEN:
-            code = STOP
-        elif turn.output_tokens == message.sampling.max_tokens:
-            code = LENGTH
+        rows.counts.append(count)
         rows.finish.append(code)
         if code != RUNNING:
             self.running.remove(turn)
+
+    # ------------------------------------------------------------ memory
+
+    def _blocks_wanted(self, turn: SimulatedTurn) -> int:
+        """By the end of its next step."""
+        return self._traits.blocks_for(len(turn.context.tokens) + self._traits.tokens_per_step - 1)
+
+    def _make_room(self) -> None:
+        """The worst turns give way until all that run can go on."""
+        if self._traits.blocks is None:
+            return
+        wanted = sum(self._blocks_wanted(turn) for turn in self.running)
+        while wanted > self._traits.blocks and len(self.running) > 1:
+            turn = self.running.pop()
+            wanted -= self._blocks_wanted(turn)
+            if self._traits.hands_turns_back:
+                self._hardships.note(Hardship.HANDED_BACK)
+                self._ended.append((turn.message.turn, ABORT))
+                continue
+            self._hardships.note(Hardship.PREEMPTED)
+            turn.context.drop_kv()
+            turn.is_prefilling = True
+            insort(self.waiting, turn, key=_rank)
+
+    def _start_waiting(self) -> None:
+        """Start waiting turns, best first, while there is room for them and one block to spare."""
+        traits = self._traits
+        free = math.inf if traits.blocks is None else traits.blocks
+        free -= sum(self._blocks_wanted(turn) for turn in self.running)
+        while self.waiting and len(self.running) < traits.max_running_turns:
+            free -= self._blocks_wanted(self.waiting[0])
+            if self.running and free < len(self.running):
+                return
+            insort(self.running, self.waiting.pop(0), key=_rank)
 
     def _preempt_by_chance(self) -> None:
         if self.running and self._chance.random() < PREEMPTION_CHANCE:
             turn = self._chance.choice(self.running)
             turn.context.drop_kv()
             turn.is_prefilling = True
+
+
+def _rank(turn: SimulatedTurn) -> tuple[int, int]:
+    return turn.rank

@@ -1,4 +1,4 @@
-"""What can go wrong between two sockets? A wire of real frames that delays, cuts and garbles.
+"""What can go wrong between two sockets? A wire of real frames that delays, stalls, cuts, garbles.
 
 It stands where the sockets are, so the real codec runs on both ends. As on the real wire, order is
 kept in each direction, nothing is lost while a connection lasts, and when one breaks an unknown
@@ -9,13 +9,16 @@ import asyncio
 import hashlib
 import random
 import struct
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from tidegate.errors import BadFrame
+from tidegate.orchestrator.hardships import Hardship, Hardships
 from tidegate.transport.messages import (
     Message,
     Step,
@@ -27,8 +30,11 @@ from tidegate.transport.messages import (
 STORY_FRAMES_MAX = 40
 """The last so many frames are told when something is wrong: a screenful."""
 
-TICK_S = 0.0005
-"""Frames arrive at multiples of it, so that some arrive together, as they do in a drain."""
+
+FRAME_LETTERS_MAX = 200
+
+COLUMNS = {"turns": "I", "counts": "I", "token_ids": "i", "logprobs": "f"}
+"""What columns hold, as :mod:`array` calls it; others hold bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +49,24 @@ class CarriedFrame:
     def __str__(self) -> str:
         decode = decode_from_engine if self.is_from_engine else decode_from_orchestrator
         try:
-            said = str(decode(self.frame))
+            said = _in_words(decode(self.frame))
         except BadFrame as error:
             said = str(error)
         arrow = "->" if self.is_from_engine else "<-"
-        return f"{self.at_s:9.4f} s  {self.engine} {arrow} {said[:200]}"
+        return f"{self.at_s:9.4f} s  {self.engine} {arrow} {said[:FRAME_LETTERS_MAX]}"
+
+
+def _in_words(message: Message) -> str:
+    """A message as a person reads it: columns as lists, and nothing that goes without saying."""
+    words = []
+    for field in msgspec.structs.fields(message):
+        value = getattr(message, field.name)
+        if value == field.default or (not value and field.default_factory is not msgspec.NODEFAULT):
+            continue
+        if isinstance(value, bytes):
+            value = array(COLUMNS.get(field.name, "B"), value).tolist()
+        words.append(f"{field.name}={value}")
+    return f"{type(message).__name__}({', '.join(words)})"
 
 
 class Tape:
@@ -85,34 +104,51 @@ class _Direction:
         latency_s: float,
         chance: random.Random,
         deliver: Callable[[bytes], None],
+        on_loss: Callable[[], None],
     ) -> None:
         self._loop = loop
         self._latency_s = latency_s
         self._chance = chance
         self._deliver = deliver
-        self._flying: deque[asyncio.TimerHandle] = deque()
+        self._on_loss = on_loss
+        self._flying: deque[tuple[asyncio.TimerHandle, bytes]] = deque()
         self._last_due_s = 0.0
 
     def carry(self, frame: bytes) -> None:
         """Deliver ``frame`` after a while, and after all before it."""
         delay_s = self._latency_s * self._chance.expovariate(1.0)
-        due_s = TICK_S * -(-(self._loop.time() + delay_s) // TICK_S)
-        self._last_due_s = max(self._last_due_s, due_s)
-        self._flying.append(self._loop.call_at(self._last_due_s, self._arrive, frame))
+        self._last_due_s = max(self._last_due_s, self._loop.time() + delay_s)
+        self._fly(frame)
+
+    def _fly(self, frame: bytes) -> None:
+        timer = self._loop.call_at(self._last_due_s, self._arrive, frame)
+        self._flying.append((timer, frame))
 
     def _arrive(self, frame: bytes) -> None:
         self._flying.popleft()
         self._deliver(frame)
 
+    def stall(self, lasts_s: float) -> None:
+        """Let nothing arrive for a while, and then everything."""
+        self._last_due_s = max(self._last_due_s, self._loop.time() + lasts_s)
+        late, self._flying = self._flying, deque()
+        for timer, frame in late:
+            timer.cancel()
+            self._fly(frame)
+
     def lose_tail(self) -> None:
         """Lose an unknown number of the last frames."""
-        for _ in range(self._chance.randint(0, len(self._flying))):
-            self._flying.pop().cancel()
+        self._lose(self._chance.randint(0, len(self._flying)))
 
     def lose_all(self) -> None:
         """Lose every frame that is on its way."""
-        while self._flying:
-            self._flying.pop().cancel()
+        self._lose(len(self._flying))
+
+    def _lose(self, frames: int) -> None:
+        for _ in range(frames):
+            self._flying.pop()[0].cancel()
+        if frames:
+            self._on_loss()
 
 
 class Link:
@@ -135,12 +171,21 @@ class Link:
         self._chance = chance
         self._tape = router.tape
         self._router = router
+        self._hardships = router.hardships
         self._receive: Callable[[bytes], None] | None = None
         self._up = _Direction(
-            router.loop, latency_s=latency_s, chance=chance, deliver=self._at_router
+            router.loop,
+            latency_s=latency_s,
+            chance=chance,
+            deliver=self._at_router,
+            on_loss=partial(self._hardships.note, Hardship.LOST_TO_ORCHESTRATOR),
         )
         self._down = _Direction(
-            router.loop, latency_s=latency_s, chance=chance, deliver=self._at_engine
+            router.loop,
+            latency_s=latency_s,
+            chance=chance,
+            deliver=self._at_engine,
+            on_loss=partial(self._hardships.note, Hardship.LOST_TO_ENGINE),
         )
         self._unsent: list[bytes] = []
         self._cuts = 0
@@ -176,6 +221,7 @@ class Link:
             return
         if self._frames_to_garble:
             self._frames_to_garble -= 1
+            self._hardships.note(Hardship.GARBLED)
             frame = _garbled(frame)
         self._up.carry(frame)
 
@@ -197,6 +243,8 @@ class Link:
 
     def cut(self, lasts_s: float) -> None:
         """Break the connection; it is made anew after a while."""
+        if self._receive is not None:
+            self._hardships.note(Hardship.CUT)
         self._up.lose_tail()
         self._down.lose_tail()
         self._is_cut = True
@@ -212,6 +260,14 @@ class Link:
         unsent, self._unsent = self._unsent, []
         for frame in unsent:
             self.send(frame)
+
+    def stall(self, lasts_s: float) -> None:
+        """Let one direction's frames, or both's, arrive only after a while."""
+        directions = self._chance.choice(((self._up,), (self._down,), (self._up, self._down)))
+        for direction in directions:
+            direction.stall(lasts_s)
+        if self.is_up:
+            self._hardships.note(Hardship.STALLED)
 
     def garble(self, frames: int) -> None:
         """Damage the next frames that the engine sends."""
@@ -240,10 +296,11 @@ def _garbled(frame: bytes) -> bytes:
 class SimulatedRouter:
     """The orchestrator's socket, with links for wires; see :class:`wire.Wire`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, tape: Tape) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, tape: Tape, hardships: Hardships) -> None:
         self.address = "simulated"
         self.loop = loop
         self.tape = tape
+        self.hardships = hardships
         self._links: dict[bytes, Link] = {}
         self._arrived: list[tuple[bytes, bytes]] = []
         self._on_frames: Callable[[list[tuple[bytes, bytes]]], None] | None = None
@@ -276,6 +333,10 @@ class SimulatedRouter:
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+    def forget(self) -> None:
+        """The process is gone, with what had arrived and was not read."""
+        self._arrived.clear()
 
     def arrive(self, peer: bytes, frame: bytes) -> None:
         """A link has carried a frame here."""

@@ -9,69 +9,97 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+import re
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenizers import Tokenizer, models
 
-from tidegate.errors import NothingLeftToHappen, PublishNeeded
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.episode import Episode
+from tidegate.errors import NothingLeftToHappen
 from tidegate.orchestrator.faults import ALL_FAULTS, FaultKind, name_faults
+from tidegate.orchestrator.hardships import Hardship
 from tidegate.orchestrator.invariants import Watch, WatchedCore
 from tidegate.orchestrator.model_files import ModelFiles
-from tidegate.orchestrator.scenario import Scenario, draw_scenario
+from tidegate.orchestrator.scenario import BLOCK_TOKENS, Scenario, draw_scenario
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.simulated_host import EngineHost
-from tidegate.orchestrator.simulated_model import STOP_TOKEN, TORN_WEIGHTS
-from tidegate.orchestrator.simulated_staging import WeightBuffer
-from tidegate.orchestrator.simulated_truth import Truth
-from tidegate.orchestrator.simulated_wire import SimulatedRouter, Tape
-from tidegate.orchestrator.virtual_time import VirtualLoop, run_in_virtual_time
-from tidegate.transport.messages import InitWeights, UpdateWeights
+from tidegate.orchestrator.simulated_model import STOP_TOKEN
+from tidegate.orchestrator.simulated_trainer import SimulatedEpisodes, SimulatedTrainer
+from tidegate.orchestrator.simulated_traits import EngineTraits
+from tidegate.orchestrator.simulated_wire import Tape
+from tidegate.orchestrator.simulated_world import World
+from tidegate.orchestrator.virtual_time import VirtualTime
+from tidegate.transport.messages import InitWeights
 
-LONGEST_RUN_S = 300.0
-"""Virtual. The longest honest runs take a tenth of it, most of that waiting for an episode that
-hangs; a run that takes longer makes no progress."""
+QUIET_MAX_S = 85.0
+"""Virtual. Twice as long as an episode may take, which is the longest honest wait for anything."""
+
+TICK_S = 1 / 2048
+"""Virtual. What happens within half a millisecond happens at once: that is where races are."""
+
+LONGEST_RUN_S = 600.0
+"""Virtual. Ten times the longest honest runs; one that takes longer gets nowhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What was broken."""
+
+    kind: str
+    """What stays the same in a smaller run: the error, where it was raised, and its words."""
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationReport:
-    """How one seed went."""
+    """How one run went."""
 
-    seed: int
-    faults: str
-    failure: str | None
-    """What was broken; None if every promise was kept."""
+    scenario: Scenario
+    faults: str | None
+    """What might go wrong when the scenario was drawn from its seed; None if it was given."""
+    failure: Failure | None
+    """None if every promise was kept."""
     digest: str
-    """Of everything that happened: equal in each run of a seed."""
+    """Of everything that happened: equal in each run of a scenario."""
     virtual_s: float
     callbacks: int
     frames: int
     trained_tasks: int
     trained_tokens: int
     oldest_staleness: int
-    max_staleness: int
+    hardships: frozenset[Hardship]
     story: tuple[str, ...] = field(default=(), repr=False)
     """Of a failed run: what was planned, what waits, and the last frames carried."""
 
     @property
     def replay_command(self) -> str:
-        """Runs this seed again."""
-        return f"tidegate simulate --first-seed {self.seed} --seeds 1 --faults {self.faults}"
+        """Runs this again."""
+        if self.faults is None:
+            return f"tidegate simulate --replay '{self.scenario.to_json()}'"
+        seed = self.scenario.seed
+        return f"tidegate simulate --first-seed {seed} --seeds 1 --faults {self.faults}"
 
 
 def simulate(seed: int, *, faults: frozenset[FaultKind] = ALL_FAULTS) -> SimulationReport:
     """Run one seed, and say whether every promise was kept."""
-    simulation = Simulation(draw_scenario(seed, faults))
-    with _silent_log():
+    return run_scenario(draw_scenario(seed, faults), faults=name_faults(faults))
+
+
+def run_scenario(scenario: Scenario, *, faults: str | None = None) -> SimulationReport:
+    """Run one scenario, and say whether every promise was kept."""
+    simulation = Simulation(scenario)
+    with silent_log():
         failure = simulation.run()
-    return simulation.report(failure)
+    return simulation.report(failure, faults)
 
 
 @contextlib.contextmanager
-def _silent_log() -> Iterator[None]:
+def silent_log() -> Iterator[None]:
     """Nobody wants to read of each engine that is lost on purpose."""
     log = logging.getLogger("tidegate")
     level = log.level
@@ -83,190 +111,183 @@ def _silent_log() -> Iterator[None]:
 
 
 @functools.cache
-def _model() -> ModelFiles:
+def model_of_no_words() -> ModelFiles:
     """A tokenizer that knows no word: simulated episodes read and write token ids."""
     tokenizer = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     return ModelFiles(Path("simulated"), tokenizer, (STOP_TOKEN,))
 
 
+def engine_hosts(
+    scenario: Scenario, world: World, on_exit: Callable[[str, str], None]
+) -> list[EngineHost]:
+    """The scenario's engines, with all that will go wrong with them; none is started yet."""
+    traits = EngineTraits(
+        step_s=scenario.step_s,
+        staging_s=scenario.staging_s,
+        max_running_turns=scenario.max_running_turns,
+        chunk_tokens=scenario.chunk_tokens,
+        tokens_per_step=scenario.tokens_per_step,
+        blocks=scenario.blocks,
+        block_tokens=BLOCK_TOKENS,
+        hands_turns_back=scenario.hands_turns_back,
+    )
+    hosts = [
+        EngineHost(
+            f"engine-{number}",
+            traits,
+            world=world,
+            latency_s=scenario.latency_s,
+            chance=scenario.chance("engine", number),
+            on_exit=on_exit,
+        )
+        for number in range(scenario.engines)
+    ]
+    for fault in scenario.faults:
+        if fault.engine < len(hosts):
+            hosts[fault.engine].plan(fault)
+    return hosts
+
+
 class Simulation:
-    """One scenario, from its start to its end or its first broken promise."""
+    """One scenario, from its start to its end or its first broken promise.
+
+    The world, with engines, wire and trainer, is there once; an orchestrator is put into it, and
+    could be put into it again.
+    """
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
-        self._tape = Tape()
-        self._truth = Truth()
-        self._watch = Watch(scenario, self._truth)
-        self._buffer = WeightBuffer()
-        self._version = 0
-        self._hosts: list[EngineHost] = []
-        self._doing = "starts"
-        """What the trainer does."""
-        self._virtual_s = 0.0
-        self._callbacks = 0
+        self._time = VirtualTime(tick_s=TICK_S)
+        self._loop = self._time.loop
+        self._world = World(self._loop, Tape())
+        self._watch = Watch(scenario, self._world.truth, self._world.hardships)
+        episodes = SimulatedEpisodes(scenario, self._world)
+        self._trainer = SimulatedTrainer(scenario, self._world, episodes.play)
+        self._hosts = engine_hosts(scenario, self._world, self._engine_ended)
+        self._broken: asyncio.Future[None] = self._loop.create_future()
+        self._scheduler: Scheduler | None = None
+        """The orchestrator that is there now."""
         self._waiting: list[str] = []
 
-    def run(self) -> str | None:
+    def _engine_ended(self, engine: str, why: str) -> None:
+        if self._scheduler is not None:
+            self._scheduler.engine_ended(engine, why)
+
+    # ------------------------------------------------------------ one run
+
+    def run(self) -> Failure | None:
         """Run it; return what was broken, or None."""
         try:
-            run_in_virtual_time(self._main())
-        except TimeoutError:
-            return f"no end after {LONGEST_RUN_S:.0f} s of virtual time: the trainer {self._doing}"
+            self._time.run(self._main())
         except NothingLeftToHappen as error:
-            return str(error)
+            return Failure(kind="stuck", message=str(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, a promise is broken
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
-            return f"{type(error).__name__}: {error}"
+            return Failure(kind=_kind(error), message=f"{type(error).__name__}: {_said(error)}")
+        finally:
+            self._time.close()
         return None
 
-    def report(self, failure: str | None) -> SimulationReport:
-        """How it went."""
-        scenario, watch = self._scenario, self._watch
-        self._tape.note_fact((failure, self._virtual_s, self._callbacks, watch.trained_tokens))
-        return SimulationReport(
-            seed=scenario.seed,
-            faults=name_faults(scenario.kinds),
-            failure=failure,
-            digest=self._tape.hexdigest(),
-            virtual_s=self._virtual_s,
-            callbacks=self._callbacks,
-            frames=self._tape.frames,
-            trained_tasks=sum(watch.trained.values()),
-            trained_tokens=watch.trained_tokens,
-            oldest_staleness=watch.oldest_staleness,
-            max_staleness=scenario.settings.max_staleness,
-            story=tuple(self._story()) if failure else (),
-        )
-
-    def _story(self) -> Iterator[str]:
-        settings = self._scenario.settings
-        yield f"settings: {settings.model_dump(exclude={'model'}, exclude_defaults=True)}"
-        yield from (f"planned: {fault}" for fault in self._scenario.faults)
-        yield f"waiting after {self._virtual_s:.4f} s: trainer {self._doing}"
-        yield from (f"waiting: {waiting}" for waiting in self._waiting)
-        yield from map(str, self._tape.last)
-
-    # ------------------------------------------------------------ on the virtual loop
-
     async def _main(self) -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        broken: asyncio.Future[None] = loop.create_future()
-
-        def on_broken(error: BaseException) -> None:
-            if not broken.done():
-                broken.set_exception(error)
-
+        loop = self._loop
         loop.set_exception_handler(
-            lambda _, context: on_broken(context.get("exception", AssertionError(str(context))))
+            lambda _, context: self._break(
+                context.get("exception", AssertionError(context.get("message")))
+            )
         )
-        scheduler = self._scheduler(loop, on_broken)
-        serving = loop.create_task(scheduler.run(), name="scheduler")
-        trainer = loop.create_task(self._train(scheduler), name="trainer")
+        scheduler = self._scheduler = self._new_scheduler()
+        for host in self._hosts:
+            host.start()
+        tasks = {
+            loop.create_task(scheduler.run(), name="scheduler"),
+            loop.create_task(self._trainer.run(scheduler), name="trainer"),
+            loop.create_task(self._wait_for_standstill(), name="liveness"),
+        }
+        futures = {self._broken, *tasks}
         try:
-            async with asyncio.timeout(LONGEST_RUN_S):
-                await asyncio.wait((serving, trainer, broken), return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._virtual_s, self._callbacks = loop.time(), loop.callbacks_run
-            self._waiting = [*map(str, [host.engine for host in self._hosts]), *loop.waiting()]
-        for future in (broken, serving, trainer):
-            if future.done():
-                await future
-        self._watch.check_end(scheduler.core)
+            self._waiting = [*map(str, self._hosts), *loop.waiting()]
+        for future in sorted(done, key=lambda future: future is not self._broken):
+            await future
+        trainer = self._trainer
+        self._watch.check_end(scheduler.core, trainer.taken_tasks, trainer.received_groups)
 
-    def _scheduler(
-        self, loop: VirtualLoop, on_broken: Callable[[BaseException], None]
-    ) -> Scheduler:
-        """The real one, whose core is watched, with engines at the other end of the wire."""
-        scenario, settings = self._scenario, self._scenario.settings
-        router = SimulatedRouter(loop, self._tape)
+    def _break(self, error: BaseException) -> None:
+        """A promise is broken, whoever might catch its error: this is the end."""
+        if not self._broken.done():
+            self._broken.set_exception(error)
+
+    def _new_scheduler(self) -> Scheduler:
+        """The real one, whose core is watched."""
+        settings = self._scenario.settings
         init = InitWeights(channel="shm")
-        scheduler = Scheduler(settings, _model(), router, init, recorder=None)
+        scheduler = Scheduler(
+            settings, model_of_no_words(), self._world.router, init, recorder=None
+        )
         scheduler.core = WatchedCore(
             settings.policy(),
             group_size=settings.group_size,
             watch=self._watch,
-            on_broken=on_broken,
+            on_broken=self._break,
         )
-        for number in range(scenario.engines):
-            host = EngineHost(
-                number,
-                scenario=scenario,
-                router=router,
-                buffer=self._buffer,
-                truth=self._truth,
-                on_exit=scheduler.engine_ended,
-            )
-            host.start()
-            self._hosts.append(host)
-        for fault in scenario.faults:
-            self._hosts[fault.engine].plan(fault)
         return scheduler
 
-    # ------------------------------------------------------------ the trainer
+    async def _wait_for_standstill(self) -> None:
+        """Return never, but fail where nothing has come nearer to its end for a long time."""
+        progress = -1
+        while progress != self._watch.progress:
+            progress = self._watch.progress
+            await asyncio.sleep(QUIET_MAX_S)
+            if self._loop.time() > LONGEST_RUN_S:
+                break
+        raise Standstill(f"no progress for {QUIET_MAX_S:.0f} s: the trainer {self._trainer.doing}")
 
-    async def _train(self, scheduler: Scheduler) -> None:
-        scenario = self._scenario
-        self._doing = "waits for engines"
-        await scheduler.wait_for_engines(scenario.engines)
-        tasks = range(scenario.tasks)
-        scheduler.offer(self._slowly(tasks) if scenario.are_tasks_async else tasks, self._episode)
-        chance = scenario.chance("trainer")
-        unpublished = 0
-        while True:
-            batch, is_refused = await self._next_batch(scheduler)
-            if batch is None and not is_refused:
-                return
-            self._doing = "trains"
-            await asyncio.sleep(scenario.train_s)
-            unpublished += batch is not None
-            if is_refused or unpublished >= scenario.batches_per_publish:
-                unpublished = 0
-                await self._publish(scheduler)
-                if scenario.publishes_twice and chance.random() < 0.3:
-                    await self._publish(scheduler)
-                await self._evaluate(scheduler)
+    # ------------------------------------------------------------ afterwards
 
-    async def _next_batch(self, scheduler: Scheduler) -> tuple[ev.HandOver | None, bool]:
-        """The next batch if there is one, and whether a publish is due before it."""
-        self._doing = "waits for a batch"
-        try:
-            return await scheduler.next_batch(), False
-        except PublishNeeded:
-            return None, True
+    def report(self, failure: Failure | None, faults: str | None) -> SimulationReport:
+        """How it went."""
+        watch, tape = self._watch, self._world.tape
+        virtual_s, callbacks = self._loop.time(), self._loop.callbacks_run
+        received = self._trainer.received_groups
+        tape.note_fact((str(failure), virtual_s, callbacks, watch.trained_tokens, received))
+        return SimulationReport(
+            scenario=self._scenario,
+            faults=faults,
+            failure=failure,
+            digest=tape.hexdigest(),
+            virtual_s=virtual_s,
+            callbacks=callbacks,
+            frames=tape.frames,
+            trained_tasks=sum(watch.trained.values()),
+            trained_tokens=watch.trained_tokens,
+            oldest_staleness=watch.oldest_staleness,
+            hardships=frozenset(self._world.hardships.seen),
+            story=tuple(self._story()) if failure else (),
+        )
 
-    async def _publish(self, scheduler: Scheduler) -> None:
-        self._doing = "waits until weights can be written"
-        version = await scheduler.reserve_version()
-        self._buffer.content = TORN_WEIGHTS
-        await asyncio.sleep(self._scenario.write_s)
-        self._buffer.content = version
-        self._doing = f"publishes v{version}"
-        await scheduler.publish(version, [UpdateWeights(version=version, location="", tensors=[])])
-        self._version = version
+    def _story(self) -> Iterator[str]:
+        yield f"scenario: {self._scenario.to_json()}"
+        yield from (f"planned: {fault}" for fault in self._scenario.faults)
+        yield f"waiting after {self._loop.time():.4f} s: the trainer {self._trainer.doing}"
+        yield from (f"waiting: {waiting}" for waiting in self._waiting)
+        yield from map(str, self._world.tape.last)
 
-    async def _evaluate(self, scheduler: Scheduler) -> None:
-        self._doing = "evaluates"
-        tasks = [-1 - task for task in range(self._scenario.evaluation_tasks)]
-        for rollout in await scheduler.evaluate(tasks, self._episode):
-            self._tape.note_fact((rollout.reward, rollout.token_ids.tobytes()))
 
-    # ------------------------------------------------------------ tasks and episodes
+class Standstill(AssertionError):
+    """Nobody can tell what the run still waits for."""
 
-    async def _slowly(self, tasks: range) -> AsyncIterator[int]:
-        for task in tasks:
-            await asyncio.sleep(0.01)
-            yield task
 
-    async def _episode(self, episode: Episode, task: int) -> float:
-        script = self._scenario.script(task, episode.index)
-        for turn in script.turns:
-            episode.append(turn.given)
-            await episode.generate(max_tokens=turn.max_tokens)
-            await asyncio.sleep(turn.tool_s)
-        if script.failure == "episode_timeout":
-            await asyncio.get_running_loop().create_future()
-        if script.failure == "episode_error":
-            raise ValueError("meant to fail")
-        return script.reward
+def _kind(error: BaseException) -> str:
+    """The error, the function that raised it, and what it says but for numbers."""
+    if isinstance(error, Standstill):
+        return "stuck"
+    frames = traceback.extract_tb(error.__traceback__)
+    words = re.sub(r"#(, #)+", "#", re.sub(r"-?\d+(\.\d+)?", "#", _said(error)))
+    return f"{type(error).__name__} in {frames[-1].name if frames else 'nothing'}: {words}"
+
+
+def _said(error: BaseException) -> str:
+    """The first line: pytest adds others to what an ``assert`` says."""
+    return str(error).partition("\n")[0]

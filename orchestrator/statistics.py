@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tidegate.orchestrator.watchdog import Stuck
+
 
 @dataclass(frozen=True, slots=True)
 class LedgerSnapshot:
@@ -76,6 +78,8 @@ class RunStatistics:
     ledger: LedgerSnapshot
     evaluation_ledger: LedgerSnapshot
     engines: tuple[EngineStatistics, ...] = ()
+    stuck: tuple[Stuck, ...] = ()
+    """What has not got on for ``stuck_after_s`` or longer, the longest first."""
 
     @property
     def mixed_version_share(self) -> float:

@@ -1,8 +1,14 @@
 """Where do tasks come from? The user's iterator, sync or async, and what was put back."""
 
+import hashlib
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
+
+from tidegate.orchestrator.rollout import TaskKey
 
 Tasks = Iterable[Any] | AsyncIterable[Any]
 
@@ -14,11 +20,19 @@ class _NoMore:
 NO_MORE = _NoMore()
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A task, and where it stands if it was taken before."""
+
+    task: object
+    key: TaskKey | None = None
+
+
 class TaskSource:
     """The user's tasks, sync or async, with a few put back at the front."""
 
     def __init__(self, tasks: Tasks) -> None:
-        self._returned: deque[object] = deque()
+        self._returned: deque[Taken] = deque()
         self._async: AsyncIterator[object] | None = None
         self._sync: Iterator[object] = iter(())
         if isinstance(tasks, AsyncIterable):
@@ -26,9 +40,13 @@ class TaskSource:
         else:
             self._sync = iter(tasks)
 
-    def put_back(self, task: object) -> None:
+    def goes_on_with(self, tasks: Tasks) -> bool:
+        """Whether these are the rest of the same iterator: then one that was looked at stays."""
+        return tasks is self._sync or tasks is self._async
+
+    def put_back(self, task: object, key: TaskKey) -> None:
         """Give this task out again before any other."""
-        self._returned.append(task)
+        self._returned.append(Taken(task, key))
 
     def has_ended(self) -> bool:
         """Whether a sync iterator has no more: looks one task ahead, and keeps it.
@@ -40,13 +58,27 @@ class TaskSource:
             task = next(self._sync, NO_MORE)
             if task is NO_MORE:
                 return True
-            self._returned.append(task)
+            self._returned.append(Taken(task))
         return False
 
-    async def next(self) -> object:
-        """The next task, or NO_MORE."""
+    async def next(self) -> Taken | None:
+        """The next task, those put back first; None if there is none."""
         if self._returned:
             return self._returned.popleft()
+        task = await self.next_new()
+        return None if task is NO_MORE else Taken(task)
+
+    async def next_new(self) -> object:
+        """The next task of the user's iterator, or NO_MORE."""
         if self._async is not None:
             return await anext(self._async, NO_MORE)
         return next(self._sync, NO_MORE)
+
+
+def task_digest(task: object) -> bytes:
+    """Eight bytes to know a task by, if it is plain data; empty if it isn't."""
+    try:
+        body = msgspec.msgpack.encode(task, order="deterministic")
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return b""
+    return hashlib.blake2b(body, digest_size=8).digest()

@@ -5,6 +5,7 @@ activity, so set-up, warm-up and evaluation don't count.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tidegate.orchestrator.recording import RunRecorder
@@ -24,11 +25,18 @@ class Usage:
     tokens_per_s: float = 0.0
 
 
+def _monotonic_us() -> int:
+    return time.monotonic_ns() // 1000
+
+
 class Timekeeper:
     """Follows the trainer from one activity to the next."""
 
-    def __init__(self, recorder: RunRecorder | None) -> None:
+    def __init__(
+        self, recorder: RunRecorder | None, *, now_us: Callable[[], int] = _monotonic_us
+    ) -> None:
         self._recorder = recorder
+        self._now_us = now_us
         self._since_us: int | None = None
         """When the present activity began; None before the first batch is asked for."""
         self._waited_us = 0
@@ -40,7 +48,7 @@ class Timekeeper:
         self, ended: TrainerActivity, version: int, engines: tuple[EngineStatistics, ...]
     ) -> None:
         """The trainer did ``ended`` until now. The first mark only opens the window."""
-        now_us = time.monotonic_ns() // 1000
+        now_us = self._now_us()
         if self._since_us is None:
             self._window_us, self._first = (now_us, now_us), engines
         else:

@@ -7,10 +7,20 @@ tokens sampled so far.
 
 from dataclasses import dataclass, field
 
-import msgspec
+from msgspec.structs import replace
 
-from tidegate.orchestrator.events import Cancel, Command, EndTurn, FailTurn, StepArrived, Submit
+from tidegate.orchestrator.events import (
+    Cancel,
+    Command,
+    EndTurn,
+    EngineJoined,
+    FailTurn,
+    StepArrived,
+    Submit,
+)
+from tidegate.orchestrator.filing import Filing, StepOutcome, Submission
 from tidegate.orchestrator.rollout import Rollout, Turn, TurnPrefill
+from tidegate.policies.routing import LeastLoaded
 from tidegate.transport.messages import (
     FINISH_REASONS,
     LENGTH,
@@ -20,15 +30,9 @@ from tidegate.transport.messages import (
     SubmitTurn,
 )
 
-
-@dataclass(slots=True)
-class Submission:
-    """A turn on an engine."""
-
-    turn: Turn
-    priority: int
-    sampled_before: int
-    """Output tokens of the turn that existed when it was submitted."""
+HANDLES_PER_PROCESS = 1 << 24
+"""After a resume, handles go on so far ahead: the ones that a crashed process gave out and could
+not write down are fewer, so none is given to an engine twice."""
 
 
 @dataclass(slots=True)
@@ -37,24 +41,21 @@ class EngineTurns:
 
     weight_version: int
     max_running_turns: int
+    epoch: int = 0
     submissions: dict[int, Submission] = field(default_factory=dict)
     """By handle."""
+    missing: list[int] = field(default_factory=list)
+    """Submissions that it did not hold when it said hello after a break."""
+    replay_until: int = 0
+    """Those of them that are left once its steps before this seq are in were lost."""
+    is_away: bool = False
+    """Whether it is yet to come back, after a resume."""
+    filing: Filing = field(default_factory=Filing)
 
     @property
     def load(self) -> float:
         """Turns per slot."""
         return len(self.submissions) / self.max_running_turns
-
-
-@dataclass(slots=True)
-class StepOutcome:
-    """What a step meant: commands, and how many of its tokens belong to whom."""
-
-    commands: list[Command]
-    train_tokens: int = 0
-    evaluation_tokens: int = 0
-    unwanted_tokens: int = 0
-    """For turns that were over already."""
 
 
 class TurnBook:
@@ -64,44 +65,102 @@ class TurnBook:
         self.engines: dict[str, EngineTurns] = {}
         self.live_version = 0
         """The oldest weights that a turn submitted now could be sampled by. Never falls."""
-        self._next_handle = 0
-        self._waiting: list[tuple[Turn, int]] = []
+        self.next_handle = 0
+        self.waiting: dict[Turn, int] = {}
         """Turns with their priorities, for which there is no engine now."""
+        self.streams: dict[str, tuple[int, int]] = {}
+        """Engine -> (epoch, next seq): which of its steps have been taken in."""
+        self._fit: LeastLoaded | None = None
+        """Engines that may get a turn; None: to be looked at anew."""
+        self._oldest: set[str] = set()
+        """Engines that serve ``live_version`` or older; empty: to be looked at anew."""
 
     # ------------------------------------------------------------ engines
 
-    def join(self, engine: str, weight_version: int, max_running_turns: int) -> list[Command]:
-        """An engine came, or has reconnected: then nobody knows which turns reached it.
+    def join(self, event: EngineJoined) -> list[Command]:
+        """An engine came, or its connection broke and is back: then its turns go on.
 
-        Those are taken back from it and sent anew, here or elsewhere.
+        Of the turns that it should have and doesn't hold, some have ended in steps that it sends
+        again now; the others were lost on the way, and are sent anew after those steps.
         """
-        known = self.engines.get(engine)
-        taken_back = list(known.submissions) if known else []
-        commands: list[Command] = [Cancel(engine, handle) for handle in taken_back]
-        commands += self.leave(engine)
-        self.engines[engine] = EngineTurns(weight_version, max_running_turns)
+        name = event.engine
+        commands: list[Command] = []
+        engine = self.engines.get(name)
+        if engine is not None and engine.epoch != event.epoch:
+            commands += self.leave(name)
+            engine = None
+        if engine is None:
+            engine = self.engines[name] = EngineTurns(0, 1, epoch=event.epoch)
+        engine.weight_version = event.weight_version
+        engine.max_running_turns = event.max_running_turns
+        engine.is_away = False
+        self._fit = None
+        engine.replay_until = event.replay_until
+        held = set(event.held)
+        engine.missing = [handle for handle in engine.submissions if handle not in held]
+        unknown = [handle for handle in event.held if handle not in engine.submissions]
+        commands += [Cancel(name, handle) for handle in unknown]
+        commands += self._send_missing(name, engine)
         self._raise_live_version()  # the word of its last swap may have been lost
         return commands + self._submit_waiting()
+
+    def _send_missing(self, name: str, engine: EngineTurns) -> list[Command]:
+        """Send what an engine has lost anew, here or elsewhere, once its replay is in."""
+        epoch, next_seq = self.streams.get(name, (engine.epoch, 0))
+        if epoch == engine.epoch and next_seq < engine.replay_until:
+            return []
+        missing, engine.missing = engine.missing, []
+        commands: list[Command] = []
+        for handle in missing:
+            lost = self._pop(name, handle)
+            if lost is not None:  # else it has ended in the replay
+                commands += [Cancel(name, handle), *self.submit(lost.turn, lost.priority)]
+        return commands
+
+    def resume(self) -> None:
+        """Another process goes on: no engine is there until it says hello."""
+        self.next_handle = (self.next_handle + HANDLES_PER_PROCESS) & 0xFFFFFFFF
+        self._fit = None
+        for engine in self.engines.values():
+            engine.is_away = True
+
+    def recall(self, live_version: int) -> None:
+        """Take every turn back; they go on under ``live_version`` or newer."""
+        for engine in self.engines.values():
+            for submission in sorted(engine.submissions.values(), key=lambda s: s.priority):
+                submission.turn.place = None
+                self.waiting[submission.turn] = submission.priority
+            engine.submissions.clear()
+        self._fit, self._oldest = None, set()
+        self.live_version = max(self.live_version, live_version)
 
     def leave(self, engine: str) -> list[Command]:
         """An engine is gone: its turns go on elsewhere, oldest group first."""
         gone = self.engines.pop(engine, None)
         if gone is None:
             return []
+        gone.filing.end()
+        self._fit = None
         self._raise_live_version()
         orphans = sorted(gone.submissions.values(), key=lambda s: s.priority)
         return [c for orphan in orphans for c in self.submit(orphan.turn, orphan.priority)]
 
     def swap(self, engine: str, version: int) -> list[Command]:
         """An engine serves ``version`` from now on."""
-        if engine in self.engines:
-            self.engines[engine].weight_version = version
-            self._raise_live_version()
+        held = self.engines.get(engine)
+        if held is not None:
+            held.weight_version = version
+            self._rank(engine, held)
+            if version > self.live_version:
+                self._oldest.discard(engine)
+            if not self._oldest:  # else the version that they serve is live still
+                self._raise_live_version()
         return self._submit_waiting()
 
     def _raise_live_version(self) -> None:
         versions = [e.weight_version for e in self.engines.values()]
-        self.live_version = max(self.live_version, min(versions, default=0))
+        live = self.live_version = max(self.live_version, min(versions, default=0))
+        self._oldest = {name for name, e in self.engines.items() if e.weight_version <= live}
 
     # ------------------------------------------------------------ turns out
 
@@ -111,21 +170,20 @@ class TurnBook:
         An engine that serves weights older than ``live_version`` (a late joiner) gets none, for
         its tokens could be older than admission has counted on.
         """
-        fit = [
-            (engine.load, name)
-            for name, engine in self.engines.items()
-            if engine.weight_version >= self.live_version
-        ]
-        if not fit:
-            self._waiting.append((turn, priority))
+        name = self._least_loaded()
+        if name is None:
+            turn.place = None
+            self.waiting[turn] = priority
             return []
-        name = min(fit)[1]
-        handle = self._next_handle
-        self._next_handle = (handle + 1) & 0xFFFFFFFF
-        self.engines[name].submissions[handle] = Submission(turn, priority, turn.length)
-        sampling = msgspec.structs.replace(
-            turn.sampling, max_tokens=turn.sampling.max_tokens - turn.length
-        )
+        handle = self.next_handle
+        self.next_handle = (handle + 1) & 0xFFFFFFFF
+        engine = self.engines[name]
+        engine.submissions[handle] = Submission(turn, priority, turn.length)
+        turn.place = (name, handle)
+        self._rank(name, engine)
+        sampling = turn.sampling
+        if turn.length:
+            sampling = replace(sampling, max_tokens=sampling.max_tokens - turn.length)
         message = SubmitTurn(
             turn=handle,
             token_ids=turn.rollout.token_ids.tobytes(),
@@ -135,21 +193,40 @@ class TurnBook:
         )
         return [Submit(name, message)]
 
+    def _least_loaded(self) -> str | None:
+        """Whom the next turn goes to, if anybody may have it."""
+        if self._fit is None:
+            self._fit = LeastLoaded()
+            for name, engine in self.engines.items():
+                self._rank(name, engine)
+        return self._fit.least()
+
+    def _rank(self, name: str, engine: EngineTurns) -> None:
+        """An engine's load or weights have changed."""
+        if self._fit is None:
+            return
+        if engine.weight_version >= self.live_version and not engine.is_away:
+            self._fit.set(name, engine.load)
+        else:
+            self._fit.discard(name)
+
     def _submit_waiting(self) -> list[Command]:
-        waiting, self._waiting = self._waiting, []
-        return [c for turn, priority in waiting for c in self.submit(turn, priority)]
+        if not self.waiting or self._least_loaded() is None:
+            return []
+        waiting, self.waiting = self.waiting, {}
+        return [c for turn, priority in waiting.items() for c in self.submit(turn, priority)]
 
     def cancel(self, rollout: Rollout) -> list[Command]:
         """Forget whatever turn of this rollout is going on."""
-        self._waiting = [(t, p) for t, p in self._waiting if t.rollout is not rollout]
-        if not rollout.turns or rollout.turns[-1].finish_reason is not None:
+        turn = rollout.turns[-1] if rollout.turns else None
+        if turn is None or turn.finish_reason is not None:
             return []
-        for name, engine in self.engines.items():
-            for handle, submission in engine.submissions.items():
-                if submission.turn.rollout is rollout:
-                    del engine.submissions[handle]
-                    return [Cancel(name, handle)]
-        return []
+        self.waiting.pop(turn, None)
+        if turn.place is None:
+            return []
+        name, handle = turn.place
+        self._pop(name, handle)
+        return [Cancel(name, handle)]
 
     def reject(self, engine: str, handle: int, message: str) -> list[Command]:
         """An engine can never serve this turn."""
@@ -161,7 +238,11 @@ class TurnBook:
 
     def _pop(self, engine: str, handle: int) -> Submission | None:
         turns = self.engines.get(engine)
-        return turns.submissions.pop(handle, None) if turns else None
+        submission = turns.submissions.pop(handle, None) if turns else None
+        if turns is not None and submission is not None:
+            submission.turn.place = None
+            self._rank(engine, turns)
+        return submission
 
     # ------------------------------------------------------------ tokens in
 
@@ -171,62 +252,67 @@ class TurnBook:
         submissions = engine.submissions if engine else {}
         for prefill in event.prefills:
             self._file_prefill(submissions.get(prefill.turn), prefill)
-        handles = event.turns.tolist()
-        rows = [submissions.get(handle) for handle in handles]
-        outcome = _take_one_each(rows, event) if event.counts is None else _take(rows, event)
+        filing = engine.filing if engine else Filing()
+        outcome = filing.file(submissions, event)
         if event.finish:
-            for handle, code in zip(handles, event.finish, strict=True):
-                if code != RUNNING and (ended := submissions.pop(handle, None)) is not None:
-                    outcome.commands += self._finish(ended, code)
+            for ended, code in self._take_ended(event, engine):
+                outcome.commands += self._finish(ended, code)
+        outcome.commands += self._stop_one_overrun(event)
+        self.streams[event.engine] = (event.epoch, event.seq + 1)
+        if engine is not None and engine.missing:
+            outcome.commands += self._send_missing(event.engine, engine)
         return outcome
+
+    def _take_ended(
+        self, event: StepArrived, engine: EngineTurns | None
+    ) -> list[tuple[Submission, int]]:
+        """The submissions that end with this step, and how."""
+        if engine is None:
+            return []
+        taken: list[tuple[Submission, int]] = []
+        for handle, code in zip(event.turns.tolist(), event.finish, strict=True):
+            if code != RUNNING and (ended := engine.submissions.pop(handle, None)) is not None:
+                ended.turn.place = None
+                taken.append((ended, code))
+        self._rank(event.engine, engine)
+        return taken
 
     @staticmethod
     def _file_prefill(submission: Submission | None, prefill: Prefill) -> None:
         if submission is not None:
             at = submission.sampled_before + prefill.at
-            submission.turn.prefills.append(TurnPrefill(at, tuple(prefill.spans)))
+            turn = submission.turn
+            turn.prefills = (*turn.prefills, TurnPrefill(at, tuple(prefill.spans)))
+
+    def _stop_one_overrun(self, event: StepArrived) -> list[Command]:
+        """Look at one of a step's turns, each time at another: past its end, none goes on long."""
+        if not event.turns:
+            return []
+        handle = event.turns[event.seq % len(event.turns)]
+        engine = self.engines.get(event.engine)
+        submission = engine.submissions.get(handle) if engine else None
+        if submission is None or not _is_overrun(submission.turn):
+            return []
+        why = _overrun(submission.turn)
+        return [Cancel(event.engine, handle), *self.reject(event.engine, handle, why)]
 
     def _finish(self, submission: Submission, code: int) -> list[Command]:
         turn = submission.turn
+        if _is_overrun(turn):
+            turn.finish_reason = "refused"
+            return [FailTurn(turn, _overrun(turn))]
         if code not in (STOP, LENGTH) and turn.length < turn.sampling.max_tokens:
             return self.submit(turn, submission.priority)
         turn.finish_reason = FINISH_REASONS[STOP if code == STOP else LENGTH]
         return [EndTurn(turn)]
 
 
-def _take_one_each(rows: list[Submission | None], event: StepArrived) -> StepOutcome:
-    """One token per row: the usual step of an engine. The hot path, run once per token."""
-    outcome = StepOutcome([])
-    version, engine = event.version, event.engine
-    token_ids, logprobs = event.token_ids.tolist(), event.logprobs.tolist()
-    for submission, token_id, logprob in zip(rows, token_ids, logprobs, strict=True):
-        if submission is None:
-            outcome.unwanted_tokens += 1
-            continue
-        turn = submission.turn
-        turn.append(token_id, logprob, version, engine)
-        if turn.rollout.group_id < 0:
-            outcome.evaluation_tokens += 1
-    outcome.train_tokens = len(rows) - outcome.unwanted_tokens - outcome.evaluation_tokens
-    return outcome
+def _is_overrun(turn: Turn) -> bool:
+    return turn.length > turn.sampling.max_tokens
 
 
-def _take(rows: list[Submission | None], event: StepArrived) -> StepOutcome:
-    """Any number of tokens per row."""
-    assert event.counts is not None
-    outcome = StepOutcome([])
-    token_ids, logprobs = event.token_ids.cast("B"), event.logprobs.cast("B")
-    at = 0
-    for submission, count in zip(rows, event.counts.tolist(), strict=True):
-        end = at + count
-        if submission is None:
-            outcome.unwanted_tokens += count
-        elif count:
-            turn = submission.turn
-            own = slice(4 * at, 4 * end)
-            turn.extend(count, token_ids[own], logprobs[own], event.version, event.engine)
-            if turn.rollout.group_id < 0:
-                outcome.evaluation_tokens += count
-        at = end
-    outcome.train_tokens = at - outcome.unwanted_tokens - outcome.evaluation_tokens
-    return outcome
+def _overrun(turn: Turn) -> str:
+    return (
+        f"the engine sampled {turn.length} tokens where at most {turn.sampling.max_tokens} were "
+        f"asked for; it has a defect"
+    )

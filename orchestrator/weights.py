@@ -3,9 +3,14 @@
 ``init`` once, then for each version ``start`` and ``update`` (the engine copies it beside its live
 weights while it decodes) and ``finish`` (it swaps between two steps). It knows engines' names,
 versions and messages; not sockets, nor what the tensors mean.
+
+The version that was released last is kept, in its place of the channel's buffer, until another is
+released. So an engine that comes late is never without weights, whatever became of the publishes
+since: the price is a second version's worth of the channel's memory, which engines don't pay.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tidegate.transport.messages import (
     FinishWeightUpdate,
@@ -23,7 +28,7 @@ Outgoing = list[tuple[str, Message]]
 
 @dataclass(slots=True)
 class WeightUpdate:
-    """One version on its way. An engine is in at most one of the sets."""
+    """One version on its way. An engine is in at most one of the sets, of at most one update."""
 
     version: int
     chunks: list[UpdateWeights]
@@ -40,6 +45,32 @@ class WeightUpdate:
     refusals: dict[str, str] = field(default_factory=dict)
     """What engines said that can't take it."""
 
+    @property
+    def engines(self) -> set[str]:
+        """Whom it is on its way to."""
+        return self.staging | self.staged | self.swapping
+
+    def is_for(self, engine: str) -> bool:
+        """Whether it is on its way to this engine."""
+        return engine in self.staging or engine in self.staged or engine in self.swapping
+
+    def strike(self, engine: str) -> None:
+        """Wait for this engine no more."""
+        for engines in (self.staging, self.staged, self.swapping):
+            engines.discard(engine)
+
+
+@dataclass(frozen=True, slots=True)
+class Laggards:
+    """Engines that a version is on its way to, and how far it has come with them."""
+
+    version: int
+    phase: Literal["staging", "staged", "swapping"]
+    engines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"v{self.version} is {self.phase} on {', '.join(self.engines)}"
+
 
 class WeightCoordinator:
     """Brings each published version to every engine, late joiners included."""
@@ -52,31 +83,75 @@ class WeightCoordinator:
         """Engine -> the version it serves."""
         self.update: WeightUpdate | None = None
         """The newest version published."""
+        self._kept: WeightUpdate | None = None
+        """The newest released; the buffer holds it still."""
         self.is_reserved = False
         """Whether the buffer is about to be written for the next version."""
 
+    # ------------------------------------------------------------ looking
+
+    @property
+    def kept_version(self) -> int | None:
+        """What must stay in the buffer when another version is written."""
+        return self._kept.version if self._kept is not None else None
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether no engine reads what isn't kept. Those that read what is kept need not be waited
+        for: the next version takes its place with them, however far they are."""
+        update = self.update
+        return update is None or not update.is_withdrawn or not update.staging
+
     @property
     def is_settled(self) -> bool:
-        """Whether every engine serves the newest version; its buffer may be overwritten then."""
-        return not self.engines_behind
+        """Whether no version is on its way."""
+        return not any(u.staging or u.staged or u.swapping for u in self._updates)
 
     @property
     def engines_behind(self) -> list[str]:
-        """Who does not serve the newest version yet."""
-        update = self.update
-        return sorted(update.staging | update.staged | update.swapping) if update else []
+        """To whom a version is on its way."""
+        return sorted({engine for update in self._updates for engine in update.engines})
+
+    @property
+    def laggards(self) -> list[Laggards]:
+        """The same, by version and phase."""
+        found: list[Laggards] = []
+        for update in self._updates:
+            v = update.version
+            found += [
+                Laggards(v, "staging", tuple(sorted(update.staging))),
+                Laggards(v, "staged", tuple(sorted(update.staged))),
+                Laggards(v, "swapping", tuple(sorted(update.swapping))),
+            ]
+        return [laggards for laggards in found if laggards.engines]
+
+    @property
+    def _updates(self) -> list[WeightUpdate]:
+        """The newest and the kept one, where there are such and they are two."""
+        kept = None if self._kept is self.update else self._kept
+        return [update for update in (self.update, kept) if update is not None]
+
+    def _update(self, version: int) -> WeightUpdate | None:
+        return next((update for update in self._updates if update.version == version), None)
+
+    # ------------------------------------------------------------ publishing
 
     def publish(self, version: int, chunks: list[UpdateWeights]) -> Outgoing:
-        """Have every engine stage ``version``. The one before must be settled."""
+        """Have every engine stage ``version`` that doesn't serve it.
+
+        A resumed run publishes once more what engines may have kept serving. What was on its way to
+        some is given up, for this is newer.
+        """
         self.is_reserved = False
         self.update = WeightUpdate(version, chunks)
-        return [message for engine in self._live for message in self._stage(engine)]
+        behind = [engine for engine, live in self._live.items() if live != version]
+        return [message for engine in behind for message in self._stage(engine, self.update)]
 
-    def release(self) -> Outgoing:
-        """Every engine has staged it: all swap, each between two of its steps."""
+    def release(self) -> None:
+        """Every engine has staged it: :meth:`swaps` has the word for them."""
         assert self.update is not None
         self.update.is_released = True
-        return [message for engine in sorted(self.update.staged) for message in self._swap(engine)]
+        self._kept = self.update
 
     def withdraw(self) -> None:
         """Nobody swaps to it, unless they were told to already."""
@@ -84,69 +159,92 @@ class WeightCoordinator:
             self.update.is_withdrawn = True
             self.update.staged.clear()
 
+    # ------------------------------------------------------------ what engines say
+
     def joined(self, engine: str, version: int) -> Outgoing:
         """An engine came; it gets the newest version if it serves another."""
         self.left(engine)
         self._live[engine] = version
-        hello: Outgoing = [(engine, self._init)]
-        if self.update is None or self.update.version == version:
-            return hello
-        if self.update.is_withdrawn or self.is_reserved:
-            return hello  # the buffer is not of that version; the next publish brings its own
-        return hello + self._stage(engine)
+        for update in self._updates:
+            update.refusals.pop(engine, None)  # another process may see it differently
+        return [(engine, self._init), *self.catch_up()]
 
     def left(self, engine: str) -> None:
         """An engine is gone; nobody waits for it any more."""
         self._live.pop(engine, None)
         self._strike(engine)
 
-    def staged(self, engine: str, version: int) -> Outgoing:
+    def staged(self, engine: str, version: int) -> None:
         """An engine holds ``version`` beside its live weights."""
-        update = self.update
-        if update is None or version != update.version or engine not in update.staging:
-            return []
+        update = self._update(version)
+        if update is None or engine not in update.staging:
+            return
         update.staging.discard(engine)
-        if update.is_withdrawn:
-            return []
-        update.staged.add(engine)
-        return self._swap(engine) if update.is_released else []
+        if not update.is_withdrawn:
+            update.staged.add(engine)
 
     def live(self, engine: str, version: int) -> None:
         """An engine serves ``version``."""
         if engine in self._live:
             self._live[engine] = version
-        if self.update and version == self.update.version:
-            self._strike(engine)
+        update = self._update(version)
+        if update is not None:
+            update.strike(engine)
 
     def refused(self, engine: str, version: int, message: str) -> bool:
         """An engine can't take ``version``; it serves the old one on.
 
         True if others serve it already: then this engine can't be of the run any more.
         """
-        if self.update is None or version != self.update.version:
-            return False
-        if self._live.get(engine) == version:
-            return False  # asked for anew after a reconnect, when it had just swapped
+        update = self._update(version)
+        if update is None or engine not in update.engines:
+            return False  # given up for a newer one; or asked for twice, and it has just swapped
+        update.strike(engine)
+        update.refusals[engine] = message
+        return update.is_released
+
+    # ------------------------------------------------------------ what is due
+
+    def swaps(self) -> Outgoing:
+        """The word to swap, for those that have staged what is released; each is told once."""
+        told: Outgoing = []
+        for update in self._updates:
+            if not update.is_released:
+                continue
+            finish = FinishWeightUpdate(
+                version=update.version, pause_mode=self._pause_mode, kv_policy=self._kv_policy
+            )
+            told += [(engine, finish) for engine in sorted(update.staged)]
+            update.swapping |= update.staged
+            update.staged.clear()
+        return told
+
+    def catch_up(self, engine: str | None = None) -> Outgoing:
+        """Have engines stage the newest version there is, if none is on its way to them.
+
+        Those that joined late; and those for whom a publish that failed had taken its place. Only
+        ``engine`` is looked at if it is given: the one that has just said something.
+        """
+        target = self._kept
+        if self.update is not None and not self.update.is_withdrawn:
+            target = self.update
+        if target is None:
+            return []
+        names = list(self._live) if engine is None else [engine]
+        behind = [name for name in names if self._live.get(name, target.version) != target.version]
+        return [
+            message
+            for name in behind
+            if name not in target.refusals and not any(u.is_for(name) for u in self._updates)
+            for message in self._stage(name, target)
+        ]
+
+    def _stage(self, engine: str, update: WeightUpdate) -> Outgoing:
         self._strike(engine)
-        self.update.refusals[engine] = message
-        return self.update.is_released
+        update.staging.add(engine)
+        start = StartWeightUpdate(version=update.version)
+        return [(engine, start), *((engine, chunk) for chunk in update.chunks)]
 
     def _strike(self, engine: str) -> None:
-        if self.update:
-            for engines in (self.update.staging, self.update.staged, self.update.swapping):
-                engines.discard(engine)
-
-    def _swap(self, engine: str) -> Outgoing:
-        assert self.update is not None
-        self.update.staged.discard(engine)
-        self.update.swapping.add(engine)
-        finish = FinishWeightUpdate(
-            version=self.update.version, pause_mode=self._pause_mode, kv_policy=self._kv_policy
-        )
-        return [(engine, finish)]
-
-    def _stage(self, engine: str) -> Outgoing:
-        assert self.update is not None
-        self.update.staging.add(engine)
-        start = StartWeightUpdate(version=self.update.version)
-        return [(engine, start), *((engine, chunk) for chunk in self.update.chunks)]
+        for update in self._updates:
+            update.strike(engine)

@@ -5,7 +5,7 @@ They know counts and versions only: not what a group is made of, nor where it ru
 Symbols: η ``max_staleness``, B ``groups_per_batch``, v the trainer's version.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tidegate.errors import ConfigError
 
@@ -40,6 +40,8 @@ class BoundedStaleness:
     """B."""
     outstanding_groups_limit: int | None = None
     """Fewer groups at once than η allows, where environments or memory ask for it."""
+    _outstanding_groups_max: int = field(init=False, repr=False)
+    """Worked out once: it is asked for after every event."""
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
@@ -56,6 +58,8 @@ class BoundedStaleness:
                 f"be outstanding; raise outstanding_groups_limit to at least groups_per_batch "
                 f"({self.groups_per_batch}), or make batches smaller"
             )
+        allowed = (self.max_staleness + 1) * self.groups_per_batch
+        object.__setattr__(self, "_outstanding_groups_max", min(allowed, limit or allowed))
 
     @property
     def guaranteed_bound(self) -> int:
@@ -65,8 +69,7 @@ class BoundedStaleness:
     @property
     def outstanding_groups_max(self) -> int:
         """Groups that may be running, buffered or in training at once: (η + 1)·B, or the limit."""
-        allowed = (self.max_staleness + 1) * self.groups_per_batch
-        return min(allowed, self.outstanding_groups_limit or allowed)
+        return self._outstanding_groups_max
 
     def capacity_groups(self, *, outstanding_groups: int) -> int:
         """How many more groups may be admitted now."""

@@ -34,6 +34,7 @@ from tidegate.errors import (
     WeightsRefused,
 )
 from tidegate.orchestrator.audit import audit_run
+from tidegate.transport.security import make_keys
 
 SMALL = {"engines": 1, "group_size": 2, "groups_per_batch": 2, "max_running_turns": 8}
 
@@ -103,6 +104,24 @@ async def test_every_trained_token_is_audited_under_every_kind_of_update(
     assert report.tokens == statistics.ledger.trained
     if kv_policy == "recompute":
         assert report.spans_mixed == 0
+
+
+async def test_tokens_and_weights_travel_over_tcp_with_keys(model: Path, tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    weights, run = Weights(model), tmp_path / "run"
+    async with tidegate.serve(
+        model=model,
+        **SMALL,
+        address="tcp://127.0.0.1:*",
+        keys=tmp_path / "keys",
+        weight_channel="zmq",
+        run_directory=run,
+    ) as rollouts:
+        async for _ in rollouts.batches(range(8), episode=two_turns):
+            await rollouts.publish(weights.step())
+    assert rollouts.statistics().trainer_version == 4
+    report = audit_run(run)
+    assert report.agrees, report.lines()
 
 
 async def test_generation_goes_on_while_the_trainer_blocks_its_thread(model: Path) -> None:

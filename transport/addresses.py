@@ -1,6 +1,6 @@
-"""Which addresses may Tidegate listen on, and is one free?
+"""Which addresses may the wire have, and is one free?
 
-Only those that no other host can reach: messages are neither encrypted nor authenticated.
+Without keys only those that no other host can reach; with keys, any.
 """
 
 import ipaddress
@@ -10,32 +10,63 @@ import socket
 
 from tidegate.errors import AddressInUse, ConfigError
 
-_TCP = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:\[\]/]+):(?P<port>\*|\d{1,5})")
+_TCP = re.compile(
+    r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|\*|[A-Za-z0-9._-]+):(?P<port>\*|\d{1,5})", re.ASCII
+)
 
 PORT_MAX = 65535
 
 IPC_PATH_BYTES_MAX = 107
 """What fits ``sockaddr_un`` on Linux, less the closing zero."""
 
+_EXAMPLES = "use ipc:///an/absolute/path or tcp://127.0.0.1:5555"
 
-def check_address(address: str, *, may_be_wildcard: bool = False) -> None:
-    """Refuse what is malformed or could be reached from another host.
+
+def check_listener(address: str, *, has_keys: bool) -> None:
+    """Refuse what can't be listened on: malformed, or within reach of other hosts without keys.
 
     Raises:
-        ConfigError: says what is wrong, and what an address looks like.
+        ConfigError: says what is wrong, and what to do.
     """
-    scheme, separator, rest = address.partition("://")
-    if not separator or not rest or "\0" in address:
-        raise ConfigError(f"{address!r} is no address; {_EXAMPLES}")
-    match scheme:
-        case "inproc":
-            return
-        case "ipc":
-            _check_ipc(address, rest)
-        case "tcp":
-            _check_tcp(address, may_be_wildcard=may_be_wildcard)
-        case _:
-            raise ConfigError(f"{address!r} is of an unknown kind; {_EXAMPLES}")
+    _check(address, has_keys=has_keys, listens=True)
+
+
+def check_connector(address: str, *, has_keys: bool) -> None:
+    """Refuse what can't be connected to: malformed, open in part, or on another host without keys.
+
+    Raises:
+        ConfigError: says what is wrong, and what to do.
+    """
+    _check(address, has_keys=has_keys, listens=False)
+
+
+def is_on_this_host(address: str) -> bool:
+    """Whether only processes of this host can reach a (well-formed) address."""
+    match = _TCP.fullmatch(address)
+    return match is None or _is_loopback(match["host"])
+
+
+def as_seen_here(address: str) -> str:
+    """Where a process of this host connects to a listener: a wildcard means the loopback too."""
+    match = _TCP.fullmatch(address)
+    if match is None:
+        return address
+    loopback = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+    return f"tcp://{loopback.get(match['host'], match['host'])}:{match['port']}"
+
+
+def any_port(address: str) -> str | None:
+    """The same interface, with whatever port is free; None for an address without ports."""
+    match = _TCP.fullmatch(address)
+    return None if match is None else f"tcp://{match['host']}:*"
+
+
+def at_host_of(address: str, told: str) -> str:
+    """Where ``told`` leads whose host is open (``tcp://*:PORT``): to that of ``address``."""
+    match, open_to_all = _TCP.fullmatch(address), _TCP.fullmatch(told)
+    if match is None or open_to_all is None or open_to_all["host"] != "*":
+        return told
+    return f"tcp://{match['host']}:{open_to_all['port']}"
 
 
 def refuse_living_listener(address: str) -> None:
@@ -59,7 +90,23 @@ def refuse_living_listener(address: str) -> None:
     raise AddressInUse(address)
 
 
-_EXAMPLES = "use ipc:///an/absolute/path or tcp://127.0.0.1:5555"
+def _check(address: str, *, has_keys: bool, listens: bool) -> None:
+    scheme, separator, rest = address.partition("://")
+    if not separator or not rest or "\0" in address:
+        raise ConfigError(f"{address!r} is no address; {_EXAMPLES}")
+    match scheme:
+        case "inproc":
+            if has_keys:
+                raise ConfigError(
+                    f"{address!r} joins threads of one process, where ZeroMQ uses no keys; leave "
+                    f"them out, or {_EXAMPLES}"
+                )
+        case "ipc":
+            _check_ipc(address, rest)
+        case "tcp":
+            _check_tcp(address, has_keys=has_keys, listens=listens)
+        case _:
+            raise ConfigError(f"{address!r} is of an unknown kind; {_EXAMPLES}")
 
 
 def _check_ipc(address: str, path: str) -> None:
@@ -75,21 +122,37 @@ def _check_ipc(address: str, path: str) -> None:
         )
 
 
-def _check_tcp(address: str, *, may_be_wildcard: bool) -> None:
+def _check_tcp(address: str, *, has_keys: bool, listens: bool) -> None:
     match = _TCP.fullmatch(address)
     if match is None:
         raise ConfigError(f"{address!r} is not tcp://HOST:PORT; {_EXAMPLES}")
     host, port = match["host"], match["port"]
-    if port == "*" and not may_be_wildcard:
+    if port == "*" and not listens:
         raise ConfigError(f"{address!r} leaves the port open, so there is nothing to connect to")
     if port != "*" and not 0 < int(port) <= PORT_MAX:
         raise ConfigError(f"{address!r}: a port is 1 to {PORT_MAX}, or * for any free one")
-    try:
-        is_loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        is_loopback = False  # a name, which may lead anywhere
-    if not is_loopback:
+    if not has_keys and not _is_loopback(host):
         raise ConfigError(
-            f"{address!r} can be reached from other hosts, and messages are not encrypted or "
-            f"authenticated; {_EXAMPLES}"
+            f"{address!r} can be reached from other hosts, so it needs keys: make them with "
+            f"`tidegate keys DIRECTORY`, then set keys='DIRECTORY' for the run, and give "
+            f"`--keys DIRECTORY/engine` to engines (for this host alone, {_EXAMPLES})"
         )
+    if not listens and (host == "*" or _is_unspecified(host)):
+        raise ConfigError(
+            f"{address!r} is where to listen, on every interface; connect to one of them, by its "
+            f"name or number"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False  # a name, which may lead anywhere
+
+
+def _is_unspecified(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False

@@ -7,17 +7,15 @@ still read a new message. Nothing here knows what a rollout, a group or a reward
 Letters in shapes: R rows (turns) of a step message, N tokens in it, M tensors.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from tidegate.errors import BadFrame
+from tidegate.transport.limits import Count, Seconds, check_frame_size, cut
 
 PROTOCOL = 1
 """Version of this file's contract. A peer with another one is refused in the handshake."""
-
-FRAME_BYTES_MAX = 64 * 1024 * 1024
-"""Larger frames are refused unread. The biggest honest one is a prompt: 1 M tokens are 4 MB."""
 
 PauseMode = Literal["abort", "keep", "wait"]
 """What a pause does to running turns: ``abort`` ends them now, handing back what they have;
@@ -47,37 +45,45 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     protocol: int
     engine: str
     """Unique name within the run, e.g. ``engine-0``."""
-    epoch: int
+    epoch: Count
     """Greater with each process start of this engine, e.g. the clock's nanoseconds; with ``seq`` it
     names a step message."""
-    weight_version: int
+    weight_version: Count
     """The weights it serves now: 0 for those of the model directory."""
     architecture: str
     """As in config.json, e.g. ``Qwen3ForCausalLM``."""
-    vocab_size: int
-    context_tokens_max: int
-    max_running_turns: int
-    num_blocks: int
-    block_tokens: int
+    vocab_size: Count
+    context_tokens_max: Count
+    max_running_turns: Count
+    num_blocks: Count
+    block_tokens: Count
     pause_modes: list[PauseMode]
     kv_policies: list[KvPolicy]
     weight_channels: list[str]
-    pid: int = 0
+    pid: Count = 0
+    first_seq: Count = 0
+    """Every step message before this one has been acknowledged; the rest is replayed after this
+    hello. 0 in an epoch's first hello."""
+    next_seq: Count = 0
+    """What its next new step message will carry: the replay is ``[first_seq, next_seq)``."""
+    turns: bytes = b""
+    """uint32: the turns it holds now, waiting, running or frozen. A turn that is not among them has
+    ended in a step message before ``next_seq``, or was lost on its way here."""
 
 
 class KvSpan(msgspec.Struct, frozen=True, array_like=True):
     """Whose weights computed the KV of the context positions ``[start, end)``."""
 
-    version: int
-    start: int
-    end: int
+    version: Count
+    start: Count
+    end: Count
 
 
 class Prefill(msgspec.Struct, frozen=True, array_like=True):
     """A turn's KV was computed from its tokens: at its start, or again (recompute, preemption)."""
 
-    turn: int
-    at: int
+    turn: Count
+    at: Count
     """Output tokens of this submission that existed by then. The tokens sampled from index ``at``
     on attend to this history, until the turn's next ``Prefill``."""
     spans: list[KvSpan]
@@ -91,9 +97,9 @@ class Step(Message, frozen=True, kw_only=True, tag="step"):
     step; so after a ``Prefill``, the versions of the steps say whose weights computed all KV.
     """
 
-    seq: int
+    seq: Count
     """Counts an engine's step messages from 0 within an epoch; the orchestrator acknowledges it."""
-    version: int
+    version: Count
     turns: bytes
     """uint32 [R]: the handle each row belongs to."""
     token_ids: bytes
@@ -105,53 +111,53 @@ class Step(Message, frozen=True, kw_only=True, tag="step"):
     counts: bytes = b""
     """uint32 [R], tokens per row; empty when each row has one."""
     prefills: list[Prefill] = []
-    started_us: int = 0
+    started_us: Count = 0
     """Engine's monotonic clock when the step began."""
-    busy_us: int = 0
+    busy_us: Count = 0
     """Time the step took."""
-    queued_turns: int = 0
+    queued_turns: Count = 0
     """Turns waiting in the engine after this step."""
-    free_blocks: int = 0
+    free_blocks: Count = 0
 
 
 class TurnRefused(Message, frozen=True, kw_only=True, tag="turn_refused"):
     """This turn can never be served as asked; ``message`` says why and what to change."""
 
-    turn: int
+    turn: Count
     message: str
 
 
 class EngineHeartbeat(Message, frozen=True, kw_only=True, tag="engine_heartbeat"):
     """The engine lives; sent at least every ``Welcome.heartbeat_interval_s``."""
 
-    weight_version: int
-    running_turns: int
-    waiting_turns: int
-    free_blocks: int
-    sent_us: int
+    weight_version: Count
+    running_turns: Count
+    waiting_turns: Count
+    free_blocks: Count
+    sent_us: Count
     """Engine's monotonic clock."""
 
 
 class WeightsStaged(Message, frozen=True, kw_only=True, tag="weights_staged"):
     """A version is complete beside the live one, checked, and can be swapped in."""
 
-    version: int
-    staging_us: int = 0
+    version: Count
+    staging_us: Count = 0
 
 
 class WeightsLive(Message, frozen=True, kw_only=True, tag="weights_live"):
     """From now on every token of this engine comes from ``version``."""
 
-    version: int
-    swapped_us: int = 0
+    version: Count
+    swapped_us: Count = 0
     """Engine's monotonic clock at the swap."""
-    recomputed_turns: int = 0
+    recomputed_turns: Count = 0
 
 
 class WeightsFailed(Message, frozen=True, kw_only=True, tag="weights_failed"):
     """An update was refused; the old version serves on."""
 
-    version: int
+    version: Count
     message: str
 
 
@@ -183,10 +189,10 @@ class Complaint(Message, frozen=True, kw_only=True, tag="complaint"):
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """The engine is part of the run."""
 
-    heartbeat_interval_s: float
-    orchestrator_timeout_s: float
+    heartbeat_interval_s: Seconds
+    orchestrator_timeout_s: Seconds
     """The engine ends itself after hearing nothing for so long: no orphans."""
-    credit_steps: int
+    credit_steps: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
     """Step messages that may be unacknowledged; then the engine waits. Bounds both ends' memory."""
 
 
@@ -203,10 +209,10 @@ class OrchestratorHeartbeat(Message, frozen=True, kw_only=True, tag="orchestrato
 class Ack(Message, frozen=True, kw_only=True, tag="ack"):
     """Every step message up to and including ``seq`` has been taken in."""
 
-    seq: int
+    seq: Count
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How a turn's tokens are drawn. Log-probabilities reported are those after all of this."""
 
     max_tokens: int
@@ -224,7 +230,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class SubmitTurn(Message, frozen=True, kw_only=True, tag="submit_turn"):
     """Generate from these tokens."""
 
-    turn: int
+    turn: Count
     """uint32 handle, never used twice on one engine epoch."""
     token_ids: bytes
     """int32: prompt, and what an earlier submission of this turn has already sampled."""
@@ -239,7 +245,7 @@ class SubmitTurn(Message, frozen=True, kw_only=True, tag="submit_turn"):
 class CancelTurn(Message, frozen=True, kw_only=True, tag="cancel_turn"):
     """Stop this turn; unknown or finished handles are ignored."""
 
-    turn: int
+    turn: Count
 
 
 class Pause(Message, frozen=True, kw_only=True, tag="pause"):
@@ -258,10 +264,10 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     name: str
     dtype: str
     """As torch spells it: ``float32``, ``bfloat16``, …"""
-    shape: list[int]
-    offset: int
+    shape: Annotated[list[int], msgspec.Meta(max_length=16)]
+    offset: Count
     """First byte, from the start of the buffer."""
-    nbytes: int
+    nbytes: Count
 
 
 class InitWeights(Message, frozen=True, kw_only=True, tag="init_weights"):
@@ -274,14 +280,14 @@ class InitWeights(Message, frozen=True, kw_only=True, tag="init_weights"):
 class StartWeightUpdate(Message, frozen=True, kw_only=True, tag="start_weight_update"):
     """Phase 2 of 4: make room for ``version`` beside the live weights."""
 
-    version: int
+    version: Count
 
 
 class UpdateWeights(Message, frozen=True, kw_only=True, tag="update_weights"):
     """Phase 3 of 4, as often as needed: copy these tensors. Answered once all are in by
     ``WeightsStaged`` or ``WeightsFailed``."""
 
-    version: int
+    version: Count
     location: str
     """Where the buffer is, in the channel's own terms: a segment's name, a file's path."""
     tensors: list[TensorSpec]
@@ -292,7 +298,7 @@ class UpdateWeights(Message, frozen=True, kw_only=True, tag="update_weights"):
 class FinishWeightUpdate(Message, frozen=True, kw_only=True, tag="finish_weight_update"):
     """Phase 4 of 4: swap ``version`` in between two steps. Answered by ``WeightsLive``."""
 
-    version: int
+    version: Count
     pause_mode: PauseMode
     kv_policy: KvPolicy
 
@@ -347,23 +353,25 @@ def decode_from_engine(frame: bytes) -> FromEngine:
     """Read one frame that an engine sent.
 
     Raises:
-        BadFrame: the bytes are not MessagePack, or not a message of this protocol.
+        BadFrame: not MessagePack, not a message of this protocol, or too large for its kind.
     """
+    check_frame_size(frame)
     try:
         return _from_engine.decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadFrame(f"unreadable frame of {len(frame)} bytes from an engine: {error}") from error
+        why = f"unreadable frame of {len(frame)} bytes from an engine: {error}"
+        raise BadFrame(cut(why)) from error
 
 
 def decode_from_orchestrator(frame: bytes) -> FromOrchestrator:
     """Read one frame that the orchestrator sent.
 
     Raises:
-        BadFrame: the bytes are not MessagePack, or not a message of this protocol.
+        BadFrame: not MessagePack, not a message of this protocol, or too large for its kind.
     """
+    check_frame_size(frame)
     try:
         return _from_orchestrator.decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadFrame(
-            f"unreadable frame of {len(frame)} bytes from the orchestrator: {error}"
-        ) from error
+        why = f"unreadable frame of {len(frame)} bytes from the orchestrator: {error}"
+        raise BadFrame(cut(why)) from error

@@ -21,7 +21,7 @@ class SendWindow:
         _check_credit(credit_steps)
         self._credit_steps = credit_steps
         self._frames: deque[bytes] = deque()
-        """Unacknowledged, oldest first; ``len <= credit_steps``."""
+        """Unacknowledged, oldest first; at most ``credit_steps``, unless that was lowered since."""
         self._next_seq = 0
         """``_frames`` are those of the seqs ``[_next_seq - len, _next_seq)``."""
 
@@ -30,9 +30,19 @@ class SendWindow:
         """Whether another step may be sent now."""
         return len(self._frames) < self._credit_steps
 
+    @property
+    def first_seq(self) -> int:
+        """Every step before this one is acknowledged."""
+        return self._next_seq - len(self._frames)
+
     def next_seq(self) -> int:
         """The number that the next step message carries; the same until it is :meth:`sent`."""
         return self._next_seq
+
+    def set_credit(self, credit_steps: int) -> None:
+        """Another receiver grants another credit; what was sent on the old one stays."""
+        _check_credit(credit_steps)
+        self._credit_steps = credit_steps
 
     def sent(self, seq: int, frame: bytes) -> None:
         """Keep ``frame`` until it is acknowledged."""
@@ -56,7 +66,7 @@ class SendWindow:
             raise BadFrame(
                 f"seq {seq} was acknowledged, but the last one sent is {self._next_seq - 1}"
             )
-        while self._frames and self._next_seq - len(self._frames) <= seq:
+        while self._frames and self.first_seq <= seq:
             self._frames.popleft()
 
     def unacknowledged(self) -> list[bytes]:
@@ -80,13 +90,14 @@ class Verdict(Enum):
 class ReceiveWindow:
     """The orchestrator's end, one per engine name. ``epoch`` grows with each start of an engine."""
 
-    def __init__(self, credit_steps: int) -> None:
+    def __init__(self, credit_steps: int, *, epoch: int | None = None, next_seq: int = 0) -> None:
+        """A new stream; or go on at ``next_seq`` of ``epoch`` where another receiver has ended."""
         _check_credit(credit_steps)
         self._steps_per_ack = max(1, credit_steps // ACKS_PER_CREDIT)
-        self._epoch: int | None = None
-        self._next_seq = 0
+        self._epoch = epoch
+        self._next_seq = next_seq
         """Every seq below it has been taken in."""
-        self._acknowledged_seqs = 0
+        self._acknowledged_seqs = next_seq
         """Of those, how many the sender was told of; ``<= _next_seq``."""
         self._is_ack_lost = False
         """A replay shows that the sender doesn't know what it was told."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.episode import Episode, GeneratedTurn
     from tidegate.orchestrator.serve import Rollouts, SyncRollouts, serve, serve_sync
     from tidegate.orchestrator.statistics import RunStatistics
+    from tidegate.orchestrator.watchdog import Stuck
 
 __all__ = [
     "Batch",
@@ -30,6 +31,7 @@ __all__ = [
     "Rollouts",
     "RunSettings",
     "RunStatistics",
+    "Stuck",
     "SyncRollouts",
     "TidegateError",
     "serve",
@@ -45,6 +47,7 @@ _HOMES = {
     "Rollouts": "orchestrator.serve",
     "RunSettings": "orchestrator.config",
     "RunStatistics": "orchestrator.statistics",
+    "Stuck": "orchestrator.watchdog",
     "SyncRollouts": "orchestrator.serve",
     "TidegateError": "errors",
     "serve": "orchestrator.serve",

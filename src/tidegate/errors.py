@@ -8,17 +8,32 @@ TidegateError
 ├── AddressInUse            the orchestrator's address is taken         (also OSError)
 ├── TurnRefused             an engine can never serve this turn         (also ValueError)
 ├── OutOfBlocks             a turn can never fit the KV cache           (also MemoryError)
+├── OutOfMemory             the machine has no memory for an engine     (also MemoryError)
+├── NotUnderstood           what an engine says is refused each time    (also ConnectionError)
 ├── EngineLost              an engine stopped answering                 (also ConnectionError)
 ├── EngineStartFailed       an engine process ended before it was ready (also RuntimeError)
 ├── EngineLagging           an engine did not take up new weights       (also TimeoutError)
 ├── PublishNeeded           a batch was asked for that can't fill yet    (also RuntimeError)
 ├── EpisodeError            a user's episode fails every time           (also RuntimeError)
+├── RunBlocked              the user's code keeps the run's loop to itself (also TimeoutError)
 ├── RunClosed               the run has ended; nothing more can be asked of it (also RuntimeError)
 ├── NothingLeftToHappen     a simulated program waits for ever          (also RuntimeError)
+├── VirtualTimeUp           a simulated program takes for ever          (also TimeoutError)
+├── ResumeMismatch          the run can't be resumed from there          (also ValueError)
+├── JournalError            the journal can't be used as asked
+│   ├── JournalMissing      there is none where one is to be opened     (also FileNotFoundError)
+│   ├── JournalExists       there is one where one is to be made        (also FileExistsError)
+│   ├── JournalLocked       another run is using it                     (also BlockingIOError)
+│   ├── JournalCorrupt      its bytes are not what was written          (also ValueError)
+│   ├── JournalTooNew       a newer Tidegate wrote it                   (also NotImplementedError)
+│   ├── JournalFailed       the disk refused to read or write it        (also OSError)
+│   └── JournalBehind       the disk is too slow for what is appended   (also TimeoutError)
 └── AuditError              a run directory that can't be audited       (also ValueError)
 
 Each says what was wrong, with its value, and what to do about it.
 """
+
+from pathlib import Path
 
 
 class TidegateError(Exception):
@@ -70,6 +85,26 @@ class OutOfBlocks(TidegateError, MemoryError):
         )
 
 
+class OutOfMemory(TidegateError, MemoryError):
+    """The machine, or its accelerator, has no memory left for what an engine was about to do."""
+
+    def __init__(self, *, doing: str, remedy: str, why: str) -> None:
+        self.doing = doing
+        super().__init__(f"out of memory {doing}; {remedy} ({why})")
+
+
+class NotUnderstood(TidegateError, ConnectionError):
+    """The orchestrator has refused what an engine says, and each repetition of it."""
+
+    def __init__(self, *, times: int, seq: int, why: str) -> None:
+        self.times = times
+        self.seq = seq
+        super().__init__(
+            f"the orchestrator complained {times} times and took in no step from {seq} on, though "
+            f"they were sent again; it said: {why}. Run the same version of Tidegate on both ends"
+        )
+
+
 class EngineLost(TidegateError, ConnectionError):
     """An engine stopped answering, and no other is left to take its turns."""
 
@@ -86,14 +121,16 @@ class EngineStartFailed(TidegateError, RuntimeError):
 class EngineLagging(TidegateError, TimeoutError):
     """An engine still serves old weights after the time allowed for an update."""
 
-    def __init__(self, *, engines: list[str], wanted_version: int, waited_s: float) -> None:
+    def __init__(
+        self, *, engines: list[str], wanted_version: int, waited_s: float, where: str
+    ) -> None:
         self.engines = engines
         self.wanted_version = wanted_version
         self.waited_s = waited_s
         super().__init__(
             f"{', '.join(engines)} still without weights v{wanted_version}, {waited_s:.0f} s after "
-            f"it was published; check the engine's log, or raise weights_timeout_s if loading "
-            f"this model really takes longer"
+            f"it was published ({where}); check the engine's log, or raise weights_timeout_s if "
+            f"loading this model really takes longer"
         )
 
 
@@ -115,6 +152,19 @@ class EpisodeError(TidegateError, RuntimeError):
     """The user's episode failed many times in a row without one success."""
 
 
+class RunBlocked(TidegateError, TimeoutError):
+    """Code that never awaits has kept the run's event loop to itself for too long."""
+
+    def __init__(self, *, who: str, where: str, limit_s: float) -> None:
+        self.who = who
+        self.where = where
+        self.limit_s = limit_s
+        super().__init__(
+            f"{who} has kept the run's event loop to itself for {limit_s:.0f} s, in {where}; an "
+            f"episode must await asyncio.to_thread(...) for what computes or blocks for long"
+        )
+
+
 class RunClosed(TidegateError, RuntimeError):
     """The run has ended; nothing more can be asked of it."""
 
@@ -127,6 +177,114 @@ class NothingLeftToHappen(TidegateError, RuntimeError):
         super().__init__(
             f"nothing is scheduled any more, and {len(waiting)} tasks wait for ever: "
             f"{'; '.join(waiting)}"
+        )
+
+
+class ResumeMismatch(TidegateError, ValueError):
+    """What the trainer goes on from and what the journal holds don't belong together."""
+
+
+class JournalError(TidegateError):
+    """The journal can't be used as asked. Nothing that it told as committed is lost by this."""
+
+
+class JournalMissing(JournalError, FileNotFoundError):
+    """There is no journal where one is to be opened."""
+
+    def __init__(self, *, path: Path) -> None:
+        self.path = path
+        super().__init__(
+            f"there is no journal at {path}: nothing was committed there, so there is nothing to "
+            f"resume; check the path, or start a new run"
+        )
+
+
+class JournalExists(JournalError, FileExistsError):
+    """There is a journal, or some other file, where a new one is to be made."""
+
+    def __init__(self, *, path: Path) -> None:
+        self.path = path
+        super().__init__(
+            f"{path} exists already; resume that run, or choose another directory for a new one"
+        )
+
+
+class JournalLocked(JournalError, BlockingIOError):
+    """Another run is using the journal."""
+
+    def __init__(self, *, path: Path, holder: str) -> None:
+        self.path = path
+        self.holder = holder
+        super().__init__(
+            f"{path} is in use by {holder}; two runs can't share a journal: end that one first, or "
+            f"choose another directory"
+        )
+
+
+class JournalCorrupt(JournalError, ValueError):
+    """The journal's bytes are not what was written."""
+
+    def __init__(self, *, path: Path, where: str, intact_lsn: int | None = None) -> None:
+        self.path = path
+        self.where = where
+        self.intact_lsn = intact_lsn
+        """Records up to this one can still be read; None: not known, or not a journal at all."""
+        remedy = (
+            "restore a copy of it"
+            if intact_lsn is None
+            else f"records up to {intact_lsn} are intact: restore a copy of it, or put them into a "
+            f"new file with `python -m tidegate.orchestrator.journal_salvage {path} NEW_FILE` and "
+            f"resume from a checkpoint that is not newer"
+        )
+        super().__init__(f"{path} is damaged: {where}; {remedy}")
+
+
+class JournalTooNew(JournalError, NotImplementedError):
+    """A newer Tidegate wrote the journal."""
+
+    def __init__(self, *, path: Path, found: int, known: int) -> None:
+        self.path = path
+        self.found = found
+        self.known = known
+        super().__init__(
+            f"{path} has schema version {found}, and this Tidegate knows versions up to {known}; "
+            f"resume it with the Tidegate that wrote it, or a later one"
+        )
+
+
+class JournalFailed(JournalError, OSError):
+    """The disk refused to read or write the journal."""
+
+    def __init__(self, *, path: Path, why: str) -> None:
+        self.path = path
+        self.why = why
+        super().__init__(
+            f"{path} can't be used: {why}. All that was told as committed is there; make room or "
+            f"mend the disk, then resume the run"
+        )
+
+
+class JournalBehind(JournalError, TimeoutError):
+    """The disk is too slow for what is appended."""
+
+    def __init__(self, *, path: Path, pending_bytes: int, why: str) -> None:
+        self.path = path
+        self.pending_bytes = pending_bytes
+        super().__init__(
+            f"{pending_bytes / 1e6:.1f} MB wait to be written to {path}: {why}; the disk hangs, or "
+            f"is too slow for this run"
+        )
+
+
+class VirtualTimeUp(TidegateError, TimeoutError):
+    """A simulated program goes on and on, and doesn't end."""
+
+    def __init__(self, *, limit_s: float, waiting: list[str]) -> None:
+        self.limit_s = limit_s
+        self.waiting = waiting
+        super().__init__(
+            f"{limit_s:.0f} virtual seconds have passed without an end, and {len(waiting)} tasks "
+            f"wait: {'; '.join(waiting)}"
         )
 
 

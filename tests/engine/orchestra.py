@@ -48,6 +48,9 @@ M = TypeVar("M", bound=Message)
 PATIENCE_S = 60.0
 """A test that waits longer for a message hangs."""
 
+SILENCE_S = 3600.0
+"""Nobody here sends heartbeats, and an engine may wait for its next test for long."""
+
 BLOCK_TOKENS = 16
 
 PROMPT = list(range(1, 40))
@@ -84,11 +87,20 @@ class SeenTurn:
 class Orchestra:
     """One engine process, and the other end of its wire."""
 
-    def __init__(self, directory: Path, model: Path, options: Sequence[str] = ()) -> None:
-        self._address = f"ipc://{directory}/wire"
-        self._bind()
+    def __init__(
+        self,
+        directory: Path,
+        model: Path,
+        options: Sequence[str] = (),
+        *,
+        is_there: bool = True,
+        program: str = "tidegate.engine.worker",
+    ) -> None:
+        self.address = f"ipc://{directory}/wire"
+        if is_there:
+            self.come_back()
         self.stderr = directory / "stderr"
-        command = [sys.executable, "-m", "tidegate.engine.worker", "--connect", self._address]
+        command = [sys.executable, "-m", program, "--connect", self.address]
         command += ["--model", str(model), "--engine", "engine-0", *options]
         with self.stderr.open("wb") as stderr:
             self.process = subprocess.Popen(command, stderr=stderr)
@@ -96,6 +108,9 @@ class Orchestra:
         self.turns: dict[int, SeenTurn] = {}
         self.steps = 0
         self.acknowledges = True
+        self.refuses_from: int | None = None
+        """Steps from this one on are not taken in, as if the first of them could not be read."""
+        self.refused = 0
         self.log: list[FromEngine] = []
         """Everything but heartbeats, in order."""
         self._read_log = 0
@@ -113,12 +128,16 @@ class Orchestra:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        self._unbind()
+        self.vanish()
 
     # ------------------------------------------------------------ the wire
 
-    def welcome(self, *, credit_steps: int = 4, timeout_s: float = PATIENCE_S) -> Hello:
+    def welcome(self, *, credit_steps: int = 4, timeout_s: float = SILENCE_S) -> Hello:
         hello = self.await_one(Hello)
+        self.send_welcome(credit_steps=credit_steps, timeout_s=timeout_s)
+        return hello
+
+    def send_welcome(self, *, credit_steps: int = 4, timeout_s: float = SILENCE_S) -> None:
         self.send(
             Welcome(
                 heartbeat_interval_s=0.2,
@@ -126,22 +145,23 @@ class Orchestra:
                 credit_steps=credit_steps,
             )
         )
-        return hello
 
-    def _bind(self) -> None:
+    def come_back(self) -> None:
+        """Listen; the engine connects by itself."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(self._address)
+        self._socket.bind(self.address)
 
-    def _unbind(self) -> None:
+    def vanish(self) -> None:
+        """Lose the engine's connection, and all that was on its way. Harmless if repeated."""
         self._socket.close()
         self._context.term()
 
     def break_connection(self) -> None:
-        """Lose the engine's connection, and all that was on its way; it may connect again."""
-        self._unbind()
-        self._bind()
+        """The same, but for a moment."""
+        self.vanish()
+        self.come_back()
 
     def send(self, message: Message) -> None:
         self.send_frame(messages.encode(message))
@@ -184,6 +204,9 @@ class Orchestra:
         return message
 
     def _take_step(self, step: Step) -> None:
+        if self.refuses_from is not None and step.seq >= self.refuses_from:
+            self.refused += 1
+            return
         if step.seq == self.steps:  # else sent again, or one before it was lost
             self.steps += 1
             self._take_rows(step)

@@ -249,6 +249,12 @@ class AnythingAtAll(RuleBasedStateMachine):
         self.engine.ask_swap(version, mode, kv)
         self.engine.settle()
 
+    @rule()
+    def start_over(self) -> None:
+        self.engine.scheduler.start_over()
+        assert self.engine.scheduler.swap_due() is None
+        self.engine.settle()
+
     @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:
         for _ in range(steps):
@@ -256,9 +262,10 @@ class AnythingAtAll(RuleBasedStateMachine):
 
     @invariant()
     def every_turn_is_somewhere(self) -> None:
-        alive = sum(told.finish == RUNNING for told in self.engine.turns.values())
+        alive = {turn for turn, told in self.engine.turns.items() if told.finish == RUNNING}
         scheduler = self.engine.scheduler
-        assert alive == scheduler.running_turns + scheduler.waiting_turns
+        assert len(alive) == scheduler.running_turns + scheduler.waiting_turns
+        assert set(scheduler.handles) == alive
         assert scheduler.running_turns <= self.engine.limits.max_running_turns
 
     def teardown(self) -> None:
@@ -267,7 +274,7 @@ class AnythingAtAll(RuleBasedStateMachine):
         self.engine.run()
         assert self.engine.answers.count(Resumed()) == self.resumes
         assert self.engine.scheduler.free_blocks == self.engine.limits.num_blocks
-        assert self.engine.scheduler.awaited_swap is None
+        assert self.engine.scheduler.swap_due() is None
         for told in self.engine.turns.values():
             assert told.finish != RUNNING
             told.check(self.engine.limits.vocab_size)

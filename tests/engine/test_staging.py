@@ -21,7 +21,7 @@ from tidegate.transport.messages import (
     WeightsFailed,
     WeightsStaged,
 )
-from tidegate.transport.weight_channels import NamedBuffer, WeightSender, sender
+from tidegate.transport.weight_channels import NamedBuffer, WeightSender, sender, zmq_receiver
 
 PATIENCE_S = 60.0
 
@@ -64,7 +64,7 @@ def staging(gate: Gate) -> Iterator[Staging]:
     staging.close()
 
 
-@pytest.fixture(params=["shm", "disk"])
+@pytest.fixture(params=["shm", "zmq", "disk"])
 def channel(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightSender]:
     channel = sender(request.param, tmp_path)
     yield channel
@@ -223,8 +223,90 @@ def test_tensors_without_a_start_or_a_channel_are_refused(staging: Staging) -> N
     ]
 
 
+def test_without_memory_for_a_second_set_of_weights_each_version_is_refused_and_says_what_to_do(
+    channel: WeightSender, directories: list[Path]
+) -> None:
+    def allocate() -> Weights:
+        torch.empty(1 << 54)
+        raise AssertionError("no machine has so much")
+
+    staging = Staging(allocate)
+    try:
+        staging.init(channel.init())
+        publish(staging, channel, 1, named_buffers(directories[1]))
+        complaint, failed = answers(staging)
+        assert isinstance(complaint, Complaint)
+        assert isinstance(failed, WeightsFailed)
+        assert failed.message == complaint.message
+        assert "out of memory for a second set of weights" in failed.message
+        assert "lower num_blocks" in failed.message
+    finally:
+        staging.close()
+
+
+def test_what_is_abandoned_is_not_answered_and_can_be_begun_anew(
+    staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
+) -> None:
+    staging.init(channel.init())  # the thread waits in here
+    publish(staging, channel, 1, named_buffers(directories[0]))
+    staging.abandon()
+    gate.opened.set()
+    assert answers(staging) == []
+    assert not staging.is_staged(1)
+    publish(staging, channel, 1, named_buffers(directories[1]))
+    (staged,) = answers(staging)
+    assert isinstance(staged, WeightsStaged)
+    staging.abandon()
+    assert not staging.is_staged(1)
+
+
 def test_a_channel_that_does_not_exist_is_complained_of(staging: Staging) -> None:
     staging.init(InitWeights(channel="carrier-pigeon"))
     (complaint,) = answers(staging)
     assert isinstance(complaint, Complaint)
     assert "carrier-pigeon" in complaint.message
+
+
+def test_weights_whose_sender_is_gone_are_refused_and_the_next_sender_is_heard(
+    staging: Staging,
+    gate: Gate,
+    directories: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zmq_receiver, "STALL_TIMEOUT_S", 0.5)
+    gate.opened.set()
+    gone, there = sender("zmq"), sender("zmq")
+    staging.init(gone.init())
+    updates = gone.write(1, named_buffers(directories[1]))
+    gone.close()
+    staging.start(StartWeightUpdate(version=1))
+    for update in updates:
+        staging.update(update)
+    (failed,) = answers(staging)
+    assert isinstance(failed, WeightsFailed)
+    assert "no weights have come" in failed.message
+    staging.init(there.init())
+    publish(staging, there, 2, named_buffers(directories[1]))
+    (staged,) = answers(staging)
+    assert isinstance(staged, WeightsStaged)
+    there.close()
+
+
+def test_nobody_waits_for_weights_that_do_not_come_once_others_are_to(
+    staging: Staging, gate: Gate, directories: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_receiver, "STALL_TIMEOUT_S", 3600.0)
+    gate.opened.set()
+    gone, there = sender("zmq"), sender("zmq")
+    staging.init(gone.init())
+    updates = gone.write(1, named_buffers(directories[1]))
+    gone.close()
+    staging.start(StartWeightUpdate(version=1))
+    for update in updates:
+        staging.update(update)
+    staging.init(there.init())
+    publish(staging, there, 2, named_buffers(directories[1]))
+    failed, staged = answers(staging)
+    assert isinstance(failed, WeightsFailed)
+    assert isinstance(staged, WeightsStaged)
+    there.close()

@@ -2,9 +2,11 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
+from tests.engine.hungry_worker import STEPS_FED
 from tests.engine.orchestra import (
     GREEDY,
     LONG,
@@ -195,25 +197,25 @@ def test_abort_ends_turns_that_an_earlier_pause_froze(engine: Orchestra) -> None
     engine.await_one(Resumed)
 
 
-def test_after_a_lost_connection_the_engine_says_hello_and_repeats_what_was_not_acknowledged(
-    fresh: Orchestra, models: Models
-) -> None:
-    first = fresh.welcome()
-    fresh.acknowledges = False
-    turn = fresh.submit(PROMPT, GREEDY)
-    fresh.read_tokens(turn, 2)
-    fresh.await_heartbeat()  # by now all the credit is used
-    fresh.break_connection()
-    assert fresh.await_one(Hello) == first
-    fresh.acknowledges = True
-    assert len(fresh.finish(turn).token_ids) == 24
-    assert_replays(turn, fresh, {0: models.weights[0]})
-
-
 def test_an_engine_that_hears_nothing_leaves(fresh: Orchestra) -> None:
     fresh.welcome(timeout_s=0.5)
     assert "heard nothing" in fresh.await_one(Goodbye).reason
     assert fresh.process.wait() == 0
+
+
+def test_an_engine_without_memory_for_a_step_says_what_to_lower_and_has_told_every_token(
+    models: Models, tmp_path: Path
+) -> None:
+    program = "tests.engine.hungry_worker"
+    with Orchestra(tmp_path, models.directories[0], program=program) as engine:
+        engine.welcome(credit_steps=64)
+        turn = engine.submit(PROMPT, GREEDY)
+        reason = engine.await_one(Goodbye).reason
+        assert reason.startswith("out of memory in a step of 1 turns and 1 tokens; lower max_runn")
+        assert engine.process.wait() == 1
+        assert engine.stderr.read_text().splitlines()[-1] == f"error: {reason}"
+        assert len(engine.turns[turn].token_ids) == STEPS_FED
+        assert_replays(turn, engine, {0: models.weights[0]})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -242,6 +244,7 @@ def test_a_refused_engine_says_why_and_exits_with_3(fresh: Orchestra) -> None:
         (["--max-step-tokens", "8"], "less than one token for each of max_running_turns=64"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
         (["--connect", "carrier-pigeon"], "carrier-pigeon"),
+        (["--num-blocks", str(10**12)], "out of memory for a KV cache of 1000000000000 blocks of"),
     ],
 )
 def test_what_cannot_work_is_one_line_and_status_2(

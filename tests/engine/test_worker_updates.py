@@ -203,20 +203,22 @@ def test_a_version_started_over_another_says_that_the_other_failed(
     publisher.swap(version, "keep", "recompute")
 
 
-def test_no_version_is_started_over_one_that_waits_to_be_swapped_in(
+def test_a_start_takes_the_place_of_weights_that_wait_to_be_swapped_in(
     engine: Orchestra, publisher: Publisher, models: Models
 ) -> None:
     version = next_version(engine)
     turn = engine.submit(PROMPT, LONG)
     engine.read_tokens(turn, 1)
     engine.acknowledges = False
-    publisher.stage(version, models.directories[version % 2])
+    publisher.stage(version, models.directories[(version + 1) % 2])
     engine.send(FinishWeightUpdate(version=version, pause_mode="wait", kv_policy="keep"))
-    engine.send(StartWeightUpdate(version=900))
-    failed = engine.await_one(WeightsFailed)
-    assert failed.version == 900
-    assert f"v{version} still waits to be swapped in" in failed.message
+    publisher.stage(version, models.directories[version % 2])
     engine.acknowledges = True
     engine.acknowledge()
     engine.send(CancelTurn(turn=turn))
-    assert engine.await_one(WeightsLive).version == version
+    engine.finish(turn)
+    assert engine.await_heartbeat(2).weight_version == version - 1
+    publisher.swap(version, "wait", "keep")
+    after = engine.submit(PROMPT, GREEDY)
+    engine.finish(after)
+    audit(after, engine, models)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.core import Core
-from tidegate.orchestrator.rollout import Rollout
+from tidegate.orchestrator.core_state import digest, load, save
+from tidegate.orchestrator.event_log import encode_event, replay
+from tidegate.orchestrator.rollout import Rollout, TaskKey
 from tidegate.policies.staleness import BoundedStaleness
 from tidegate.transport.messages import (
     ABORT,
@@ -64,8 +66,13 @@ class Driver:
         group_size: int = 2,
         seed: int = 0,
     ) -> None:
-        policy = BoundedStaleness(max_staleness=max_staleness, groups_per_batch=groups_per_batch)
-        self.core = Core(policy, group_size=group_size)
+        self.policy = BoundedStaleness(
+            max_staleness=max_staleness, groups_per_batch=groups_per_batch
+        )
+        self.group_size = group_size
+        self.core = self.new_core()
+        self.records: list[bytes] = []
+        """Every event so far, as a journal would have it."""
         self.chance = random.Random(seed)
         self.engines: dict[str, FakeEngine] = {}
         self.running: dict[int, Rollout] = {}
@@ -73,15 +80,22 @@ class Driver:
         self.refused: list[ev.RefuseBatch] = []
         self.ended = 0
         self.recorded: list[Rollout] = []
+        self.requeued: list[TaskKey] = []
         self.next_task = 0
         self.published = 0
         self.batches_published = 0
         """Batches that the newest version was made from, and all before it."""
+        self.do(ev.TasksOffered())
+
+    def new_core(self) -> Core:
+        """One that nothing has happened to."""
+        return Core(self.policy, group_size=self.group_size, survives_crashes=True)
 
     # ------------------------------------------------------------ one event
 
     def do(self, event: ev.Event) -> list[ev.Command]:
         """Feed an event, carry out what the core says, and check its invariants."""
+        self.records.append(encode_event(event, self.core))
         commands = self.core.handle(event)
         for command in commands:
             self._act(command)
@@ -102,6 +116,8 @@ class Driver:
                 self.batches.append(command)
             case ev.EndBatches():
                 self.ended += 1
+            case ev.RequeueTask(key=key):
+                self.requeued.append(key)
             case ev.RefuseBatch():
                 self.refused.append(command)
             case ev.Record(rollout=rollout):
@@ -125,8 +141,11 @@ class Driver:
         """Give tasks while there is capacity; how many were admitted."""
         admitted = 0
         while self.core.capacity_groups:
-            self.do(ev.TaskArrived(self.next_task))
-            self.next_task += 1
+            if self.requeued:
+                key = self.requeued.pop(0)
+                self.do(ev.TaskArrived(key.index, key))
+            else:
+                self.do(ev.TaskArrived(self.core.tasks.count))
             admitted += 1
         return admitted
 
@@ -186,6 +205,36 @@ class Driver:
         self.publish()
         for engine in list(self.engines):
             self.swap(engine)
+
+    # ------------------------------------------------------------ crashes
+
+    def die_and_resume(self, batches: int, *, snapshot: bool) -> None:
+        """Another process goes on from the journal, and a checkpoint with so many batches."""
+        before = digest(self.core)
+        core = self.new_core()
+        if snapshot:
+            load(save(self.core), core)
+        else:
+            for record in self.records:
+                replay(record, core)
+        assert digest(core) == before
+        self.core = core
+        self.running.clear()
+        self.requeued.clear()
+        del self.batches[batches:]
+        self.do(ev.Resumed(batches, self.core.tasks.offer))
+        self.published = self.core.trainer_version
+        self.batches_published = min(self.batches_published, batches)
+        for name in sorted(self.engines):
+            self.come_back(name)
+        self.do(ev.TasksOffered())
+        for index in range(self.core.tasks.count):
+            self.do(ev.TaskFound(index, TaskKey(self.core.tasks.offer, index)))
+
+    def come_back(self, name: str) -> None:
+        """An engine whose connection was broken says hello."""
+        engine = self.engines[name]
+        self.do(ev.EngineJoined(name, engine.version, 4, held=tuple(engine.turns)))
 
     def solve(self, rollout: Rollout, tokens: int = 3) -> None:
         """One turn, start to end, and a reward."""

@@ -79,7 +79,7 @@ class Sampler:
         if not turn.prefills or self._was_prefilled(turn):
             self.prefill(version)
             versions = [*self.history, version]
-            turn.prefills.append(TurnPrefill(turn.length, tuple(_runs(versions))))
+            turn.prefills = (*turn.prefills, TurnPrefill(turn.length, tuple(_runs(versions))))
         for _ in range(count):
             logits = self._read_one(version)
             token_id, logprob = self._draw(logits, turn.sampling)

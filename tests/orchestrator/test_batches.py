@@ -24,7 +24,7 @@ def two_groups() -> list[Group]:
     lost = rollout(0, 2, 0.0, [[9]])
     lost.state = RolloutState.DISCARDED
     other = rollout(1, 0, 0.5, [[4]])
-    return [Group(0, "task", [short, long, lost]), Group(1, "task", [other])]
+    return [Group(0, "task", rollouts=[short, long, lost]), Group(1, "task", rollouts=[other])]
 
 
 def test_the_mask_and_the_versions_mark_exactly_the_sampled_tokens() -> None:

@@ -3,7 +3,7 @@ import pytest
 from tests.orchestrator.driver import Driver
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.rollout import RolloutState
+from tidegate.orchestrator.rollout import RolloutState, TaskKey
 from tidegate.policies.staleness import BoundedStaleness
 from tidegate.transport.messages import ABORT, LENGTH, STOP
 
@@ -129,7 +129,7 @@ def test_publishing_twice_for_one_batch_ages_what_waits_and_the_second_gate_drop
     driver.publish_and_swap()
     driver.publish_and_swap()
     commands = driver.do(ev.BatchAsked())  # group 1 is of version 0, the trainer at version 2
-    assert commands[-1] == ev.RequeueTask(task=1)
+    assert commands[-1] == ev.RequeueTask(task=1, key=TaskKey(0, 1))
     assert dict(driver.core.ledger.discarded) == {"stale": 3}
     assert driver.fill() > 0
 

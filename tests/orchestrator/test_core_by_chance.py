@@ -21,6 +21,7 @@ class AnyRun(RuleBasedStateMachine):
         self.driver.join("engine-0")
         self.engines_made = 1
         self.batches_asked = 0
+        self.has_rolled_back = False
 
     # ------------------------------------------------------------ engines
 
@@ -120,6 +121,38 @@ class AnyRun(RuleBasedStateMachine):
         if is_published and len(self.driver.batches) > self.driver.batches_published:
             self.the_trainer_publishes("all")
 
+    # ------------------------------------------------------------ crashes
+
+    @rule(which=pick, snapshot=st.booleans())
+    def the_process_dies_after_its_checkpoint(self, which: int, snapshot: bool) -> None:
+        """It has published nothing since: no version is lost."""
+        handed = self.driver.core.handed
+        oldest = max(handed.safe, self.driver.batches_published)
+        batches = oldest + which % (handed.count - oldest + 1)
+        self.driver.die_and_resume(batches, snapshot=snapshot)
+        self.batches_asked = len(self.driver.batches) + len(self.driver.refused)
+
+    @rule(which=pick, snapshot=st.booleans())
+    def the_process_dies_and_its_newest_weights_with_it(self, which: int, snapshot: bool) -> None:
+        handed = self.driver.core.handed
+        if which % 4:
+            return
+        batches = handed.safe + which % (handed.count - handed.safe + 1)
+        self.driver.die_and_resume(batches, snapshot=snapshot)
+        self.batches_asked = len(self.driver.batches) + len(self.driver.refused)
+        self.has_rolled_back = True
+
+    @rule(which=pick)
+    def a_checkpoint_is_safe(self, which: int) -> None:
+        handed = self.driver.core.handed
+        batches = handed.safe + which % (handed.count - handed.safe + 1)
+        self.driver.do(ev.BatchesSafe(batches, self.driver.core.tasks.offer))
+
+    @rule(which=pick)
+    def a_connection_breaks(self, which: int) -> None:
+        names = sorted(self.driver.engines)
+        self.driver.come_back(names[which % len(names)])
+
     # ------------------------------------------------------------ what must hold
 
     @invariant()
@@ -128,7 +161,10 @@ class AnyRun(RuleBasedStateMachine):
             return
         groups = [group for batch in self.driver.batches for group in batch.groups]
         ids = [group.group_id for group in groups]
-        assert ids == sorted(set(ids))
+        assert len(ids) == len(set(ids))
+        assert self.has_rolled_back or ids == sorted(ids)
+        keys = [group.key for group in groups]
+        assert len(keys) == len(set(keys))
         bound = self.driver.core.policy.guaranteed_bound
         for batch in self.driver.batches:
             oldest = [v for g in batch.groups if (v := g.oldest_version) is not None]
@@ -137,7 +173,7 @@ class AnyRun(RuleBasedStateMachine):
     @invariant()
     def the_gate_at_consumption_never_had_to_close(self) -> None:
         """Admission alone keeps the bound as long as every publish follows a batch."""
-        if hasattr(self, "driver"):
+        if hasattr(self, "driver") and not self.has_rolled_back:
             assert self.driver.core.discarded_rollouts["stale"] == 0
 
     @invariant()

@@ -1,10 +1,12 @@
 from array import array
 
+import msgspec
 import pytest
 
 from tidegate.errors import BadFrame
 from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.fleet import Answer, Fleet, FleetTimes, step_arrived
+from tidegate.orchestrator.fleet import Answer, Fleet, FleetTimes
+from tidegate.orchestrator.step_checks import step_arrived
 from tidegate.transport.messages import (
     PROTOCOL,
     Ack,
@@ -22,7 +24,9 @@ from tidegate.transport.messages import (
     encode,
 )
 
-TIMES = FleetTimes(heartbeat_interval_s=1.0, engine_timeout_s=10.0, credit_steps=8)
+TIMES = FleetTimes(
+    heartbeat_interval_s=1.0, engine_timeout_s=10.0, orchestrator_timeout_s=10.0, credit_steps=8
+)
 
 
 def hello(engine: str = "a", *, epoch: int = 1, protocol: int = PROTOCOL, vocab: int = 96) -> Hello:
@@ -67,7 +71,9 @@ class Wire:
         return True
 
     def hear(self, *messages: Message, peer: bytes = b"a") -> list[ev.Event | Answer]:
-        return self.fleet.hear([(peer, encode(message)) for message in messages], self.now_s)
+        heard = self.fleet.hear([(peer, encode(message)) for message in messages], self.now_s)
+        self.fleet.acknowledge(self.fleet.take_acks())
+        return heard
 
     def last(self) -> Message:
         return self.sent[-1][1]
@@ -76,7 +82,7 @@ class Wire:
 @pytest.fixture
 def wire() -> Wire:
     wire = Wire()
-    assert wire.hear(hello()) == [ev.EngineJoined("a", 0, 4)]
+    assert wire.hear(hello()) == [ev.EngineJoined("a", 0, 4, epoch=1)]
     assert isinstance(wire.last(), Welcome)
     return wire
 
@@ -103,7 +109,7 @@ def test_an_engine_of_another_model_is_refused(wire: Wire) -> None:
 
 def test_a_reconnected_engine_joins_anew_and_keeps_its_stream(wire: Wire) -> None:
     wire.hear(make_step(0))
-    assert wire.hear(hello()) == [ev.EngineJoined("a", 0, 4)]
+    assert wire.hear(hello()) == [ev.EngineJoined("a", 0, 4, epoch=1)]
     assert isinstance(wire.last(), Welcome)
     heard = wire.hear(make_step(0), make_step(1))
     assert len(heard) == 1
@@ -112,7 +118,7 @@ def test_a_reconnected_engine_joins_anew_and_keeps_its_stream(wire: Wire) -> Non
 
 def test_a_new_process_under_the_same_name_replaces_the_old(wire: Wire) -> None:
     wire.hear(make_step(0))
-    assert wire.hear(hello(epoch=2)) == [ev.EngineLeft("a"), ev.EngineJoined("a", 0, 4)]
+    assert wire.hear(hello(epoch=2)) == [ev.EngineLeft("a"), ev.EngineJoined("a", 0, 4, epoch=2)]
     assert len(wire.hear(make_step(0))) == 1
 
 
@@ -131,8 +137,22 @@ def test_a_step_is_taken_in_once_whatever_is_repeated(wire: Wire) -> None:
 
 def test_steps_are_acknowledged_by_the_quarter_of_the_credit(wire: Wire) -> None:
     wire.sent.clear()
-    wire.hear(*[make_step(seq) for seq in range(5)])
+    for seq in range(5):
+        wire.hear(make_step(seq))
     assert [m for _, m in wire.sent] == [Ack(seq=1), Ack(seq=3)]
+
+
+def test_steps_heard_at_once_are_acknowledged_once(wire: Wire) -> None:
+    wire.sent.clear()
+    wire.hear(*[make_step(seq) for seq in range(5)])
+    assert [m for _, m in wire.sent] == [Ack(seq=3)]
+
+
+def test_an_engine_with_newer_weights_than_were_published_is_of_another_run(wire: Wire) -> None:
+    stranger = msgspec.structs.replace(hello("b"), weight_version=3)
+    assert wire.hear(stranger, peer=b"b") == []
+    assert isinstance(wire.last(), Refused)
+    assert "v3" in str(wire.last())
 
 
 def test_a_silent_engine_is_lost_after_its_time_and_not_before(wire: Wire) -> None:
@@ -140,6 +160,34 @@ def test_a_silent_engine_is_lost_after_its_time_and_not_before(wire: Wire) -> No
     assert wire.last() == OrchestratorHeartbeat()
     assert wire.fleet.tick(wire.now_s + 10.1) == [ev.EngineLeft("a")]
     assert wire.fleet.departed == {"a": "said nothing for 10 s"}
+
+
+def test_an_engine_given_up_for_its_silence_is_asked_to_say_hello_and_is_welcome_again(
+    wire: Wire,
+) -> None:
+    assert wire.fleet.tick(wire.now_s + 11.0) == [ev.EngineLeft("a")]
+    assert wire.hear(make_step(0)) == []
+    assert wire.last() == Complaint(
+        message="'a' said nothing for 11 s and was given up; say hello again"
+    )
+    (joined,) = wire.hear(hello())
+    assert isinstance(joined, ev.EngineJoined)
+    assert isinstance(wire.last(), Welcome)
+
+
+def test_an_engine_given_up_for_what_it_did_must_end(wire: Wire) -> None:
+    wire.fleet.lose("a", "still without weights v3")
+    assert wire.hear(make_step(0)) == []
+    assert wire.last() == Refused(message="given up: still without weights v3")
+
+
+def test_time_in_which_nobody_listened_is_nobodys_silence(wire: Wire) -> None:
+    assert wire.fleet.tick(wire.now_s) == []
+    assert wire.fleet.tick(wire.now_s + 30.0) == []  # the user's code has kept the loop so long
+    assert wire.fleet.tick(wire.now_s + 31.0) == []
+    for second in range(32, 41):
+        silent = wire.fleet.tick(wire.now_s + second)
+    assert silent == [ev.EngineLeft("a")]
 
 
 def test_any_word_from_an_engine_keeps_it(wire: Wire) -> None:

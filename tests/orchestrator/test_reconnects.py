@@ -5,11 +5,12 @@ from array import array
 from tests.orchestrator.driver import Driver
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.fleet import Fleet, FleetTimes
-from tidegate.orchestrator.simulated_engine import EngineCosts, hello_of
+from tidegate.orchestrator.simulated_engine import hello_of
+from tidegate.orchestrator.simulated_traits import EngineTraits
 from tidegate.orchestrator.weights import WeightCoordinator
 from tidegate.transport.messages import InitWeights, Message, Step, UpdateWeights, encode
 
-COSTS = EngineCosts(
+COSTS = EngineTraits(
     step_s=0.01,
     running_turn_s=0.0,
     prefill_tokens_per_s=1e6,
@@ -41,7 +42,7 @@ def test_an_engine_that_was_given_up_and_says_hello_again_goes_on_in_its_stream(
         sent.append(message)
         return True
 
-    fleet = Fleet(FleetTimes(1.0, 5.0, 8), send)
+    fleet = Fleet(FleetTimes(1.0, 5.0, 5.0, 8), send)
     hello = encode(hello_of("engine-0", 1, COSTS))
     fleet.hear([(b"engine-0", hello), (b"engine-0", a_step(0)), (b"engine-0", a_step(1))], 0.0)
     assert len(fleet.tick(6.0)) == 1  # silent for too long

@@ -39,13 +39,13 @@ def a_rollout(rollout_id: int = 7) -> Rollout:
     rollout.extend([5, 6])
     first = Turn(rollout, SamplingParams(max_tokens=4, seed=2**63))
     rollout.turns.append(first)
-    first.prefills.append(TurnPrefill(0, (KvSpan(3, 0, 2),)))
+    first.prefills = (TurnPrefill(0, (KvSpan(3, 0, 2),)),)
     first.append(10, -0.5, 3, "engine-0")
     first.finish_reason = "stop"
     rollout.extend([7])
     second = Turn(rollout, SamplingParams(max_tokens=4, temperature=0.5, top_k=9, top_p=0.75))
     rollout.turns.append(second)
-    second.prefills.append(TurnPrefill(0, (KvSpan(3, 0, 4),)))
+    second.prefills = (TurnPrefill(0, (KvSpan(3, 0, 4),)),)
     second.append(11, -1.5, 3, "engine-1")
     second.append(12, -2.5, 4, "engine-1")
     rollout.reward = 1.0

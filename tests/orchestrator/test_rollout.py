@@ -13,7 +13,7 @@ def a_turn(prompt: int = 4) -> Turn:
 
 
 def prefill(turn: Turn, at: int, *spans: tuple[int, int, int]) -> None:
-    turn.prefills.append(TurnPrefill(at, tuple(KvSpan(*span) for span in spans)))
+    turn.prefills = (*turn.prefills, TurnPrefill(at, tuple(KvSpan(*span) for span in spans)))
 
 
 def sample(turn: Turn, *versions: int, engine: str = "a") -> None:

@@ -1,4 +1,4 @@
-from tidegate.orchestrator.weights import Outgoing, WeightCoordinator
+from tidegate.orchestrator.weights import Laggards, Outgoing, WeightCoordinator
 from tidegate.transport.messages import (
     FinishWeightUpdate,
     InitWeights,
@@ -7,8 +7,19 @@ from tidegate.transport.messages import (
 )
 
 INIT = InitWeights(channel="shm")
-CHUNK = UpdateWeights(version=1, location="segment", tensors=[])
-FINISH = FinishWeightUpdate(version=1, pause_mode="keep", kv_policy="recompute")
+
+
+def chunk(version: int) -> UpdateWeights:
+    return UpdateWeights(version=version, location="segment", tensors=[])
+
+
+def staging(engine: str, version: int) -> Outgoing:
+    return [(engine, StartWeightUpdate(version=version)), (engine, chunk(version))]
+
+
+def finish(engine: str, version: int) -> Outgoing:
+    word = FinishWeightUpdate(version=version, pause_mode="keep", kv_policy="recompute")
+    return [(engine, word)]
 
 
 def coordinator(*engines: str) -> WeightCoordinator:
@@ -18,97 +29,173 @@ def coordinator(*engines: str) -> WeightCoordinator:
     return made
 
 
-def staging(engine: str) -> Outgoing:
-    return [(engine, StartWeightUpdate(version=1)), (engine, CHUNK)]
+def bring(weights: WeightCoordinator, version: int, *engines: str) -> None:
+    """Publish a version to the end."""
+    weights.publish(version, [chunk(version)])
+    for engine in engines:
+        weights.staged(engine, version)
+    weights.release()
+    weights.swaps()
+    for engine in engines:
+        weights.live(engine, version)
+    assert weights.is_settled
 
 
 def test_no_engine_swaps_before_every_engine_has_staged() -> None:
     weights = coordinator("a", "b")
-    assert weights.publish(1, [CHUNK]) == [*staging("a"), *staging("b")]
-    assert weights.staged("a", 1) == []
-    assert weights.staged("b", 1) == []
-    assert weights.release() == [("a", FINISH), ("b", FINISH)]
+    assert weights.publish(1, [chunk(1)]) == [*staging("a", 1), *staging("b", 1)]
+    weights.staged("a", 1)
+    assert weights.swaps() == []
+    weights.staged("b", 1)
+    assert weights.swaps() == []
+    weights.release()
+    assert weights.swaps() == [*finish("a", 1), *finish("b", 1)]
+    assert weights.swaps() == []
     weights.live("a", 1)
     assert (weights.is_settled, weights.engines_behind) == (False, ["b"])
     weights.live("b", 1)
     assert weights.is_settled
 
 
+def test_who_waits_for_what_can_be_told_at_any_time() -> None:
+    weights = coordinator("a", "b", "c")
+    assert weights.laggards == []
+    weights.publish(1, [chunk(1)])
+    weights.staged("c", 1)
+    assert weights.laggards == [
+        Laggards(1, "staging", ("a", "b")),
+        Laggards(1, "staged", ("c",)),
+    ]
+    weights.staged("a", 1)
+    weights.staged("b", 1)
+    weights.release()
+    weights.swaps()
+    assert weights.laggards == [Laggards(1, "swapping", ("a", "b", "c"))]
+    assert str(weights.laggards[0]) == "v1 is swapping on a, b, c"
+
+
 def test_a_late_joiner_gets_the_newest_version_and_swaps_at_once() -> None:
     weights = coordinator("a")
-    weights.publish(1, [CHUNK])
-    weights.staged("a", 1)
-    weights.release()
-    weights.live("a", 1)
-    assert weights.joined("late", 0) == [("late", INIT), *staging("late")]
-    assert not weights.is_settled  # it reads the buffer still
-    assert weights.staged("late", 1) == [("late", FINISH)]
+    bring(weights, 1, "a")
+    assert weights.joined("late", 0) == [("late", INIT), *staging("late", 1)]
+    assert not weights.is_settled
+    weights.staged("late", 1)
+    assert weights.swaps() == finish("late", 1)
 
 
-def test_an_engine_that_comes_with_the_newest_version_needs_nothing() -> None:
+def test_an_engine_that_serves_a_version_already_needs_nothing_of_it() -> None:
     weights = coordinator("a")
-    weights.publish(1, [CHUNK])
+    bring(weights, 1, "a")
     assert weights.joined("b", 1) == [("b", INIT)]
+    resumed = coordinator("late")
+    assert resumed.joined("a", 5) == [("a", INIT)]
+    assert resumed.publish(5, [chunk(5)]) == staging("late", 5)  # but not to a, which has kept it
 
 
 def test_nobody_waits_for_an_engine_that_is_gone() -> None:
     weights = coordinator("a", "b")
-    weights.publish(1, [CHUNK])
+    weights.publish(1, [chunk(1)])
     weights.staged("a", 1)
     weights.left("b")
-    assert weights.release() == [("a", FINISH)]
+    weights.release()
+    assert weights.swaps() == finish("a", 1)
     weights.live("a", 1)
     assert weights.is_settled
+
+
+def test_a_word_to_swap_that_comes_after_a_reconnect_is_not_said() -> None:
+    weights = coordinator("a")
+    weights.publish(1, [chunk(1)])
+    weights.staged("a", 1)
+    weights.release()  # the word is due, but waits for the journal
+    assert weights.joined("a", 0) == [("a", INIT), *staging("a", 1)]
+    assert weights.swaps() == []  # what it had staged is gone with its connection
+    weights.staged("a", 1)
+    assert weights.swaps() == finish("a", 1)
 
 
 def test_a_refusal_is_kept_with_its_reason_and_nobody_swaps() -> None:
     weights = coordinator("a", "b")
-    weights.publish(1, [CHUNK])
+    weights.publish(1, [chunk(1)])
     weights.staged("a", 1)
     assert not weights.refused("b", 1, "wrong shape")
+    assert weights.catch_up() == []  # it would refuse again
     assert weights.update is not None
     assert weights.update.refusals == {"b": "wrong shape"}
     weights.withdraw()
     assert weights.is_settled
-    assert weights.joined("c", 0) == [("c", INIT)]  # nothing to bring it
+    assert weights.swaps() == weights.catch_up() == []
+    assert weights.joined("c", 0) == [("c", INIT)]  # none was ever released: all serve the first
 
 
-def test_a_publish_given_up_while_engines_stage_still_waits_for_them_to_let_go() -> None:
-    weights = coordinator("a", "b")
-    weights.publish(1, [CHUNK])
-    weights.staged("a", 1)
+def test_a_late_joiner_gets_the_version_released_last_whatever_became_of_those_since() -> None:
+    weights = coordinator("a")
+    bring(weights, 1, "a")
+    assert weights.kept_version == 1
+    weights.publish(2, [chunk(2)])
+    weights.refused("a", 2, "wrong shape")
     weights.withdraw()
-    assert weights.engines_behind == ["b"]  # it reads the buffer
-    assert weights.staged("b", 1) == []
+    assert weights.kept_version == 1
+    assert weights.joined("late", 0) == [("late", INIT), *staging("late", 1)]
+    weights.staged("late", 1)
+    assert weights.swaps() == finish("late", 1)
+    weights.live("late", 1)
     assert weights.is_settled
 
 
-def test_an_engine_that_joins_while_the_buffer_is_written_waits_for_what_is_written() -> None:
+def test_so_does_one_that_joins_while_the_next_version_is_written_or_that_waited_for_it() -> None:
     weights = coordinator("a")
-    weights.publish(1, [CHUNK])
+    bring(weights, 1, "a")
+    weights.is_reserved = True  # version 2 is being written beside version 1
+    assert weights.joined("late", 0) == [("late", INIT), *staging("late", 1)]
+    assert weights.is_writable
+    assert weights.publish(2, [chunk(2)]) == [*staging("a", 2), *staging("late", 2)]
+    assert weights.engines_behind == ["a", "late"]
+    weights.staged("late", 1)  # from before it was told of the newer one
+    assert weights.swaps() == []
+    weights.staged("late", 2)
+    weights.withdraw()
+    assert weights.catch_up() == staging("late", 1)
+
+
+def test_a_publish_given_up_while_engines_copy_it_waits_for_them_to_let_go() -> None:
+    weights = coordinator("a", "b")
+    weights.publish(1, [chunk(1)])
     weights.staged("a", 1)
+    weights.withdraw()
+    assert weights.engines_behind == ["b"]
+    assert not weights.is_writable
+    weights.staged("b", 1)
+    assert weights.is_settled
+    assert weights.is_writable
+    assert weights.swaps() == []
+
+
+def test_a_version_given_up_may_be_published_again_and_old_answers_do_not_count_for_it() -> None:
+    weights = coordinator("a")
+    weights.publish(1, [chunk(1)])
+    weights.withdraw()
+    weights.staged("a", 1)
+    assert weights.publish(1, [chunk(1)]) == staging("a", 1)
     weights.release()
-    weights.live("a", 1)
-    weights.is_reserved = True  # version 2 is being written over version 1
-    assert weights.joined("late", 0) == [("late", INIT)]
-    two = UpdateWeights(version=2, location="segment", tensors=[])
-    assert ("late", two) in weights.publish(2, [two])
+    assert weights.swaps() == []
+    weights.staged("a", 1)
+    assert weights.swaps() == finish("a", 1)
 
 
 def test_an_engine_that_refuses_what_others_serve_is_no_engine_of_this_run() -> None:
     weights = coordinator("a")
-    weights.publish(1, [CHUNK])
-    weights.staged("a", 1)
-    weights.release()
-    weights.live("a", 1)
+    bring(weights, 1, "a")
     weights.joined("other model", 0)
     assert weights.refused("other model", 1, "wrong shape")
+    weights.left("other model")
+    assert weights.joined("other model", 0)[1:] == staging("other model", 1)  # a new process
 
 
 def test_answers_about_another_version_change_nothing() -> None:
     weights = coordinator("a")
-    weights.publish(1, [CHUNK])
-    assert weights.staged("a", 0) == []
+    weights.publish(1, [chunk(1)])
+    weights.staged("a", 0)
     weights.live("a", 0)
-    weights.refused("a", 0, "late news")
+    assert not weights.refused("a", 0, "late news")
     assert weights.engines_behind == ["a"]

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
+import zmq
 
 from tidegate.transport.sockets import FRAMES_PER_DRAIN, RouterSocket
 
@@ -42,3 +43,11 @@ def router(request: pytest.FixtureRequest) -> Iterator[RouterSocket]:
     socket = RouterSocket(request.param, name="test")
     yield socket
     socket.close()
+
+
+def stranger_socket(kind: int) -> "zmq.Socket[bytes]":
+    """A bare socket, to send what ours would not."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    socket = context.socket(kind)
+    socket.linger = 0
+    return socket

@@ -1,7 +1,8 @@
 """What must a worker in another language do? A whole one, with only zmq and msgpack.
 
 It joins, serves turns by counting upwards from the last token of the prompt, keeps what is not
-acknowledged, and leaves when told to. Read it beside docs/protocol.md.
+acknowledged, goes on where it was after a lost connection, and leaves when told to. Read it beside
+docs/protocol.md.
 """
 
 import math
@@ -25,25 +26,28 @@ class Worker:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.identity = name.encode()
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.socket.connect(address)
         self.name = name
+        self.epoch = time.time_ns()
+        self.is_welcome = False
         self.seq = 0
         self.credit_steps = 1
         self.unacknowledged: deque[tuple[int, bytes]] = deque()
         self.turns: dict[int, list[int]] = {}  # handle -> [last token, tokens still to sample]
         self.is_over = False
 
-    def send(self, kind: str, **fields: Any) -> bytes:
-        frame: bytes = msgpack.packb({"kind": kind, **fields})
-        self.socket.send(frame)
-        return frame
+    def send(self, kind: str, **fields: Any) -> None:
+        self.socket.send(msgpack.packb({"kind": kind, **fields}))
 
     def hello(self) -> None:
+        """The first word on each connection, and after each complaint."""
+        self.is_welcome = False
         self.send(
             "hello",
             protocol=1,
             engine=self.name,
-            epoch=time.time_ns(),
+            epoch=self.epoch,
             weight_version=0,
             architecture="Counter",
             vocab_size=1000,
@@ -55,12 +59,22 @@ class Worker:
             kv_policies=["recompute"],
             weight_channels=[],
             pid=os.getpid(),
+            first_seq=self.unacknowledged[0][0] if self.unacknowledged else self.seq,
+            next_seq=self.seq,
+            turns=struct.pack(f"<{len(self.turns)}I", *self.turns),
         )
 
     def handle(self, message: dict[str, Any]) -> None:
         match message["kind"]:
-            case "welcome":
+            case "welcome" if not self.is_welcome:
+                self.is_welcome = True
                 self.credit_steps = message["credit_steps"]
+                for _, frame in self.unacknowledged:
+                    self.socket.send(frame)
+            case "shutdown" | "refused":
+                self.is_over = True
+            case _ if not self.is_welcome:
+                pass  # said by one who had not heard the hello
             case "submit_turn":
                 ids = message["token_ids"]
                 prompt = struct.unpack(f"<{len(ids) // 4}i", ids)
@@ -70,8 +84,8 @@ class Worker:
             case "ack":
                 while self.unacknowledged and self.unacknowledged[0][0] <= message["seq"]:
                     self.unacknowledged.popleft()
-            case "shutdown":
-                self.is_over = True
+            case "complaint":
+                self.hello()
 
     def step(self) -> None:
         """One token for each turn, in one message."""
@@ -82,28 +96,36 @@ class Worker:
             self.turns[turn][1] -= 1
             finish.append(LENGTH if self.turns[turn][1] == 0 else 0)
         rows = len(handles)
-        frame = self.send(
-            "step",
-            seq=self.seq,
-            version=0,
-            turns=struct.pack(f"<{rows}I", *handles),
-            token_ids=struct.pack(f"<{rows}i", *(self.turns[turn][0] for turn in handles)),
-            logprobs=struct.pack(f"<{rows}f", *[math.log(0.5)] * rows),
-            finish=bytes(finish) if any(finish) else b"",
-        )
-        self.unacknowledged.append((self.seq, frame))
+        step = {
+            "kind": "step",
+            "seq": self.seq,
+            "version": 0,
+            "turns": struct.pack(f"<{rows}I", *handles),
+            "token_ids": struct.pack(f"<{rows}i", *(self.turns[turn][0] for turn in handles)),
+            "logprobs": struct.pack(f"<{rows}f", *[math.log(0.5)] * rows),
+            "finish": bytes(finish) if any(finish) else b"",
+        }
+        self.unacknowledged.append((self.seq, msgpack.packb(step)))
         self.seq += 1
         self.turns = {turn: state for turn, state in self.turns.items() if state[1] > 0}
+        if self.is_welcome:
+            self.socket.send(self.unacknowledged[-1][1])
 
     def run(self) -> None:
-        self.hello()
         while not self.is_over:
             can_step = self.turns and len(self.unacknowledged) < self.credit_steps
-            if self.socket.poll(0 if can_step else 100):
+            if self.monitor.poll(0):
+                self.monitor.recv_multipart()
+                while self.socket.poll(0):
+                    self.socket.recv()  # from before this connection
+                self.hello()
+            elif self.socket.poll(0 if can_step else 20):
                 self.handle(msgpack.unpackb(self.socket.recv()))
             elif can_step:
                 self.step()
         self.send("goodbye", reason=f"{len(self.unacknowledged)} steps unacknowledged")
+        self.socket.disable_monitor()
+        self.monitor.close()
         self.socket.close()
         self.context.term()  # returns when the goodbye is out
 

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from tidegate.errors import AddressInUse, ConfigError
-from tidegate.transport.addresses import check_address
+from tidegate.transport.addresses import (
+    as_seen_here,
+    check_connector,
+    check_listener,
+    is_on_this_host,
+)
 from tidegate.transport.sockets import DealerSocket, RouterSocket
 
 
@@ -15,8 +20,41 @@ from tidegate.transport.sockets import DealerSocket, RouterSocket
     "address",
     ["ipc:///run/x", "ipc://@x", "tcp://127.0.0.1:5555", "tcp://127.8.9.1:1", "tcp://[::1]:5555"],
 )
-def test_addresses_on_this_host_are_served(address: str) -> None:
-    check_address(address)
+def test_addresses_on_this_host_need_no_keys(address: str) -> None:
+    check_listener(address, has_keys=False)
+    check_connector(address, has_keys=False)
+    assert is_on_this_host(address)
+    assert as_seen_here(address) == address
+
+
+BEYOND = ["tcp://192.168.1.7:5555", "tcp://[fe80::1]:5555", "tcp://localhost:5", "tcp://a-b.c_d:5"]
+WILDCARDS = {
+    "tcp://0.0.0.0:5555": "tcp://127.0.0.1:5555",
+    "tcp://*:5555": "tcp://127.0.0.1:5555",
+    "tcp://[::]:5555": "tcp://[::1]:5555",
+}
+
+
+@pytest.mark.parametrize("address", [*BEYOND, *WILDCARDS])
+def test_addresses_beyond_this_host_are_served_with_keys_only(address: str) -> None:
+    assert not is_on_this_host(address)
+    check_listener(address, has_keys=True)
+    for check in (check_listener, check_connector):
+        with pytest.raises(ConfigError, match="reached from other hosts, so it needs keys"):
+            check(address, has_keys=False)
+
+
+@pytest.mark.parametrize("address", WILDCARDS)
+def test_every_interface_is_where_to_listen_and_not_where_to_connect(address: str) -> None:
+    with pytest.raises(ConfigError, match="is where to listen, on every interface"):
+        check_connector(address, has_keys=True)
+    check_connector(as_seen_here(address), has_keys=True)
+    assert as_seen_here(address) == WILDCARDS[address]
+
+
+def test_keys_are_not_taken_where_they_would_protect_nothing() -> None:
+    with pytest.raises(ConfigError, match="joins threads of one process"):
+        check_listener("inproc://x", has_keys=True)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +71,8 @@ def test_addresses_on_this_host_are_served(address: str) -> None:
         ("tcp://127.0.0.1:0", "a port is 1 to 65535"),
         ("tcp://127.0.0.1:65536", "a port is 1 to 65535"),
         ("tcp://127.0.0.1:1;tcp://10.0.0.1:1", "not tcp://HOST:PORT"),
+        ("tcp://127.0.0.1;127.0.0.1:1", "not tcp://HOST:PORT"),
+        ("tcp://127.0.0.\u0661:1", "not tcp://HOST:PORT"),
         ("ipc://relative/path", "relative path"),
         ("ipc://", "no address"),
         ("/run/x", "no address"),

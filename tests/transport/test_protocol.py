@@ -4,6 +4,7 @@ import asyncio
 import re
 import struct
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
 
@@ -87,6 +88,25 @@ ENGINE_EXAMPLES: list[Message] = [
         pause_modes=["abort", "keep"],
         kv_policies=["keep"],
         weight_channels=["shm"],
+    ),
+    Hello(
+        protocol=1,
+        engine="engine-1",
+        epoch=2,
+        weight_version=3,
+        architecture="Qwen3ForCausalLM",
+        vocab_size=100,
+        context_tokens_max=4096,
+        max_running_turns=8,
+        num_blocks=64,
+        block_tokens=16,
+        pause_modes=["wait"],
+        kv_policies=["recompute"],
+        weight_channels=["disk"],
+        pid=7,
+        first_seq=41,
+        next_seq=45,
+        turns=struct.pack("<2I", 7, 4_294_967_295),
     ),
     EXAMPLE_STEP,
     TurnRefused(turn=3, message="too long"),
@@ -218,4 +238,57 @@ async def test_a_worker_that_knows_only_the_page_serves_a_turn(router: RouterSoc
         (2, (6,), (103,), bytes([LENGTH])),
     ]
     assert goodbye == Goodbye(reason="0 steps unacknowledged")
+    assert await asyncio.wait_for(worker.wait(), WAIT_S) == 0
+
+
+async def test_such_a_worker_loses_nothing_to_a_broken_connection(tmp_path: Path) -> None:
+    address, program = f"ipc://{tmp_path}/wire", str(Path(foreign_worker.__file__))
+    worker = await asyncio.create_subprocess_exec(sys.executable, program, address, "elsie")
+    welcome = Welcome(heartbeat_interval_s=1, orchestrator_timeout_s=9, credit_steps=2)
+    prompt = struct.pack("<i", 100)
+    with closing(RouterSocket(address, name="test")) as router:
+        inbox = Inbox(router)
+        first = decode_from_engine((await inbox.wait_for(1))[0][1])
+        router.send(b"elsie", welcome)
+        sampling = SamplingParams(max_tokens=5)
+        router.send(b"elsie", SubmitTurn(turn=6, token_ids=prompt, sampling=sampling))
+        await inbox.wait_for(3)  # two steps, which is all its credit
+    with closing(RouterSocket(address, name="test")) as router:
+        inbox = Inbox(router)
+        hello = decode_from_engine((await inbox.wait_for(1))[0][1])
+        assert isinstance(first, Hello)
+        assert hello == msgspec.structs.replace(
+            first, first_seq=0, next_seq=2, turns=struct.pack("<I", 6)
+        )
+        router.send(b"elsie", Ack(seq=1))  # from somebody who has not heard that
+        router.send(b"elsie", welcome)
+        await inbox.wait_for(3)
+        router.send(b"elsie", Ack(seq=1))
+        await inbox.wait_for(5)
+        router.send(b"elsie", Ack(seq=3))
+        steps = [decode_from_engine(frame) for _, frame in (await inbox.wait_for(6))[1:]]
+        assert [step.seq for step in steps if isinstance(step, Step)] == [0, 1, 2, 3, 4]
+        router.send(b"elsie", Shutdown())
+        await inbox.wait_for(7)
+    assert await asyncio.wait_for(worker.wait(), WAIT_S) == 0
+
+
+async def test_such_a_worker_says_all_again_when_complained_of(router: RouterSocket) -> None:
+    program = str(Path(foreign_worker.__file__))
+    worker = await asyncio.create_subprocess_exec(sys.executable, program, router.address, "elsie")
+    inbox = Inbox(router)
+    await inbox.wait_for(1)
+    welcome = Welcome(heartbeat_interval_s=1, orchestrator_timeout_s=9, credit_steps=4)
+    router.send(b"elsie", welcome)
+    prompt = struct.pack("<i", 100)
+    sampling = SamplingParams(max_tokens=2)
+    router.send(b"elsie", SubmitTurn(turn=6, token_ids=prompt, sampling=sampling))
+    await inbox.wait_for(3)
+    router.complain(b"elsie", "step 0 could not be read")
+    hello = decode_from_engine((await inbox.wait_for(4))[3][1])
+    assert isinstance(hello, Hello)
+    assert (hello.first_seq, hello.next_seq, hello.turns) == (0, 2, b"")
+    router.send(b"elsie", welcome)
+    assert (await inbox.wait_for(6))[4:] == inbox.frames[1:3]  # unchanged
+    router.send(b"elsie", Shutdown())
     assert await asyncio.wait_for(worker.wait(), WAIT_S) == 0

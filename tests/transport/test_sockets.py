@@ -16,10 +16,10 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.transport.conftest import WAIT_S, Inbox
+from tests.transport.conftest import WAIT_S, Inbox, stranger_socket
 from tidegate.errors import BadFrame, ConfigError
+from tidegate.transport.limits import SMALL_FRAME_BYTES_MAX
 from tidegate.transport.messages import (
-    FRAME_BYTES_MAX,
     Ack,
     Complaint,
     FromOrchestrator,
@@ -28,6 +28,7 @@ from tidegate.transport.messages import (
     Paused,
     Resumed,
     Shutdown,
+    Step,
     decode_from_engine,
     encode,
 )
@@ -188,15 +189,18 @@ async def test_the_last_words_of_a_process_arrive_though_it_ends_at_once(
     inbox = Inbox(router)
     program = (
         "import sys; from tidegate.transport.sockets import DealerSocket;"
-        "from tidegate.transport.messages import Goodbye;"
+        "from tidegate.transport.messages import Goodbye, Step;"
         "dealer = DealerSocket(sys.argv[1], b'engine-0');"
         "[dealer.send(Goodbye(reason=str(i))) for i in range(5000)];"
-        "[dealer.send(Goodbye(reason='x' * 4_000_000)) for i in range(8)]; dealer.close()"
+        "step = Step(seq=0, version=0, turns=b'', token_ids=bytes(4_000_000), logprobs=b'');"
+        "[dealer.send(step) for i in range(8)]; dealer.close()"
     )
     engine = await asyncio.create_subprocess_exec(sys.executable, "-c", program, router.address)
     frames = await inbox.wait_for(5008)
     assert frames[4999][1] == encode(Goodbye(reason="4999"))
-    assert frames[-1][1] == encode(Goodbye(reason="x" * 4_000_000))
+    last = decode_from_engine(frames[-1][1])
+    assert isinstance(last, Step)
+    assert len(last.token_ids) == 4_000_000
     assert await engine.wait() == 0
 
 
@@ -212,14 +216,17 @@ async def test_a_peer_that_comes_back_under_its_name_is_served_on_its_new_connec
         dealer.close()
 
 
-def test_an_engine_learns_that_its_connection_was_made_anew(tmp_path: Path) -> None:
+def test_an_engine_knows_whether_there_is_a_connection_and_which(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/s"
     with closing(DealerSocket(address, b"engine-0")) as dealer:
-        for connection in range(2):
+        for number in (1, 2):
+            assert dealer.connection() is None
             with closing(RouterSocket(address, name="test")) as router:
                 hear_from(dealer, router)
-                assert dealer.has_reconnected() is (connection > 0)
-                assert dealer.has_reconnected() is False
+                assert dealer.connection() == number
+            deadline_s = time.monotonic() + WAIT_S
+            while dealer.connection() is not None and time.monotonic() < deadline_s:
+                dealer.receive(0.01)
 
 
 def hear_from(dealer: DealerSocket, router: RouterSocket) -> None:
@@ -233,14 +240,6 @@ def hear_from(dealer: DealerSocket, router: RouterSocket) -> None:
 
 
 # ------------------------------------------------------------------------------ what is malformed
-
-
-def stranger_socket(kind: int) -> "zmq.Socket[bytes]":
-    """A bare socket, to send what ours would not."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-    socket = context.socket(kind)
-    socket.linger = 0
-    return socket
 
 
 MULTIPART = st.lists(st.binary(max_size=40), min_size=1, max_size=5)
@@ -333,8 +332,8 @@ def test_an_engine_skips_what_it_cannot_read_and_complains(noise: list[bytes]) -
 async def test_a_message_nobody_would_read_is_refused_before_it_is_sent(
     router: RouterSocket,
 ) -> None:
-    with pytest.raises(BadFrame, match="Complaint of 67108"):
-        router.send(b"engine-0", Complaint(message="x" * FRAME_BYTES_MAX))
+    with pytest.raises(BadFrame, match="a Complaint would be refused by its receiver: a frame of"):
+        router.send(b"engine-0", Complaint(message="x" * SMALL_FRAME_BYTES_MAX))
 
 
 @pytest.mark.parametrize("identity", [b"", b"\0x", b"x" * 256])

@@ -26,6 +26,15 @@ def test_the_window_closes_when_the_credit_is_used_up_and_opens_with_an_ack() ->
     assert window.next_seq() == 3
 
 
+def test_what_was_sent_on_a_larger_credit_is_kept_and_nothing_follows_it() -> None:
+    window = sent(SendWindow(4), 4)
+    window.set_credit(2)
+    window.acknowledge(1)
+    assert (window.first_seq, window.is_open, window.unacknowledged()) == (2, False, [b"2", b"3"])
+    window.acknowledge(2)
+    assert (window.first_seq, window.is_open) == (3, True)
+
+
 def test_a_repeated_or_older_ack_changes_nothing() -> None:
     window = sent(SendWindow(8), 5)
     window.acknowledge(3)

@@ -119,6 +119,33 @@ def test_each_version_arrives_in_another_process_also_when_it_grows_and_shrinks(
     assert engine.finish() == ""
 
 
+def test_a_version_that_is_kept_can_still_be_read_whatever_is_written_beside_it(
+    weights: WeightSender,
+) -> None:
+    engine = Engine(weights.init())
+    kept: UpdateWeights | None = None
+    kept_hashes: dict[str, str] = {}
+    sizes = [100, 100, 5000, 80, 80, 9000, 100]
+    for version, rows in enumerate(sizes):
+        for _ in range(2):  # the first attempt comes to nothing
+            tensors = [bfloat16("w", rows), bfloat16("bias", 3)]
+            keep = None if kept is None else kept.version
+            [update] = weights.write(version, tensors, keep=keep)
+            assert engine.hashes(update) == hashes(tensors)
+            if kept is not None:
+                assert engine.hashes(kept) == kept_hashes
+        kept, kept_hashes = update, hashes(tensors)
+    assert engine.finish() == ""
+
+
+def test_shared_memory_for_versions_of_one_size_is_room_for_two() -> None:
+    weights = sender("shm")
+    for version in range(6):
+        [update] = weights.write(version, [bfloat16("w", 10_000)], keep=version - 1)
+    assert os.stat(update.location).st_size == 2 * 20480  # 10,000 x 2 B in whole pages
+    weights.close()
+
+
 def test_killing_a_receiver_leaves_the_others_and_the_machine_as_they_were(
     weights: WeightSender,
 ) -> None:
@@ -239,6 +266,21 @@ def test_only_the_newest_two_versions_stay_on_disk_and_none_after_closing(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
+def test_files_that_a_killed_process_left_make_place_for_newer_ones(tmp_path: Path) -> None:
+    killed = sender("disk", tmp_path)
+    for version in (3, 4):
+        killed.write(version, [bfloat16("w", 3)])
+    weights = sender("disk", tmp_path)
+    for version in (4, 5):
+        weights.write(version, [bfloat16("w", 3)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "weights-00000004.safetensors",
+        "weights-00000005.safetensors",
+    ]
+    weights.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_without_a_directory_the_files_lie_in_one_that_is_removed() -> None:
     weights = sender("disk")
     [update] = weights.write(0, [bfloat16("w", 3)])
@@ -345,7 +387,7 @@ def test_an_init_that_leads_nowhere_is_refused(channel: str, info: dict[str, Any
 
 
 def test_an_unknown_channel_or_an_impossible_directory_is_a_settings_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there are shm, disk"):
+    with pytest.raises(ConfigError, match="there are shm, zmq, disk"):
         sender("pigeon")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="can't make the directory"):

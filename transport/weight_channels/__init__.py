@@ -1,34 +1,60 @@
-"""Which way do weights travel, apart from messages? By shared memory on one host, or by files."""
+"""Which way do weights travel, apart from messages? In shared memory, by ZeroMQ, or as files."""
 
 from pathlib import Path
 
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.transport.messages import InitWeights
-from tidegate.transport.weight_channels import disk, shm
-from tidegate.transport.weight_channels.base import NamedBuffer, WeightReceiver, WeightSender
+from tidegate.transport.security import OrchestratorKeys
+from tidegate.transport.weight_channels import disk, shm, zmq
+from tidegate.transport.weight_channels.base import Home, NamedBuffer, WeightReceiver, WeightSender
+from tidegate.transport.weight_channels.zmq_receiver import ZmqReceiver
+from tidegate.transport.weight_channels.zmq_sender import ZmqSender
 
-__all__ = ["CHANNELS", "NamedBuffer", "WeightReceiver", "WeightSender", "receiver", "sender"]
+__all__ = [
+    "CHANNELS",
+    "NOWHERE",
+    "Home",
+    "NamedBuffer",
+    "WeightReceiver",
+    "WeightSender",
+    "receiver",
+    "sender",
+]
 
-CHANNELS = (shm.NAME, disk.NAME)
+CHANNELS = (shm.NAME, zmq.NAME, disk.NAME)
 """Those that this version has, the fastest first."""
 
+NOWHERE = Home()
+"""For engines that need no way to their orchestrator: the buffer is on their host."""
 
-def sender(channel: str, directory: Path | None = None) -> WeightSender:
-    """The orchestrator's end. ``directory`` is where ``disk`` writes; None gives a private one.
+
+def sender(
+    channel: str,
+    directory: Path | None = None,
+    *,
+    address: str | None = None,
+    keys: OrchestratorKeys | None = None,
+) -> WeightSender:
+    """The orchestrator's end.
+
+    ``disk`` writes into ``directory``, None is a private one. ``zmq`` listens beside ``address``,
+    where the orchestrator does, and lets in whom ``keys`` do.
 
     Raises:
-        ConfigError: no such channel.
+        ConfigError: no such channel, or nothing can be written or bound there.
     """
     match channel:
         case shm.NAME:
             return shm.ShmSender()
+        case zmq.NAME:
+            return ZmqSender(address, keys=keys)
         case disk.NAME:
             return disk.DiskSender(directory)
     raise ConfigError(f"no weight channel {channel!r}; there are {', '.join(CHANNELS)}")
 
 
-def receiver(init: InitWeights) -> WeightReceiver:
-    """An engine's end, as the sender's ``init`` asks.
+def receiver(init: InitWeights, home: Home = NOWHERE) -> WeightReceiver:
+    """An engine's end, as the sender's ``init`` asks; ``home`` is how it reaches its orchestrator.
 
     Raises:
         WeightsRefused: no such channel here, or it can't reach the sender's buffer.
@@ -36,6 +62,8 @@ def receiver(init: InitWeights) -> WeightReceiver:
     match init.channel:
         case shm.NAME:
             return shm.ShmReceiver(init)
+        case zmq.NAME:
+            return ZmqReceiver(init, home)
         case disk.NAME:
             return disk.DiskReceiver(init)
     raise WeightsRefused(

@@ -7,12 +7,13 @@ a part in two: :meth:`WeightSender.init` and :meth:`WeightSender.write` make the
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from tidegate.errors import WeightsRefused
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
+from tidegate.transport.security import EngineKeys
 
 ITEM_BYTES = {
     "float64": 8,
@@ -31,6 +32,10 @@ ITEM_BYTES = {
 """Size of one element, by torch's name of its dtype."""
 
 
+ALIGNMENT_BYTES = 64
+"""One cache line, and enough for every dtype and vector load."""
+
+
 @dataclass(frozen=True, slots=True)
 class NamedBuffer:
     """One tensor to send: its bytes, row-major and little-endian, and what they are."""
@@ -43,17 +48,28 @@ class NamedBuffer:
     """Contiguous; read while :meth:`WeightSender.write` runs, not kept."""
 
 
+@dataclass(frozen=True, slots=True)
+class Home:
+    """How an engine reaches its orchestrator: the way to weights that come over the network."""
+
+    address: str = ""
+    keys: EngineKeys | None = None
+
+
 class WeightSender(Protocol):
-    """The orchestrator's end: one writer, any number of readers, one version at a time."""
+    """The orchestrator's end: one writer, any number of readers, one version or two at a time."""
 
     def init(self) -> InitWeights:
         """Phase 1, for each engine that joins."""
         ...
 
-    def write(self, version: int, tensors: Sequence[NamedBuffer]) -> list[UpdateWeights]:
+    def write(
+        self, version: int, tensors: Sequence[NamedBuffer], *, keep: int | None = None
+    ) -> list[UpdateWeights]:
         """Put ``version`` where receivers can read it; the messages of phase 3.
 
-        May overwrite the previous version: call it only when every receiver is done with that.
+        May overwrite every version but ``keep``: call it only when no receiver reads another. A
+        version that is kept stays where its own messages say, at the price of room for two.
         Spends its time in copies that let other threads run, so it may be given to one.
 
         Raises:
@@ -69,8 +85,13 @@ class WeightSender(Protocol):
 class WeightReceiver(Protocol):
     """An engine's end."""
 
-    def tensors(self, update: UpdateWeights) -> Iterator[tuple[TensorSpec, memoryview]]:
+    def tensors(
+        self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
+    ) -> Iterator[tuple[TensorSpec, memoryview]]:
         """The bytes of each tensor, without a copy. All specs are checked before the first one.
+
+        Where they come from afar, ``is_wanted`` is asked now and then; once it says no, there are
+        no more.
 
         The views are private to this process: writing to one changes it for nobody else. What they
         show is the version asked for until the sender writes the next: copy before ``last`` is
@@ -119,6 +140,19 @@ def check_buffers(tensors: Sequence[NamedBuffer]) -> None:
         if tensor.name in names:
             raise WeightsRefused(f"tensor {tensor.name!r} appears twice in one version")
         names.add(tensor.name)
+
+
+def layout(tensors: Sequence[NamedBuffer], start: int = 0) -> tuple[list[TensorSpec], int]:
+    """Where each tensor goes, one after the other from ``start`` on, and the end of the last."""
+    specs = []
+    end = start
+    for tensor in tensors:
+        offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        end = offset + tensor.data.nbytes
+        specs.append(
+            TensorSpec(tensor.name, tensor.dtype, list(tensor.shape), offset, tensor.data.nbytes)
+        )
+    return specs, end
 
 
 def views(

@@ -8,20 +8,22 @@ files with the library is what the tests do.
 import json
 import mmap
 import os
-import shutil
-import tempfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
+from tidegate.transport.private_directory import PrivateDirectory
 from tidegate.transport.weight_channels.base import ITEM_BYTES, NamedBuffer, check_buffers, views
 
 NAME = "disk"
 
 VERSIONS_KEPT = 2
 """The newest, and the one before, which an engine may still be reading."""
+
+FILES = "weights-????????.safetensors"
+"""What they are called, as a pattern; the number is the version."""
 
 HEADER_ALIGNMENT_BYTES = 8
 """The header is padded with spaces to it, so that the data is aligned; the format's own custom."""
@@ -51,27 +53,31 @@ class DiskSender:
         Raises:
             ConfigError: the directory can't be made.
         """
-        self._is_directory_ours = directory is None
         try:
-            if directory is None:
-                directory = Path(tempfile.mkdtemp(prefix="tidegate-weights-"))
+            self._private = PrivateDirectory("weights") if directory is None else None
+            if self._private is not None:
+                directory = self._private.path
+            assert directory is not None
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"can't make the directory for weights: {error}") from error
         self._directory = directory.resolve()
-        self._files: deque[Path] = deque()
+        # What a killed process has left goes the way of our own.
+        self._files = deque(sorted(self._directory.glob(FILES)))
         """Oldest first, each once."""
 
     def init(self) -> InitWeights:
         """Phase 1: the directory, outside of which nothing is to be read."""
         return InitWeights(channel=NAME, info={"directory": str(self._directory)})
 
-    def write(self, version: int, tensors: Sequence[NamedBuffer]) -> list[UpdateWeights]:
-        """Write one file, and remove all but the newest two."""
+    def write(
+        self, version: int, tensors: Sequence[NamedBuffer], *, keep: int | None = None
+    ) -> list[UpdateWeights]:
+        """Write one file, and remove all but the newest two and the one to keep."""
         check_buffers(tensors)
         ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])  # keeps alignment
         header, specs = _header(version, ordered)
-        path = self._directory / f"weights-{version:08d}.safetensors"
+        path = self._path(version)
         partial = path.with_suffix(".partial")
         try:
             with partial.open("wb") as file:
@@ -82,21 +88,26 @@ class DiskSender:
         except OSError:
             partial.unlink(missing_ok=True)
             raise
-        self._keep_newest(path)
+        self._remove_older(path, keep)
         return [UpdateWeights(version=version, location=str(path), tensors=specs)]
 
     def close(self) -> None:
         """Remove the files that are left."""
         while self._files:
             self._files.popleft().unlink(missing_ok=True)
-        if self._is_directory_ours:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        if self._private is not None:
+            self._private.remove()
 
-    def _keep_newest(self, path: Path) -> None:
+    def _path(self, version: int) -> Path:
+        return self._directory / f"weights-{version:08d}.safetensors"
+
+    def _remove_older(self, path: Path, keep: int | None) -> None:
         if path not in self._files:
             self._files.append(path)
-        while len(self._files) > VERSIONS_KEPT:
-            self._files.popleft().unlink(missing_ok=True)
+        kept = None if keep is None else self._path(keep)
+        for old in [old for old in self._files if old != kept][:-VERSIONS_KEPT]:
+            self._files.remove(old)
+            old.unlink(missing_ok=True)
 
 
 class DiskReceiver:
@@ -115,7 +126,9 @@ class DiskReceiver:
                 f"here; give the run one that all hosts share"
             )
 
-    def tensors(self, update: UpdateWeights) -> Iterator[tuple[TensorSpec, memoryview]]:
+    def tensors(
+        self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
+    ) -> Iterator[tuple[TensorSpec, memoryview]]:
         """Views of the file."""
         path = Path(update.location)
         if path.parent != self._directory:

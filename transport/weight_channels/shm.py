@@ -11,18 +11,15 @@ another channel.
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from tidegate.errors import WeightsRefused
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
-from tidegate.transport.weight_channels.base import NamedBuffer, check_buffers, views
+from tidegate.transport.weight_channels.base import NamedBuffer, check_buffers, layout, views
 
 NAME = "shm"
-
-ALIGNMENT_BYTES = 64
-"""One cache line, and enough for every dtype and vector load."""
 
 
 class ShmSender:
@@ -35,6 +32,8 @@ class ShmSender:
         os.ftruncate(self._fd, mmap.PAGESIZE)
         self._mapping = mmap.mmap(self._fd, mmap.PAGESIZE)
         self._path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self._places: dict[int, range] = {}
+        """Version -> its bytes in the segment: the newest, and the one kept beside it."""
         self._is_closed = False
 
     def init(self) -> InitWeights:
@@ -43,12 +42,18 @@ class ShmSender:
             channel=NAME, info={"path": self._path, "inode": os.fstat(self._fd).st_ino}
         )
 
-    def write(self, version: int, tensors: Sequence[NamedBuffer]) -> list[UpdateWeights]:
-        """Copy the tensors in, over the previous version's."""
+    def write(
+        self, version: int, tensors: Sequence[NamedBuffer], *, keep: int | None = None
+    ) -> list[UpdateWeights]:
+        """Copy the tensors in, beside the version kept, over all others."""
         check_buffers(tensors)
-        specs, end = _layout(tensors)
+        kept = {v: place for v, place in self._places.items() if v == keep}
+        _, nbytes = layout(tensors)
+        start = max((place.stop for place in kept.values() if nbytes > place.start), default=0)
+        specs, end = layout(tensors, start)
         if end > len(self._mapping):
             self._grow(end)
+        self._places = {**kept, version: range(start, end)}
         target = np.frombuffer(self._mapping, dtype=np.uint8)
         for spec, tensor in zip(specs, tensors, strict=True):
             if spec.nbytes:  # numpy refuses to look at an empty buffer
@@ -94,7 +99,9 @@ class ShmReceiver:
         self._buffer = memoryview(b"")
         self._is_closed = False
 
-    def tensors(self, update: UpdateWeights) -> Iterator[tuple[TensorSpec, memoryview]]:
+    def tensors(
+        self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
+    ) -> Iterator[tuple[TensorSpec, memoryview]]:
         """Views of the segment."""
         if update.location != self._path:
             raise WeightsRefused(
@@ -112,16 +119,3 @@ class ShmReceiver:
             self._is_closed = True
             self._buffer = memoryview(b"")
             os.close(self._fd)
-
-
-def _layout(tensors: Sequence[NamedBuffer]) -> tuple[list[TensorSpec], int]:
-    """Where each tensor goes, one after the other, and the end of the last."""
-    specs = []
-    end = 0
-    for tensor in tensors:
-        offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        end = offset + tensor.data.nbytes
-        specs.append(
-            TensorSpec(tensor.name, tensor.dtype, list(tensor.shape), offset, tensor.data.nbytes)
-        )
-    return specs, end

@@ -1,0 +1,287 @@
+"""What is a core's whole state, as bytes? To go on from after a crash, and to compare two cores.
+
+Everything that the next event could depend on is here, and nothing else: no task, and nothing that
+an episode has added to its context and not told the core yet.
+"""
+
+import hashlib
+from collections import Counter, deque
+
+import msgspec
+
+from tidegate.orchestrator.core import Core
+from tidegate.orchestrator.event_log import TASK_ELSEWHERE
+from tidegate.orchestrator.filing import Submission
+from tidegate.orchestrator.handed_batches import HandedBatch
+from tidegate.orchestrator.ledger import Ledger
+from tidegate.orchestrator.rollout import (
+    Group,
+    Rollout,
+    RolloutState,
+    Turn,
+)
+from tidegate.orchestrator.saved_state import (
+    SavedBatch,
+    SavedCore,
+    SavedEngine,
+    SavedGroup,
+    SavedLedger,
+    SavedRollout,
+    SavedSubmission,
+    SavedTasks,
+    SavedTraining,
+    SavedTurn,
+    SavedTurns,
+)
+from tidegate.orchestrator.turns import EngineTurns
+
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+_decoder = msgspec.msgpack.Decoder(SavedCore)
+
+
+def save(core: Core) -> bytes:
+    """The whole state of a core."""
+    groups = core.groups
+    evaluations = {id(g): g for _, g in groups.running.values() if g.is_evaluation}
+    return _encoder.encode(
+        SavedCore(
+            trainer_version=core.trainer_version,
+            batches_asked=core.batches_asked,
+            are_tasks_exhausted=core.are_tasks_exhausted,
+            is_restoring=core.is_restoring,
+            awaited=sorted(core.awaited),
+            groups=[_group(group) for group in groups.queue],
+            evaluations=[_group(group) for group in evaluations.values()],
+            next_rollout_id=groups.next_rollout_id,
+            next_group_id=groups.next_group_id,
+            ledger=_ledger(core.ledger),
+            evaluation_ledger=_ledger(core.evaluation_ledger),
+            discarded_rollouts=dict(core.discarded_rollouts),
+            turns=_turns(core),
+            tasks=_tasks(core),
+            training=_training(core),
+        )
+    )
+
+
+def digest(core: Core) -> str:
+    """Equal for equal states."""
+    return hashlib.blake2b(save(core), digest_size=16).hexdigest()
+
+
+def _group(group: Group) -> SavedGroup:
+    rollouts = [_rollout(rollout) for rollout in group.rollouts]
+    return SavedGroup(group.group_id, group.key, group.digest, group.running, rollouts)
+
+
+def _rollout(rollout: Rollout) -> SavedRollout:
+    is_running = rollout.state is RolloutState.RUNNING
+    end = rollout.sampled_end if is_running else len(rollout.token_ids)
+    return SavedRollout(
+        rollout.rollout_id,
+        rollout.index,
+        rollout.token_ids[:end].tobytes(),
+        rollout.logprobs[:end].tobytes(),
+        [_turn(turn) for turn in rollout.turns],
+        rollout.reward,
+        rollout.state,
+        rollout.discard_reason,
+    )
+
+
+def _turn(turn: Turn) -> SavedTurn:
+    return SavedTurn(
+        turn.sampling, turn.start, turn.length, turn.runs, list(turn.prefills), turn.finish_reason
+    )
+
+
+def _ledger(ledger: Ledger) -> SavedLedger:
+    return SavedLedger(
+        ledger.generated,
+        ledger.in_flight,
+        ledger.buffered,
+        ledger.trained,
+        {reason: tokens for reason, tokens in ledger.discarded.items() if tokens},
+    )
+
+
+def _turns(core: Core) -> SavedTurns:
+    book = core.turns
+    return SavedTurns(
+        engines=[_engine(name, engine) for name, engine in sorted(book.engines.items())],
+        live_version=book.live_version,
+        next_handle=book.next_handle,
+        waiting=[(turn.rollout.rollout_id, priority) for turn, priority in book.waiting.items()],
+        streams=book.streams,
+    )
+
+
+def _engine(name: str, engine: EngineTurns) -> SavedEngine:
+    submissions = [
+        SavedSubmission(handle, s.turn.rollout.rollout_id, s.priority, s.sampled_before)
+        for handle, s in engine.submissions.items()
+    ]
+    return SavedEngine(
+        name,
+        engine.epoch,
+        engine.weight_version,
+        engine.max_running_turns,
+        submissions,
+        engine.missing,
+        engine.replay_until,
+        engine.is_away,
+    )
+
+
+def _tasks(core: Core) -> SavedTasks:
+    tasks = core.tasks
+    counts = [(offer, count) for offer, count in sorted(tasks.counts.items()) if count]
+    return SavedTasks(tasks.offer, counts, sorted(tasks.requeued), tasks.is_continued)
+
+
+def _training(core: Core) -> SavedTraining:
+    handed, trained = core.handed, core.trained
+    batches = {batch.number: batch for batch in (*handed.holding, *handed.kept)}
+    holding = {batch.number for batch in handed.holding}
+    kept = {batch.number for batch in handed.kept}
+    return SavedTraining(
+        batches=[
+            SavedBatch(
+                number,
+                batch.num_groups,
+                batch.trainer_version,
+                batch.version,
+                [_group(group) for group in batch.groups] if number in kept else [],
+                number in holding,
+                number in kept,
+            )
+            for number, batch in sorted(batches.items())
+        ],
+        count=handed.count,
+        safe=handed.safe,
+        safe_offer=handed.safe_offer,
+        versions=list(handed.versions),
+        trained_batches=trained.batches,
+        trained_rollouts=trained.rollouts,
+        mixed_version=trained.mixed_version,
+        staleness=[(age, count) for age, count in sorted(trained.staleness.items()) if count],
+    )
+
+
+# ---------------------------------------------------------------- back
+
+
+def load(state: bytes, core: Core) -> None:
+    """Put a fresh ``core`` into a saved state.
+
+    Raises:
+        ValueError: these bytes are no state of this version's.
+    """
+    try:
+        saved = _decoder.decode(state)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"a saved state of {len(state)} bytes can't be read: {error}") from error
+    core.trainer_version = saved.trainer_version
+    core.batches_asked = saved.batches_asked
+    core.are_tasks_exhausted = saved.are_tasks_exhausted
+    core.is_restoring = saved.is_restoring
+    _load_groups(saved, core)
+    _load_training(saved.training, core)
+    core.awaited = {g.key: g for g in core.groups.queue if g.key and g.key in set(saved.awaited)}
+    core.tasks.offer = saved.tasks.offer
+    core.tasks.counts = Counter(dict(saved.tasks.counts))
+    core.tasks.requeued = set(saved.tasks.requeued)
+    core.tasks.is_continued = saved.tasks.is_continued
+    _load_turns(saved.turns, core)
+
+
+def _load_groups(saved: SavedCore, core: Core) -> None:
+    book = core.groups
+    book.queue = deque(_loaded_group(group) for group in saved.groups)
+    evaluations = [_loaded_group(group) for group in saved.evaluations]
+    running = [
+        (rollout, group)
+        for group in (*book.queue, *evaluations)
+        for rollout in group.rollouts
+        if rollout.state is RolloutState.RUNNING
+    ]
+    book.running = {rollout.rollout_id: (rollout, group) for rollout, group in running}
+    book.next_rollout_id = saved.next_rollout_id
+    book.next_group_id = saved.next_group_id
+    book.discarded_rollouts.update(saved.discarded_rollouts)
+    for ledger, figures in (
+        (core.ledger, saved.ledger),
+        (core.evaluation_ledger, saved.evaluation_ledger),
+    ):
+        ledger.generated = figures.generated
+        ledger.in_flight = figures.in_flight
+        ledger.buffered = figures.buffered
+        ledger.trained = figures.trained
+        ledger.discarded.update(figures.discarded)
+
+
+def _loaded_group(saved: SavedGroup) -> Group:
+    group = Group(saved.group_id, TASK_ELSEWHERE, saved.key, saved.digest)
+    group.running = saved.running
+    group.rollouts = [_loaded_rollout(rollout, group) for rollout in saved.rollouts]
+    return group
+
+
+def _loaded_rollout(saved: SavedRollout, group: Group) -> Rollout:
+    rollout = Rollout(saved.rollout_id, group.group_id, saved.index)
+    rollout.token_ids.frombytes(saved.token_ids)
+    rollout.logprobs.frombytes(saved.logprobs)
+    rollout.reward = saved.reward
+    rollout.state = saved.state
+    rollout.discard_reason = saved.discard_reason
+    for turn in saved.turns:
+        rollout.turns.append(
+            Turn.restored(
+                rollout,
+                turn.sampling,
+                start=turn.start,
+                length=turn.length,
+                runs=turn.runs,
+                prefills=turn.prefills,
+                finish_reason=turn.finish_reason,
+            )
+        )
+    return rollout
+
+
+def _load_training(saved: SavedTraining, core: Core) -> None:
+    handed, trained = core.handed, core.trained
+    for each in saved.batches:
+        groups = [_loaded_group(group) for group in each.groups]
+        batch = HandedBatch(
+            each.number, each.num_groups, each.trainer_version, each.version, groups
+        )
+        if each.is_holding:
+            handed.holding.append(batch)
+        if each.is_kept:
+            handed.kept.append(batch)
+    handed.count, handed.safe = saved.count, saved.safe
+    handed.safe_offer = saved.safe_offer
+    handed.versions = deque(saved.versions)
+    trained.batches = saved.trained_batches
+    trained.rollouts = saved.trained_rollouts
+    trained.mixed_version = saved.mixed_version
+    trained.staleness = Counter(dict(saved.staleness))
+
+
+def _load_turns(saved: SavedTurns, core: Core) -> None:
+    book = core.turns
+    book.live_version = saved.live_version
+    book.next_handle = saved.next_handle
+    book.streams = dict(saved.streams)
+    running = core.groups.running
+    book.waiting = {running[rid][0].turns[-1]: priority for rid, priority in saved.waiting}
+    for each in saved.engines:
+        engine = EngineTurns(each.weight_version, each.max_running_turns, epoch=each.epoch)
+        engine.missing, engine.replay_until = each.missing, each.replay_until
+        engine.is_away = each.is_away
+        for s in each.submissions:
+            turn = running[s.rollout_id][0].turns[-1]
+            engine.submissions[s.handle] = Submission(turn, s.priority, s.sampled_before)
+            turn.place = (each.name, s.handle)
+        book.engines[each.name] = engine

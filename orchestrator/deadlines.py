@@ -1,0 +1,76 @@
+"""Which tasks take too long? Cancels those that do, with one timer for all of them.
+
+All have the same time, so they are due in the order in which they began, and only the first needs a
+timer. One of its own for each (``asyncio.timeout``) costs as much as a short episode does.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+GRACE_S = 5.0
+"""A task that was cancelled may clean up for so long. One that goes on all the same swallows
+``CancelledError``, and nothing can stop it."""
+
+Task = asyncio.Task[object]
+About = TypeVar("About")
+
+
+class Deadlines(Generic[About]):
+    """The tasks that are to end within ``timeout_s`` of their beginning."""
+
+    def __init__(self, timeout_s: float, give_up: Callable[[About], None]) -> None:
+        """``give_up`` is called for a task that can't be ended, with what it is about."""
+        self._timeout_s = timeout_s
+        self._give_up = give_up
+        self._due_s: dict[Task, tuple[float, About]] = {}
+        """When each is to have ended, on the loop's clock, earliest first."""
+        self._cancelled: dict[Task, tuple[float, About]] = {}
+        """When those that had not are given up, earliest first."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, task: Task, about: About) -> None:
+        """From now on, this task's time runs."""
+        loop = task.get_loop()
+        due_s = loop.time() + self._timeout_s
+        self._due_s[task] = (due_s, about)
+        if self._timer is None:
+            self._timer = loop.call_at(due_s, self._expire, loop)
+
+    def end(self, task: Task) -> bool:
+        """Its time runs no longer; whether it was too long, and that is why it was cancelled.
+
+        Where somebody else has cancelled the task as well, it is theirs.
+        """
+        if self._due_s.pop(task, None) is not None:
+            return False
+        self._cancelled.pop(task, None)
+        return task.uncancel() == 0
+
+    def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        now_s = loop.time()
+        for task, about in _take_due(self._due_s, now_s):
+            self._cancelled[task] = (now_s + GRACE_S, about)
+            task.cancel()
+        for _, about in _take_due(self._cancelled, now_s):
+            self._give_up(about)
+        firsts = [
+            next(iter(waiting.values())) for waiting in (self._due_s, self._cancelled) if waiting
+        ]
+        if firsts:
+            self._timer = loop.call_at(min(due_s for due_s, _ in firsts), self._expire, loop)
+
+
+def _take_due(
+    waiting: dict[Task, tuple[float, About]], now_s: float
+) -> "list[tuple[Task, About]]":
+    """Those whose time is up, which are waited for no more."""
+    due: list[tuple[Task, About]] = []
+    while waiting:
+        task, (due_s, about) = next(iter(waiting.items()))
+        if due_s > now_s:
+            break
+        del waiting[task]
+        due.append((task, about))
+    return due

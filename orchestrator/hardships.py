@@ -1,0 +1,58 @@
+"""What did a simulated run go through? Names for it, so that many runs can be counted up.
+
+A fault that was planned may hit nothing: an engine that crashes when it is gone already proves
+nothing. These are noted where they really happen.
+"""
+
+from enum import StrEnum
+
+
+class Hardship(StrEnum):
+    """Something that happened in a run, at least once."""
+
+    CRASHED = "an engine crashed"
+    HUNG = "an engine hung with work to do"
+    SLOWED = "an engine got slow"
+    LEFT = "an engine took its leave"
+    LATE = "an engine came late"
+    ALONE = "no engine was fit for a turn that was wanted"
+    CAME_BACK = "an engine came back after it was given up"
+    CUT = "a connection broke"
+    LOST_TO_ENGINE = "frames to an engine were lost"
+    LOST_TO_ORCHESTRATOR = "frames to the orchestrator were lost"
+    REPLAYED = "steps were sent again"
+    STALLED = "frames came late, all at once"
+    GARBLED = "a frame was damaged"
+    NO_CREDIT = "an engine had to wait for credit"
+    REFUSED = "the trainer was told that its weights are refused"
+    LAGGED = "the trainer was told that an engine lags"
+    CANCELLED_PUBLISH = "a publish was cancelled"
+    PUBLISHED_TWICE = "weights were published without a batch in between"
+    PUBLISH_NEEDED = "a batch was asked for that can't fill"
+    STOPPED_WAITING = "the trainer stopped waiting for a batch"
+    OFFERED_AGAIN = "new tasks were given in the midst of others"
+    EVALUATED_BESIDE = "it was evaluated beside training"
+    PREEMPTED = "a turn lost its KV to a better one"
+    HANDED_BACK = "a turn was handed back for lack of memory"
+    ABORTED = "turns were aborted for new weights"
+    RAISED = "an episode raised"
+    HUNG_EPISODE = "an episode never returned"
+    TURN_REFUSED = "a turn was refused"
+    TURN_GIVEN_UP = "an episode did not wait for its turn"
+    STALE = "a group became too old"
+    DROPPED = "a group had too few rollouts left"
+    MIXED = "a rollout of several versions was trained"
+    MIXED_KV = "a token that attended to KV of several versions was trained"
+    MOVED = "a turn of several engines was trained"
+    OLDEST = "a token as old as the bound allows was trained"
+
+
+class Hardships:
+    """Those of one run."""
+
+    def __init__(self) -> None:
+        self.seen: set[Hardship] = set()
+
+    def note(self, hardship: Hardship) -> None:
+        """It happened."""
+        self.seen.add(hardship)

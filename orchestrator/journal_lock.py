@@ -1,0 +1,55 @@
+"""How is a second run kept off a journal, whatever becomes of the first?
+
+By ``flock`` on a file beside it: the kernel lets go when the holder ends, however it ends. The file
+stays, for to delete it would race with the next holder. Knows nothing of what it guards.
+"""
+
+import fcntl
+import os
+import socket
+import weakref
+from pathlib import Path
+
+from tidegate.errors import JournalLocked
+
+
+class FileLock:
+    """Holds ``path``'s lock until released; never waits for it.
+
+    ``flock`` and not ``lockf``: that one would be lost as soon as anything in this process closes
+    the file, and would let the same process in twice. But children inherit a ``flock``, so a
+    data loader's worker that outlives a killed trainer would hold it: forked children let go.
+
+    Raises:
+        JournalLocked: somebody holds it, in this process or another.
+        OSError: the lock's file can't be made or opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        lock_path = path.with_name(path.name + "-lock")
+        self._descriptor: int | None = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._descriptor, 256, 0).decode(errors="replace").strip()
+            self.release()
+            raise JournalLocked(path=path, holder=holder or "another process") from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        _release_in_children(self)
+
+    def release(self) -> None:
+        """Let go; in a forked child, only of the child's copy. Harmless when repeated."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _release_in_children(lock: FileLock) -> None:
+    reference = weakref.ref(lock)  # hooks can't be taken back, and must not keep the lock alive
+
+    def release() -> None:
+        if (held := reference()) is not None:
+            held.release()
+
+    os.register_at_fork(after_in_child=release)

@@ -1,0 +1,88 @@
+"""Who takes the user's tasks, and when? Takes as many as admission has places for, in their order.
+
+After a resume it first passes by the tasks that were taken before. How many places there are is the
+core's to say; what a task is, nobody's here.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from tidegate.errors import ResumeMismatch
+from tidegate.orchestrator import events as ev
+from tidegate.orchestrator.core import Core
+from tidegate.orchestrator.rollout import TaskKey
+from tidegate.orchestrator.tasks import NO_MORE, TaskSource, task_digest
+
+TASKS_PER_TURN = 32
+"""Tasks taken from the user's iterator before the loop sees to its sockets again."""
+
+
+class TaskFeed:
+    """Feeds one of the user's iterators to the core."""
+
+    def __init__(
+        self,
+        core: Core,
+        source: TaskSource,
+        handle: Callable[[Iterable[ev.Event]], None],
+        *,
+        wants_tasks: asyncio.Event,
+        is_journalled: bool,
+    ) -> None:
+        """``wants_tasks`` is set whenever the core may have places again."""
+        self._core = core
+        self.source = source
+        self._handle = handle
+        self._wants_tasks = wants_tasks
+        self._is_journalled = is_journalled
+
+    async def run(self) -> None:
+        """Take tasks for ever.
+
+        Raises:
+            ResumeMismatch: these are other tasks than before the run was resumed.
+        """
+        await self._pass_by_the_taken()
+        while True:
+            await self._take()
+            self._wants_tasks.clear()
+            await self._wants_tasks.wait()
+
+    async def _take(self) -> None:
+        taken = 0
+        while self._core.capacity_groups:
+            task = await self.source.next()
+            if task is None:
+                self._handle([ev.TasksExhausted()])
+                return
+            digest = task_digest(task.task) if self._is_journalled else b""
+            self._handle([ev.TaskArrived(task.task, task.key, digest)])
+            taken += 1
+            if self.source.has_ended():
+                self._handle([ev.TasksExhausted()])
+            elif taken % TASKS_PER_TURN == 0:
+                await asyncio.sleep(0)
+
+    async def _pass_by_the_taken(self) -> None:
+        """After a resume: what is unfinished goes on, the rest is done."""
+        count = self._core.tasks.count
+        for index in range(count):
+            task = await self.source.next_new()
+            key = TaskKey(self._core.tasks.offer, index)
+            self._check(task, key, count)
+            self._handle([ev.TaskFound(task, key)])
+            if index % TASKS_PER_TURN == 0:
+                await asyncio.sleep(0)
+
+    def _check(self, task: object, key: TaskKey, count: int) -> None:
+        if task is NO_MORE:
+            raise ResumeMismatch(
+                f"{count} tasks had been taken from this iterator before the run was resumed, but "
+                f"now it ends after {key.index}; give the same tasks in the same order"
+            )
+        group = self._core.awaited.get(key)
+        if group is not None and group.digest != task_digest(task):
+            raise ResumeMismatch(
+                f"task {key.index} is {task!r:.200}, which is another one than before the run was "
+                f"resumed; give the same tasks in the same order"
+            )

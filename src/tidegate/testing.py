@@ -1,0 +1,27 @@
+"""What do the fixtures for tests give? Their types, to annotate tests with; see docs/testing.md.
+
+Names are imported when first used, for pytest loads the fixtures in every run.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.scripted_engine import ScriptedEngine, TurnRequest
+    from tidegate.orchestrator.simulated_serve import ServeInTests
+    from tidegate.orchestrator.virtual_time import VirtualTime
+
+__all__ = ["ScriptedEngine", "ServeInTests", "TurnRequest", "VirtualTime"]
+
+_HOMES = {
+    "ScriptedEngine": "scripted_engine",
+    "ServeInTests": "simulated_serve",
+    "TurnRequest": "scripted_engine",
+    "VirtualTime": "virtual_time",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tidegate.testing' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"tidegate.orchestrator.{_HOMES[name]}"), name)

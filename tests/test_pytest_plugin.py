@@ -1,0 +1,440 @@
+"""Can users test their own code with the fixtures, and does nobody else notice them?"""
+
+import asyncio
+import contextlib
+import itertools
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tidegate
+from tidegate.errors import (
+    ConfigError,
+    EngineLost,
+    EpisodeError,
+    PublishNeeded,
+    RunClosed,
+    WeightsRefused,
+)
+from tidegate.testing import ScriptedEngine, ServeInTests, TurnRequest, VirtualTime
+
+pytest_plugins = ["pytester"]
+
+SMALL: dict[str, Any] = {"group_size": 1, "groups_per_batch": 2, "max_staleness": 1}
+
+
+async def one_turn(episode: tidegate.Episode, task: Any) -> float:
+    episode.append(str(task))
+    await episode.generate(max_tokens=8)
+    return 1.0
+
+
+# ---------------------------------------------------------------- what engines say
+
+
+async def test_engines_give_the_token_ids_they_were_told_to_and_a_stop_token(
+    tidegate_serve: ServeInTests,
+) -> None:
+    turns: list[tidegate.GeneratedTurn] = []
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([task])
+        turns.append(await episode.generate(max_tokens=4))
+        turns.append(await episode.generate(max_tokens=2, stop_token_ids=[7]))
+        return 0.0
+
+    async with tidegate_serve(says=[[40, 41, 42], [50, 51, 52]]) as rollouts:
+        await rollouts.evaluate([9], episode=solve)
+    assert turns[0].token_ids[:3] == [40, 41, 42]
+    assert len(turns[0].token_ids) == 4
+    assert (turns[0].finish_reason, turns[1].finish_reason) == ("stop", "length")
+    assert turns[1].token_ids == [50, 51]
+
+
+async def test_text_goes_there_and_back_without_a_model(tidegate_serve: ServeInTests) -> None:
+    async def solve(episode: tidegate.Episode, task: str) -> float:
+        episode.append(task)
+        return float((await episode.generate()).text == "Grüße, 42!")
+
+    async with tidegate_serve(says="Grüße, 42!") as rollouts:
+        assert (await rollouts.evaluate(["«é»"], episode=solve)).rewards == [1.0]
+
+
+async def test_what_is_said_may_depend_on_the_context_and_on_the_weights(
+    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
+) -> None:
+    engine = tidegate_engine()
+
+    def says(request: TurnRequest) -> str:
+        return f"{request.text} v{request.version}"
+
+    async with tidegate_serve(engines=[engine], says=says) as rollouts:
+        await rollouts.publish({})
+        await rollouts.evaluate(["a", "b"], episode=one_turn)
+    assert [(request.text, request.version) for request in engine.requests] == [("a", 1), ("b", 1)]
+
+
+async def test_a_script_that_is_used_up_says_so(tidegate_serve: ServeInTests) -> None:
+    async with tidegate_serve(says=["once"]) as rollouts:
+        with pytest.raises(ConfigError, match="the script has 1 answers, and all are given"):
+            await rollouts.evaluate(["a", "b"], episode=one_turn)
+
+
+async def test_what_a_script_raises_ends_the_run(tidegate_serve: ServeInTests) -> None:
+    def says(request: TurnRequest) -> str:
+        raise ZeroDivisionError("a bug in the script")
+
+    async with tidegate_serve(says=says) as rollouts:
+        with pytest.raises(ZeroDivisionError, match="a bug in the script"):
+            await rollouts.evaluate(["?"], episode=one_turn)
+
+
+# ---------------------------------------------------------------- what goes wrong with them
+
+
+async def test_a_turn_goes_on_elsewhere_when_its_engine_crashes_at_a_token(
+    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
+) -> None:
+    dying, other = tidegate_engine(crashes_at_token=3), tidegate_engine(joins_at_s=0.01)
+    turns: list[tidegate.GeneratedTurn] = []
+
+    async def solve(episode: tidegate.Episode, task: str) -> float:
+        episode.append(task)
+        turns.append(await episode.generate(max_tokens=8))
+        return 0.0
+
+    async with tidegate_serve(engines=[dying, other], says="abcdefg") as rollouts:
+        await rollouts.evaluate(["?"], episode=solve)
+    assert turns[0].text == "abcdefg"
+    assert [(span.engine, span.start, span.end) for span in turns[0].spans] == [
+        ("engine-0", 0, 3),
+        ("engine-1", 3, 8),
+    ]
+    assert [(request.text, request.said) for request in other.requests] == [("?", "abc")]
+
+
+async def test_an_abort_at_a_token_is_continued_too(
+    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
+) -> None:
+    engine = tidegate_engine(aborts_at_token=2)
+    async with tidegate_serve(engines=[engine], says="abcd") as rollouts:
+        await rollouts.evaluate(["?"], episode=one_turn)
+    assert [request.said for request in engine.requests] == ["", "ab"]
+
+
+async def test_engines_hang_slow_down_leave_and_are_cut_off_and_the_run_goes_on(
+    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
+) -> None:
+    engine = tidegate_engine()
+    loop = asyncio.get_running_loop()
+    async with tidegate_serve(engines=[engine], says="abc") as rollouts:
+        began_s = loop.time()
+        troubles: list[Callable[[], None]] = [
+            partial(engine.hang, 3.0),
+            partial(engine.slow_down, 3.0),
+            partial(engine.cut, 3.0),
+            engine.leave,
+            engine.crash,
+        ]
+        for trouble in troubles:
+            trouble()
+            assert (await rollouts.evaluate(["?"], episode=one_turn)).rewards == [1.0]
+        assert 3.0 < loop.time() - began_s < 60.0
+        assert engine.weight_version == 0
+    assert engine.tokens >= 5 * 4
+
+
+async def test_refused_weights_are_the_trainers_to_deal_with(
+    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
+) -> None:
+    async with tidegate_serve(engines=[tidegate_engine(refuses_publishes=1)]) as rollouts:
+        with pytest.raises(WeightsRefused, match="engine-0"):
+            await rollouts.publish({})
+        assert await rollouts.publish({}) == 1
+
+
+async def test_an_engine_that_crashes_for_good_ends_the_run_with_the_real_error(
+    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
+) -> None:
+    engine = tidegate_engine(restart_s=float("inf"))
+    async with tidegate_serve(engines=[engine]) as rollouts:
+        engine.crash()
+        with pytest.raises(EngineLost, match="the last engine is gone"):
+            await rollouts.evaluate(["?"], episode=one_turn)
+        with pytest.raises(EngineLost):
+            await rollouts.publish({})
+
+
+# ---------------------------------------------------------------- what the trainer sees
+
+
+async def test_the_run_is_one_of_serves_with_real_batches_bounds_and_errors(
+    tidegate_serve: ServeInTests,
+) -> None:
+    async with tidegate_serve(says="xy", **SMALL) as rollouts:
+        assert isinstance(rollouts, tidegate.Rollouts)
+        batches = rollouts.batches(itertools.count(), episode=one_turn)
+        batch = await anext(batches)
+        assert isinstance(batch, tidegate.Batch)
+        assert batch.loss_mask.sum() == batch.sampled_tokens == 2 * 3
+        assert batch.logprobs[batch.loss_mask].tolist() == [-1.0] * 6
+        await anext(batches)
+        with pytest.raises(PublishNeeded):
+            await anext(batches)
+        assert rollouts.statistics().ledger.error == 0
+    with pytest.raises(RunClosed):
+        await rollouts.publish({})
+
+
+async def test_idle_shares_are_of_virtual_time(tidegate_serve: ServeInTests) -> None:
+    async with tidegate_serve(says="xy", **SMALL) as rollouts:
+        async for _ in rollouts.batches(range(8), episode=one_turn):
+            await asyncio.sleep(100.0)
+            await rollouts.publish({})
+        statistics = rollouts.statistics()
+    assert statistics.wall_s == pytest.approx(400.0, rel=0.01)
+    assert statistics.trainer_idle_share < 0.01
+    assert statistics.engine_idle_share > 0.99
+
+
+async def test_an_episode_that_always_fails_ends_the_run(tidegate_serve: ServeInTests) -> None:
+    async def broken(episode: tidegate.Episode, task: int) -> float:
+        raise KeyError("a bug of mine")
+
+    async with tidegate_serve(**SMALL) as rollouts:
+        with pytest.raises(EpisodeError, match="a bug of mine"):
+            await anext(rollouts.batches(range(200), episode=broken))
+
+
+async def test_an_episode_can_not_wait_for_its_own_run(tidegate_serve: ServeInTests) -> None:
+    async with tidegate_serve() as rollouts:
+
+        async def curious(episode: tidegate.Episode, task: int) -> float:
+            with pytest.raises(RuntimeError, match="own episodes"):
+                await rollouts.evaluate([1], episode=one_turn)
+            return 1.0
+
+        assert (await rollouts.evaluate([0], episode=curious)).rewards == [1.0]
+
+
+def test_a_sync_trainer_lets_time_pass_only_while_it_waits(
+    tidegate_serve_sync: Callable[..., tidegate.SyncRollouts], tidegate_virtual_time: VirtualTime
+) -> None:
+    with tidegate_serve_sync(says="xy", **SMALL) as rollouts:
+        before_s = tidegate_virtual_time.now_s
+        rows = 0
+        for batch in rollouts.batches(range(6), episode=one_turn):
+            rows += len(batch.rewards)
+            rollouts.publish({})
+        assert 0.0 < tidegate_virtual_time.now_s - before_s < 5.0
+    assert (rows, rollouts.version) == (6, 3)
+
+
+def test_a_sync_run_that_failed_tells_what_of(
+    tidegate_serve_sync: Callable[..., tidegate.SyncRollouts],
+    tidegate_engine: type[ScriptedEngine],
+) -> None:
+    engine = tidegate_engine(crashes_at_token=1, restart_s=float("inf"))
+    with tidegate_serve_sync(engines=[engine]) as rollouts, pytest.raises(EngineLost):
+        rollouts.evaluate(["?"], episode=one_turn)
+
+
+def test_a_coroutine_can_be_run_from_a_test_that_is_not_async(
+    tidegate_serve: ServeInTests, tidegate_virtual_time: VirtualTime
+) -> None:
+    async def main() -> int:
+        async with tidegate_serve() as rollouts:
+            return await rollouts.publish({})
+
+    assert tidegate_virtual_time.run(main()) == 1
+
+
+async def test_the_same_test_goes_the_same_way_each_time(tidegate_serve: ServeInTests) -> None:
+    runs = []
+    for _ in range(2):
+        said: list[str] = []
+
+        async def listen(episode: tidegate.Episode, task: int, said: list[str] = said) -> float:
+            episode.append(str(task))
+            said.append((await episode.generate()).text)
+            return 0.0
+
+        async with tidegate_serve(engines=3) as rollouts:
+            await rollouts.evaluate(range(10), episode=listen)
+        runs.append((said, rollouts.statistics().ledger))
+    assert runs[0] == runs[1]
+    assert len(set(runs[0][0])) > 5
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"max_stalenes": 1}, "no such setting"),
+        ({"journal": True, "run_directory": "runs/x"}, "not there in a simulated run"),
+        ({"engines": []}, "engines=0"),
+    ],
+)
+def test_settings_that_can_not_work_are_refused(
+    settings: dict[str, Any], why: str, tidegate_serve: ServeInTests
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        tidegate_serve(**settings)
+
+
+async def test_one_engine_is_for_one_run(
+    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
+) -> None:
+    engine = tidegate_engine()
+    with pytest.raises(RuntimeError, match="has not been started"):
+        engine.crash()
+    async with tidegate_serve(engines=[engine]):
+        pass
+    with pytest.raises(ConfigError, match="of another run already"):
+        async with tidegate_serve(engines=[engine]):
+            pass
+
+
+async def test_a_sync_run_in_an_async_test_is_refused(tidegate_serve: ServeInTests) -> None:
+    with (
+        pytest.raises(RuntimeError, match="serve_sync would wait for the event loop"),
+        contextlib.ExitStack() as stack,
+    ):
+        stack.enter_context(tidegate_serve.sync())
+
+
+def test_a_run_on_another_event_loop_is_refused(tidegate_serve: ServeInTests) -> None:
+    async def main() -> None:
+        async with tidegate_serve():
+            pass
+
+    with pytest.raises(RuntimeError, match="async fixtures have an event loop of their own"):
+        asyncio.run(main())
+
+
+# ---------------------------------------------------------------- beside other plugins
+
+
+ASYNC_TESTS = """
+import asyncio, time
+import pytest
+import tidegate
+
+MARK
+
+@pytest.fixture(params=[1, 2])
+def engines(request):
+    return request.param
+
+async def one_turn(episode, task):
+    episode.append("?")
+    await episode.generate()
+    return 1.0
+
+async def test_hours_pass_at_once(tidegate_serve, engines):
+    async with tidegate_serve(engines=engines) as rollouts:
+        await asyncio.sleep(3600.0)
+        assert (await rollouts.evaluate([1], episode=one_turn)).rewards == [1.0]
+    assert asyncio.get_running_loop().time() > 3600.0
+
+class TestInAClass:
+    @pytest.fixture(autouse=True)
+    def set_up(self):
+        self.is_set_up = True
+
+    async def test_it_works_too(self, tidegate_serve):
+        assert self.is_set_up
+        async with tidegate_serve():
+            pass
+
+def test_it_stands_in_for_the_real_one(tidegate_serve, tidegate_virtual_time, monkeypatch):
+    monkeypatch.setattr(tidegate, "serve", tidegate_serve)
+
+    async def my_program():
+        async with tidegate.serve(model="my/model", engines=2, max_running_turns=4) as rollouts:
+            return rollouts.statistics().capacity_groups
+
+    assert tidegate_virtual_time.run(my_program()) > 0
+"""
+
+FIXTURE_LOOPS = ["-o", "asyncio_default_fixture_loop_scope=function"]
+"""pytest-asyncio warns where this is left out."""
+
+REAL_TIME_TEST = """
+async def test_others_are_left_alone():
+    before_s = time.monotonic()
+    await asyncio.sleep(0.01)
+    assert time.monotonic() - before_s > 0.009
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "mark", "others"),
+    [
+        ([*FIXTURE_LOOPS, "-o", "asyncio_mode=auto"], "", REAL_TIME_TEST),
+        ([*FIXTURE_LOOPS, "-o", "asyncio_mode=strict"], "pytestmark = pytest.mark.asyncio", ""),
+        ([*FIXTURE_LOOPS, "-o", "asyncio_mode=strict"], "", ""),
+        (["-p", "no:asyncio"], "", ""),
+    ],
+    ids=["auto", "strict, marked", "strict, unmarked", "without pytest-asyncio"],
+)
+def test_async_tests_run_in_virtual_time_whatever_pytest_asyncio_does(
+    options: list[str], mark: str, others: str, pytester: pytest.Pytester
+) -> None:
+    tests = ASYNC_TESTS.replace("MARK", mark) + others
+    if "asyncio" in mark:  # it says so itself of a test that isn't async
+        tests = tests.replace("def test_it_stands", "def not_a_test")
+    pytester.makepyfile(tests)
+    result = pytester.runpytest_subprocess("-W", "error", "-p", "no:cacheprovider", *options)
+    result.assert_outcomes(passed=4 - ("asyncio" in mark) + bool(others))
+
+
+def test_what_the_page_says_runs_as_it_stands(pytester: pytest.Pytester) -> None:
+    page = Path(__file__).parent.parent / "docs" / "testing.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    pytester.makepyfile("\n".join(blocks))
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=4)
+
+
+def test_a_failed_test_tells_what_its_engines_did_last(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        async def test_that_fails(tidegate_serve):
+            async with tidegate_serve(engines=2):
+                assert False
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*engines and the last messages, in virtual seconds*",
+            "engine-0: *",
+            "engine-1: *",
+            "*engine-0 -> Hello(*",
+        ]
+    )
+
+
+def test_who_does_not_use_the_fixtures_loads_nothing(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_nothing_is_loaded():
+            ours = {name for name in sys.modules if name.startswith("tidegate")}
+            assert ours == {
+                "tidegate", "tidegate.orchestrator", "tidegate.orchestrator.pytest_plugin"
+            }
+            assert not {"torch", "zmq", "msgspec", "pydantic"} & sys.modules.keys()
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1)

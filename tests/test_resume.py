@@ -1,0 +1,166 @@
+"""Does a run go on after its process has died, as if nothing had happened? With real engines."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import tidegate
+from tests.models import make_model_directory
+from tests.mortal_trainer import two_turns, weights
+from tidegate.errors import ConfigError, JournalExists, JournalLocked, ResumeMismatch
+from tidegate.orchestrator import events as ev
+from tidegate.orchestrator.audit import audit_run
+from tidegate.orchestrator.config import run_settings
+from tidegate.orchestrator.journal_replay import replay_journal
+from tidegate.orchestrator.resuming import open_for
+
+SMALL = {"engines": 1, "group_size": 2, "groups_per_batch": 2, "max_running_turns": 8}
+TASKS = 24
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_directory(tmp_path_factory.mktemp("model") / "qwen3")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_running() -> Iterator[None]:
+    yield
+    assert psutil.Process().children(recursive=True) == []
+
+
+def settings(model: Path, directory: Path, **changes: Any) -> dict[str, Any]:
+    return {**SMALL, "model": model, "run_directory": directory, "journal": True, **changes}
+
+
+async def train(
+    model: Path, directory: Path, resume: Any, batches: int, **changes: Any
+) -> tuple[list[int], dict[str, Any], tidegate.RunStatistics]:
+    """Train on some batches; the tasks trained, the last checkpoint's token, the statistics."""
+    trained: list[int] = []
+    state: dict[str, Any] = {}
+    async with tidegate.serve(resume=resume, **settings(model, directory, **changes)) as rollouts:
+        if rollouts.is_resumed:
+            await rollouts.publish(weights(model, rollouts.version))
+        if batches:
+            async for batch in rollouts.batches(range(TASKS), episode=two_turns):
+                assert (batch.staleness <= 2).all()
+                trained += [task for task in batch.tasks[::2] if isinstance(task, int)]
+                state = rollouts.state_dict()
+                await rollouts.publish(weights(model, rollouts.version + 1))
+                if len(trained) >= 2 * batches:
+                    break
+        return trained, state, rollouts.statistics()
+
+
+async def test_each_task_is_trained_once_over_several_lives_of_a_run(
+    model: Path, tmp_path: Path
+) -> None:
+    first, state, before = await train(model, tmp_path / "run", None, 3)
+    second, state, middle = await train(model, tmp_path / "run", state, 4)
+    third, _, after = await train(model, tmp_path / "run", state, 99)
+    assert first + second + third == list(range(TASKS))
+    assert (before.batches, middle.batches, after.batches) == (3, 7, 12)
+    assert after.ledger.error == 0
+    assert after.ledger.trained > middle.ledger.trained > before.ledger.trained
+    assert after.max_staleness_seen <= 2
+    for part in ("", "part-1", "part-2"):  # tokens sampled before a crash as well
+        assert audit_run(tmp_path / "run" / part).agrees
+
+
+async def test_batches_that_the_checkpoint_has_not_seen_are_handed_over_again(
+    model: Path, tmp_path: Path
+) -> None:
+    first, _, _ = await train(model, tmp_path / "run", None, 3)
+    again, _, after = await train(model, tmp_path / "run", True, 99)  # nothing was acknowledged
+    assert first == list(range(6))
+    assert sorted(again) == list(range(TASKS))  # what lost weights had sampled comes again later
+    assert after.batches == 12
+
+
+async def test_what_was_sampled_before_is_not_sampled_again(model: Path, tmp_path: Path) -> None:
+    _, state, before = await train(model, tmp_path / "run", None, 2)
+    _, _, resumed = await train(model, tmp_path / "run", state, 0)
+    assert resumed.ledger.generated >= before.ledger.generated > 0
+    assert resumed.ledger.trained == before.ledger.trained
+
+
+def worker(model: Path, address: str) -> subprocess.Popen[bytes]:
+    """An engine that no run has started."""
+    command = [sys.executable, "-m", "tidegate.engine.worker", "--connect", address]
+    command += ["--model", str(model), "--engine", "outsider", "--max-running-turns", "8"]
+    return subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+
+def trainer(model: Path, directory: Path, address: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.mortal_trainer", str(model), str(directory), address]
+    return subprocess.Popen([*command, str(TASKS)], stdout=subprocess.PIPE, text=True)
+
+
+def test_an_engine_serves_on_while_its_orchestrator_is_killed_and_started_again(
+    model: Path, tmp_path: Path
+) -> None:
+    address = f"ipc://{tmp_path}/socket"
+    engine = worker(model, address)
+    try:
+        for batches in (2, 3, None):
+            process = trainer(model, tmp_path / "run", address)
+            assert process.stdout is not None
+            with process, process.stdout as lines:
+                for number, _ in enumerate(lines, 1):
+                    if number == batches:
+                        process.kill()
+        assert process.returncode == 0
+        assert engine.wait(60) == 0  # told to end by the last of them, and by nothing else
+    finally:
+        engine.kill()
+        engine.wait()
+    checkpoint = json.loads((tmp_path / "run" / "checkpoint.json").read_text())
+    assert [task for batch in checkpoint["trained"] for task in batch] == list(range(TASKS))
+    report = replay_journal(tmp_path / "run")
+    assert report.difference is None
+    assert (
+        report.ledger.trained
+        == json.loads((tmp_path / "run" / "ledger.json").read_text())["trained"]
+    )
+    assert report.ledger.discarded.get("rolled_back", 0) == 0
+
+
+def test_what_does_not_belong_together_is_refused(model: Path, tmp_path: Path) -> None:
+    values = settings(model, tmp_path / "run")
+    opened = open_for(run_settings(**values), None)
+    assert opened.journal is not None
+    token = {"run_id": opened.journal.header.run_id, "batches": 0, "version": 0, "offer": 0}
+    with pytest.raises(JournalLocked, match="in use"):
+        open_for(run_settings(**values), True)
+    opened.close()
+    with pytest.raises(JournalExists, match="resume"):
+        open_for(run_settings(**values), None)
+    refused: list[tuple[dict[str, Any], Any, str]] = [
+        ({"group_size": 4}, True, "group_size=2.*group_size=4"),
+        ({}, {**token, "batches": 7}, "7 batches.*only of 0"),
+        ({}, {**token, "run_id": "other"}, "run other"),
+        ({}, {"batches": 1}, "state_dict"),
+    ]
+    for changes, resume, why in refused:
+        with pytest.raises(ResumeMismatch, match=why):
+            open_for(run_settings(**{**values, **changes}), resume)
+    reopened = open_for(run_settings(**values), token)
+    assert reopened.resumed == ev.Resumed(0, 0)
+    reopened.close()
+    with pytest.raises(ConfigError, match="journal=True"):
+        open_for(run_settings(**{**values, "journal": False}), True)
+
+
+async def test_other_tasks_than_before_end_the_run(model: Path, tmp_path: Path) -> None:
+    _, state, _ = await train(model, tmp_path / "run", None, 1)
+    async with tidegate.serve(resume=state, **settings(model, tmp_path / "run")) as rollouts:
+        with pytest.raises(ResumeMismatch, match="same tasks in the same order"):
+            async for _ in rollouts.batches(range(100, 200), episode=two_turns):
+                pass

@@ -1,0 +1,190 @@
+"""How does an engine keep in touch with its orchestrator? A DEALER that connects again by itself.
+
+It decodes and encodes messages; what they mean is for others. Synchronous, and one thread's.
+Outgoing queues have no limit of their own, and need none: credits bound what is unacknowledged.
+"""
+
+import time
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from tidegate.errors import BadFrame, ConfigError
+from tidegate.transport.addresses import check_connector
+from tidegate.transport.limits import cut
+from tidegate.transport.messages import (
+    Complaint,
+    FromOrchestrator,
+    Message,
+    decode_from_orchestrator,
+)
+from tidegate.transport.patience import Patience
+from tidegate.transport.security import EngineKeys, secure_connector
+from tidegate.transport.zeromq import (
+    COMPLAINTS_PER_S_MAX,
+    QUEUED_MESSAGES_MAX,
+    SocketStatistics,
+    new_socket,
+    sendable,
+    skip_frames,
+)
+
+IDENTITY_BYTES_MAX = 255
+"""ZeroMQ's own limit."""
+
+FAILED_HANDSHAKES_MAX = 20
+"""In a row, before the reason is taken to be a lasting one: two seconds of trying."""
+
+_FINAL_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+"""After these, libzmq does not try again."""
+
+
+class DealerSocket:
+    """An engine's end: connects to the orchestrator, and again whenever the connection breaks.
+
+    Synchronous, and one thread's. What is sent while there is no connection waits for the next.
+    """
+
+    def __init__(self, address: str, identity: bytes, *, keys: EngineKeys | None = None) -> None:
+        """Connect to ``address``, which need not be bound yet, under a name unique in the run.
+
+        Raises:
+            ConfigError: a malformed address, one on another host without keys, or a bad identity.
+        """
+        check_connector(address, has_keys=keys is not None)
+        if not 0 < len(identity) <= IDENTITY_BYTES_MAX or identity[0] == 0:
+            raise ConfigError(
+                f"identity {identity!r} must have 1 to {IDENTITY_BYTES_MAX} bytes, the first not 0"
+            )
+        self._address = address
+        self._keys = keys
+        self._socket = new_socket(zmq.DEALER, address)
+        self._socket.setsockopt(zmq.IDENTITY, identity)
+        if keys is not None:
+            secure_connector(self._socket, keys)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | _FINAL_REFUSALS
+        )
+        self._connections = 0
+        self._is_connected = False
+        self._failed_handshakes = 0
+        """Since the last that succeeded."""
+        self._is_unknown = False
+        """Whether the orchestrator has said that it doesn't know our key."""
+        self._frames = self._bytes = self._malformed = 0
+        self._patience = Patience(answers_max=COMPLAINTS_PER_S_MAX, interval_s=1.0)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"can't connect to {address!r}: {error.strerror}") from error
+
+    def send(self, message: Message) -> bytes:
+        """Queue one message without waiting; return its frame, for a ``SendWindow`` to keep.
+
+        Raises:
+            BadFrame: the message is larger than its kind may be.
+        """
+        frame = sendable(message)
+        self._socket.send(frame)
+        return frame
+
+    def send_again(self, frame: bytes) -> None:
+        """Queue a frame that was sent before, as it is."""
+        self._socket.send(frame)
+
+    def receive(self, timeout_s: float) -> list[FromOrchestrator]:
+        """All that has arrived, in order; if nothing has, wait up to ``timeout_s`` for it.
+
+        What can't be read is counted, answered with a complaint, and left out.
+        """
+        messages, is_quiet = self._read()
+        if is_quiet and timeout_s > 0 and self._socket.poll(max(1, round(timeout_s * 1000))):
+            messages, _ = self._read()
+        return messages
+
+    def connection(self) -> int | None:
+        """Which connection there is now, counted from 1; None while there is none.
+
+        Each begins with a hello; what is sent between two waits for the next, and comes before it.
+        """
+        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._note(recv_monitor_message(self._monitor)["event"])
+        return self._connections if self._is_connected else None
+
+    def _note(self, event: int) -> None:
+        self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if self._is_connected:
+            self._connections += 1
+            self._failed_handshakes = 0
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self._failed_handshakes += 1
+        elif event & _FINAL_REFUSALS:
+            self._failed_handshakes = FAILED_HANDSHAKES_MAX
+            self._is_unknown = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+    def refusal(self) -> str | None:
+        """Why the orchestrator will not let this engine in, as far as can be told; None if it may.
+
+        As of the last look at :meth:`connection`. Not every failure can be told apart: an end that
+        can't read what the other says only hangs up.
+        """
+        if self._failed_handshakes < FAILED_HANDSHAKES_MAX:
+            return None
+        if self._is_unknown and self._keys is not None:
+            return (
+                f"{self._address} does not know this engine's key, {self._keys.public.decode()}; "
+                f"put its .key file into `engines` of the orchestrator's directory of keys"
+            )
+        if self._keys is not None:
+            return (
+                f"{self._address} hangs up on this engine's keys: it has others, or none; copy the "
+                f"directory that `tidegate keys` made for engines there anew"
+            )
+        return (
+            f"{self._address} hangs up: most likely it wants keys; give --keys DIRECTORY, one that "
+            f"`tidegate keys` made for engines there"
+        )
+
+    def close(self) -> None:
+        """Disconnect; what is queued is still sent for up to a second. Harmless if repeated."""
+        if self._socket.closed:
+            return
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+
+    def statistics(self) -> SocketStatistics:
+        """What came in so far."""
+        return SocketStatistics(self._frames, self._bytes, self._malformed)
+
+    def _read(self) -> tuple[list[FromOrchestrator], bool]:
+        """What is there and readable, and whether nothing at all was there."""
+        messages: list[FromOrchestrator] = []
+        is_quiet = True
+        for _ in range(QUEUED_MESSAGES_MAX):  # a flood must not keep the engine from its steps
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK, copy=False, track=False)
+            except zmq.Again:
+                break
+            is_quiet = False
+            try:
+                messages.append(self._decode(frame))
+            except BadFrame as error:
+                self._malformed += 1
+                if self._patience.has(b"", time.monotonic()):
+                    self.send(Complaint(message=cut(str(error))))
+        return messages, is_quiet
+
+    def _decode(self, frame: zmq.Frame) -> FromOrchestrator:
+        if frame.more:
+            count = 1 + skip_frames(self._socket)
+            raise BadFrame(f"a message is one frame, but yours had {count}")
+        body = frame.bytes
+        message = decode_from_orchestrator(body)
+        self._frames += 1
+        self._bytes += len(body)
+        return message

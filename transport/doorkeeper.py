@@ -1,0 +1,94 @@
+"""Who is at the door? Answers libzmq's question about the key of each connection, and counts.
+
+A thread of its own, for a handshake must not wait for episodes. libzmq asks over ZAP
+(https://rfc.zeromq.org/spec/27/), at one address per context; so whoever listens with keys has a
+context of its own. The list of keys is read anew for each connection: a file added lets in, a file
+removed shuts out, from the next connection on.
+"""
+
+import logging
+import threading
+import time
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from tidegate.errors import ConfigError
+from tidegate.transport.patience import Patience
+from tidegate.transport.security import KEY_BYTES, OrchestratorKeys, read_allowed
+from tidegate.transport.zeromq import Socket
+
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+
+_EVENTS_ADDRESS = "inproc://tidegate.doorkeeper"
+
+_REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH  # a key that is not on the list
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # no keys, or another orchestrator's
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # gave up, or took too long
+)
+
+WARNINGS_PER_MINUTE_MAX = 6
+"""Log lines about strangers."""
+
+log = logging.getLogger("tidegate")
+
+
+class Doorkeeper:
+    """Lets connections of one listener in, or not."""
+
+    def __init__(self, listener: Socket, keys: OrchestratorKeys) -> None:
+        """Begin before ``listener`` is bound; the thread ends with the context they share."""
+        context = listener.context
+        self.refused = 0
+        """Connections that were not let in."""
+        self._keys = keys
+        self._patience = Patience(answers_max=WARNINGS_PER_MINUTE_MAX, interval_s=60.0)
+        self._questions = context.socket(zmq.REP)
+        self._questions.setsockopt(zmq.LINGER, 0)
+        self._questions.bind(_ZAP_ADDRESS)
+        self._events = context.socket(zmq.PAIR)
+        self._events.setsockopt(zmq.LINGER, 0)
+        listener.monitor(_EVENTS_ADDRESS, _REFUSALS)
+        self._events.connect(_EVENTS_ADDRESS)
+        threading.Thread(target=self._serve, name="doorkeeper", daemon=True).start()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._questions, zmq.POLLIN)
+        poller.register(self._events, zmq.POLLIN)
+        try:
+            while True:
+                for socket, _ in poller.poll():
+                    if socket is self._questions:
+                        self._answer(self._questions.recv_multipart())
+                    else:
+                        event = recv_monitor_message(self._events)["event"]
+                        self.refused += bool(event & _REFUSALS)
+        except zmq.ContextTerminated:
+            pass
+        finally:  # also after a defect of ours: without answers, nobody is let in
+            self._questions.close()
+            self._events.close()
+
+    def _answer(self, question: list[bytes]) -> None:
+        """Say 200 (let in), 400 (shut out for good) or 300 (try again after a timeout)."""
+        _, request, _, origin, _, mechanism, *credentials = question
+        status, why, name = b"400", b"unknown key", ""
+        try:
+            allowed = read_allowed(self._keys.allowed)
+        except ConfigError as error:
+            status, why = b"300", b"the list of keys can't be read"
+            self._warn(f"nobody is let in: {error}")
+        else:
+            key = credentials[0] if credentials else b""
+            name = allowed.get(key, "") if mechanism == b"CURVE" else ""
+            if name and len(key) == KEY_BYTES:
+                status, why = b"200", b"OK"
+            else:
+                self._warn(f"a stranger at {origin.decode(errors='replace')} is not let in")
+        self._questions.send_multipart([b"1.0", request, status, why, name.encode(), b""])
+
+    def _warn(self, what: str) -> None:
+        if self._patience.has(b"", time.monotonic()):
+            log.warning("doorkeeper: %s", what)

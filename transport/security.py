@@ -1,0 +1,239 @@
+"""Who may connect from another host? Engines whose public key the orchestrator was given.
+
+Connections are encrypted and both ends prove who they are (CURVE: Curve25519, in libzmq's own
+handshake, before the first message). This file makes and reads the keys; whom they let in is
+:mod:`doorkeeper`'s business. Files are in the form that ``zmq.auth`` and CZMQ read and write.
+"""
+
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.auth import load_certificate
+from zmq.utils import z85
+
+from tidegate.errors import ConfigError
+from tidegate.transport.zeromq import Socket
+
+KEY_BYTES = 32
+"""Of either key; 40 characters of Z85 in a file."""
+
+KEY_FILE_BYTES_MAX = 4096
+"""Far more than a key and its comment take."""
+
+ENGINE_DEFAULT = "engine"
+
+_ALLOWED = "engines"
+"""The directory of public keys that are let in."""
+
+_ORCHESTRATOR_PUBLIC = "orchestrator.key"
+_ORCHESTRATOR_SECRET = "orchestrator.key_secret"
+_ENGINE_SECRET = "engine.key_secret"
+
+_ENGINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+
+
+@dataclass(frozen=True, slots=True)
+class OrchestratorKeys:
+    """What the end that listens needs."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    allowed: Path
+    """A directory: whoever has the secret of one of its ``*.key`` files is let in."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKeys:
+    """What an end that connects needs."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    orchestrator: bytes
+    """The public key of the one it is willing to talk to."""
+
+
+# ------------------------------------------------------------ making
+
+
+def make_keys(directory: Path, engine: str = ENGINE_DEFAULT) -> Path:
+    """Make an engine's keys, and the orchestrator's if there are none yet; nothing is replaced.
+
+    Return the directory to be copied to where that engine runs. The same keys may serve any number
+    of engines; those with keys of their own can be shut out one by one.
+
+    Raises:
+        ConfigError: that engine has keys already, or the files can't be written.
+    """
+    _check_curve()
+    if not _ENGINE_NAME.fullmatch(engine) or engine == _ALLOWED:
+        raise ConfigError(
+            f"{engine!r} can't name an engine's keys: use letters, digits, '_' and '-', "
+            f"and not {_ALLOWED!r}"
+        )
+    own = directory / engine
+    if own.exists() or _allowed_file(directory, engine).exists():
+        raise ConfigError(
+            f"{own} exists already, and keys are not replaced; choose another name (--engine), "
+            f"or remove the directory and its copies"
+        )
+    try:
+        _make(directory, own, engine)
+    except OSError as error:
+        raise ConfigError(f"can't write keys into {directory}: {error}") from error
+    return own
+
+
+def _make(directory: Path, own: Path, engine: str) -> None:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (directory / _ALLOWED).mkdir(mode=0o700, exist_ok=True)
+    if not (directory / _ORCHESTRATOR_SECRET).exists():
+        public, secret = zmq.curve_keypair()
+        about = "The orchestrator's {}. Whoever has the secret one can pose as it: it stays here."
+        _write(directory / _ORCHESTRATOR_PUBLIC, about.format("public key"), public)
+        _write(directory / _ORCHESTRATOR_SECRET, about.format("keys"), public, secret)
+    orchestrator = read_orchestrator_keys(directory).public
+    public, secret = zmq.curve_keypair()
+    own.mkdir(mode=0o700)
+    _write(own / _ORCHESTRATOR_PUBLIC, "The orchestrator that this engine talks to.", orchestrator)
+    _write(own / _ENGINE_SECRET, "An engine's keys. Whoever has them is let in.", public, secret)
+    about = f"The public key of {engine!r}, which may connect as long as this file is here."
+    _write(_allowed_file(directory, engine), about, public)
+
+
+def _allowed_file(directory: Path, engine: str) -> Path:
+    return directory / _ALLOWED / f"{engine}.key"
+
+
+def _write(path: Path, about: str, public: bytes, secret: bytes | None = None) -> None:
+    """Write a certificate that nobody else can read from its first byte on."""
+    lines = [f"# Tidegate. {about}", "metadata", "curve", f'    public-key = "{public.decode()}"']
+    if secret is not None:
+        lines.append(f'    secret-key = "{secret.decode()}"')
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write("\n".join(lines) + "\n")
+
+
+# ------------------------------------------------------------ reading
+
+
+def read_orchestrator_keys(directory: Path) -> OrchestratorKeys:
+    """The keys of the end that listens, from the directory given to ``tidegate keys``.
+
+    Raises:
+        ConfigError: a file is missing, damaged, or open to others.
+    """
+    public, secret = _read_pair(directory / _ORCHESTRATOR_SECRET)
+    keys = OrchestratorKeys(public, secret, directory / _ALLOWED)
+    read_allowed(keys.allowed)
+    return keys
+
+
+def read_engine_keys(directory: Path) -> EngineKeys:
+    """The keys of an end that connects, from a directory that ``tidegate keys`` made for it.
+
+    Raises:
+        ConfigError: a file is missing, damaged, or open to others.
+    """
+    public, secret = _read_pair(directory / _ENGINE_SECRET)
+    path = directory / _ORCHESTRATOR_PUBLIC
+    _check_file(path, forbidden=0o022)
+    return EngineKeys(public, secret, _read(path)[0])
+
+
+def read_allowed(directory: Path) -> dict[bytes, str]:
+    """Who may connect: public keys (32 bytes) and the names of their files.
+
+    Raises:
+        ConfigError: a file is damaged, or others could add or change one.
+    """
+    try:
+        mode = directory.stat().st_mode
+        paths = sorted(directory.glob("*.key"))
+    except OSError as error:
+        raise ConfigError(f"can't read who may connect: {error}; {_HOW}") from error
+    _check_mode(directory, mode, 0o022)
+    allowed = {}
+    for path in paths:
+        _check_file(path, forbidden=0o022)
+        allowed[z85.decode(_read(path)[0])] = path.stem
+    return allowed
+
+
+_HOW = "`tidegate keys DIRECTORY` makes a set of keys and says what goes where"
+
+
+def _read_pair(path: Path) -> tuple[bytes, bytes]:
+    _check_file(path, forbidden=0o077)
+    public, secret = _read(path)
+    if secret is None:
+        raise ConfigError(f"{path} has no secret key; {_HOW}")
+    if zmq.curve_public(secret) != public:
+        raise ConfigError(f"{path} is damaged: its public key does not belong to its secret key")
+    return public, secret
+
+
+def _read(path: Path) -> tuple[bytes, bytes | None]:
+    """The public key in a certificate, and the secret one if there is one."""
+    try:
+        public, secret = load_certificate(path)
+        for key in (public, secret):
+            if key is not None and len(z85.decode(key)) != KEY_BYTES:
+                raise ValueError(f"a key has 40 characters, not {len(key)}")
+    except (OSError, ValueError, KeyError) as error:
+        why = "a character that is in no key" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{path} holds no key that can be read: {why}; {_HOW}") from error
+    return public, secret
+
+
+def _check_file(path: Path, *, forbidden: int) -> None:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}; {_HOW}") from error
+    if not stat.S_ISREG(status.st_mode) or status.st_size > KEY_FILE_BYTES_MAX:
+        raise ConfigError(f"{path} is no file of keys; {_HOW}")
+    _check_mode(path, status.st_mode, forbidden)
+
+
+def _check_mode(path: Path, mode: int, forbidden: int) -> None:
+    if mode & forbidden:
+        what = "read" if forbidden & 0o044 else "change"
+        raise ConfigError(
+            f"others may {what} {path} (mode {stat.S_IMODE(mode):03o}); take that from them: "
+            f"chmod go-{'rwx' if forbidden & 0o044 else 'w'} {path}"
+        )
+
+
+# ------------------------------------------------------------ using
+
+
+def secure_listener(socket: Socket, keys: OrchestratorKeys) -> None:
+    """Have a socket, not bound yet, let in only whom its context's doorkeeper lets in.
+
+    Without a doorkeeper that is nobody: by default libzmq would let in everybody then.
+    """
+    _check_curve()
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.setsockopt(zmq.ZAP_DOMAIN, b"tidegate")
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def secure_connector(socket: Socket, keys: EngineKeys) -> None:
+    """Have a socket, not connected yet, talk to nobody but the orchestrator of these keys."""
+    _check_curve()
+    socket.setsockopt(zmq.CURVE_SERVERKEY, keys.orchestrator)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+
+
+def _check_curve() -> None:
+    if not zmq.has("curve"):
+        raise ConfigError(
+            f"this libzmq {zmq.zmq_version()} was built without CURVE; install a pyzmq wheel"
+        )

@@ -1,0 +1,189 @@
+"""How are weights sent to other hosts? A thread hands out chunks of a buffer to whoever asks.
+
+It knows neither engines nor what becomes of the chunks. The buffer is used again for each version:
+the first touch of a fresh page costs ten times a copy into an old one.
+"""
+
+import threading
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from tidegate.errors import BadFrame, ConfigError
+from tidegate.transport.addresses import any_port
+from tidegate.transport.doorkeeper import Doorkeeper
+from tidegate.transport.limits import cut
+from tidegate.transport.messages import InitWeights, UpdateWeights
+from tidegate.transport.private_directory import PrivateDirectory
+from tidegate.transport.security import OrchestratorKeys, secure_listener
+from tidegate.transport.weight_channels.base import NamedBuffer, check_buffers, layout
+from tidegate.transport.weight_channels.zmq import (
+    CHUNK_BYTES,
+    CHUNKS_PER_REQUEST_MAX,
+    NAME,
+    SOCKET_BUFFER_BYTES,
+    Chunk,
+    Fetch,
+    decode_fetch,
+    encode,
+)
+from tidegate.transport.zeromq import Context, Socket
+
+REQUEST_BYTES_MAX = 1024
+"""A request is 60 bytes; larger frames are refused unread."""
+
+QUEUED_MAX = 64
+"""Requests of one engine, and chunks on their way to it. Honest ones have a few; what a flood asks
+for beyond them is dropped."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One version in a buffer."""
+
+    version: int
+    location: str
+    buffer: Bytes
+    nbytes: int
+
+
+class ZmqSender:
+    """Owns the buffers, a socket, and the thread that serves it."""
+
+    def __init__(self, address: str | None = None, *, keys: OrchestratorKeys | None = None) -> None:
+        """Listen on a free port beside ``address``, the orchestrator's own; privately for ipc.
+
+        Raises:
+            ConfigError: the address can't be bound.
+        """
+        self._private: PrivateDirectory | None = None
+        self._id = uuid.uuid4().hex
+        self._writes = 0
+        self._places: list[_Place] = []
+        """What is being served: the newest version, and the one kept beside it."""
+        self._spare: Bytes = np.empty(0, np.uint8)
+        """A buffer that may be written over."""
+        self._lock = threading.Lock()
+        self.malformed_requests = 0
+        self._context: Context = zmq.Context()
+        try:
+            self._socket = self._bound(address, keys)
+        except BaseException:
+            self._context.destroy(linger=0)
+            self._remove_directory()
+            raise
+        threading.Thread(target=self._serve, name="weights", daemon=True).start()
+
+    def init(self) -> InitWeights:
+        """Phase 1: where to ask. ``*`` stands for the host that the engine reached us at."""
+        return InitWeights(channel=NAME, info={"address": self.address})
+
+    def write(
+        self, version: int, tensors: Sequence[NamedBuffer], *, keep: int | None = None
+    ) -> list[UpdateWeights]:
+        """Copy the tensors, and serve them beside the version kept; of others nothing is left."""
+        check_buffers(tensors)
+        specs, nbytes = layout(tensors)
+        with self._lock:
+            kept = [place for place in self._places if place.version == keep][-1:]
+            buffers = [self._spare, *(p.buffer for p in self._places if p not in kept)]
+            self._places = kept
+        target = max(buffers, key=len)
+        if len(target) < nbytes:
+            target = np.empty(nbytes, np.uint8)
+        self._spare = np.empty(0, np.uint8)
+        for spec, tensor in zip(specs, tensors, strict=True):
+            if spec.nbytes:  # numpy refuses to look at an empty buffer
+                source = np.frombuffer(tensor.data.cast("B"), np.uint8)
+                np.copyto(target[spec.offset : spec.offset + spec.nbytes], source)
+        self._writes += 1
+        # The same version may be written twice, and must not be taken for what it was.
+        location = f"{self._id}/{self._writes}"
+        with self._lock:
+            self._places = [*kept, _Place(version, location, target, nbytes)]
+        return [UpdateWeights(version=version, location=location, tensors=specs)]
+
+    def close(self) -> None:
+        """Stop serving. Harmless if repeated."""
+        self._context.term()  # which the thread notices, and closes its socket
+        self._remove_directory()
+
+    def _bound(self, address: str | None, keys: OrchestratorKeys | None) -> Socket:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, QUEUED_MAX)
+        socket.setsockopt(zmq.RCVHWM, QUEUED_MAX)
+        socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
+        if keys is not None:
+            secure_listener(socket, keys)
+            Doorkeeper(socket, keys)
+        own = None if address is None else any_port(address)
+        if own is None:
+            self._private = PrivateDirectory("weights")
+            self.address = f"ipc://{self._private.path}/weights"
+        else:
+            socket.setsockopt(zmq.SNDBUF, SOCKET_BUFFER_BYTES)
+            socket.setsockopt(zmq.IPV6, "[" in own)
+        try:
+            socket.bind(own or self.address)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"can't serve weights at {own!r}: {error.strerror}") from error
+        if own is not None:
+            port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+            self.address = f"tcp://*:{port}"
+        return socket
+
+    def _remove_directory(self) -> None:
+        if self._private is not None:
+            self._private.remove()
+
+    # ------------------------------------------------------------ the thread
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                peer, *frames = self._socket.recv_multipart()
+                self._answer(peer, frames)
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            self._socket.close()
+
+    def _answer(self, peer: bytes, frames: list[bytes]) -> None:
+        try:
+            fetch = decode_fetch(frames)
+        except BadFrame as error:
+            self.malformed_requests += 1
+            self._socket.send_multipart([peer, encode(Chunk("", 0, cut(str(error))))])
+            return
+        with self._lock:
+            place = next((p for p in self._places if p.location == fetch.location), None)
+        if why := _objection(fetch, place):
+            refusal = Chunk(cut(fetch.location), fetch.start, cut(why))
+            self._socket.send_multipart([peer, encode(refusal)])
+            return
+        assert place is not None
+        for start in range(fetch.start, fetch.end, CHUNK_BYTES):
+            header = encode(Chunk(fetch.location, start))
+            chunk = place.buffer.data[start : min(start + CHUNK_BYTES, fetch.end)]
+            self._socket.send_multipart([peer, header], zmq.SNDMORE)
+            self._socket.send(chunk, copy=False)
+
+
+def _objection(fetch: Fetch, place: _Place | None) -> str | None:
+    """Why what is asked for can't be had."""
+    if place is None:
+        return f"{fetch.location!r} is not here, or not any more"
+    most = CHUNKS_PER_REQUEST_MAX * CHUNK_BYTES
+    if not 0 < fetch.end - fetch.start <= most or fetch.end > place.nbytes:
+        return (
+            f"[{fetch.start}, {fetch.end}) is no piece of 1 to {most} bytes of the {place.nbytes} "
+            f"there are"
+        )
+    return None
