@@ -1,0 +1,203 @@
+"""How does a trainer live through being killed at any instant? By one checkpoint per batch.
+
+Asynchronous GRPO on the demo's task. Weights, optimizer, what was trained and the run's
+``state_dict()`` are saved in one piece before the weights made from them are published; started
+again, it goes on from there. Ends after the batch during which DIR/stop appears. Decides nothing
+about who is killed.
+"""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+import tidegate
+from examples.async_grpo import load_trainer, train_step
+from examples.calculator import Episode, Task, solve, tasks
+
+CHECKPOINT_FILE = "checkpoint.pt"
+DIARY_FILE = "diary.jsonl"
+LOG_FILE = "trainer.log"
+RESULT_FILE = "result.json"
+STOP_FILE = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedTask:
+    """A task that can be told from all others: the demo's come again."""
+
+    number: int
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a trainer is started with, in each of its lives."""
+
+    directory: Path
+    """For its checkpoint, its diary, its log and the run's own files."""
+    address: str
+    """Where engines connect."""
+    model: Path
+    max_staleness: int
+    seed: int
+    group_size: int = 8
+    groups_per_batch: int = 8
+    learning_rate: float = 3e-4
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedBatch:
+    """What the trainer itself knows of a batch that its weights were made from."""
+
+    number: int
+    """Of batches before it, and itself."""
+    trainer_version: int
+    tasks: list[int]
+    """One per group, in the order handed over."""
+    oldest_versions: list[int]
+    """One per rollout: of the weights that sampled its oldest token."""
+    sampled_tokens: int
+    reward: float
+
+
+class Trainer:
+    """A model, what changes it, and what it was made from."""
+
+    def __init__(self, options: Options) -> None:
+        self.directory = options.directory
+        self.model, self.optimizer = load_trainer(options.model, options.learning_rate)
+        self.trained: list[TrainedBatch] = []
+        self.state: dict[str, Any] | None = None
+        if (self.directory / CHECKPOINT_FILE).exists():
+            self._load(self.directory / CHECKPOINT_FILE)
+
+    def _load(self, path: Path) -> None:
+        checkpoint = torch.load(path, weights_only=True)
+        self.model.load_state_dict(checkpoint["model"])
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        self.trained = [TrainedBatch(**batch) for batch in checkpoint["trained"]]
+        self.state = checkpoint["run"]
+
+    def train(self, batch: tidegate.Batch, state: dict[str, Any]) -> None:
+        """Make new weights of a batch, and save them with what they were made from."""
+        train_step(self.model, self.optimizer, batch)
+        self.trained.append(describe(batch, number=state["batches"]))
+        self.state = state
+        checkpoint = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "trained": [asdict(batch) for batch in self.trained],
+            "run": state,
+        }
+        path = self.directory / CHECKPOINT_FILE
+        draft = path.with_suffix(".draft")
+        with draft.open("wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+
+
+def describe(batch: tidegate.Batch, number: int) -> TrainedBatch:
+    """Note of a batch what the checks want to know."""
+    in_order = dict(zip(batch.group_ids.tolist(), batch.tasks, strict=True))
+    never = torch.iinfo(batch.weight_versions.dtype).max
+    oldest = batch.weight_versions.masked_fill(~batch.loss_mask, never).amin(1)
+    return TrainedBatch(
+        number=number,
+        trainer_version=batch.trainer_version,
+        tasks=[task.number for task in in_order.values() if isinstance(task, NumberedTask)],
+        oldest_versions=oldest[oldest != never].tolist(),
+        sampled_tokens=batch.sampled_tokens,
+        reward=batch.rewards.mean().item(),
+    )
+
+
+class Diary:
+    """What happened in all lives, those that led nowhere included."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def note(self, event: str, **facts: object) -> None:
+        """Add a line; what the process has written survives its end."""
+        line = json.dumps({"event": event, "pid": os.getpid(), "at_s": time.time(), **facts})
+        with self._path.open("a") as file:
+            file.write(line + "\n")
+
+
+async def train(options: Options) -> None:
+    """Go on from the checkpoint, if there is one, until told to stop."""
+    diary = Diary(options.directory / DIARY_FILE)
+    diary.note("started")
+    trainer = Trainer(options)
+    diary.note("loaded", batches=len(trainer.trained))
+    async with tidegate.serve(
+        resume=True if trainer.state is None else trainer.state,
+        model=options.model,
+        engines=0,
+        address=options.address,
+        max_staleness=options.max_staleness,
+        group_size=options.group_size,
+        groups_per_batch=options.groups_per_batch,
+        run_directory=options.directory / "run",
+        journal=True,
+        engine_timeout_s=3.0,
+        heartbeat_interval_s=0.5,
+        seed=options.seed,
+    ) as rollouts:
+        diary.note("serving", is_resumed=rollouts.is_resumed)
+        if rollouts.is_resumed:
+            await rollouts.publish(trainer.model.state_dict())
+            diary.note("published", version=rollouts.version)
+        async for batch in rollouts.batches(numbered(options.seed), episode=solve_numbered):
+            state = rollouts.state_dict()
+            diary.note("received", number=state["batches"])
+            trainer.train(batch, state)
+            await rollouts.ack(state)
+            version = await rollouts.publish(trainer.model.state_dict())
+            diary.note("published", version=version)
+            if (options.directory / STOP_FILE).exists():
+                break
+        write_result(options.directory, trainer, rollouts)
+
+
+def write_result(directory: Path, trainer: Trainer, rollouts: tidegate.Rollouts) -> None:
+    """Leave what the surviving lineage trained, and the run's own books."""
+    result = {
+        "trained": [asdict(batch) for batch in trainer.trained],
+        "ledger": asdict(rollouts.statistics().ledger),
+        "ledger_error": rollouts.statistics().ledger.error,
+    }
+    (directory / RESULT_FILE).write_text(json.dumps(result))
+
+
+def numbered(seed: int) -> Iterator[NumberedTask]:
+    """The same tasks in the same order in each life."""
+    for number, task in enumerate(tasks("train", seed)):
+        yield NumberedTask(number, task)
+
+
+async def solve_numbered(episode: Episode, task: NumberedTask) -> float:
+    """One episode of the demo."""
+    return await solve(episode, task.task)
+
+
+def live(options: Options) -> None:
+    """One life of the trainer's process, its words in DIR/trainer.log."""
+    with (options.directory / LOG_FILE).open("ab") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    # A progress bar has a lock of multiprocessing's, which a kill would leak.
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(1)
+    torch.manual_seed(options.seed)
+    asyncio.run(train(options))

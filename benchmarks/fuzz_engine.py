@@ -1,0 +1,254 @@
+"""Does an engine stand whatever its orchestrator says? A real one but for its size, on a thread.
+
+The model has one tiny layer of random weights; everything else, the socket included, is what a
+worker process runs. It may end itself, for reasons it is made to end for; then it is started again.
+"""
+
+import threading
+import time
+import traceback
+from array import array
+from pathlib import Path
+
+import torch
+import zmq
+
+from benchmarks.fuzz_frames import ORCHESTRATOR_EXAMPLES, FrameMaker, LiveState
+from tidegate.engine.link import Link
+from tidegate.engine.loop import EngineLoop
+from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.runner import ModelRunner
+from tidegate.engine.scheduler import Scheduler
+from tidegate.engine.staging import Staging
+from tidegate.engine.turns import EngineLimits
+from tidegate.engine.weights import Weights
+from tidegate.errors import TidegateError
+from tidegate.transport.messages import (
+    Ack,
+    FromEngine,
+    Hello,
+    Message,
+    Resume,
+    SamplingParams,
+    Shutdown,
+    Step,
+    SubmitTurn,
+    Welcome,
+    decode_from_engine,
+    encode,
+)
+from tidegate.transport.sockets import DealerSocket
+
+PATIENCE_S = 60.0
+"""An engine that hasn't read what it was sent after so long hangs."""
+
+FRAMES_AHEAD_MAX = 2000
+"""Sent and not read yet. Far less than a socket holds, so that nothing is lost with it."""
+
+LIMITS = EngineLimits(
+    max_running_turns=8,
+    max_step_tokens=64,
+    num_blocks=64,
+    block_tokens=16,
+    context_tokens_max=256,
+    vocab_size=50,
+)
+
+_CONFIG = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=50,
+    hidden_size=16,
+    intermediate_size=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    norm_epsilon=1e-6,
+    rope_theta=10_000.0,
+    rope_scaling=None,
+    context_tokens_max=256,
+    tied_head=True,
+    qkv_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    eos_token_ids=(),
+    dtype="float32",
+)
+
+
+class FuzzedEngine:
+    """An engine, and the hostile orchestrator it is connected to. Close it."""
+
+    def __init__(self, seed: int, directory: Path) -> None:
+        self.frames = 0
+        self.starts = self.steps = 0
+        self.failures: list[str] = []
+        """What it died of that it should not die of."""
+        self.malformed = 0
+        self._maker = FrameMaker(seed, ORCHESTRATOR_EXAMPLES)
+        self._state = LiveState(vocab_size=LIMITS.vocab_size, turns=[1])
+        self._address = f"ipc://{directory}/engine"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.SNDHWM, 0)
+        self._router.bind(self._address)
+        self._start()
+
+    def feed(self) -> bytes:
+        """Send one frame of nonsense, which is read a little later; the frame."""
+        frame = self._maker.frame(self._state)
+        self._state.turns[0] = self.frames % 7
+        self.frames += 1
+        self._send(frame)
+        if self.frames % 50 == 0:
+            self._send(encode(Resume()))
+            self._hear()
+        if self._sent - self._read > FRAMES_AHEAD_MAX:
+            self.settle()
+        return frame
+
+    def settle(self) -> None:
+        """Return once it has read all it was sent; start it again if it has ended."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while self._thread.is_alive() and self._read < self._sent:
+            self._hear()
+            if time.monotonic() > deadline_s:
+                raise AssertionError(f"the engine has read {self._read} of {self._sent} frames")
+            self._router.poll(1)
+        if not self._thread.is_alive():
+            self._restart()
+
+    def still_serves(self) -> bool:
+        """Whether, after all that, a turn asked for is a turn sampled."""
+        self._restart()
+        self._submit(4_000_000_000)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline_s:
+            for message in self._hear():
+                if isinstance(message, Step) and 4_000_000_000 in array("I", message.turns):
+                    return True
+            self._router.poll(10)
+        return False
+
+    def close(self) -> None:
+        """End the engine, and free the address."""
+        self._end()
+        self._router.close()
+        self._context.term()
+
+    # ------------------------------------------------------------ the orchestrator's end
+
+    @property
+    def _read(self) -> int:
+        statistics = self._socket.statistics()
+        return statistics.frames + statistics.malformed
+
+    def _send(self, frame: bytes) -> None:
+        self._router.send_multipart([self._name, frame])
+        self._sent += 1
+
+    def _submit(self, turn: int) -> None:
+        prompt = array("i", [1, 2, 3]).tobytes()
+        sampling = SamplingParams(max_tokens=2)
+        self._send(encode(SubmitTurn(turn=turn, token_ids=prompt, sampling=sampling)))
+
+    def _hear(self) -> list[FromEngine]:
+        """Read what it says; welcome it, and acknowledge its steps."""
+        heard: list[FromEngine] = []
+        while self._router.poll(0):
+            peer, *frames = self._router.recv_multipart()
+            if peer != self._name:  # the last words of one before
+                continue
+            message = decode_from_engine(frames[0])
+            heard.append(message)
+            self._answer(message)
+        return heard
+
+    def _answer(self, message: FromEngine) -> None:
+        answer: Message | None = None
+        if isinstance(message, Hello):
+            answer = Welcome(
+                heartbeat_interval_s=0.5, orchestrator_timeout_s=PATIENCE_S, credit_steps=64
+            )
+        elif isinstance(message, Step):
+            self.steps += 1
+            answer = Ack(seq=message.seq)
+            self._state.seq = message.seq + 1
+        if answer is not None:
+            self._send(encode(answer))
+
+    # ------------------------------------------------------------ the engine
+
+    def _start(self) -> None:
+        self.starts += 1
+        self._sent = 0
+        self._name = f"engine-{self.starts}".encode()
+        self._socket = DealerSocket(self._address, self._name)
+        self._staging = Staging(lambda: _random_weights())
+        runner = ModelRunner(_CONFIG, _random_weights(), num_blocks=64, block_tokens=16)
+        self._loop = EngineLoop(
+            Link(self._socket, _hello(self._name.decode())),
+            runner=runner,
+            scheduler=Scheduler(LIMITS),
+            staging=self._staging,
+        )
+        self._thread = threading.Thread(target=self._live, name=self._name.decode())
+        self._thread.start()
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not any(isinstance(message, Hello) for message in self._hear()):
+            if time.monotonic() > deadline_s:
+                raise AssertionError("the engine does not say hello")
+            self._router.poll(10)
+
+    def _live(self) -> None:
+        try:
+            self._loop.run()
+        except TidegateError:
+            pass  # it ends itself, as it should
+        except Exception:  # noqa: BLE001 - whatever it is, it is what is looked for
+            self.failures.append(traceback.format_exc())
+
+    def _end(self) -> None:
+        self._send(encode(Shutdown()))
+        self._thread.join(PATIENCE_S)
+        if self._thread.is_alive():
+            raise AssertionError("the engine doesn't end when it is told to")
+        if not self._staging._thread.is_alive():
+            self.failures.append("the thread that stages weights has died")
+        self._staging.close()
+        self.malformed += self._socket.statistics().malformed
+        self._socket.close()
+
+    def _restart(self) -> None:
+        self._end()
+        self._start()
+
+
+def _random_weights() -> Weights:
+    weights = Weights.allocate(_CONFIG, torch.float32)
+    layer = weights.layers[0]
+    for tensor in (weights.embedding, layer.qkv, layer.output, layer.gate_up, layer.down):
+        tensor.normal_(std=0.3)
+    for norm in (layer.input_norm, layer.mlp_norm, weights.final_norm):
+        norm.fill_(1.0)
+    return weights
+
+
+def _hello(name: str) -> Hello:
+    return Hello(
+        protocol=1,
+        engine=name,
+        epoch=1,
+        weight_version=0,
+        architecture=_CONFIG.architecture,
+        vocab_size=LIMITS.vocab_size,
+        context_tokens_max=LIMITS.context_tokens_max,
+        max_running_turns=LIMITS.max_running_turns,
+        num_blocks=LIMITS.num_blocks,
+        block_tokens=LIMITS.block_tokens,
+        pause_modes=["abort", "keep", "wait"],
+        kv_policies=["keep", "recompute"],
+        weight_channels=["shm", "disk"],
+    )

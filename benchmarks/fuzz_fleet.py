@@ -1,0 +1,198 @@
+"""Does the orchestrator's side stand whatever an engine says? A real fleet and core, fed by hand.
+
+No socket and no thread, so the same seed does the same. One engine is healthy and has its turns
+answered; the other sends what :mod:`fuzz_frames` makes, and so do strangers.
+"""
+
+import random
+from collections import deque
+
+from benchmarks.fuzz_frames import ENGINE_EXAMPLES, FrameMaker, LiveState, hello_of, step_of
+from tidegate.orchestrator import events as ev
+from tidegate.orchestrator.core import Core
+from tidegate.orchestrator.fleet import REMEMBERED_MAX, Answer, Fleet, FleetTimes
+from tidegate.orchestrator.rollout import Rollout
+from tidegate.policies.staleness import BoundedStaleness
+from tidegate.transport.messages import (
+    CancelTurn,
+    Message,
+    SamplingParams,
+    SubmitTurn,
+    WeightsLive,
+    encode,
+)
+from tidegate.transport.zeromq import sendable
+
+S_PER_FRAME = 0.002
+"""Of the receiver's clock: 500 frames are a second, so complaints run out and come back."""
+
+FRAMES_PER_HEALTHY_STEP = 25
+
+FRAMES_PER_CHECK = 250
+
+FRAMES_PER_PROGRESS = 10_000
+"""20 s of the receiver's clock: longer than any engine may keep turns and say nothing."""
+
+TURNS_SHOWN = 16
+"""Of its turns the hostile engine speaks of so many: a step of more rows finds no more."""
+
+STRANGERS = (b"", b"\xff\xfe", b"\0\0\0\0\1", b"\xef\xbf\xbd", b"x" * 255)
+
+
+class FuzzedFleet:
+    """A run's core and fleet, and what happened to them."""
+
+    def __init__(self, seed: int) -> None:
+        times = FleetTimes(1.0, 5.0, 60.0, credit_steps=64)
+        self.fleet = Fleet(times, self._send)
+        self.core = Core(BoundedStaleness(max_staleness=1, groups_per_batch=2), group_size=4)
+        self.frames = 0
+        self.healthy_steps = self.healthy_tokens = self.batches = 0
+        self._chance = random.Random(seed)
+        self._maker = FrameMaker(seed, ENGINE_EXAMPLES)
+        self._healthy = LiveState(engine="healthy")
+        self._bad = LiveState()
+        self._events: deque[ev.Event] = deque()
+        self._now_s = 0.0
+        self._tokens_before = 0
+        self._join(self._healthy)
+        assert "healthy" in self.fleet.engines
+        self._do(ev.TasksOffered())
+        self._do(ev.BatchAsked())
+
+    def feed(self) -> bytes:
+        """Have it hear one frame, and now and then something sensible; the frame."""
+        self.frames += 1
+        self._now_s += S_PER_FRAME
+        if "bad" not in self.fleet.engines and self.frames % 50 == 0:
+            self._bad.epoch += 1
+            self._join(self._bad)
+        peer, frame = self._peer(), self._maker.frame(self._bad)
+        if peer.startswith(b"stranger") and self._chance.random() < 0.5:
+            vocab_size = self._bad.vocab_size + (self._chance.random() < 0.9)
+            stranger = LiveState(engine=peer.decode(), vocab_size=vocab_size)
+            frame = encode(hello_of(stranger))
+        self.hear(peer, frame)
+        if self.frames % FRAMES_PER_HEALTHY_STEP == 0:
+            self._answer_turns()
+        if self.frames % FRAMES_PER_CHECK == 0:
+            self._check()
+        return frame
+
+    def _peer(self) -> bytes:
+        chance = self._chance.random()
+        if chance < 0.85:
+            return b"bad"
+        if chance < 0.97:
+            return self._chance.choice(STRANGERS)
+        return b"stranger-%d" % self._chance.randrange(10**6)
+
+    # ------------------------------------------------------------ the shell around the core
+
+    def hear(self, peer: bytes, frame: bytes) -> int:
+        """Have it hear one frame and act on it; how many steps were taken in."""
+        steps = 0
+        for item in self.fleet.hear([(peer, frame)], self._now_s):
+            if isinstance(item, Answer):
+                if isinstance(item.message, WeightsLive):
+                    self._do(ev.EngineSwapped(item.engine, item.message.version))
+                continue
+            self._do(item)
+            if isinstance(item, ev.StepArrived):
+                steps += 1
+                state = self._healthy if item.engine == "healthy" else self._bad
+                state.seq = item.seq + 1
+        return steps
+
+    def _do(self, event: ev.Event) -> None:
+        self._events.append(event)
+        while self._events:
+            for command in self.core.handle(self._events.popleft()):
+                self._act(command)
+            if not self._events and self.core.capacity_groups:
+                self._events.append(ev.TaskArrived(0))
+
+    def _act(self, command: ev.Command) -> None:
+        match command:
+            case ev.Submit(engine=engine, message=message):
+                self.fleet.send(engine, message)
+            case ev.Cancel(engine=engine, handle=handle):
+                self.fleet.send(engine, CancelTurn(turn=handle))
+            case ev.StartEpisode(rollout=rollout):
+                rollout.extend([1, 2, 3])
+                sampling = SamplingParams(max_tokens=64)
+                self._events.append(ev.TurnAsked(rollout.rollout_id, sampling))
+            case ev.EndTurn(turn=turn):
+                self._events.append(ev.EpisodeReturned(turn.rollout.rollout_id, 1.0))
+            case ev.FailTurn(turn=turn):
+                self._events.append(ev.EpisodeFailed(turn.rollout.rollout_id, "refused"))
+            case ev.HandOver(groups=groups):
+                for rollout in (rollout for group in groups for rollout in group.kept):
+                    self._check_rollout(rollout)
+                self._publish()
+
+    def _publish(self) -> None:
+        """Every engine serves the next version at once; the trainer wants another batch."""
+        self.batches += 1
+        version = self.fleet.newest_version + 1
+        self.fleet.newest_version = self._healthy.version = self._bad.version = version
+        self._events.append(ev.VersionPublished(version))
+        for name, engine in self.fleet.engines.items():
+            engine.weight_version = version
+            self._events.append(ev.EngineSwapped(name, version))
+        self._events.append(ev.BatchAsked())
+
+    def _send(self, peer: bytes, message: Message) -> bool:
+        sendable(message)  # as the socket does: what is too large is a defect of ours
+        state = {b"healthy": self._healthy, b"bad": self._bad}.get(peer)
+        if state is not None and isinstance(message, SubmitTurn):
+            state.turns = [*state.turns, message.turn][-TURNS_SHOWN:]
+        elif state is not None and isinstance(message, CancelTurn) and message.turn in state.turns:
+            state.turns.remove(message.turn)
+        return True
+
+    # ------------------------------------------------------------ sensible engines
+
+    def _join(self, state: LiveState) -> None:
+        state.seq, state.turns = 0, []
+        self.hear(state.engine.encode(), encode(hello_of(state, self.fleet.newest_version)))
+
+    def _answer_turns(self) -> None:
+        """The healthy engine ends all of its turns."""
+        step = step_of(self._healthy, finish=b"\1" * len(self._healthy.turns))
+        self.healthy_steps += 1
+        self.healthy_tokens += len(self._healthy.turns)
+        self._healthy.turns = []
+        if self.hear(b"healthy", encode(step)) != 1:
+            raise AssertionError(f"the healthy engine's step {step.seq} was not taken in")
+        self._do_all(self.fleet.tick(self._now_s))
+        self.fleet.take_acks()
+
+    def _do_all(self, events: list[ev.Event]) -> None:
+        for event in events:
+            self._do(event)
+
+    def _check_rollout(self, rollout: Rollout) -> None:
+        """Nothing that no engine can have sampled may reach the trainer."""
+        tokens, logprobs = rollout.token_ids, rollout.logprobs
+        if not 0 <= min(tokens) <= max(tokens) < self._bad.vocab_size:
+            raise AssertionError(f"a batch with tokens {tokens}")
+        if not all(-1e9 <= logprob <= 0.01 for logprob in logprobs):
+            raise AssertionError(f"a batch with log-probs {logprobs}")
+        for turn in rollout.turns:
+            if turn.length > turn.sampling.max_tokens:
+                raise AssertionError(f"{turn.length} tokens of {turn.sampling.max_tokens} allowed")
+            if any(span.version > self.fleet.newest_version for span in turn.spans()):
+                raise AssertionError(f"a batch by weights to come: {turn.spans()}")
+
+    def _check(self) -> None:
+        """Nothing that is counted may be off, and nothing that is remembered may grow."""
+        self.core.check()
+        if self.frames % FRAMES_PER_PROGRESS == 0:
+            if self.healthy_tokens == self._tokens_before:
+                raise AssertionError("the healthy engine is given no turns any more")
+            self._tokens_before = self.healthy_tokens
+        fleet = self.fleet
+        names = [len(fleet.departed), len(fleet.refused_engines), len(fleet._given_up)]
+        if max(names) > REMEMBERED_MAX:
+            raise AssertionError(f"the fleet remembers {names} names")

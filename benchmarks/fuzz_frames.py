@@ -1,0 +1,345 @@
+"""What might a hostile or broken peer send? Frames that are nearly right, from a seed.
+
+Bytes are flipped, cut and spliced; values are swapped for others that a type, a range or a length
+should refuse. It sends nothing, and knows of the receiver only the turns and numbers it is told.
+"""
+
+import math
+import random
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from tidegate.transport.messages import (
+    Ack,
+    CancelTurn,
+    Complaint,
+    EngineHeartbeat,
+    FinishWeightUpdate,
+    Goodbye,
+    Hello,
+    InitWeights,
+    KvSpan,
+    Message,
+    OrchestratorHeartbeat,
+    Pause,
+    Paused,
+    Prefill,
+    Resume,
+    Resumed,
+    SamplingParams,
+    StartWeightUpdate,
+    Step,
+    SubmitTurn,
+    TensorSpec,
+    TurnRefused,
+    UpdateWeights,
+    WeightsFailed,
+    WeightsLive,
+    WeightsStaged,
+    Welcome,
+    encode,
+)
+
+NESTING_MAX = 3000
+"""Deep enough to break a decoder that recurses; 3 KB."""
+
+LARGE_CHARS = 300_000
+"""More than any text may have."""
+
+ODD_VALUES: tuple[Any, ...] = (
+    *(0, 1, -1, 7, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)),
+    *(0.0, -0.5, 1e-45, 1e300, math.nan, math.inf, -math.inf),
+    *("", "keep", "abort", "shm", "disk", "x" * 300, "é\0\n\x1b[31m", "../../etc/passwd"),
+    *(b"", b"\0", b"\xff" * 4, b"\xff" * 7, bytes(4096)),
+    *(None, True, False, [], {}, [[]], [[0, 0, [[]]]], {"kind": "step"}),
+)
+
+
+@dataclass(slots=True)
+class LiveState:
+    """What makes a frame look as if it belonged: kept up to date by who runs the receiver."""
+
+    engine: str = "bad"
+    epoch: int = 1
+    seq: int = 0
+    version: int = 0
+    vocab_size: int = 1000
+    turns: list[int] = field(default_factory=list)
+    """Handles that the receiver knows."""
+
+
+class FrameMaker:
+    """Makes frames without end. Same seed, same states, same frames."""
+
+    def __init__(self, seed: int, examples: Sequence[Callable[[LiveState], Message]]) -> None:
+        self._chance = random.Random(seed)
+        self._examples = examples
+        self._mutations: tuple[Callable[[bytes], bytes], ...] = (
+            self._flip_bits,
+            self._truncate,
+            self._insert,
+            self._splice,
+            self._swap_values,
+            self._swap_values,
+            self._swap_values,
+            self._nest,
+        )
+        self._oddities = (
+            self._odd_numbers,
+            self._odd_rows,
+            self._odd_counts,
+            self._long_rows,
+            self._odd_finish,
+            self._odd_place,
+            self._odd_prefills,
+        )
+        self._last = b"\x80"
+
+    def frame(self, state: LiveState) -> bytes:
+        """The next frame; most are malformed, some are only implausible, a few are right."""
+        chance = self._chance
+        kind = chance.random()
+        if kind < 0.02:
+            return chance.randbytes(chance.randrange(200))
+        message = chance.choice(self._examples)(state)
+        if isinstance(message, Step) and kind < 0.7:
+            message = self._odd_step(message, state)
+        frame = encode(message)
+        if kind < 0.85 and (kind > 0.5 or not isinstance(message, Step)):
+            for _ in range(chance.choice((1, 1, 1, 2, 5))):
+                frame = self.mutate(frame)
+        self._last = frame
+        return frame
+
+    def mutate(self, frame: bytes) -> bytes:
+        """The same frame, but for one thing."""
+        return self._chance.choice(self._mutations)(frame)
+
+    # ------------------------------------------------------------ bytes
+
+    def _flip_bits(self, frame: bytes) -> bytes:
+        damaged = bytearray(frame)
+        for _ in range(self._chance.choice((1, 2, 8))):
+            if damaged:
+                damaged[self._chance.randrange(len(damaged))] ^= 1 << self._chance.randrange(8)
+        return bytes(damaged)
+
+    def _truncate(self, frame: bytes) -> bytes:
+        return frame[: self._chance.randrange(len(frame) + 1)]
+
+    def _insert(self, frame: bytes) -> bytes:
+        at = self._chance.randrange(len(frame) + 1)
+        return frame[:at] + self._chance.randbytes(self._chance.randrange(1, 9)) + frame[at:]
+
+    def _splice(self, frame: bytes) -> bytes:
+        at = self._chance.randrange(len(frame) + 1)
+        return frame[:at] + self._last[self._chance.randrange(len(self._last) + 1) :]
+
+    def _nest(self, frame: bytes) -> bytes:
+        at = self._chance.randrange(len(frame) + 1)
+        opening = self._chance.choice((b"\x91", b"\x81\xa1a", b"\x81\xa4kind"))
+        return frame[:at] + opening * self._chance.randrange(1, NESTING_MAX) + frame[at:]
+
+    # ------------------------------------------------------------ values
+
+    def _swap_values(self, frame: bytes) -> bytes:
+        try:
+            content = msgspec.msgpack.decode(frame)
+            if not isinstance(content, dict) or not content:
+                return frame
+            self._swap_one(content)
+            return msgspec.msgpack.encode(content)
+        except (msgspec.DecodeError, ValueError, RecursionError, TypeError, OverflowError):
+            return frame  # damaged too much by an earlier mutation to be read
+
+    def _swap_one(self, content: Any) -> None:
+        """Replace, drop or add one value, somewhere in the tree."""
+        chance = self._chance
+        while True:
+            key = chance.choice(list(content) if isinstance(content, dict) else range(len(content)))
+            value = content[key]
+            if not isinstance(value, dict | list) or not value or chance.random() < 0.4:
+                break
+            content = value
+        action = chance.random()
+        if action < 0.0005:
+            content[key] = "x" * LARGE_CHARS
+        elif action < 0.1 and isinstance(content, dict):
+            del content[key]
+        elif action < 0.2 and isinstance(content, list):
+            content.insert(key, chance.choice(ODD_VALUES))
+        elif action < 0.4 and isinstance(value, bytes):
+            content[key] = self._odd_bytes(value)
+        elif action < 0.5 and isinstance(value, int):
+            content[key] = max(-(2**63), min(2**64 - 1, value + chance.choice((-1, 1, 2**31))))
+        else:
+            content[key] = chance.choice(ODD_VALUES)
+
+    def _odd_bytes(self, value: bytes) -> bytes:
+        return self._chance.choice(
+            (value[:-1], value * 2, value + b"\xff" * 4, b"\xff" * len(value), value[::-1], b"")
+        )
+
+    # ------------------------------------------------------------ steps
+
+    def _odd_step(self, step: Step, state: LiveState) -> Step:
+        """A well-formed step of the receiver's own turns, with one thing that can't be."""
+        rows = len(step.turns) // 4
+        odd = self._chance.choice(self._oddities)(step, state, rows)
+        return msgspec.structs.replace(step, **odd)
+
+    def _odd_numbers(self, step: Step, state: LiveState, rows: int) -> dict[str, Any]:
+        chance = self._chance
+        at = chance.randrange(rows) if rows else 0
+        if chance.random() < 0.5:
+            value = chance.choice((math.nan, math.inf, -math.inf, 0.5, 1e30))
+            return {"logprobs": _replaced(step.logprobs, "f", at, value)}
+        token = chance.choice((-1, state.vocab_size, 2**31 - 1, -(2**31)))
+        return {"token_ids": _replaced(step.token_ids, "i", at, token)}
+
+    def _odd_rows(self, step: Step, state: LiveState, rows: int) -> dict[str, Any]:
+        chance = self._chance
+        turns = step.turns[:4] * rows if chance.random() < 0.5 else chance.randbytes(4 * rows)
+        return {"turns": turns}
+
+    def _odd_counts(self, step: Step, state: LiveState, rows: int) -> dict[str, Any]:
+        count = self._chance.choice((0, 2, 2**31, 2**32 - 1))
+        return {"counts": struct.pack("<I", count) * rows}
+
+    def _long_rows(self, step: Step, state: LiveState, rows: int) -> dict[str, Any]:
+        """Right in itself; but nobody asked for so many tokens."""
+        count = self._chance.choice((1, 3, 40))
+        return {
+            "counts": struct.pack("<I", count) * rows,
+            "token_ids": step.token_ids * count,
+            "logprobs": step.logprobs * count,
+        }
+
+    def _odd_finish(self, step: Step, state: LiveState, rows: int) -> dict[str, Any]:
+        return {"finish": self._chance.randbytes(rows + self._chance.randrange(2))}
+
+    def _odd_place(self, step: Step, state: LiveState, rows: int) -> dict[str, Any]:
+        chance = self._chance
+        if chance.random() < 0.5:
+            return {"version": chance.choice((state.version + 1, 2**62))}
+        return {"seq": chance.choice((0, state.seq + 1, 2**62))}
+
+    def _odd_prefills(self, step: Step, state: LiveState, rows: int) -> dict[str, Any]:
+        handles = array("I", step.turns).tolist() or [0]
+        number = [0, 1, 5, 2**62]
+        choice = self._chance.choice
+        prefills = []
+        for _ in range(choice((1, 1, 2, 50))):
+            spans = [
+                KvSpan(choice(number), choice(number), choice(number))
+                for _ in range(choice((0, 1, 1, 3)))
+            ]
+            prefills.append(Prefill(choice([*handles, 2**40]), choice(number), spans))
+        return {"prefills": prefills}
+
+
+def _replaced(column: bytes, typecode: str, at: int, value: float) -> bytes:
+    values: array[Any] = array(typecode, column)
+    if values:
+        values[at] = value
+    return values.tobytes()
+
+
+# ---------------------------------------------------------------- what is damaged
+
+
+def hello_of(state: LiveState, weight_version: int = 0) -> Hello:
+    """How an engine introduces itself."""
+    return Hello(
+        protocol=1,
+        engine=state.engine,
+        epoch=state.epoch,
+        weight_version=weight_version,
+        architecture="Qwen3ForCausalLM",
+        vocab_size=state.vocab_size,
+        context_tokens_max=512,
+        max_running_turns=8,
+        num_blocks=64,
+        block_tokens=16,
+        pause_modes=["abort", "keep", "wait"],
+        kv_policies=["keep", "recompute"],
+        weight_channels=["shm", "disk"],
+        turns=array("I", state.turns).tobytes(),
+    )
+
+
+def step_of(state: LiveState, finish: bytes = b"") -> Step:
+    """The next step of all its turns, one token each, as it should be."""
+    rows = len(state.turns)
+    return Step(
+        seq=state.seq,
+        version=state.version,
+        turns=array("I", state.turns).tobytes(),
+        token_ids=array("i", [5] * rows).tobytes(),
+        logprobs=array("f", [-0.5] * rows).tobytes(),
+        finish=finish,
+    )
+
+
+def _a_turn(state: LiveState) -> int:
+    return state.turns[0] if state.turns else 0
+
+
+def _heartbeat(state: LiveState) -> Message:
+    return EngineHeartbeat(
+        weight_version=0, running_turns=1, waiting_turns=0, free_blocks=1, sent_us=1
+    )
+
+
+Examples = Sequence[Callable[[LiveState], Message]]
+
+ENGINE_EXAMPLES: Examples = (
+    *[step_of] * 6,
+    lambda state: step_of(state, finish=b"\1" * len(state.turns)),
+    hello_of,
+    lambda state: TurnRefused(turn=_a_turn(state), message="no"),
+    _heartbeat,
+    lambda state: WeightsStaged(version=state.version),
+    lambda state: WeightsLive(version=state.version),
+    lambda state: WeightsLive(version=2**62),
+    lambda state: WeightsFailed(version=state.version, message="no"),
+    lambda state: Paused(mode="keep"),
+    lambda state: Resumed(),
+    lambda state: Goodbye(reason="tired"),
+    lambda state: Complaint(message="what?"),
+)
+"""Each kind that an engine sends; steps are most of it."""
+
+
+def _submit(state: LiveState) -> Message:
+    sampling = SamplingParams(max_tokens=4, temperature=0.9, top_k=5, top_p=0.9, seed=3)
+    prompt = array("i", [1, 2, 3]).tobytes()
+    return SubmitTurn(turn=_a_turn(state), token_ids=prompt, sampling=sampling)
+
+
+def _update(state: LiveState) -> Message:
+    specs = [TensorSpec("model.norm.weight", "float32", [16], 0, 64)]
+    return UpdateWeights(version=state.version + 1, location="/proc/self/fd/0", tensors=specs)
+
+
+ORCHESTRATOR_EXAMPLES: Examples = (
+    *[_submit] * 4,
+    lambda state: CancelTurn(turn=_a_turn(state)),
+    lambda state: Pause(mode="keep"),
+    *[lambda state: Resume()] * 3,
+    lambda state: Ack(seq=state.seq),
+    lambda state: Welcome(heartbeat_interval_s=1.0, orchestrator_timeout_s=60.0, credit_steps=64),
+    lambda state: OrchestratorHeartbeat(),
+    lambda state: InitWeights(channel="shm", info={"path": "/proc/self/fd/0", "inode": 1}),
+    lambda state: StartWeightUpdate(version=state.version + 1),
+    _update,
+    lambda state: FinishWeightUpdate(
+        version=state.version + 1, pause_mode="keep", kv_policy="recompute"
+    ),
+)
+"""Each kind that an engine is to obey; those that end it at once are left out."""

@@ -1,0 +1,27 @@
+"""How fast are messages, tokens and weights moved, beside other ways of moving them?
+
+``python -m benchmarks.transport [--json] [messages] [tokens] [weights]`` prints ``name, value,
+unit, peer, ratio``, with who the peer is and the spread of ours. Figures per core are by CPU time
+of the receiving process, its I/O threads included, for the machine may be busy with other things.
+"""
+
+import argparse
+
+from benchmarks.transport import messages, tokens, weights
+from benchmarks.transport.rows import show
+
+SECTIONS = {"messages": messages.rows, "tokens": tokens.rows, "weights": weights.rows}
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], default=[])
+    arguments = parser.parse_args()
+    for section in arguments.sections or SECTIONS:
+        show(SECTIONS[section](), as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    main()

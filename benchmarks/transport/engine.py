@@ -1,0 +1,155 @@
+"""What would an engine send that computes nothing? Step messages, over any of four transports.
+
+``python -m benchmarks.transport.engine zmq|grpc|http ADDRESS --tokens T …`` is the other end of
+:mod:`benchmarks.transport.tokens`. Whatever the transport, the frames are the same.
+"""
+
+import argparse
+import socket
+import time
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from tidegate.transport.messages import (
+    LENGTH,
+    PROTOCOL,
+    Ack,
+    Hello,
+    Step,
+    Welcome,
+    encode,
+)
+from tidegate.transport.sockets import DealerSocket
+from tidegate.transport.streams import SendWindow
+
+NAME = "engine"
+VOCAB_SIZE = 32_768
+TOKENS_PER_VERSION = 256
+GRPC_METHOD = "/engine/steps"
+IDLE_S = 0.1
+
+
+def hello() -> Hello:
+    """The first word."""
+    return Hello(
+        protocol=PROTOCOL,
+        engine=NAME,
+        epoch=1,
+        weight_version=0,
+        architecture="None",
+        vocab_size=VOCAB_SIZE,
+        context_tokens_max=1 << 20,
+        max_running_turns=1 << 20,
+        num_blocks=1,
+        block_tokens=16,
+        pause_modes=["keep"],
+        kv_policies=["keep"],
+        weight_channels=["shm"],
+    )
+
+
+def frames(work: argparse.Namespace) -> list[bytes]:
+    """All step messages: in each wave, the same turns from their first token to their last.
+
+    Encoded beforehand, so that it is the receiver that is waited for.
+    """
+    rows, tokens = work.turns, work.tokens
+    turns = array("I", range(rows)).tobytes()
+    token_ids = array("i", (7 * n % VOCAB_SIZE for n in range(rows * tokens))).tobytes()
+    logprobs = array("f", (-0.1 * (n % 50) for n in range(rows * tokens))).tobytes()
+    counts = array("I", [tokens] * rows).tobytes() if tokens > 1 else b""
+    steps = (
+        Step(
+            seq=seq,
+            version=seq * tokens // TOKENS_PER_VERSION,
+            turns=turns,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            counts=counts,
+            finish=bytes([LENGTH]) * rows if (seq + 1) % work.steps == 0 else b"",
+            started_us=1000 * seq,
+            busy_us=1000,
+        )
+        for seq in range(work.waves * work.steps)
+    )
+    return [encode(step) for step in steps]
+
+
+def over_zmq(work: argparse.Namespace) -> None:
+    """As a real engine does: credits, acknowledgements, the real socket."""
+    steps = frames(work)
+    dealer = DealerSocket(work.address, NAME.encode())
+    dealer.send(hello())
+    window: SendWindow | None = None
+    while window is None:
+        for message in dealer.receive(IDLE_S):
+            if isinstance(message, Welcome):
+                window = SendWindow(message.credit_steps)
+    started_s = time.perf_counter()
+    for seq, frame in enumerate(steps):
+        if work.steps_per_s:
+            time.sleep(max(0.0, started_s + seq / work.steps_per_s - time.perf_counter()))
+        while not window.is_open or seq % 32 == 0:
+            for message in dealer.receive(0.0 if window.is_open else IDLE_S):
+                if isinstance(message, Ack):
+                    window.acknowledge(message.seq)
+            if window.is_open:
+                break
+        window.sent(seq, frame)
+        dealer.send_again(frame)
+    dealer.close()
+
+
+def over_http(work: argparse.Namespace) -> None:
+    """One response whose chunks are the frames, as engines stream tokens over HTTP."""
+    steps = frames(work)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(work.address)
+        listener.listen()
+        peer, _ = listener.accept()
+        with peer:
+            while not peer.recv(4096).endswith(b"\r\n\r\n"):
+                pass
+            peer.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            for frame in steps:
+                peer.sendall(b"%x\r\n%b\r\n" % (len(frame), frame))
+            peer.sendall(b"0\r\n\r\n")
+
+
+def over_grpc(work: argparse.Namespace) -> None:
+    """One stream whose messages are the frames."""
+    import grpc
+
+    frames_sent = frames(work)
+
+    def steps(request: bytes, context: "grpc.ServicerContext") -> Iterator[bytes]:
+        return iter(frames_sent)
+
+    _, service, method = GRPC_METHOD.split("/")
+    handler = grpc.unary_stream_rpc_method_handler(steps)
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler(service, {method: handler})]
+    )
+    server.add_insecure_port(f"unix:{work.address}")
+    server.start()
+    server.wait_for_termination()
+
+
+def main() -> None:
+    """Serve one receiver."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("transport", choices=["zmq", "http", "grpc"])
+    parser.add_argument("address")
+    parser.add_argument("--turns", type=int, required=True, help="rows per step")
+    parser.add_argument("--tokens", type=int, required=True, help="per row and step")
+    parser.add_argument("--steps", type=int, required=True, help="per wave of turns")
+    parser.add_argument("--waves", type=int, required=True)
+    parser.add_argument("--steps-per-s", type=float, default=0.0, help="0: as fast as they go")
+    work = parser.parse_args()
+    {"zmq": over_zmq, "http": over_http, "grpc": over_grpc}[work.transport](work)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""What does it cost to receive tokens and file them, from the socket to the rollout?
+
+The path is the run's own: socket, decode, checks, receive window, find the rollout, append, version
+runs. A peer's transport brings the same frames to the same path. All CPU time of this process
+counts, less what it takes to begin a wave of turns.
+"""
+
+import asyncio
+import contextlib
+import importlib.util
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import uvloop
+import zmq
+import zmq.asyncio
+
+from benchmarks.transport.engine import GRPC_METHOD, NAME, hello
+from benchmarks.transport.rows import Row, by_turns, row, skipped
+from tidegate.orchestrator import events as ev
+from tidegate.orchestrator.core import Core
+from tidegate.orchestrator.fleet import Fleet, FleetTimes
+from tidegate.policies.staleness import BoundedStaleness
+from tidegate.transport.messages import Message, SamplingParams, encode
+from tidegate.transport.sockets import RouterSocket
+
+TURNS = 128
+TURN_TOKENS = 1024
+GROUP_SIZE = 8
+CREDIT_STEPS = 256
+TIMEOUT_S = 120.0
+
+PEERS = {"grpc.aio": "grpc", "aiohttp": "aiohttp"}
+"""Who may be missing, and the module that it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """How many tokens come how."""
+
+    tokens: int
+    """Per turn and step."""
+    waves: int
+    steps_per_s: float = 0.0
+    """0: as fast as they go."""
+
+    @property
+    def steps_per_wave(self) -> int:
+        """Until the turns have ended."""
+        return TURN_TOKENS // self.tokens
+
+
+BULK = Work(tokens=16, waves=24)
+SINGLE = Work(tokens=1, waves=4)
+PACED = Work(tokens=1, waves=2, steps_per_s=1000.0)
+
+
+class Subject:
+    """A core and a fleet that frames are given to, and the time they take."""
+
+    def __init__(self, work: Work, send: Callable[[bytes, Message], bool]) -> None:
+        self._work = work
+        self._fleet = Fleet(FleetTimes(1.0, 30.0, 30.0, CREDIT_STEPS), send)
+        self._fleet.newest_version = work.waves * work.steps_per_wave
+        self._steps_left = self._waves_left = 0
+        self._started_s = self._started_cpu_s = 0.0
+        self._loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[dict[str, float]] = self._loop.create_future()
+
+    def take(self, frames: list[tuple[bytes, bytes]]) -> None:
+        """As the scheduler does with what the socket brings."""
+        for item in self._fleet.hear(frames, self._loop.time()):
+            match item:
+                case ev.StepArrived():
+                    self._core.handle(item)
+                    self._steps_left -= 1
+                    if not self._steps_left:
+                        self._end_wave()
+                case ev.EngineJoined():
+                    self._joined = item
+                    self._waves_left = self._work.waves
+                    self._begin_wave()
+                    self._started_s, self._started_cpu_s = time.perf_counter(), time.process_time()
+        self._fleet.acknowledge(self._fleet.take_acks())
+
+    def _begin_wave(self) -> None:
+        policy = BoundedStaleness(max_staleness=0, groups_per_batch=TURNS // GROUP_SIZE)
+        self._core = core = Core(policy, group_size=GROUP_SIZE)
+        core.handle(self._joined)
+        for _ in range(TURNS // GROUP_SIZE):
+            for command in core.handle(ev.TaskArrived(None)):
+                if isinstance(command, ev.StartEpisode):
+                    command.rollout.extend([1] * 128)
+                    sampling = SamplingParams(max_tokens=TURN_TOKENS)
+                    core.handle(ev.TurnAsked(command.rollout.rollout_id, sampling))
+        self._steps_left = self._work.steps_per_wave
+
+    def _end_wave(self) -> None:
+        generated = self._core.ledger.in_flight
+        assert generated == TURNS * TURN_TOKENS, f"{generated} tokens have arrived"
+        self._waves_left -= 1
+        if self._waves_left:
+            before_s = time.thread_time()
+            self._begin_wave()
+            self._started_cpu_s += time.thread_time() - before_s
+            return
+        cpu_s = time.process_time() - self._started_cpu_s
+        wall_s = time.perf_counter() - self._started_s
+        tokens = self._work.waves * TURNS * TURN_TOKENS
+        self.done.set_result(
+            {
+                "tokens_per_cpu_s": tokens / cpu_s,
+                "cpu_us_per_chunk": 1e6 * cpu_s / (tokens / self._work.tokens),
+                "core_share": cpu_s / wall_s,
+            }
+        )
+
+
+# ---------------------------------------------------------------------------------- transports
+
+
+async def ours(work: Work, directory: Path) -> dict[str, float]:
+    """The run's own socket."""
+    router = RouterSocket(None, name="benchmark")
+    subject = Subject(work, router.send)
+    router.attach(asyncio.get_running_loop(), subject.take)
+    try:
+        async with engine("zmq", router.address, work):
+            return await subject.done
+    finally:
+        router.close()
+
+
+async def zmq_asyncio(work: Work, directory: Path) -> dict[str, float]:
+    """What others use: ``await recv_multipart()``."""
+    address = f"ipc://{directory}/socket"
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        router.bind(address)
+        answers: list[Awaitable[object]] = []
+
+        def send(peer: bytes, message: Message) -> bool:
+            answers.append(router.send_multipart([peer, encode(message)]))
+            return True
+
+        subject = Subject(work, send)
+        async with engine("zmq", address, work):
+            while not subject.done.done():
+                peer, frame = await router.recv_multipart()
+                subject.take([(peer, frame)])
+                while answers:
+                    await answers.pop()
+            return subject.done.result()
+
+
+async def grpc_aio(work: Work, directory: Path) -> dict[str, float]:
+    """A stream of messages, each of them a frame."""
+    import grpc.aio
+
+    subject = Subject(work, lambda peer, message: True)
+    subject.take([(NAME.encode(), encode(hello()))])
+    async with engine("grpc", f"{directory}/socket", work):
+        async with grpc.aio.insecure_channel(f"unix:{directory}/socket") as channel:
+            async for frame in channel.unary_stream(GRPC_METHOD)(b"", wait_for_ready=True):
+                subject.take([(NAME.encode(), frame)])
+        return subject.done.result()
+
+
+async def aiohttp_chunks(work: Work, directory: Path) -> dict[str, float]:
+    """A chunked response, each chunk a frame."""
+    import aiohttp
+
+    subject = Subject(work, lambda peer, message: True)
+    subject.take([(NAME.encode(), encode(hello()))])
+    path = directory / "socket"
+    async with engine("http", str(path), work):
+        while not path.exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        connector = aiohttp.UnixConnector(path=str(path))
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            session.get("http://engine/steps") as response,
+        ):
+            parts = b""
+            async for data, is_end in response.content.iter_chunks():
+                parts += data
+                if is_end:
+                    subject.take([(NAME.encode(), parts)])
+                    parts = b""
+        return subject.done.result()
+
+
+@contextlib.asynccontextmanager
+async def engine(transport: str, address: str, work: Work) -> AsyncIterator[None]:
+    """The sending process; what takes too long is an error."""
+    options = {
+        "turns": TURNS,
+        "tokens": work.tokens,
+        "steps": work.steps_per_wave,
+        "waves": work.waves,
+        "steps-per-s": work.steps_per_s,
+    }
+    command = [sys.executable, "-m", "benchmarks.transport.engine", transport, address]
+    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    with subprocess.Popen(command) as process:  # noqa: ASYNC220
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                yield
+        finally:
+            process.kill()
+
+
+def measured(
+    transport: Callable[[Work, Path], Awaitable[dict[str, float]]], work: Work
+) -> dict[str, float]:
+    """One run."""
+
+    async def run() -> dict[str, float]:
+        with tempfile.TemporaryDirectory() as directory:
+            return await transport(work, Path(directory))
+
+    return uvloop.run(run())
+
+
+TRANSPORTS = {
+    "ours": ours,
+    "zmq.asyncio": zmq_asyncio,
+    "grpc.aio": grpc_aio,
+    "aiohttp": aiohttp_chunks,
+}
+
+
+def rows() -> Iterator[Row]:
+    """Tokens per CPU-second in two sizes of chunks, and the price of a quiet stream."""
+    names = []
+    for name in TRANSPORTS:
+        if importlib.util.find_spec(PEERS.get(name, "zmq")):
+            names.append(name)
+        else:
+            skipped(name, PEERS[name])
+    for suffix, work in (("", BULK), ("_single", SINGLE)):
+        figures = by_turns({name: partial(measured, TRANSPORTS[name], work) for name in names})
+        own = figures["ours"]
+        for peer in names[1:]:
+            yield row(
+                f"tokens_per_s_end_to_end{suffix}",
+                f"tokens/s per core, {work.tokens} per chunk",
+                own["tokens_per_cpu_s"],
+                figures[peer]["tokens_per_cpu_s"],
+                peer,
+            )
+        yield row(
+            f"cpu_us_per_chunk{suffix}",
+            f"us, {work.tokens} tokens per chunk",
+            own["cpu_us_per_chunk"],
+            figures["zmq.asyncio"]["cpu_us_per_chunk"],
+            "zmq.asyncio",
+        )
+    figures = by_turns(
+        {n: partial(measured, TRANSPORTS[n], PACED) for n in ("ours", "zmq.asyncio")}
+    )
+    yield row(
+        "paced_core_share",
+        f"of a core, {PACED.steps_per_s:.0f} steps/s of {TURNS} tokens",
+        figures["ours"]["core_share"],
+        figures["zmq.asyncio"]["core_share"],
+        "zmq.asyncio",
+    )

@@ -1,0 +1,51 @@
+"""What does one end of a weight transfer cost? A process that takes part each time it is told to.
+
+``python -m benchmarks.transport.weight_end zmq HOME`` fetches what the messages on its standard
+input say; ``… gloo RANK FILE 'SHAPES'`` takes part in a broadcast for each line. After each
+transfer it prints the CPU seconds that this process spent on it.
+"""
+
+import json
+import sys
+import time
+
+from tidegate.transport.messages import InitWeights, UpdateWeights, decode_from_orchestrator
+from tidegate.transport.weight_channels import Home, receiver
+
+
+def fetch(home: str) -> None:
+    """Be an engine that receives weights."""
+    for line in sys.stdin:
+        started_s = time.process_time()
+        match decode_from_orchestrator(bytes.fromhex(line)):
+            case InitWeights() as init:
+                end = receiver(init, Home(home))
+            case UpdateWeights() as update:
+                for _ in end.tensors(update):
+                    pass
+                print(time.process_time() - started_s, flush=True)
+
+
+def broadcast(rank: str, file: str, shapes: str) -> None:
+    """Be one of two ranks of gloo."""
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=int(rank), world_size=2
+    )
+    tensors = [torch.ones(shape, dtype=torch.bfloat16) for shape in json.loads(shapes)]
+    for _ in sys.stdin:
+        started_s = time.process_time()
+        for tensor in tensors:
+            distributed.broadcast(tensor, 0)
+        print(time.process_time() - started_s, flush=True)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "zmq":
+        fetch(*sys.argv[2:])
+    else:
+        broadcast(*sys.argv[2:])

@@ -1,0 +1,207 @@
+"""What does a version of weights cost on its way, in shared memory and over TCP?"""
+
+import contextlib
+import json
+import math
+import mmap
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.transport.rows import Row, by_turns, row
+from tidegate.transport.messages import encode
+from tidegate.transport.weight_channels import NamedBuffer, receiver, sender
+
+SHM_BYTES = 256 * 1024 * 1024
+"""More than any cache of one core."""
+
+PER_TENSOR = "gloo, a broadcast per tensor"
+ONE_BUFFER = "gloo, one buffer"
+UNIT = "GB/s per core, both ends"
+
+HOME = "tcp://127.0.0.1:5555"
+"""The orchestrator's address, if there were one: weights come from a port beside it."""
+
+
+def shapes() -> list[tuple[int, ...]]:
+    """Half the layers of a model of half a billion parameters: 373 MB in bfloat16."""
+    width, kv_width, hidden, vocab = 896, 128, 4864, 18_992
+    layer: list[tuple[int, ...]] = [
+        (width, width),
+        (width,),
+        (kv_width, width),
+        (kv_width,),
+        (kv_width, width),
+        (kv_width,),
+        (width, width),
+        (hidden, width),
+        (hidden, width),
+        (width, hidden),
+        (width,),
+        (width,),
+    ]
+    return [(vocab, width), (width,), *layer * 12]
+
+
+def rows() -> Iterator[Row]:
+    """Shared memory against memcpy; ZeroMQ against gloo, by CPU time of both ends."""
+    yield from _shared_memory()
+    yield from _network()
+
+
+def _shared_memory() -> Iterator[Row]:
+    """Writing a version, and copying it out of the receiver's views, into memory used before."""
+    trained, live = _memory(), _memory()
+    tensor = NamedBuffer("w", "bfloat16", (SHM_BYTES // 2,), trained.data)
+    out = sender("shm")
+    [update] = out.write(0, [tensor])
+    end = receiver(out.init())
+
+    def read() -> None:
+        for _, view in end.tensors(update):
+            np.copyto(live, np.frombuffer(view, dtype=np.uint8))
+
+    read()
+    figures = by_turns(
+        {
+            "write": lambda: _gb_per_s(lambda: out.write(0, [tensor])),
+            "read": lambda: _gb_per_s(read),
+            "memcpy": lambda: _gb_per_s(lambda: np.copyto(live, trained)),
+        }
+    )
+    end.close()
+    out.close()
+    memcpy = figures["memcpy"]["gb_per_s"]
+    for name, what in (("shm_weights_gb_per_s", "write"), ("shm_weights_read_gb_per_s", "read")):
+        yield row(name, "GB/s", figures[what]["gb_per_s"], memcpy, "memcpy")
+
+
+def _memory() -> npt.NDArray[np.uint8]:
+    """As torch's tensors have it: numpy's own large arrays lie in large pages, whose reads are
+    quicker than those of any memory that processes share."""
+    memory = np.frombuffer(mmap.mmap(-1, SHM_BYTES), dtype=np.uint8)
+    memory[:] = 1
+    return memory
+
+
+def _gb_per_s(copy: Callable[[], object]) -> dict[str, float]:
+    """Speed of something that moves the weights once; the better of two, for others run too."""
+    times_s = []
+    for _ in range(2):
+        started_s = time.perf_counter()
+        copy()
+        times_s.append(time.perf_counter() - started_s)
+    return {"gb_per_s": SHM_BYTES / 1e9 / min(times_s)}
+
+
+def _network() -> Iterator[Row]:
+    every = shapes()
+    total = sum(math.prod(shape) for shape in every)
+    gb = 2 * total / 1e9
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        runs = {
+            "ipc": stack.enter_context(_zmq_channel(None, every)),
+            "tcp": stack.enter_context(_zmq_channel(HOME, every)),
+            PER_TENSOR: stack.enter_context(_gloo(directory / "tensors", every)),
+            ONE_BUFFER: stack.enter_context(_gloo(directory / "buffer", [(total,)])),
+        }
+        seconds = by_turns(runs)
+    speed = {
+        name: {what: [gb / cpu_s for cpu_s in cpus_s] for what, cpus_s in figures.items()}
+        for name, figures in seconds.items()
+    }
+    for name, unit, ours, against in (
+        ("zmq_weights_gb_per_cpu_s", UNIT, speed["ipc"]["sent"], PER_TENSOR),
+        ("zmq_weights_gb_per_cpu_s_vs_one_buffer", UNIT, speed["ipc"]["sent"], ONE_BUFFER),
+        ("zmq_tcp_weights_gb_per_cpu_s", UNIT, speed["tcp"]["sent"], PER_TENSOR),
+        (
+            "zmq_publish_gb_per_cpu_s",
+            f"{UNIT}, with the copy out of the trainer's tensors",
+            speed["ipc"]["published"],
+            PER_TENSOR,
+        ),
+    ):
+        yield row(name, unit, ours, speed[against]["sent"], against)
+
+
+Run = Callable[[], dict[str, float]]
+"""One transfer: CPU seconds of both ends, by what is counted."""
+
+
+@contextlib.contextmanager
+def _zmq_channel(home: str | None, every: list[tuple[int, ...]]) -> Iterator[Run]:
+    """Ours: this process sends, another receives."""
+    tensors = [
+        NamedBuffer(f"w{n}", "bfloat16", shape, np.ones(2 * math.prod(shape), np.uint8).data)
+        for n, shape in enumerate(every)
+    ]
+    out = sender("zmq", address=home)
+    with _end("zmq", home or "") as end:
+        end.tell(encode(out.init()).hex())
+
+        def run() -> dict[str, float]:
+            before_s = time.process_time()
+            [update] = out.write(0, tensors)
+            written_s = time.process_time()
+            end.tell(encode(update).hex())
+            received_s = end.hear()
+            sent_s = time.process_time() - written_s
+            return {
+                "sent": sent_s + received_s,
+                "published": sent_s + received_s + written_s - before_s,
+            }
+
+        run()  # touches all pages
+        yield run
+    out.close()
+
+
+@contextlib.contextmanager
+def _gloo(file: Path, every: list[tuple[int, ...]]) -> Iterator[Run]:
+    """The peer's: two other processes."""
+    with (
+        _end("gloo", "0", str(file), json.dumps(every)) as one,
+        _end("gloo", "1", str(file), json.dumps(every)) as other,
+    ):
+
+        def run() -> dict[str, float]:
+            one.tell("go")
+            other.tell("go")
+            return {"sent": one.hear() + other.hear()}
+
+        run()
+        yield run
+
+
+class _End:
+    """A process that takes part in transfers."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._stdin, self._stdout = process.stdin, process.stdout
+
+    def tell(self, line: str) -> None:
+        """Have it take part."""
+        self._stdin.write(line + "\n")
+        self._stdin.flush()
+
+    def hear(self) -> float:
+        """The CPU seconds it took."""
+        return float(self._stdout.readline())
+
+
+@contextlib.contextmanager
+def _end(*arguments: str) -> Iterator[_End]:
+    command = [sys.executable, "-m", "benchmarks.transport.weight_end", *arguments]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield _End(process)
