@@ -62,9 +62,7 @@ class Deadlines(Generic[About]):
             self._timer = loop.call_at(min(due_s for due_s, _ in firsts), self._expire, loop)
 
 
-def _take_due(
-    waiting: dict[Task, tuple[float, About]], now_s: float
-) -> "list[tuple[Task, About]]":
+def _take_due(waiting: dict[Task, tuple[float, About]], now_s: float) -> "list[tuple[Task, About]]":
     """Those whose time is up, which are waited for no more."""
     due: list[tuple[Task, About]] = []
     while waiting:

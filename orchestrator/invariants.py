@@ -52,11 +52,8 @@ class Watch:
         self._hardships = hardships
         allowed = (scenario.max_staleness + 1) * scenario.groups_per_batch
         self._outstanding_max = min(allowed, scenario.outstanding_groups_limit or allowed)
-        faulty = {f"engine-{fault.engine}" for fault in scenario.faults}
-        self._faultless = {f"engine-{number}" for number in range(scenario.engines)} - faulty
-        """Engines that must not be given up; none if weights may take longer than is waited for."""
-        if scenario.weights_timeout_s < WEIGHTS_TIMEOUT_S:
-            self._faultless.clear()
+        self._faultless = _faultless(scenario)
+        """Engines that must not be given up."""
         self.progress = 0
         """Counts what brings the run nearer to its end; it must not stand still for long."""
         self._tokens_arrived = 0
@@ -279,3 +276,11 @@ class Watch:
         ledger = core.ledger
         assert ledger.in_flight == ledger.buffered == 0, ledger.snapshot()
         assert ledger.trained == self.trained_tokens
+
+
+def _faultless(scenario: Scenario) -> set[str]:
+    """Engines that nothing goes wrong with; none if weights may take longer than is waited for."""
+    if scenario.weights_timeout_s < WEIGHTS_TIMEOUT_S:
+        return set()
+    faulty = {fault.engine for fault in scenario.faults}
+    return {f"engine-{number}" for number in range(scenario.engines) if number not in faulty}

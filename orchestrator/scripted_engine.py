@@ -22,7 +22,11 @@ from tidegate.orchestrator.rollout import Turn
 from tidegate.orchestrator.simulated_host import EngineHost
 from tidegate.orchestrator.simulated_model import HashedContext, Sampled, output_tokens
 from tidegate.orchestrator.simulated_traits import EngineTraits
+from tidegate.orchestrator.simulated_world import World
 from tidegate.transport.messages import SubmitTurn
+
+LATENCY_S = 0.0005
+"""Of a message, on the mean."""
 
 LOGPROB = -1.0
 """Of every scripted token."""
@@ -138,15 +142,26 @@ class ScriptedEngine:
 class ScriptedHost(EngineHost):
     """Runs an engine as its author wants it."""
 
-    def __init__(self, plan: ScriptedEngine, number: int, **wiring: object) -> None:
-        """``wiring`` is what :class:`EngineHost` needs besides."""
+    def __init__(
+        self,
+        plan: ScriptedEngine,
+        number: int,
+        *,
+        world: World,
+        chance: random.Random,
+        on_exit: Callable[[str, str], None],
+    ) -> None:
+        """``plan`` is ``engine-NUMBER`` of the run from now on; the rest is as for any host."""
         traits = EngineTraits(
             step_s=plan.step_s,
             running_turn_s=0.0,
             staging_s=plan.staging_s,
             max_running_turns=plan.max_running_turns,
         )
-        super().__init__(f"engine-{number}", traits, **wiring)  # type: ignore[arg-type]
+        name = f"engine-{number}"
+        super().__init__(
+            name, traits, world=world, latency_s=LATENCY_S, chance=chance, on_exit=on_exit
+        )
         self._plan = plan
         self._is_over = False
         plan.begin(self)

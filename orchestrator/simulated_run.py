@@ -32,11 +32,8 @@ from tidegate.transport.weight_channels import NamedBuffer
 
 Result = TypeVar("Result")
 
-LATENCY_S = 0.0005
-"""Of a frame, on the mean."""
-
-UNSIMULATED = ("journal", "run_directory", "keys", "address")
-"""Settings of what isn't there in a test; they are refused, for what they promise can't be had."""
+UNSIMULATED = ("journal", "resume")
+"""Refused, for what they promise can't be had; a run directory, keys or an address are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,14 +203,9 @@ class SimulatedRun:
         scheduler = Scheduler(settings, files, world.router, init, recorder=None)
         self.scheduler = scheduler
         for number, engine in enumerate(plan.engines):
-            host = ScriptedHost(
-                engine,
-                number,
-                world=world,
-                latency_s=LATENCY_S,
-                chance=random.Random(f"{settings.seed}/{number}"),
-                on_exit=self._engine_ended,
-            )
+            chance = random.Random(f"{settings.seed}/{number}")
+            on_exit = self._engine_ended
+            host = ScriptedHost(engine, number, world=world, chance=chance, on_exit=on_exit)
             self._hosts.append(host)
         self._time.loop.set_exception_handler(self._on_error)
         async with asyncio.TaskGroup() as group:

@@ -5,9 +5,10 @@ each token would cost the interpreter two appends. Nobody can tell the differenc
 tokens in the pile, and whoever looks at a rollout's tokens has them filed first.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from struct import Struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ STEPS_MAX = 64
 
 
 class SteadySteps:
-    """Steps of one engine whose rows are the same turns, with as many tokens each, by one version.
+    """Steps of one engine whose rows are the same turns, with as many tokens each.
 
     It counts as held back for every one of those turns; see :class:`Turn`.
     """
@@ -46,16 +47,15 @@ class SteadySteps:
         self._handles = frozenset(first.turns)
         self._seen = (-1, -1)
         """How many submissions there were, and the newest, when all turns were last found there."""
-        self._version = first.version
+        self._version = -1
         self._tokens_per_step = tokens_each
-        self._token_ids: list[bytes] = []
+        self._token_ids: list[memoryview] = []
         """A column per step."""
-        self._logprobs: list[bytes] = []
+        self._logprobs: list[memoryview[float]] = []
         self.tokens_each = 0
         """Of every turn, in the pile."""
         self.evaluation_rows = sum(row.is_evaluation for row in rows)
         for row in rows:
-            row.begin_run(first)
             row.turn.held_back = self
 
     def takes(
@@ -64,7 +64,6 @@ class SteadySteps:
         """Whether ``step`` is more of the same; what ends or begins in it is not."""
         return (
             step.turns.tobytes() == self._turns
-            and step.version == self._version
             and tokens_each == self._tokens_per_step
             and not step.finish
             and not step.prefills
@@ -85,11 +84,18 @@ class SteadySteps:
 
     def add(self, step: StepArrived) -> None:
         """Put one more step on the pile."""
-        self._token_ids.append(step.token_ids.tobytes())
-        self._logprobs.append(step.logprobs.tobytes())
+        if step.version != self._version:
+            self._begin_runs(step)
+        self._token_ids.append(step.token_ids)
+        self._logprobs.append(step.logprobs)
         self.tokens_each += self._tokens_per_step
         if len(self._token_ids) >= STEPS_MAX:
             self.settle()
+
+    def _begin_runs(self, step: StepArrived) -> None:
+        for row in self._rows:
+            row.begin_run(step)
+        self._version = step.version
 
     def settle(self) -> None:
         """File all that is in the pile."""
@@ -112,7 +118,7 @@ class SteadySteps:
             if row.turn.held_back is self:
                 row.turn.held_back = None
 
-    def _shares(self, columns: list[bytes]) -> "tuple[bytes, ...]":
+    def _shares(self, columns: "Sequence[memoryview[Any]]") -> "tuple[bytes, ...]":
         """Each row's bytes, over all steps."""
         rows = len(self._rows)
         pile = np.frombuffer(b"".join(columns), np.uint32)

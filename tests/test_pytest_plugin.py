@@ -277,7 +277,8 @@ async def test_the_same_test_goes_the_same_way_each_time(tidegate_serve: ServeIn
     ("settings", "why"),
     [
         ({"max_stalenes": 1}, "no such setting"),
-        ({"journal": True, "run_directory": "runs/x"}, "not there in a simulated run"),
+        ({"journal": True, "run_directory": "runs/x"}, "journal is not there in a simulated run"),
+        ({"resume": True}, "resume is not there in a simulated run"),
         ({"engines": []}, "engines=0"),
     ],
 )
@@ -357,7 +358,9 @@ def test_it_stands_in_for_the_real_one(tidegate_serve, tidegate_virtual_time, mo
     monkeypatch.setattr(tidegate, "serve", tidegate_serve)
 
     async def my_program():
-        async with tidegate.serve(model="my/model", engines=2, max_running_turns=4) as rollouts:
+        async with tidegate.serve(
+            model="my/model", engines=2, max_running_turns=4, run_directory="runs/x", resume=None
+        ) as rollouts:
             return rollouts.statistics().capacity_groups
 
     assert tidegate_virtual_time.run(my_program()) > 0

@@ -17,8 +17,10 @@ def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], default=[])
+    parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all by default")
     arguments = parser.parse_args()
+    if unknown := [name for name in arguments.sections if name not in SECTIONS]:
+        parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
     for section in arguments.sections or SECTIONS:
         show(SECTIONS[section](), as_json=arguments.json)
 

@@ -25,7 +25,7 @@ from tidegate.transport.streams import SendWindow
 
 NAME = "engine"
 VOCAB_SIZE = 32_768
-TOKENS_PER_VERSION = 256
+TOKENS_PER_VERSION = 512
 GRPC_METHOD = "/engine/steps"
 IDLE_S = 0.1
 

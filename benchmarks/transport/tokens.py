@@ -36,6 +36,9 @@ GROUP_SIZE = 8
 CREDIT_STEPS = 256
 TIMEOUT_S = 120.0
 
+VERSUS = {"grpc.aio": "_vs_grpc", "aiohttp": "_vs_http"}
+"""What tells the rows of one name apart; the one without is against what others use."""
+
 PEERS = {"grpc.aio": "grpc", "aiohttp": "aiohttp"}
 """Who may be missing, and the module that it takes."""
 
@@ -249,7 +252,7 @@ def rows() -> Iterator[Row]:
         own = figures["ours"]
         for peer in names[1:]:
             yield row(
-                f"tokens_per_s_end_to_end{suffix}",
+                f"tokens_per_s_end_to_end{suffix}{VERSUS.get(peer, '')}",
                 f"tokens/s per core, {work.tokens} per chunk",
                 own["tokens_per_cpu_s"],
                 figures[peer]["tokens_per_cpu_s"],

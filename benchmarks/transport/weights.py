@@ -91,9 +91,9 @@ def _memory() -> npt.NDArray[np.uint8]:
 
 
 def _gb_per_s(copy: Callable[[], object]) -> dict[str, float]:
-    """Speed of something that moves the weights once; the better of two, for others run too."""
+    """Speed of something that moves the weights once; the best of four, for others run too."""
     times_s = []
-    for _ in range(2):
+    for _ in range(4):
         started_s = time.perf_counter()
         copy()
         times_s.append(time.perf_counter() - started_s)

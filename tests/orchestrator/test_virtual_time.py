@@ -45,9 +45,7 @@ def test_who_waits_for_ever_is_named_and_where() -> None:
     async def main() -> None:
         await asyncio.create_task(wait_for_godot(), name="estragon")
 
-    with pytest.raises(
-        NothingLeftToHappen, match=r"2 tasks wait for ever: estragon in .*Event.wait"
-    ):
+    with pytest.raises(NothingLeftToHappen, match=r"2 tasks wait for ever: estragon in .*Event"):
         run_in_virtual_time(main())
 
 
