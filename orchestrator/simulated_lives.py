@@ -53,11 +53,19 @@ HEADER = JournalHeader(
 
 
 @dataclass(frozen=True, slots=True)
+class Trained:
+    """One task, and the life that it was trained in: once more gives other weights."""
+
+    task: int
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """What a trainer has on its disk."""
 
-    trained: tuple[int, ...] = ()
-    """Tasks, in the order of training."""
+    trained: tuple[Trained, ...] = ()
+    """In the order of training."""
     batches: int = 0
     last_group: int = -1
 
@@ -123,13 +131,13 @@ class Lives:
         self._checkpoint = Checkpoint()
         self._checkpoint_batches = self._chance.choice((1, 1, 2, 4))
         self._scheduler: Scheduler | None = None
-        self._made_of: dict[int, tuple[int, ...]] = {}
-        """Version -> the tasks trained that its publisher said it was made from."""
-        self._served: dict[int, tuple[int, ...]] = {}
+        self._made_of: dict[int, tuple[Trained, ...]] = {}
+        """Version -> what its publisher had trained."""
+        self._served: dict[int, tuple[Trained, ...]] = {}
         """The same of those that an engine has served."""
         self._last_group = -1
         """The newest that the trainer has had."""
-        self._trained: tuple[int, ...] = ()
+        self._trained: tuple[Trained, ...] = ()
         """By the trainer that lives now, and before its checkpoint."""
         self._done = False
         self.report = LivesReport(seed)
@@ -301,7 +309,7 @@ class Lives:
         assert made_of == now, f"v{version} was made of {made_of}, but the trainer had {now}"
 
     def _check_end(self) -> None:
-        trained = Counter(self._checkpoint.trained)
+        trained = Counter(each.task for each in self._checkpoint.trained)
         for task in range(self._scenario.tasks):
             scripts = [
                 self._scenario.script(task, index)
@@ -319,6 +327,7 @@ class Lives:
         self._last_group = self._checkpoint.last_group
         await scheduler.wait_for_engines(1)
         if self.report.lives > 1:
+            await asyncio.sleep(self._chance.choice((0.0, 0.0, 0.5)))  # it reads its checkpoint
             await self._publish(scheduler)
         tasks = range(scenario.tasks)
         scheduler.offer(SlowTasks(tasks) if scenario.are_tasks_async else tasks, self._episode)
@@ -334,9 +343,8 @@ class Lives:
             assert batch.number == batches + 1
             await asyncio.sleep(scenario.train_s)
             batches = batch.number
-            self._trained += tuple(
-                group.task for group in batch.groups if isinstance(group.task, int)
-            )
+            taken = [group.task for group in batch.groups if isinstance(group.task, int)]
+            self._trained += tuple(Trained(task, self.report.lives) for task in taken)
             is_saved = batches % self._checkpoint_batches == 0
             if is_saved:
                 self._checkpoint = Checkpoint(self._trained, batches, self._last_group)

@@ -6,6 +6,7 @@ Which core ran a seed makes no difference to it; all that is said is the same ea
 import multiprocessing
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -34,7 +35,7 @@ def sweep(seeds: range, kinds: frozenset[FaultKind], *, workers: int) -> Iterato
         return
     chunks = [seeds[at : at + CHUNK_SEEDS] for at in range(0, len(seeds), CHUNK_SEEDS)]
     context = multiprocessing.get_context("spawn")  # a fork would copy the terminal's threads
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_ignore_sigint) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_be_a_worker) as pool:
         try:
             done = pool.map(_run_chunk, chunks, [kinds] * len(chunks))
             yield from chain.from_iterable(done)
@@ -47,9 +48,17 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _ignore_sigint() -> None:
-    """Ctrl-C is for the process that has started this one, and ends it."""
+def _be_a_worker() -> None:
+    """Ctrl-C is for the process that has started this one; however that ends, this one does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _run_chunk(seeds: range, kinds: frozenset[FaultKind]) -> list[SimulationReport]:

@@ -20,10 +20,10 @@ MERGE_GAP_US = 1000
 """Steps of one version closer than this become one interval: a viewer can't tell them apart at
 any zoom that shows a batch, and a run of minutes stays under a megabyte."""
 
-INTERVALS_MAX = 60_000
-"""Per track. At 120 bytes each, 7 MB of JSON; beyond it, the merge gap doubles."""
+INTERVALS_MAX = 8_000
+"""Per track: 2 MB of memory and 1 MB of JSON; beyond it, the merge gap doubles."""
 
-INSTANTS_MAX = 60_000
+INSTANTS_MAX = 8_000
 """Over all tracks; later ones are counted, not kept."""
 
 

@@ -58,11 +58,6 @@ def turns_that_were_lost_on_the_way_are_not_sent_again(patch: pytest.MonkeyPatch
 
 
 @mutation
-def weights_that_were_lost_go_on_sampling(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TurnBook, "recall", lambda self, live_version: None)
-
-
-@mutation
 def the_task_of_a_group_that_is_given_up_is_skipped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TakenTasks, "put_back", lambda self, key: None)
 

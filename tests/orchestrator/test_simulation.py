@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from tests.orchestrator.mutations import MUTATIONS
@@ -83,6 +84,17 @@ def test_a_scenario_written_down_and_read_again_is_the_same_run() -> None:
 def test_many_processes_report_what_one_does() -> None:
     one, two = (list(sweep(range(40, 65), ALL_FAULTS, workers=workers)) for workers in (1, 2))
     assert one == two
+
+
+def test_a_sweep_that_is_killed_leaves_no_process_behind() -> None:
+    command = [sys.executable, "-m", "tidegate.orchestrator.cli", "simulate", "--workers", "2"]
+    with subprocess.Popen([*command, "--seeds", "5000"], stderr=subprocess.DEVNULL) as sweeping:
+        process = psutil.Process(sweeping.pid)
+        while len(workers := process.children()) < 2:
+            assert sweeping.poll() is None
+        sweeping.kill()
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    assert alive == []
 
 
 # ---------------------------------------------------------------- what goes wrong

@@ -1,0 +1,243 @@
+"""What does a rollout cost the orchestrator, how many fit, and what do they cost its peers?
+
+``python -m benchmarks.orchestrator [--json]`` prints ``name, value, unit, peer, ratio``. Each value
+is the median of some runs, ours and the peers' by turns, each in a process of its own, so that a
+busy machine slows them alike. A rollout has a prompt of 128 tokens and one turn of 64. The trainer
+takes no time, but has its batches of 256 as tensors and publishes after each. All CPU time of the
+measured process counts; engines are in others.
+
+    rollouts_per_s             per CPU-second of the orchestrator's process, 512 at once, over the
+                               wire; the peer is AReaL over HTTP
+    rollouts_per_s_skyrl       the same; the peer is SkyRL's asynchronous loop over HTTP
+    rollouts_per_s_in_process  the same without any wire; the peer is AReaL's executor
+    ..._groups_of_8            these three with 8 rollouts to a prompt, as in GRPO
+    ideal_share                of 4,096 / 0.5 s, with 4,096 rollouts at once that sleep 0.5 s
+    ideal_share_skyrl          the same beside SkyRL's loop; above it is AReaL's executor
+    bytes_per_rollout          resident, of 100,000 whose episodes await their turns, less tokens
+    cpu_us_per_event           100,000 at once over 10 engines. A rollout has 8 events here: its
+                               task is admitted, its turn asked for, 4 step rows, the turn's end,
+                               the episode's end
+    cpu_us_per_event_1000      over 1,000 engines; the peer is 10 engines, and the ratio 1,000 : 10
+
+Peers are run if ``AREAL_PYTHON`` and ``SKYRL_PYTHON`` (or the options) name a Python that has them:
+see benchmarks/peers/README.md.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+PEERS = Path(__file__).parent.parent / "peers"
+
+EVENTS_PER_ROLLOUT = 8
+"""See above."""
+
+SLEEPING_ROLLOUTS = 4096
+SLEEP_S = 0.5
+CROWD_ROLLOUTS = 100_000
+ENGINES_TURNS_PER_S = 1200
+
+AWAKE = ["--rollouts", "512", "--warm-up", "6", "--batches", "24"]
+SINGLE = ["--group-size", "1", "--batch", "256"]
+GROUPS_OF_8 = ["--group-size", "8", "--batch", "32"]
+ASLEEP = [*SINGLE, "--warm-up", "48", "--batches", "128", "--turn-s", str(SLEEP_S)]
+CROWD = ["--group-size", "1", "--batch", "5000", "--rollouts", str(CROWD_ROLLOUTS)]
+
+Measured = dict[str, float]
+Sample = Callable[[], Measured]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    value: float
+    unit: str
+    peer: float | None = None
+    """The peer's value, in the same unit and run; None if it wasn't run."""
+    ratio: float | None = None
+    """Ours over the peer's."""
+
+
+def subject(*options: str) -> Measured:
+    """Run ours once."""
+    return sample([sys.executable, "-m", "benchmarks.orchestrator.subject", *options])
+
+
+def sample(command: list[str]) -> Measured:
+    """Run a process that says what it measured in its last line."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    measured: Measured = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+def per_cpu_s(measured: Measured) -> float:
+    """Rollouts per second of CPU."""
+    return measured["rollouts"] / measured["cpu_s"]
+
+
+def ideal_share(measured: Measured) -> float:
+    """Of what as many sleepers could do who are woken at once."""
+    return measured["rollouts"] / measured["wall_s"] / (SLEEPING_ROLLOUTS / SLEEP_S)
+
+
+def cpu_us_per_event(measured: Measured) -> float:
+    """CPU per event of a rollout."""
+    return measured["cpu_s"] / measured["rollouts"] / EVENTS_PER_ROLLOUT * 1e6
+
+
+class Peers:
+    """The Pythons that have a peer, where there are any."""
+
+    def __init__(self, areal: str | None, skyrl: str | None) -> None:
+        self._pythons = {"areal": areal, "skyrl": skyrl}
+
+    def sample(self, name: str, *options: str) -> Sample | None:
+        """Runs a peer once; None if there is no Python that has it."""
+        python = self._pythons[name]
+        if not python:
+            print(f"without {name}: {name.upper()}_PYTHON is not set", file=sys.stderr)
+            return None
+        command = [python, str(PEERS / f"{name}_rollouts.py"), *options]
+        return lambda: sample(command)
+
+
+def compare(
+    runs: int, figure: Callable[[Measured], float], *samples: Sample | None
+) -> list[float | None]:
+    """The median of each one's figure, all run by turns."""
+    figures: list[list[float]] = [[] for _ in samples]
+    for _ in range(runs):
+        for take, taken in zip(samples, figures, strict=True):
+            if take is not None:
+                taken.append(figure(take()))
+    return [statistics.median(taken) if taken else None for taken in figures]
+
+
+def row(name: str, unit: str, ours: float | None, peer: float | None) -> Row:
+    """A row, with its ratio if there is a peer."""
+    assert ours is not None
+    return Row(name, ours, unit, peer, ours / peer if peer else None)
+
+
+def rollouts_per_s(runs: int, peers: Peers) -> list[Row]:
+    """Over the wire against peers over HTTP, and without either."""
+    return [
+        *_rollouts(runs, peers, "", SINGLE),
+        *_rollouts(runs, peers, "_groups_of_8", GROUPS_OF_8),
+    ]
+
+
+def _rollouts(runs: int, peers: Peers, suffix: str, groups: list[str]) -> list[Row]:
+    work = [*AWAKE, *groups]
+    # An engine answers with the whole turn at once, as over HTTP.
+    ours = ["throughput", *work, "--slots", "128", "--steps", "1", "--step-s", "0.05"]
+    wire, areal, skyrl = compare(
+        runs,
+        per_cpu_s,
+        lambda: subject(*ours, "--turn-s", "0.05"),
+        peers.sample("areal", "http", *work),
+        peers.sample("skyrl", "http", *work),
+    )
+    local, executor = compare(
+        runs,
+        per_cpu_s,
+        lambda: subject(*ours, "--turn-s", "0", "--in-process"),
+        peers.sample("areal", "in_process", *work),
+    )
+    unit = "rollouts/CPU-s"
+    return [
+        row(f"rollouts_per_s{suffix}", unit, wire, areal),
+        row(f"rollouts_per_s_skyrl{suffix}", unit, wire, skyrl),
+        row(f"rollouts_per_s_in_process{suffix}", unit, local, executor),
+    ]
+
+
+def ideal_shares(runs: int, peers: Peers) -> list[Row]:
+    """Thousands that sleep: ours over the wire, the peers' in their own process."""
+    at_once = ["--rollouts", str(SLEEPING_ROLLOUTS)]
+    # One batch more than run at once may be outstanding: what waits for its batch does not sleep.
+    ours = ["--rollouts", str(SLEEPING_ROLLOUTS + 256), "--slots", str(SLEEPING_ROLLOUTS // 4)]
+    share, areal, skyrl = compare(
+        runs,
+        ideal_share,
+        lambda: subject("throughput", *ASLEEP, *ours, "--steps", "1"),
+        peers.sample("areal", "in_process", *ASLEEP, *at_once),
+        peers.sample("skyrl", "in_process", *ASLEEP, *at_once),
+    )
+    return [
+        row("ideal_share", "of 1", share, areal),
+        row("ideal_share_skyrl", "of 1", share, skyrl),
+    ]
+
+
+def memory(runs: int, peers: Peers) -> list[Row]:
+    """A crowd that waits."""
+    waiting = ["--turn-s", "3600", "--step-s", "1", "--slots", "64"]
+    [figure] = compare(runs, lambda m: m["bytes"], lambda: subject("memory", *CROWD, *waiting))
+    return [row("bytes_per_rollout", "bytes", figure, None)]
+
+
+def events(runs: int, peers: Peers) -> list[Row]:
+    """A crowd over few engines and over many; both send as many steps, of as many rows."""
+    few, many = compare(
+        runs,
+        cpu_us_per_event,
+        lambda: subject("throughput", *CROWD, *_engines(10)),
+        lambda: subject("throughput", *CROWD, *_engines(1000)),
+    )
+    return [
+        row("cpu_us_per_event", "us", few, None),
+        row("cpu_us_per_event_1000", "us", many, few),
+    ]
+
+
+def _engines(engines: int) -> list[str]:
+    """As many as asked for, which together are slower than the orchestrator, so that all have
+    full steps of 16 rows."""
+    turn_s = 16 * engines / ENGINES_TURNS_PER_S
+    work = ["--slots", "16", "--turn-s", str(turn_s), "--step-s", str(turn_s / 4)]
+    return [*work, "--engines", str(engines), "--warm-up", "5", "--batches", "6"]
+
+
+PARTS: dict[str, Callable[[int, Peers], list[Row]]] = {
+    "rollouts_per_s": rollouts_per_s,
+    "ideal_share": ideal_shares,
+    "bytes_per_rollout": memory,
+    "cpu_us_per_event": events,
+}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser.add_argument("--only", choices=PARTS, nargs="*", default=list(PARTS))
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--areal-python", default=os.environ.get("AREAL_PYTHON"))
+    parser.add_argument("--skyrl-python", default=os.environ.get("SKYRL_PYTHON"))
+    options = parser.parse_args()
+    peers = Peers(options.areal_python, options.skyrl_python)
+    for part in options.only:
+        for line in PARTS[part](options.runs, peers):
+            print(json.dumps(asdict(line)) if options.json else _text(line), flush=True)
+
+
+def _text(line: Row) -> str:
+    peer = "-" if line.peer is None else f"{line.peer:.4g}"
+    ratio = "-" if line.ratio is None else f"{line.ratio:.2f}"
+    return f"{line.name}, {line.value:.4g}, {line.unit}, {peer}, {ratio}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""What does one run of Tidegate cost its process? Measured from inside, told as one JSON line.
+
+A run as users have it (``serve_sync``, episodes, batches as tensors, a publish per batch), whose
+engines are another process (:mod:`benchmarks.orchestrator.wire_engines`). All CPU time of this
+process counts: event loop, trainer and ZeroMQ's own thread.
+"""
+
+import argparse
+import asyncio
+import gc
+import itertools
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from tokenizers import Tokenizer, models
+
+import tidegate
+from benchmarks.orchestrator.fake_engine import add_work_options
+from benchmarks.orchestrator.in_process import InProcessEngines
+from tidegate.orchestrator import run
+from tidegate.orchestrator.client import RunClient
+from tidegate.orchestrator.serve import Rollouts
+
+PROMPT_TOKENS = 128
+PROMPT = list(range(PROMPT_TOKENS))
+WEIGHTS = {"w": torch.zeros(4)}
+JOIN_TIMEOUT_S = 120.0
+CONTEXT_TOKEN_BYTES = 8
+"""An int32 and a float32."""
+
+
+async def solve(episode: tidegate.Episode, task: int) -> float:
+    """One turn and a reward."""
+    episode.append(PROMPT)
+    await episode.generate()
+    return 1.0
+
+
+def write_model(directory: Path) -> Path:
+    """A model directory with as much as the orchestrator reads of one."""
+    (directory / "config.json").write_text(json.dumps({"eos_token_id": 0}))
+    Tokenizer(models.WordLevel({"?": 0}, unk_token="?")).save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@contextmanager
+def settings_for(work: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Engines, and the settings of a run that they connect to."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        address = f"ipc://{directory}/socket"
+        settings = {
+            "model": write_model(directory),
+            "engines": 0,
+            "address": address,
+            "group_size": work.group_size,
+            "groups_per_batch": work.batch,
+            "max_staleness": -(-work.rollouts // (work.batch * work.group_size)) - 1,
+            "max_tokens": work.tokens,
+            "episode_timeout_s": 3600,
+            "engine_timeout_s": 600,
+            "heartbeat_interval_s": 5,
+        }
+        with engines_in_process(work) if work.in_process else engines_over(address, work):
+            yield settings
+
+
+@contextmanager
+def engines_over(address: str, work: argparse.Namespace) -> Iterator[None]:
+    """Engines in a process of their own."""
+    command = [sys.executable, "-m", "benchmarks.orchestrator.wire_engines", address]
+    for option in ("engines", "slots", "steps", "tokens", "turn_s", "step_s"):
+        command += [f"--{option.replace('_', '-')}", str(getattr(work, option))]
+    with subprocess.Popen(command) as engines:
+        try:
+            yield
+        finally:
+            engines.terminate()
+
+
+@contextmanager
+def engines_in_process(work: argparse.Namespace) -> Iterator[None]:
+    """Engines in the run's own loop, where its socket would be."""
+    with patch.object(run, "RouterSocket", lambda *_, **__: InProcessEngines(work)):
+        yield
+
+
+def wait_for_engines(rollouts: RunClient, engines: int) -> None:
+    """Return once so many have joined."""
+    deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+    while (joined := len(rollouts.statistics().engines)) < engines:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{joined} of {engines} engines after {JOIN_TIMEOUT_S:.0f} s")
+        time.sleep(0.05)
+
+
+def throughput(work: argparse.Namespace) -> dict[str, float]:
+    """Rollouts, CPU and wall time of so many batches, after some to warm up."""
+    with settings_for(work) as settings, tidegate.serve_sync(**settings) as rollouts:
+        wait_for_engines(rollouts, work.engines)
+        started_s = cpu_started_s = 0.0
+        counted = 0
+        for number, batch in enumerate(rollouts.batches(itertools.count(), episode=solve)):
+            counted += len(batch.rewards)
+            if number == work.warm_up - 1:
+                started_s, cpu_started_s, counted = time.perf_counter(), time.process_time(), 0
+            if number == work.warm_up + work.batches - 1:
+                break
+            rollouts.publish(WEIGHTS)
+        cpu_s, wall_s = time.process_time() - cpu_started_s, time.perf_counter() - started_s
+    return {"rollouts": counted, "cpu_s": cpu_s, "wall_s": wall_s}
+
+
+async def memory(work: argparse.Namespace) -> dict[str, float]:
+    """Resident bytes per rollout whose episode awaits its turn, without its tokens."""
+    with settings_for(work) as settings:
+        async with tidegate.serve(**settings) as rollouts:
+            wait_for_engines(rollouts, work.engines)
+            before = resident_bytes()
+            waiting = asyncio.create_task(first_batch(rollouts))
+            while turns_on_engines(rollouts) < work.rollouts:  # noqa: ASYNC110 - no event says so
+                await asyncio.sleep(0.2)
+            grown = (resident_bytes() - before) / work.rollouts
+            waiting.cancel()
+            await asyncio.wait([waiting])
+    return {"bytes": grown - PROMPT_TOKENS * CONTEXT_TOKEN_BYTES}
+
+
+async def first_batch(rollouts: Rollouts) -> None:
+    """Ask for a batch that will never come."""
+    async for _ in rollouts.batches(itertools.count(), episode=solve):
+        break
+
+
+def turns_on_engines(rollouts: RunClient) -> int:
+    """As their last heartbeats say."""
+    return sum(e.running_turns + e.waiting_turns for e in rollouts.statistics().engines)
+
+
+def resident_bytes() -> int:
+    """Of this process, once garbage is collected."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def main() -> None:
+    """Measure one thing."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("throughput", "memory"))
+    add_work_options(parser)
+    parser.add_argument("--in-process", action="store_true", help="no wire, one step per turn")
+    parser.add_argument("--rollouts", type=int, default=256, help="that may be outstanding at once")
+    parser.add_argument("--group-size", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=64, help="groups per batch")
+    parser.add_argument("--warm-up", type=int, default=20, help="batches")
+    parser.add_argument("--batches", type=int, default=100)
+    work = parser.parse_args()
+    torch.set_num_threads(1)
+    print(json.dumps(throughput(work) if work.what == "throughput" else asyncio.run(memory(work))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""How can a thousand engines be had for nothing? One process that speaks the protocol for all."""
+
+import argparse
+import math
+import time
+
+import zmq
+
+from benchmarks.orchestrator.fake_engine import FakeEngine, add_work_options
+from tidegate.transport.messages import decode_from_orchestrator
+
+HEARTBEAT_S = 5.0
+
+Socket = zmq.Socket[bytes]
+
+
+def connect(address: str, work: argparse.Namespace) -> dict[Socket, FakeEngine]:
+    """All engines, by the socket that each has to itself."""
+    context: zmq.Context[Socket] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, max(1024, 2 * work.engines))
+    engines = {}
+    for number in range(work.engines):
+        socket = context.socket(zmq.DEALER)
+        engine = FakeEngine(number, work, socket.send)
+        socket.setsockopt(zmq.IDENTITY, engine.name.encode())
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(address)
+        engine.start()
+        engines[socket] = engine
+    return engines
+
+
+def serve(engines: dict[Socket, FakeEngine]) -> None:
+    """Be all these engines until they are told to end."""
+    poller = zmq.Poller()
+    for socket in engines:
+        poller.register(socket, zmq.POLLIN)
+    next_beat_s = time.monotonic() + HEARTBEAT_S
+    while not all(engine.has_ended for engine in engines.values()):
+        due = min((s for e in engines.values() if (s := e.due_s) is not None), default=next_beat_s)
+        wait_s = min(due, next_beat_s) - time.monotonic()
+        for socket, _ in poller.poll(max(0, math.ceil(wait_s * 1000))):
+            read(socket, engines[socket])
+        now_s = time.monotonic()
+        for engine in engines.values():
+            if (due_s := engine.due_s) is not None and due_s <= now_s:
+                engine.step(now_s)
+        if now_s >= next_beat_s:
+            next_beat_s = now_s + HEARTBEAT_S
+            for engine in engines.values():
+                engine.beat()
+
+
+def read(socket: Socket, engine: FakeEngine) -> None:
+    """Hand over all that has arrived."""
+    now_s = time.monotonic()
+    while True:
+        try:
+            frame = socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        engine.hear(decode_from_orchestrator(frame), now_s)
+
+
+def main() -> None:
+    """Connect, serve, end."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("address")
+    add_work_options(parser)
+    work = parser.parse_args()
+    serve(connect(work.address, work))
+
+
+if __name__ == "__main__":
+    main()

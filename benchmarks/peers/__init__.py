@@ -1,0 +1,1 @@
+"""What others' rollout loops cost, each run in a Python of its own. See ``README.md`` here."""
