@@ -82,8 +82,16 @@ def test_a_scenario_written_down_and_read_again_is_the_same_run() -> None:
 
 
 def test_many_processes_report_what_one_does() -> None:
-    one, two = (list(sweep(range(40, 65), ALL_FAULTS, workers=workers)) for workers in (1, 2))
-    assert one == two
+    """In a process of their own: a pool's tracker lives as long as whoever has used a pool."""
+    program = (
+        "from tidegate.orchestrator.faults import ALL_FAULTS\n"
+        "from tidegate.orchestrator.sweep import sweep\n"
+        "if __name__ == '__main__':\n"
+        "    runs = (sweep(range(40, 65), ALL_FAULTS, workers=w) for w in (1, 2))\n"
+        "    one, two = map(list, runs)\n"
+        "    assert one == two\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_sweep_that_is_killed_leaves_no_process_behind() -> None:
