@@ -1,0 +1,104 @@
+"""Is a task that takes too long cancelled at its time, and no other?"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from tidegate.orchestrator.deadlines import GRACE_S, Deadlines
+from tidegate.orchestrator.virtual_time import run_in_virtual_time
+
+TIMEOUT_S = 10.0
+
+Ended = dict[str, tuple[float, str]]
+"""When each task ended, and how."""
+
+
+async def watched(
+    deadlines: Deadlines[str], name: str, ended: Ended, work: Callable[[], Awaitable[object]]
+) -> None:
+    """Work under a deadline, as an episode does."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    deadlines.begin(task, name)
+    try:
+        await work()
+        how = "late" if deadlines.end(task) else "in time"
+    except asyncio.CancelledError:
+        how = "too long" if deadlines.end(task) else "cancelled"
+    ended[name] = (loop.time(), how)
+
+
+def nobody(name: str) -> None:
+    pytest.fail(f"{name} was given up")
+
+
+def test_each_task_is_cancelled_at_its_own_time_and_those_in_time_are_not() -> None:
+    async def main() -> Ended:
+        deadlines, ended = Deadlines[str](TIMEOUT_S, nobody), Ended()
+        async with asyncio.TaskGroup() as group:
+            for start_s in (0.0, 1.0, 4.0):
+                for lasts_s in (3.0, 9.9, 60.0):
+                    name = f"{start_s} for {lasts_s}"
+                    work = lambda lasts_s=lasts_s: asyncio.sleep(lasts_s)  # noqa: E731
+                    group.create_task(watched(deadlines, name, ended, work))
+                await asyncio.sleep(1.0 if start_s == 0.0 else 3.0)
+        return ended
+
+    ended = run_in_virtual_time(main())
+    assert ended == {
+        f"{start_s} for {lasts_s}": (
+            start_s + min(lasts_s, TIMEOUT_S),
+            "too long" if lasts_s > TIMEOUT_S else "in time",
+        )
+        for start_s in (0.0, 1.0, 4.0)
+        for lasts_s in (3.0, 9.9, 60.0)
+    }
+
+
+def test_who_is_cancelled_by_somebody_else_did_not_take_too_long() -> None:
+    async def main() -> Ended:
+        deadlines, ended = Deadlines[str](TIMEOUT_S, nobody), Ended()
+        task = asyncio.create_task(
+            watched(deadlines, "a", ended, asyncio.get_running_loop().create_future)
+        )
+        await asyncio.sleep(1.0)
+        task.cancel()
+        await task
+        return ended
+
+    assert run_in_virtual_time(main()) == {"a": (1.0, "cancelled")}
+
+
+def test_who_is_cancelled_for_both_reasons_is_somebody_elses() -> None:
+    async def main() -> Ended:
+        deadlines, ended = Deadlines[str](TIMEOUT_S, nobody), Ended()
+        loop = asyncio.get_running_loop()
+        task = asyncio.create_task(watched(deadlines, "a", ended, loop.create_future))
+        await asyncio.sleep(0.0)
+        loop.call_at(TIMEOUT_S, task.cancel)
+        await task
+        return ended
+
+    assert run_in_virtual_time(main()) == {"a": (TIMEOUT_S, "cancelled")}
+
+
+def test_a_task_deaf_to_its_cancellation_is_given_up_after_its_grace() -> None:
+    async def main() -> list[tuple[float, str]]:
+        loop = asyncio.get_running_loop()
+        given_up: list[tuple[float, str]] = []
+        ended = Ended()
+        deadlines = Deadlines[str](TIMEOUT_S, lambda name: given_up.append((loop.time(), name)))
+
+        async def deaf() -> None:
+            try:
+                await asyncio.sleep(60.0)
+            except asyncio.CancelledError:
+                await asyncio.sleep(60.0)
+
+        await watched(deadlines, "a", ended, deaf)
+        assert ended == {"a": (TIMEOUT_S + 60.0, "late")}
+        return given_up
+
+    assert run_in_virtual_time(main()) == [(TIMEOUT_S + GRACE_S, "a")]
