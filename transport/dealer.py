@@ -4,6 +4,7 @@ It decodes and encodes messages; what they mean is for others. Synchronous, and 
 Outgoing queues have no limit of their own, and need none: credits bound what is unacknowledged.
 """
 
+import contextlib
 import time
 
 import zmq
@@ -89,12 +90,14 @@ class DealerSocket:
             BadFrame: the message is larger than its kind may be.
         """
         frame = sendable(message)
-        self._socket.send(frame)
+        self.send_again(frame)
         return frame
 
     def send_again(self, frame: bytes) -> None:
         """Queue a frame that was sent before, as it is."""
-        self._socket.send(frame)
+        # A connection that was shut out takes nothing more; then it is lost, as a broken one's is.
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(frame, zmq.NOBLOCK)
 
     def receive(self, timeout_s: float) -> list[FromOrchestrator]:
         """All that has arrived, in order; if nothing has, wait up to ``timeout_s`` for it.
