@@ -12,7 +12,7 @@ from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.fleet import REMEMBERED_MAX, Answer, Fleet, FleetTimes
 from tidegate.orchestrator.rollout import Rollout
-from tidegate.policies.staleness import BoundedStaleness
+from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.transport.messages import (
     CancelTurn,
     Message,

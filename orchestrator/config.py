@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
 from tidegate.errors import ConfigError
-from tidegate.policies.staleness import BoundedStaleness
+from tidegate.policies.asynchrony import BoundedStaleness, OnDeadline
+from tidegate.policies.consumption import Window
+from tidegate.policies.staleness import StalenessPolicy
 from tidegate.transport.addresses import check_listener, is_on_this_host
 from tidegate.transport.messages import KvPolicy, PauseMode
 from tidegate.transport.security import (
@@ -35,6 +37,13 @@ class RunSettings(BaseModel):
     groups_per_batch: Count = 8
     outstanding_groups_limit: Count | None = None
     """Fewer groups at once than ``(max_staleness + 1) * groups_per_batch``."""
+    order: Literal["admission", "completion"] | InstanceOf[Window] = "admission"
+    """In which groups are handed over; see :mod:`tidegate.policies.asynchrony`."""
+    on_deadline: OnDeadline = "wait"
+    """What becomes of a group whose tokens get too old: the batch waits for it, they are masked,
+    or it is dropped."""
+    policy: InstanceOf[StalenessPolicy] | None = None
+    """A policy of its own, in place of the five settings above."""
 
     pause_mode: PauseMode = "keep"
     """What a weight update does to running turns: ``abort``, ``keep`` or ``wait``."""
@@ -84,16 +93,20 @@ class RunSettings(BaseModel):
     credit_steps: Count = 256
     """Step messages an engine may send ahead of the orchestrator's acknowledgement."""
 
-    def policy(self) -> BoundedStaleness:
+    def staleness_policy(self) -> StalenessPolicy:
         """The staleness policy these settings ask for.
 
         Raises:
             ConfigError: it could never fill a batch.
         """
+        if self.policy is not None:
+            return self.policy
         return BoundedStaleness(
             max_staleness=self.max_staleness,
             groups_per_batch=self.groups_per_batch,
             outstanding_groups_limit=self.outstanding_groups_limit,
+            order=self.order,
+            on_deadline=self.on_deadline,
         )
 
 
@@ -111,7 +124,7 @@ def run_settings(**values: object) -> RunSettings:
             for p in error.errors()
         ]
         raise ConfigError("; ".join(problems)) from None
-    settings.policy()
+    _check_policy(settings)
     if settings.engines == 0 and settings.address is None:
         raise ConfigError(
             "engines=0 starts none, and without an address no other can connect; give an address, "
@@ -126,6 +139,17 @@ def run_settings(**values: object) -> RunSettings:
             f"heartbeat_interval_s={settings.heartbeat_interval_s}, or healthy engines look lost"
         )
     return settings
+
+
+def _check_policy(settings: RunSettings) -> None:
+    settings.staleness_policy()
+    others = {"max_staleness", "groups_per_batch", "outstanding_groups_limit", "order"}
+    others = (others | {"on_deadline"}) & settings.model_fields_set
+    if settings.policy is not None and others:
+        raise ConfigError(
+            f"policy={settings.policy!r} says all about staleness; leave out "
+            f"{', '.join(sorted(others))}, or give the policy what they say"
+        )
 
 
 def _check_wire(settings: RunSettings) -> None:

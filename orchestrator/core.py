@@ -5,18 +5,17 @@ commands out: that is what makes a run replayable and its promises testable. It 
 the groups, the rollouts and the token ledger; which engine a turn is on is :mod:`turns`' matter.
 """
 
-import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tidegate.errors import TidegateError
+from tidegate.errors import PolicyBroken, TidegateError
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.groups import GroupBook
 from tidegate.orchestrator.handed_batches import HandedBatch, HandedBatches
 from tidegate.orchestrator.rollout import Group, Rollout, TaskKey
 from tidegate.orchestrator.taken_tasks import TakenTasks
 from tidegate.orchestrator.turns import TurnBook
-from tidegate.policies.staleness import BoundedStaleness
+from tidegate.policies.staleness import OffPolicyness, StalenessPolicy
 
 
 @dataclass(slots=True)
@@ -33,7 +32,7 @@ class TrainedCounts:
         """These were handed over (1), or that was undone (-1)."""
         for rollout in (rollout for group in groups for rollout in group.kept):
             self.rollouts += times
-            oldest = rollout.oldest_version
+            oldest = rollout.oldest_trained_version
             if oldest is not None:
                 self.staleness[trainer_version - oldest] += times
                 self.mixed_version += times * (oldest != rollout.newest_version)
@@ -44,7 +43,7 @@ class Core:
     """One run's state. Change it only through :meth:`handle`."""
 
     def __init__(
-        self, policy: BoundedStaleness, *, group_size: int, survives_crashes: bool = False
+        self, policy: StalenessPolicy, *, group_size: int, survives_crashes: bool = False
     ) -> None:
         """``survives_crashes``: its events are kept, so that another process may go on from them;
         then batches are kept too, until the trainer's checkpoint holds them."""
@@ -62,6 +61,8 @@ class Core:
         self.are_tasks_exhausted = False
         self.awaited: dict[TaskKey, Group] = {}
         """After a resume: groups whose task the user's iterator is yet to give again."""
+        self.floors_version = 0
+        """The live version for which groups' floors were worked out last."""
         self.is_restoring = False
         """After a resume: whether the trainer is yet to publish its checkpoint's weights."""
 
@@ -70,24 +71,26 @@ class Core:
     @property
     def outstanding_groups(self) -> int:
         """Running, buffered, or in training until the version made from them is live."""
-        return len(self.groups.queue) + self.handed.num_groups
+        return len(self.groups.in_order) + self.handed.num_groups
 
     @property
     def capacity_groups(self) -> int:
         """How many tasks may arrive now."""
         if self.are_tasks_exhausted:
             return 0
-        return self.policy.capacity_groups(outstanding_groups=self.outstanding_groups)
+        return self.policy.admit(
+            waiting_groups=len(self.groups.in_order), training_groups=self.handed.num_groups
+        )
 
     @property
     def running_groups(self) -> int:
         """Groups with at least one episode going on."""
-        return sum(1 for group in self.groups.queue if group.running)
+        return self.groups.running_groups
 
     @property
     def buffered_groups(self) -> int:
         """Groups all of whose episodes have ended, not yet handed over."""
-        return sum(1 for group in self.groups.queue if not group.running)
+        return len(self.groups.ended)
 
     @property
     def training_groups(self) -> int:
@@ -122,10 +125,10 @@ class Core:
         for ledger in (self.ledger, self.evaluation_ledger):
             snapshot = ledger.snapshot()
             assert snapshot.error == 0, f"ledger is off by {snapshot.error} tokens: {snapshot}"
-        limit = self.policy.outstanding_groups_max
+        limit = self.policy.outstanding_groups_ceiling
         assert self.outstanding_groups <= limit, f"{self.outstanding_groups} groups > {limit}"
-        oldest = max(self.trained.staleness, default=0)
-        assert oldest <= self.policy.guaranteed_bound, f"trained at staleness {oldest}"
+        oldest, bound = max(self.trained.staleness, default=0), self.policy.guaranteed_bound
+        assert bound is None or oldest <= bound, f"trained at staleness {oldest}, not {bound}"
         running = [r for r, g in self.groups.running.values() if not g.is_evaluation]
         in_flight = sum(rollout.sampled_tokens for rollout in running)
         assert in_flight == self.ledger.in_flight, f"{in_flight} != {self.ledger.in_flight}"
@@ -179,6 +182,10 @@ class Core:
                 return self.groups.cut(event)
             case ev.Resumed():
                 return self._resume(event)
+            case ev.OffPolicynessMeasured(ess=ess, kl=kl):
+                measured = OffPolicyness(effective_sample_size=ess, mismatch_kl=kl)
+                self.policy = self.policy.observed(measured)
+                return self._hand_over()
             case ev.StateNoted():
                 return []
             case ev.RunEnded():
@@ -208,64 +215,72 @@ class Core:
     # ------------------------------------------------------------ batches
 
     def _hand_over(self) -> list[ev.Command]:
-        """Serve the trainer as many batches as it waits for and the order allows."""
+        """Serve the trainer as many batches as it waits for and the policy selects."""
         commands: list[ev.Command] = []
         while self.batches_asked:
-            head = self._finished_head()
-            if head is None:
+            batch = self._select()
+            if batch is None:
                 break
-            if stale := self._drop_stale(head):
+            if stale := self._drop_stale(batch):
                 commands += stale
                 continue
             self.batches_asked -= 1
-            commands += self._train(head)
+            commands += self._train(batch)
         if self.batches_asked and not self._can_fill():
             self.batches_asked -= 1
             commands.append(ev.RefuseBatch(self.handed.unpublished_groups))
         return commands
 
-    def _finished_head(self) -> list[Group] | None:
-        """The groups of the next batch, in the order of admission, once all have ended."""
+    def _select(self) -> list[Group] | None:
+        """The groups of the next batch, which is smaller only when there are no more tasks."""
         wanted = self.policy.groups_per_batch
         if self.are_tasks_exhausted:
-            wanted = min(wanted, len(self.groups.queue))
-        if not self.groups.has_ended_head(wanted):
-            return None
-        head = list(itertools.islice(self.groups.queue, wanted))
-        if self.awaited and any(group.key in self.awaited for group in head):
-            return None
-        return head
+            wanted = min(wanted, len(self.groups.in_order))
+        if self.awaited:
+            return None  # until the user's iterator has come to all that were unfinished
+        if not wanted:
+            return []
+        batch = self.policy.select(self.groups, groups=wanted, trainer_version=self.trainer_version)
+        if batch is not None:
+            _refuse_selection(self.policy, batch, wanted)
+        return batch
 
     def _can_fill(self) -> bool:
         return self.are_tasks_exhausted or self.policy.can_fill_batch(
             unpublished_groups=self.handed.unpublished_groups
         )
 
-    def _drop_stale(self, head: list[Group]) -> list[ev.Command]:
-        """The second gate. Admission keeps it shut; it is here because promises are checked."""
+    def _drop_stale(self, batch: list[Group]) -> list[ev.Command]:
+        """The second gate, for policies that don't mask. Most keep it shut, but it is checked."""
+        if self.policy.masks_old_tokens:
+            return []
         commands: list[ev.Command] = []
-        for group in head:
+        oldest_trainable = self.policy.oldest_trainable(self.trainer_version)
+        for group in batch:
             oldest = group.oldest_version
-            if oldest is not None and not self.policy.is_fresh(
-                oldest_version=oldest, trainer_version=self.trainer_version
-            ):
-                commands += [*self.groups.drop(group, "stale"), self._requeue(group)]
+            if oldest is not None and oldest < oldest_trainable:
+                commands += self._give_up_stale(group)
         return commands
 
-    def _requeue(self, group: Group) -> ev.Command:
+    def _give_up_stale(self, group: Group) -> list[ev.Command]:
+        """Its task is to be taken anew."""
         assert group.key is not None
         self.tasks.put_back(group.key)
         self.are_tasks_exhausted = False  # there is this one again
-        return ev.RequeueTask(group.task, group.key)
+        commands = self.groups.give_up_group(group, "stale")
+        return [*commands, ev.RequeueTask(group.task, group.key)]
 
-    def _train(self, head: list[Group]) -> list[ev.Command]:
-        if not head:
+    def _train(self, batch: list[Group]) -> list[ev.Command]:
+        if not batch:
             return [ev.EndBatches()]
-        number = self.handed.hand(head, self.trainer_version)
-        self.groups.train(head)
+        number = self.handed.hand(batch, self.trainer_version)
+        oldest_trainable = 0
+        if self.policy.masks_old_tokens:
+            oldest_trainable = max(0, self.policy.oldest_trainable(self.trainer_version))
+        self.groups.train(batch, oldest_trainable=oldest_trainable)
         self.trained.batches += 1
-        self.trained.count(head, self.trainer_version, 1)
-        return [ev.HandOver(head, self.trainer_version, number)]
+        self.trained.count(batch, self.trainer_version, 1)
+        return [ev.HandOver(batch, self.trainer_version, number, oldest_trainable)]
 
     # ------------------------------------------------------------ versions
 
@@ -273,11 +288,16 @@ class Core:
         self.trainer_version = version
         self.is_restoring = False
         self.handed.publish(version)
-        return self._release([])
+        expired = self.policy.expire(self.groups, trainer_version=version)
+        return self._release([c for group in expired for c in self._give_up_stale(group)])
 
     def _release(self, commands: list[ev.Command]) -> list[ev.Command]:
         """Free the places of batches whose version is live on every engine."""
-        self.handed.release(self.turns.live_version)
+        live_version = self.turns.live_version
+        if live_version != self.floors_version:
+            self.floors_version = live_version
+            self.groups.raise_floors(live_version)
+        self.handed.release(live_version)
         return commands + self._hand_over()
 
     # ------------------------------------------------------------ after a crash
@@ -304,11 +324,12 @@ class Core:
             self.handed.roll_back(self.trainer_version)
             self.turns.recall(self.trainer_version)
             self.handed.release(self.turns.live_version)
-        for group in list(self.groups.queue):
+        for group in list(self.groups.in_order):
             commands += self._resume_group(group, event.offer, first_lost)
-        while self.outstanding_groups > self.policy.outstanding_groups_max:
-            commands += self._roll_back(self.groups.queue[-1])
-        self.awaited = {g.key: g for g in self.groups.queue if g.key and g.key.offer == event.offer}
+        waiting = list(self.groups.in_order)
+        while self.outstanding_groups > self.policy.outstanding_groups_ceiling:
+            commands += self._roll_back(waiting.pop())
+        self.awaited = {g.key: g for g in waiting if g.key and g.key.offer == event.offer}
         return commands
 
     def _take_back(self, batch: HandedBatch) -> None:
@@ -345,3 +366,19 @@ class Core:
         group.task = task
         episodes = [ev.StartEpisode(r, task) for r in self.groups.running_of(group)]
         return [*episodes, *self._hand_over()]
+
+
+def _refuse_selection(policy: StalenessPolicy, batch: list[Group], wanted: int) -> None:
+    """A user's policy may be wrong; what it says is checked before anything is done."""
+    name = type(policy).__name__
+    if len(batch) != wanted or len({group.group_id for group in batch}) != wanted:
+        raise PolicyBroken(
+            f"{name}.select() returned {len(batch)} groups, asked for {wanted} different ones; "
+            f"return exactly so many, or None to wait"
+        )
+    for group in batch:
+        if group.running:
+            raise PolicyBroken(
+                f"{name}.select() chose group {group.group_id}, {group.running} of whose rollouts "
+                f"go on; choose from waiting.ended"
+            )

@@ -50,7 +50,7 @@ def save(core: Core) -> bytes:
             are_tasks_exhausted=core.are_tasks_exhausted,
             is_restoring=core.is_restoring,
             awaited=sorted(core.awaited),
-            groups=[_group(group) for group in groups.queue],
+            groups=[_group(group) for group in groups.in_order],
             evaluations=[_group(group) for group in evaluations.values()],
             next_rollout_id=groups.next_rollout_id,
             next_group_id=groups.next_group_id,
@@ -60,6 +60,9 @@ def save(core: Core) -> bytes:
             turns=_turns(core),
             tasks=_tasks(core),
             training=_training(core),
+            ended=[group.group_id for group in groups.ended],
+            floors_version=core.floors_version,
+            adaptation=core.policy.adaptation,
         )
     )
 
@@ -71,7 +74,9 @@ def digest(core: Core) -> str:
 
 def _group(group: Group) -> SavedGroup:
     rollouts = [_rollout(rollout) for rollout in group.rollouts]
-    return SavedGroup(group.group_id, group.key, group.digest, group.running, rollouts)
+    return SavedGroup(
+        group.group_id, group.key, group.digest, group.running, rollouts, group.version_floor
+    )
 
 
 def _rollout(rollout: Rollout) -> SavedRollout:
@@ -86,6 +91,7 @@ def _rollout(rollout: Rollout) -> SavedRollout:
         rollout.reward,
         rollout.state,
         rollout.discard_reason,
+        rollout.oldest_trainable,
     )
 
 
@@ -187,7 +193,11 @@ def load(state: bytes, core: Core) -> None:
     core.is_restoring = saved.is_restoring
     _load_groups(saved, core)
     _load_training(saved.training, core)
-    core.awaited = {g.key: g for g in core.groups.queue if g.key and g.key in set(saved.awaited)}
+    awaited = set(saved.awaited)
+    core.awaited = {g.key: g for g in core.groups.in_order if g.key and g.key in awaited}
+    core.floors_version = saved.floors_version
+    if saved.adaptation is not None:
+        core.policy = core.policy.adapted(saved.adaptation)
     core.tasks.offer = saved.tasks.offer
     core.tasks.counts = Counter(dict(saved.tasks.counts))
     core.tasks.requeued = set(saved.tasks.requeued)
@@ -197,11 +207,11 @@ def load(state: bytes, core: Core) -> None:
 
 def _load_groups(saved: SavedCore, core: Core) -> None:
     book = core.groups
-    book.queue = deque(_loaded_group(group) for group in saved.groups)
+    book.restore([_loaded_group(group) for group in saved.groups], ended=saved.ended)
     evaluations = [_loaded_group(group) for group in saved.evaluations]
     running = [
         (rollout, group)
-        for group in (*book.queue, *evaluations)
+        for group in (*book.in_order, *evaluations)
         for rollout in group.rollouts
         if rollout.state is RolloutState.RUNNING
     ]
@@ -222,7 +232,7 @@ def _load_groups(saved: SavedCore, core: Core) -> None:
 
 def _loaded_group(saved: SavedGroup) -> Group:
     group = Group(saved.group_id, TASK_ELSEWHERE, saved.key, saved.digest)
-    group.running = saved.running
+    group.running, group.version_floor = saved.running, saved.version_floor
     group.rollouts = [_loaded_rollout(rollout, group) for rollout in saved.rollouts]
     return group
 
@@ -234,6 +244,7 @@ def _loaded_rollout(saved: SavedRollout, group: Group) -> Rollout:
     rollout.reward = saved.reward
     rollout.state = saved.state
     rollout.discard_reason = saved.discard_reason
+    rollout.oldest_trainable = saved.oldest_trainable
     for turn in saved.turns:
         rollout.turns.append(
             Turn.restored(

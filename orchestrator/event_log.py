@@ -37,6 +37,7 @@ KINDS: tuple[type[Any], ...] = (
     ev.Resumed,
     ev.RunEnded,
     ev.StateNoted,
+    ev.OffPolicynessMeasured,
 )
 """An event's number in a record is its place here: add at the end, remove none."""
 

@@ -166,6 +166,16 @@ class BatchesSafe:
 
 
 @dataclass(frozen=True, slots=True)
+class OffPolicynessMeasured:
+    """The trainer has measured how far its policy is from its samples'."""
+
+    ess: float | None
+    """Effective sample size, a share in (0, 1]; None: not measured."""
+    kl: float | None
+    """Mismatch KL, in nats per token; None: not measured."""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutCut:
     """A rollout goes on from an earlier point of its context: the rest will not be used."""
 
@@ -218,6 +228,7 @@ Event = (
     | BatchNotWanted
     | VersionPublished
     | BatchesSafe
+    | OffPolicynessMeasured
     | RolloutCut
     | Resumed
     | StateNoted
@@ -275,6 +286,8 @@ class HandOver:
     """At the time of handing over: what staleness is counted from."""
     number: int = 0
     """Counts a run's batches from 1."""
+    oldest_trainable: int = 0
+    """Tokens of older versions are masked."""
 
 
 @dataclass(frozen=True, slots=True)

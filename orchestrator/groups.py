@@ -4,7 +4,8 @@ It moves tokens between the ledger's accounts and knows when a group has too few
 when a group may start, or when it is trained.
 """
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable
 
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.ledger import Ledger
@@ -27,14 +28,49 @@ class GroupBook:
         self.ledger = Ledger()
         self.evaluation_ledger = Ledger()
         self.discarded_rollouts: Counter[str] = Counter()
-        self.queue: deque[Group] = deque()
-        """Running and buffered ones, in the order of admission: the order of consumption."""
-        self._ended_head = 0
-        """Of the queue, so many groups at its head are known to have ended."""
+        self._waiting: dict[int, Group] = {}
+        """Running and buffered ones by id, in the order of admission."""
+        self._ended: dict[int, Group] = {}
+        """Of those, the buffered ones, in the order in which they ended."""
+        self._going: OrderedDict[int, Group] = OrderedDict()
+        """And the running ones, in the order of admission."""
         self.running: dict[int, tuple[Rollout, Group]] = {}
         """Rollouts whose episode is going on, by id; an evaluation's too."""
         self.next_rollout_id = 0
         self.next_group_id = 0
+
+    # ------------------------------------------------------------ what a policy sees
+
+    @property
+    def in_order(self) -> Collection[Group]:
+        """Running and buffered groups, in the order of admission."""
+        return self._waiting.values()
+
+    @property
+    def ended(self) -> Collection[Group]:
+        """Buffered ones, in the order in which they ended."""
+        return self._ended.values()
+
+    @property
+    def oldest_running(self) -> Group | None:
+        """Of the running ones, the one admitted first."""
+        return next(iter(self._going.values()), None)
+
+    @property
+    def running_groups(self) -> int:
+        """Groups with at least one episode going on."""
+        return len(self._going)
+
+    def raise_floors(self, live_version: int) -> None:
+        """From now on no turn starts under weights older than these."""
+        for group in self._going.values():
+            group.version_floor = _floor(group, live_version)
+
+    def restore(self, groups: Iterable[Group], *, ended: Iterable[int]) -> None:
+        """These are all there are, in the order of admission; and some have ended, in an order."""
+        self._waiting = {group.group_id: group for group in groups}
+        self._ended = {group_id: self._waiting[group_id] for group_id in ended}
+        self._going = OrderedDict((i, g) for i, g in self._waiting.items() if g.running)
 
     # ------------------------------------------------------------ start
 
@@ -42,7 +78,8 @@ class GroupBook:
         """A task begins, as the newest group."""
         group = Group(self.next_group_id, task, key, digest)
         self.next_group_id += 1
-        self.queue.append(group)
+        group.version_floor = self._turns.live_version
+        self._waiting[group.group_id] = self._going[group.group_id] = group
         return self._start(group, self.group_size)
 
     def evaluate(self, task: object, index: int) -> list[ev.Command]:
@@ -115,9 +152,18 @@ class GroupBook:
 
     def _rollout_ended(self, group: Group) -> list[ev.Command]:
         group.running -= 1
-        if group.running or len(group.kept) >= min(KEPT_ROLLOUTS_MIN, self.group_size):
+        if group.running:
+            return []
+        self._end(group)
+        if len(group.kept) >= min(KEPT_ROLLOUTS_MIN, self.group_size):
             return []
         return self.drop(group, "group_too_small")
+
+    def _end(self, group: Group) -> None:
+        """Its last episode has ended."""
+        group.version_floor = _floor(group, self._turns.live_version)
+        del self._going[group.group_id]
+        self._ended[group.group_id] = group
 
     # ------------------------------------------------------------ giving up
 
@@ -136,8 +182,7 @@ class GroupBook:
 
     def drop(self, group: Group, reason: str) -> list[ev.Command]:
         """Settle a buffered group as discarded; its place is free for another."""
-        self.queue.remove(group)
-        self._ended_head = 0
+        self._forget(group)
         commands: list[ev.Command] = []
         for rollout in group.kept:
             self.ledger.discard_finished(rollout.sampled_tokens, reason)
@@ -152,7 +197,7 @@ class GroupBook:
     def end(self) -> list[ev.Command]:
         """Settle every rollout that is not trained."""
         commands = self.end_evaluations()
-        for group in list(self.queue):
+        for group in list(self._waiting.values()):
             commands += self.give_up_group(group, "run_ended")
         return commands
 
@@ -172,32 +217,39 @@ class GroupBook:
 
     # ------------------------------------------------------------ training
 
-    def has_ended_head(self, groups: int) -> bool:
-        """Whether so many groups at the head of the queue have all ended.
-
-        It goes on from where it stood still last time: asked after each end of an episode, it
-        looks at each group about once.
-        """
-        queue, at = self.queue, self._ended_head
-        while at < min(groups, len(queue)) and not queue[at].running:
-            at += 1
-        self._ended_head = at
-        return groups <= at
-
-    def train(self, groups: list[Group]) -> None:
-        """The oldest groups are handed to the trainer."""
-        self._ended_head = max(0, self._ended_head - len(groups))
+    def train(self, groups: list[Group], *, oldest_trainable: int) -> None:
+        """These are handed to the trainer; of their tokens, older ones are masked."""
         for group in groups:
-            first = self.queue.popleft()
-            assert first is group, "groups are handed over in the order of admission"
+            self._forget(group)
             for rollout in group.kept:
                 rollout.state = RolloutState.TRAINED
+                rollout.oldest_trainable = oldest_trainable
                 self.ledger.train(rollout.sampled_tokens)
+                if masked := rollout.masked_tokens:
+                    self.ledger.mask(masked)
 
     def take_back(self, groups: list[Group]) -> None:
-        """What the trainer made of these was lost with it; they are the oldest again."""
-        self.queue.extendleft(reversed(groups))
-        self._ended_head = 0
+        """What the trainer made of these was lost with it; they wait again."""
         for rollout in (rollout for group in groups for rollout in group.kept):
-            rollout.state = RolloutState.FINISHED
+            if masked := rollout.masked_tokens:
+                self.ledger.mask(-masked)
             self.ledger.take_back(rollout.sampled_tokens)
+            rollout.state = RolloutState.FINISHED
+            rollout.oldest_trainable = 0
+        waiting = {**self._waiting, **{group.group_id: group for group in groups}}
+        self._waiting = dict(sorted(waiting.items()))
+        self._ended = {**{group.group_id: group for group in groups}, **self._ended}
+
+    def _forget(self, group: Group) -> None:
+        """It waits no more."""
+        del self._waiting[group.group_id]
+        self._going.pop(group.group_id, None)
+        self._ended.pop(group.group_id, None)
+
+
+def _floor(group: Group, live_version: int) -> int:
+    """No token of a group is older, nor will be: turns start under live weights or newer."""
+    oldest = group.oldest_version
+    if oldest is None:
+        return live_version
+    return min(oldest, live_version) if group.running else oldest

@@ -14,7 +14,7 @@ from tidegate.orchestrator.rollout import Group, Rollout, RolloutState, Turn
 from tidegate.orchestrator.scenario import WEIGHTS_TIMEOUT_S, Scenario
 from tidegate.orchestrator.simulated_model import check_turn
 from tidegate.orchestrator.simulated_truth import Truth
-from tidegate.policies.staleness import BoundedStaleness
+from tidegate.policies.staleness import StalenessPolicy
 
 
 class WatchedCore(Core):
@@ -22,7 +22,7 @@ class WatchedCore(Core):
 
     def __init__(
         self,
-        policy: BoundedStaleness,
+        policy: StalenessPolicy,
         *,
         group_size: int,
         watch: "Watch",
@@ -50,8 +50,7 @@ class Watch:
         self._scenario = scenario
         self._truth = truth
         self._hardships = hardships
-        allowed = (scenario.max_staleness + 1) * scenario.groups_per_batch
-        self._outstanding_max = min(allowed, scenario.outstanding_groups_limit or allowed)
+        self._outstanding_max = scenario.outstanding_groups_max
         self._faultless = _faultless(scenario)
         """Engines that must not be given up."""
         self.progress = 0
@@ -74,7 +73,8 @@ class Watch:
         self._discarded: Counter[int] = Counter()
         """Group -> its rollouts that will never be trained."""
         self._training: deque[tuple[int | None, int]] = deque()
-        self._last_group_id = -1
+        self._going: dict[int, int] = {}
+        """Rollout that is going on -> its group."""
         self._handed_groups: list[int] = []
         self._departed: set[str] = set()
         """Engines that were given up, or took their leave."""
@@ -100,6 +100,8 @@ class Watch:
             match command:
                 case ev.Submit(engine=engine):
                     self._check_submit(engine)
+                case ev.StartEpisode(rollout=rollout) if rollout.group_id >= 0:
+                    self._going[rollout.rollout_id] = rollout.group_id
                 case ev.HandOver():
                     self._check_batch(command)
                 case ev.Record(rollout=rollout, task=task):
@@ -118,7 +120,8 @@ class Watch:
         stale = core.discarded_rollouts["stale"]
         if stale:
             self._hardships.note(Hardship.STALE)
-            assert self._idle_publishes, f"admission let {stale} rollouts get too old"
+            is_meant = self._idle_publishes or self._scenario.on_deadline == "drop"
+            assert is_meant, f"admission let {stale} rollouts get too old"
 
     def _count(self, event: ev.Event) -> None:
         match event:
@@ -152,6 +155,7 @@ class Watch:
                 self._training = deque((version if v is None else v, n) for v, n in self._training)
                 self.progress += 1
             case ev.EpisodeReturned() | ev.EpisodeFailed():
+                self._going.pop(event.rollout_id, None)
                 self.progress += 1
 
     def _count_step(self, step: ev.StepArrived) -> None:
@@ -196,6 +200,7 @@ class Watch:
             assert reason == expected, f"task {task}: {reason}, but expected {expected}"
         if rollout.group_id < 0:
             return
+        self._going.pop(rollout.rollout_id, None)
         self._discarded[rollout.group_id] += 1
         if self._discarded[rollout.group_id] == self._scenario.group_size:
             self._dropped_groups += 1
@@ -209,22 +214,36 @@ class Watch:
         self.progress += 1
         self._is_batch_handed = True
         self._training.append((None, len(batch.groups)))
+        self._check_order(batch.groups)
+        masks = self._scenario.policy == "bounded" and self._scenario.on_deadline == "mask"
+        floor = max(0, self._published - self._scenario.max_staleness) if masks else 0
+        assert batch.oldest_trainable == floor, f"tokens are masked below v{batch.oldest_trainable}"
         for group in batch.groups:
-            self._check_group(group)
+            self._check_group(group, floor)
 
-    def _check_group(self, group: Group) -> None:
+    def _check_order(self, groups: list[Group]) -> None:
+        """In the order of admission none is overtaken; in a window, by the next few at most."""
+        scenario, chosen = self._scenario, {group.group_id for group in groups}
+        is_window = scenario.policy == "bounded" and scenario.order == "window"
+        if not is_window and not scenario.is_in_order:
+            return
+        window = scenario.window_groups if is_window else 1
+        oldest = min(self._going.values(), default=None)
+        if oldest is not None:
+            newest = max(chosen)
+            assert newest < oldest + window, f"group {newest} has overtaken {oldest} by too much"
+
+    def _check_group(self, group: Group, floor: int) -> None:
         task = group.task
         assert isinstance(task, int)
-        assert group.group_id > self._last_group_id, "groups are trained in another order"
-        self._last_group_id = group.group_id
         self._handed_groups.append(group.group_id)
         assert len(group.kept) >= min(2, self._scenario.group_size), f"{len(group.kept)} are left"
         self.trained[task] += 1
         assert self.trained[task] == 1, f"task {task} is trained twice"
         for rollout in group.kept:
-            self._check_rollout(rollout, task)
+            self._check_rollout(rollout, task, floor)
 
-    def _check_rollout(self, rollout: Rollout, task: int) -> None:
+    def _check_rollout(self, rollout: Rollout, task: int, floor: int) -> None:
         script = self._scenario.script(task, rollout.index)
         assert script.fate == "returns"
         assert rollout.reward == script.reward
@@ -234,19 +253,21 @@ class Watch:
         for turn, scripted in zip(rollout.turns, script.turns, strict=True):
             is_whole = turn.finish_reason in ("stop", "length")
             assert is_whole or scripted.patience_s is not None, f"{task}: {turn.finish_reason}"
-            self._check_turn(turn)
+            self._check_turn(turn, floor)
 
-    def _check_turn(self, turn: Turn) -> None:
+    def _check_turn(self, turn: Turn, floor: int) -> None:
         check_turn(turn, self._truth.content_of)
-        self.trained_tokens += turn.length
-        spans = turn.spans()
+        spans = [span for span in turn.spans() if span.version >= floor]
+        self.trained_tokens += sum(span.end - span.start for span in spans)
         if not spans:
-            return  # given up before the first token
+            return  # given up before the first token, or all of it is masked
         staleness = self._published - min(span.version for span in spans)
-        bound = self._scenario.max_staleness
-        assert staleness <= bound, f"{turn.rollout.rollout_id}: staleness {staleness} > {bound}"
+        bound = self._scenario.staleness_bound
+        assert bound is None or staleness <= bound, (
+            f"{turn.rollout.rollout_id}: staleness {staleness} > {bound}"
+        )
         self.oldest_staleness = max(self.oldest_staleness, staleness)
-        if staleness == bound > 0:
+        if bound and staleness == bound:
             self._hardships.note(Hardship.OLDEST)
         if len({span.engine for span in spans}) > 1:
             self._hardships.note(Hardship.MOVED)

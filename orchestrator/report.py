@@ -37,7 +37,8 @@ class Facts:
     mixed_version_share: float
     """Share of trained rollouts whose tokens came from two or more versions."""
     max_staleness: int
-    staleness_bound: int
+    staleness_bound: int | None
+    """None: the policy promised none."""
     mean_staleness: float
     wall_s: float
     """From the first batch asked for to the end of the last."""
@@ -233,7 +234,7 @@ def _results(facts: Facts) -> list[str]:
         ("weight versions published", str(facts.versions)),
         ("rollouts trained", f"{facts.rollouts_trained} in {facts.batches} batches"),
         ("of them over two or more versions", f"{facts.mixed_version_share:.1%}"),
-        ("staleness, highest (bound)", f"{facts.max_staleness} ({facts.staleness_bound})"),
+        ("staleness, highest (bound)", f"{facts.max_staleness} ({_bound(facts.staleness_bound)})"),
         ("wall time", f"{facts.wall_s:.1f} s"),
         ("tokens per second", f"{facts.tokens_per_s:.0f}"),
         ("trainer idle", f"{facts.trainer_idle_share:.1%}"),
@@ -246,18 +247,23 @@ def _how(facts: Facts) -> str:
     return "; ".join(value or "-" for value in (facts.mode, facts.pause_mode, facts.kv_policy))
 
 
+def _bound(bound: int | None) -> str:
+    return "none" if bound is None else str(bound)
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
 def _staleness(facts: Facts) -> list[str]:
-    kept = facts.max_staleness <= facts.staleness_bound
+    bound = facts.staleness_bound
+    kept = bound is None or facts.max_staleness <= bound
     return [
         "Versions between the trainer at consumption and the oldest weights that sampled a "
         "rollout's tokens.",
         "",
         f"Mean {facts.mean_staleness:.2f}, highest {facts.max_staleness}, bound "
-        f"{facts.staleness_bound}: {'kept' if kept else '**BROKEN**'}.",
+        f"{_bound(bound)}: {'kept' if kept else '**BROKEN**'}.",
         "",
         "| staleness | rollouts |",
         "|---|---|",
@@ -306,7 +312,8 @@ def _comparison(facts: Facts, others: list[Facts]) -> list[str]:
         lines.append(
             f"| {name} | {_how(each)} | {each.wall_s:.1f} | {each.trainer_idle_share:.1%} | "
             f"{each.engine_idle_share:.1%} | {_number(each.reward_before)} to "
-            f"{_number(each.reward_after)} | {each.max_staleness} of {each.staleness_bound} | "
+            f"{_number(each.reward_after)} | "
+            f"{each.max_staleness} of {_bound(each.staleness_bound)} | "
             f"{each.mixed_version_share:.1%} |"
         )
     return [*lines, ""]

@@ -89,12 +89,13 @@ def _draw_reward(axes: Axes, facts: Facts, metrics: list[dict[str, Any]]) -> Non
 def _draw_staleness(axes: Axes, facts: Facts) -> None:
     """Trained rollouts by staleness, with the bound that none may cross."""
     counts = {int(value): count for value, count in facts.staleness_histogram.items()}
-    highest = max([facts.staleness_bound, *counts])
+    bound = facts.staleness_bound
+    highest = max([bound or 0, *counts])
     values = range(highest + 1)
     total = max(1, sum(counts.values()))
     shares = [100 * counts.get(value, 0) / total for value in values]
     _plain(axes, "Staleness of trained rollouts")
-    colours = [BLUE if value <= facts.staleness_bound else RED for value in values]
+    colours = [BLUE if bound is None or value <= bound else RED for value in values]
     axes.bar(values, shares, color=colours, width=0.7)
     for value, share in zip(values, shares, strict=True):
         axes.annotate(
@@ -106,9 +107,17 @@ def _draw_staleness(axes: Axes, facts: Facts) -> None:
             fontsize=8.5,
             color=INK,
         )
-    bound = facts.staleness_bound
-    axes.axvline(bound + 0.5, color=RED, ls="--", lw=1.4)
     axes.set_ylim(0, max(shares) * 1.25 or 1)
+    if bound is not None:
+        _draw_bound(axes, bound)
+    axes.set_xticks(list(values) if highest <= 12 else [0, highest])
+    axes.set_xlim(-0.6, highest + 0.75)
+    axes.set_xlabel("versions behind the trainer", fontsize=9, color=INK)
+    axes.set_ylabel("% of rollouts", fontsize=9, color=INK)
+
+
+def _draw_bound(axes: Axes, bound: int) -> None:
+    axes.axvline(bound + 0.5, color=RED, ls="--", lw=1.4)
     axes.annotate(
         f"bound {bound}",
         (bound + 0.5, 0.97),
@@ -120,10 +129,6 @@ def _draw_staleness(axes: Axes, facts: Facts) -> None:
         color=RED,
         fontsize=9,
     )
-    axes.set_xticks(list(values) if highest <= 12 else [0, bound])
-    axes.set_xlim(-0.6, highest + 0.75)
-    axes.set_xlabel("versions behind the trainer", fontsize=9, color=INK)
-    axes.set_ylabel("% of rollouts", fontsize=9, color=INK)
 
 
 def _draw_timeline(axes: Axes, directory: Path, facts: Facts) -> None:

@@ -16,8 +16,8 @@ from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.events import Resumed
 from tidegate.orchestrator.journal import Journal
+from tidegate.orchestrator.policy_record import policy_of, record_of
 from tidegate.orchestrator.run_journal import JournalHeader, RunJournal
-from tidegate.policies.staleness import BoundedStaleness
 
 JOURNAL_FILE = "journal.db"
 
@@ -115,11 +115,7 @@ def _restored(file: Journal, settings: RunSettings) -> RunJournal:
 
 def core_of(header: JournalHeader) -> Core:
     """The core that lived through a journal with this header, as it was at first."""
-    policy = BoundedStaleness(
-        max_staleness=header.max_staleness,
-        groups_per_batch=header.groups_per_batch,
-        outstanding_groups_limit=header.outstanding_groups_limit,
-    )
+    policy = policy_of(header.policy)
     return Core(policy, group_size=header.group_size, survives_crashes=True)
 
 
@@ -129,8 +125,9 @@ def new_core(header: JournalHeader, settings: RunSettings) -> Core:
     Raises:
         ResumeMismatch: the run was started with other settings.
     """
-    for name in ("group_size", "groups_per_batch", "max_staleness", "outstanding_groups_limit"):
-        was, now = getattr(header, name), getattr(settings, name)
+    is_now = new_header(settings, header.run_id)
+    for name in ("group_size", "policy"):
+        was, now = getattr(header, name), getattr(is_now, name)
         if was != now:
             raise ResumeMismatch(
                 f"this run was started with {name}={was}, and can't go on with {name}={now}; "
@@ -144,9 +141,7 @@ def new_header(settings: RunSettings, run_id: str) -> JournalHeader:
     return JournalHeader(
         run_id=run_id,
         group_size=settings.group_size,
-        groups_per_batch=settings.groups_per_batch,
-        max_staleness=settings.max_staleness,
-        outstanding_groups_limit=settings.outstanding_groups_limit,
+        policy=record_of(settings.staleness_policy()),
         seed=settings.seed,
     )
 

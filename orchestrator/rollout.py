@@ -231,6 +231,7 @@ class Rollout:
         "discard_reason",
         "group_id",
         "index",
+        "oldest_trainable",
         "reward",
         "rollout_id",
         "state",
@@ -248,6 +249,8 @@ class Rollout:
         self.reward: float | None = None
         self.state = RolloutState.RUNNING
         self.discard_reason: str | None = None
+        self.oldest_trainable = 0
+        """Tokens of older versions are masked, and not trained on; known when it is handed over."""
 
     def extend(self, token_ids: "array[int] | list[int]") -> None:
         """Append given tokens (a prompt, an observation) to the context."""
@@ -289,6 +292,24 @@ class Rollout:
         for turn in self.turns:
             tokens += turn.length
         return tokens
+
+    @property
+    def masked_tokens(self) -> int:
+        """Sampled tokens too old to be trained on."""
+        if not self.oldest_trainable:
+            return 0
+        return sum(
+            span.end - span.start
+            for turn in self.turns
+            for span in turn.spans()
+            if span.version < self.oldest_trainable
+        )
+
+    @property
+    def oldest_trained_version(self) -> int | None:
+        """The oldest weights that sampled one of its tokens that is not masked; None: none is."""
+        versions = {run.version for turn in self.turns for run in turn.runs}
+        return min((v for v in versions if v >= self.oldest_trainable), default=None)
 
     @property
     def oldest_version(self) -> int | None:
@@ -336,6 +357,8 @@ class Group:
     rollouts: list[Rollout] = field(default_factory=list)
     running: int = 0
     """Rollouts of it whose episode is going on."""
+    version_floor: int = 0
+    """No token of it is older, nor will be."""
 
     @property
     def is_evaluation(self) -> bool:

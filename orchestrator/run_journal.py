@@ -18,6 +18,7 @@ from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.core_state import digest, load, save
 from tidegate.orchestrator.event_log import encode_event, replay
 from tidegate.orchestrator.journal_reading import Snapshot
+from tidegate.orchestrator.policy_record import PolicyRecord
 
 SNAPSHOT_AFTER_BYTES = 64 * 1024 * 1024
 """Of events: reading that many takes about ten seconds, which a resume may cost."""
@@ -56,9 +57,7 @@ class JournalHeader(msgspec.Struct, frozen=True):
 
     run_id: str
     group_size: int
-    groups_per_batch: int
-    max_staleness: int
-    outstanding_groups_limit: int | None
+    policy: PolicyRecord
     seed: int
 
 

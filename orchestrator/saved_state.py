@@ -35,6 +35,7 @@ class SavedRollout(Saved):
     reward: float | None
     state: RolloutState
     discard_reason: str | None
+    oldest_trainable: int
 
 
 class SavedGroup(Saved):
@@ -45,6 +46,7 @@ class SavedGroup(Saved):
     digest: bytes
     running: int
     rollouts: list[SavedRollout]
+    version_floor: int
 
 
 class SavedSubmission(Saved):
@@ -143,3 +145,8 @@ class SavedCore(Saved):
     turns: SavedTurns
     tasks: SavedTasks
     training: SavedTraining
+    ended: list[int]
+    """Buffered groups, in the order in which they ended."""
+    floors_version: int
+    adaptation: int | None
+    """Of the staleness policy."""

@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -22,6 +22,16 @@ from tidegate.orchestrator.faults import (
     FaultKind,
     plan_faults,
 )
+from tidegate.policies.asynchrony import (
+    BoundedStaleness,
+    OnDeadline,
+    OneStepOffPolicy,
+    OverSampling,
+    Synchronous,
+    Unbounded,
+)
+from tidegate.policies.consumption import Window
+from tidegate.policies.staleness import StalenessPolicy
 from tidegate.transport.messages import KvPolicy, PauseMode
 
 EPISODE_TIMEOUT_S = 40.0
@@ -42,6 +52,8 @@ BLOCK_TOKENS = 4
 TIGHT_BLOCKS = 15
 """Hold 60 tokens: the longest context of two short turns has 56, and several start at once."""
 
+
+PolicyName = Literal["bounded", "synchronous", "one-step", "unbounded", "over-sampling"]
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -95,6 +107,10 @@ class Scenario(
     group_size: int = 1
     groups_per_batch: int = 1
     outstanding_groups_limit: int | None = None
+    policy: PolicyName = "bounded"
+    order: Literal["admission", "completion", "window"] = "admission"
+    window_groups: Count = 1
+    on_deadline: OnDeadline = "wait"
     pause_mode: PauseMode = "keep"
     kv_policy: KvPolicy = "recompute"
     credit_steps: int = 64
@@ -163,10 +179,8 @@ class Scenario(
         return run_settings(
             model=Path("simulated"),
             engines=self.engines,
-            max_staleness=self.max_staleness,
+            policy=self._policy(),
             group_size=self.group_size,
-            groups_per_batch=self.groups_per_batch,
-            outstanding_groups_limit=self.outstanding_groups_limit,
             pause_mode=self.pause_mode,
             kv_policy=self.kv_policy,
             seed=self.seed,
@@ -176,6 +190,53 @@ class Scenario(
             weights_timeout_s=self.weights_timeout_s,
             episode_timeout_s=EPISODE_TIMEOUT_S,
         )
+
+    def _policy(self) -> StalenessPolicy:
+        batch, limit = self.groups_per_batch, self.outstanding_groups_limit
+        match self.policy:
+            case "synchronous":
+                return Synchronous(groups_per_batch=batch)
+            case "one-step":
+                return OneStepOffPolicy(groups_per_batch=batch)
+            case "unbounded":
+                return Unbounded(groups_per_batch=batch, outstanding_groups_limit=3 * batch)
+            case "over-sampling":
+                return OverSampling(groups_per_batch=batch, factor=2.0)
+            case "bounded":
+                window = Window(self.window_groups)
+                return BoundedStaleness(
+                    max_staleness=self.max_staleness,
+                    groups_per_batch=batch,
+                    outstanding_groups_limit=limit,
+                    order=window if self.order == "window" else self.order,
+                    on_deadline=self.on_deadline,
+                )
+
+    @property
+    def outstanding_groups_max(self) -> int:
+        """How many groups its policy may have at once, worked out apart from the policies."""
+        batch = self.groups_per_batch
+        batches = {"synchronous": 1, "one-step": 2, "unbounded": 3, "over-sampling": 2}
+        allowed = batches.get(self.policy, self.max_staleness + 1) * batch
+        is_limited = self.policy == "bounded" and self.outstanding_groups_limit is not None
+        return min(allowed, self.outstanding_groups_limit or 1) if is_limited else allowed
+
+    @property
+    def staleness_bound(self) -> int | None:
+        """What no trained token may exceed, worked out apart from the policies."""
+        others = {"synchronous": 0, "one-step": 1, "unbounded": None, "over-sampling": None}
+        if self.policy in others:
+            return others[self.policy]
+        if self.order == "window" and self.on_deadline == "wait":
+            return self.max_staleness + 1 + (self.window_groups - 2) // self.groups_per_batch
+        return self.max_staleness
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether groups are trained in the order of admission."""
+        if self.policy == "bounded":
+            return self.order == "admission"
+        return self.policy in ("synchronous", "one-step")
 
     def script(self, task: int, index: int) -> Script:
         """What the episode of one rollout does. Tasks below 0 are for evaluation."""
@@ -254,7 +315,19 @@ def draw_scenario(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> Scenar
             kinds, engines=engines, until_s=FAULTS_UNTIL_S, chance=random.Random(f"{seed}/faults")
         ),
     )
-    return _with_hard_times(plain, kinds)
+    return _with_hard_times(_with_policy(plain), kinds)
+
+
+def _with_policy(plain: Scenario) -> Scenario:
+    chance = random.Random(f"{plain.seed}/policy")
+    others: tuple[PolicyName, ...] = ("synchronous", "one-step", "unbounded", "over-sampling")
+    return msgspec.structs.replace(
+        plain,
+        policy=chance.choice(others) if chance.random() < 0.2 else "bounded",
+        order=chance.choice(("admission", "completion", "completion", "window")),
+        window_groups=chance.randint(1, 2 * plain.groups_per_batch + 1),
+        on_deadline=chance.choice(("wait", "wait", "mask", "drop")),
+    )
 
 
 def _with_hard_times(plain: Scenario, kinds: frozenset[FaultKind]) -> Scenario:

@@ -78,7 +78,7 @@ class Scheduler:
         if journal is not None:
             self.core = journal.core
         else:
-            self.core = Core(settings.policy(), group_size=settings.group_size)
+            self.core = Core(settings.staleness_policy(), group_size=settings.group_size)
         times = FleetTimes(
             heartbeat_interval_s=settings.heartbeat_interval_s,
             engine_timeout_s=settings.engine_timeout_s,

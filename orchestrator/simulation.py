@@ -227,7 +227,7 @@ class Simulation:
             settings, model_of_no_words(), self._world.router, init, recorder=None
         )
         scheduler.core = WatchedCore(
-            settings.policy(),
+            settings.staleness_policy(),
             group_size=settings.group_size,
             watch=self._watch,
             on_broken=self._break,

@@ -67,7 +67,8 @@ class RunStatistics:
     """Trained rollouts whose tokens came from two or more versions."""
     discarded_rollouts: Mapping[str, int]
     max_staleness_seen: int
-    staleness_bound: int
+    staleness_bound: int | None
+    """What the policy guarantees; None: nothing."""
     mean_staleness: float
     """Over all trained rollouts."""
     staleness_histogram: Mapping[int, int]

@@ -130,7 +130,7 @@ def snapshot(
     consumed_version: int | None,
 ) -> Snapshot:
     """Copy what will be recorded of ``rollout``."""
-    oldest = rollout.oldest_version
+    oldest = rollout.oldest_trained_version
     known = consumed_version is not None and oldest is not None
     return Snapshot(
         rollout_id=rollout.rollout_id,

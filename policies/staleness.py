@@ -1,54 +1,80 @@
-"""How old may a sample be? Policies that bound staleness, and the bound each really guarantees.
+"""How old may a sample be? The contract of a policy that bounds it: admit, select, expire.
 
-They know counts and versions only: not what a group is made of, nor where it runs.
+A policy knows counts and versions only: not what a group is made of, nor where it runs. It holds no
+state that changes, so the same history gives the same decisions, which is what makes a run
+replayable.
 
 Symbols: η ``max_staleness``, B ``groups_per_batch``, v the trainer's version.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, Self, TypeVar
 
 from tidegate.errors import ConfigError
 
 
+class WaitingGroup(Protocol):
+    """What a policy sees of a group that the trainer has not had."""
+
+    group_id: int
+    """Counts groups in the order of admission."""
+    running: int
+    """Rollouts that are going on; 0: it has ended, and may be trained on."""
+    version_floor: int
+    """No token of it is older, nor will be."""
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weights that sampled one of its tokens; None before the first."""
+
+
+G = TypeVar("G", bound=WaitingGroup)
+G_co = TypeVar("G_co", bound=WaitingGroup, covariant=True)
+
+
+class Waiting(Protocol[G_co]):
+    """Groups that are running or buffered."""
+
+    @property
+    def in_order(self) -> Collection[G_co]:
+        """All of them, in the order of admission."""
+
+    @property
+    def ended(self) -> Collection[G_co]:
+        """Those that may be trained on, in the order in which they ended."""
+
+    @property
+    def oldest_running(self) -> G_co | None:
+        """Of those that have not ended, the one admitted first."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BoundedStaleness:
-    """No sample older than η versions is trained on, and hardly any is dropped to keep it so.
+class OffPolicyness:
+    """How far from its samples the policy in training was, as the trainer measured it."""
 
-    Two rules make the bound hard:
+    effective_sample_size: float | None = None
+    """A share, in (0, 1]."""
+    mismatch_kl: float | None = None
+    """In nats per token, >= 0."""
 
-    * **Admission** counts what is outstanding: groups running, buffered, or in training until the
-      version made from them is live on every engine. That never exceeds ``(η + 1)·B``.
-    * **Consumption** is in the order of admission.
 
-    Why it holds: group n (counting those not dropped) is trained in batch ``n // B``, that is at
-    version ``n // B``. It was admitted when fewer than ``(η + 1)·B`` groups were outstanding, so
-    at least ``n + 1 - (η + 1)·B`` groups had been released by a live version: that version was at
-    least ``n // B - η``, and no token of the group is older. A dropped group gives its place back
-    and moves later ones forward, which only makes them fresher. A trainer that publishes without
-    having had a batch in between ages what waits; then :meth:`is_fresh`, asked of every group
-    before it is handed over, drops what has become too old, and its task is taken again.
+@dataclass(frozen=True, kw_only=True)
+class StalenessPolicy:
+    """Who may start, what is trained on next, and what becomes too old.
 
-    η = 0 is synchronous training; η = 1 trains on batch k while batch k + 1 is generated. Peers
-    count ``accepted + running <= (η + v + 1)·B`` (AReaL, arXiv:2505.24298), which drifts when a
-    filter rejects, and consume in the order of completion, which lets samples grow about twice as
-    old.
+    To write one, say how many groups may be outstanding, and override what should be different:
+    :meth:`select` must; the others need not. What a policy promises is checked after every event of
+    a simulated run, and before every batch of a real one.
     """
 
-    max_staleness: int
-    """η, in weight versions."""
     groups_per_batch: int
     """B."""
     outstanding_groups_limit: int | None = None
-    """Fewer groups at once than η allows, where environments or memory ask for it."""
-    _outstanding_groups_max: int = field(init=False, repr=False)
-    """Worked out once: it is asked for after every event."""
+    """Fewer groups at once than the policy would allow, where environments or memory ask for it."""
 
     def __post_init__(self) -> None:
-        if self.max_staleness < 0:
-            raise ConfigError(
-                f"max_staleness counts weight versions and must be >= 0 (0 is synchronous), "
-                f"got {self.max_staleness}"
-            )
         if self.groups_per_batch < 1:
             raise ConfigError(f"groups_per_batch must be >= 1, got {self.groups_per_batch}")
         limit = self.outstanding_groups_limit
@@ -58,22 +84,46 @@ class BoundedStaleness:
                 f"be outstanding; raise outstanding_groups_limit to at least groups_per_batch "
                 f"({self.groups_per_batch}), or make batches smaller"
             )
-        allowed = (self.max_staleness + 1) * self.groups_per_batch
-        object.__setattr__(self, "_outstanding_groups_max", min(allowed, limit or allowed))
+
+    # ------------------------------------------------------------ what it promises
 
     @property
-    def guaranteed_bound(self) -> int:
-        """The staleness that no trained sample exceeds."""
-        return self.max_staleness
+    def guaranteed_bound(self) -> int | None:
+        """The staleness that no trained token exceeds; None: it promises none."""
+        return None
 
     @property
+    def allowed_groups(self) -> int:
+        """How many groups may be outstanding, but for ``outstanding_groups_limit``."""
+        raise NotImplementedError(f"{type(self).__name__} must say how many groups it allows")
+
+    @cached_property
     def outstanding_groups_max(self) -> int:
-        """Groups that may be running, buffered or in training at once: (η + 1)·B, or the limit."""
-        return self._outstanding_groups_max
+        """Groups that may be running, buffered or in training at once; never more than so many.
 
-    def capacity_groups(self, *, outstanding_groups: int) -> int:
-        """How many more groups may be admitted now."""
-        return max(0, self.outstanding_groups_max - outstanding_groups)
+        Worked out once: it is asked for after every event.
+        """
+        return min(self.allowed_groups, self.outstanding_groups_limit or self.allowed_groups)
+
+    @property
+    def outstanding_groups_ceiling(self) -> int:
+        """What ``outstanding_groups_max`` never rises above, if the policy adapts."""
+        return self.outstanding_groups_max
+
+    @property
+    def pauses_generation(self) -> bool:
+        """Whether engines stand still from a batch's hand-over until the version made from it."""
+        return False
+
+    # ------------------------------------------------------------ admit
+
+    def admit(self, *, waiting_groups: int, training_groups: int) -> int:
+        """How many more groups may start now.
+
+        ``waiting_groups`` are running or buffered; ``training_groups`` were handed over, and the
+        version made from them isn't live on every engine yet.
+        """
+        return max(0, self.outstanding_groups_max - waiting_groups - training_groups)
 
     def can_fill_batch(self, *, unpublished_groups: int) -> bool:
         """Whether a batch can still fill while ``unpublished_groups`` wait for a publish.
@@ -83,6 +133,42 @@ class BoundedStaleness:
         """
         return self.outstanding_groups_max - unpublished_groups >= self.groups_per_batch
 
-    def is_fresh(self, *, oldest_version: int, trainer_version: int) -> bool:
-        """Whether a sample may be trained on now; the second gate, queue time included."""
-        return trainer_version - oldest_version <= self.max_staleness
+    # ------------------------------------------------------------ select
+
+    def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
+        """The next batch: so many groups that have ended; None: not yet.
+
+        It is asked after every event that could change the answer, so it should say no quickly.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must select a batch")
+
+    # ------------------------------------------------------------ expire
+
+    def oldest_trainable(self, trainer_version: int) -> int:
+        """Tokens of older versions are not trained on: the second gate, queue time included."""
+        bound = self.guaranteed_bound
+        return 0 if bound is None else trainer_version - bound
+
+    @property
+    def masks_old_tokens(self) -> bool:
+        """Whether tokens that are too old are masked; else their whole group is dropped."""
+        return False
+
+    def expire(self, waiting: Waiting[G], *, trainer_version: int) -> list[G]:
+        """Groups to be given up, now that there is a new version; their tasks are taken anew."""
+        return []
+
+    # ------------------------------------------------------------ adapt
+
+    @property
+    def adaptation(self) -> int | None:
+        """What :meth:`observed` has changed, for a run that goes on after a crash."""
+        return None
+
+    def adapted(self, adaptation: int) -> Self:
+        """The policy with :attr:`adaptation` as it was."""
+        return self
+
+    def observed(self, measured: OffPolicyness) -> Self:
+        """The policy from now on, after what the trainer has measured."""
+        return self

@@ -26,7 +26,7 @@ from benchmarks.transport.rows import Row, by_turns, row, skipped
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.fleet import Fleet, FleetTimes
-from tidegate.policies.staleness import BoundedStaleness
+from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.transport.messages import Message, SamplingParams, encode
 from tidegate.transport.sockets import RouterSocket
 

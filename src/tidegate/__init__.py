@@ -21,35 +21,61 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.serve import Rollouts, SyncRollouts, serve, serve_sync
     from tidegate.orchestrator.statistics import RunStatistics
     from tidegate.orchestrator.watchdog import Stuck
+    from tidegate.policies.asynchrony import (
+        AdaptiveStaleness,
+        BoundedStaleness,
+        OneStepOffPolicy,
+        OverSampling,
+        Synchronous,
+        Unbounded,
+    )
+    from tidegate.policies.consumption import Window
+    from tidegate.policies.staleness import StalenessPolicy
 
 __all__ = [
+    "AdaptiveStaleness",
     "Batch",
+    "BoundedStaleness",
     "Episode",
     "Evaluation",
     "GeneratedTurn",
+    "OneStepOffPolicy",
+    "OverSampling",
     "PackedBatch",
     "Rollouts",
     "RunSettings",
     "RunStatistics",
+    "StalenessPolicy",
     "Stuck",
     "SyncRollouts",
+    "Synchronous",
     "TidegateError",
+    "Unbounded",
+    "Window",
     "serve",
     "serve_sync",
 ]
 
 _HOMES = {
+    "AdaptiveStaleness": "policies.asynchrony",
     "Batch": "orchestrator.batches",
+    "BoundedStaleness": "policies.asynchrony",
     "Episode": "orchestrator.episode",
     "Evaluation": "orchestrator.client",
     "GeneratedTurn": "orchestrator.episode",
+    "OneStepOffPolicy": "policies.asynchrony",
+    "OverSampling": "policies.asynchrony",
     "PackedBatch": "orchestrator.batches",
     "Rollouts": "orchestrator.serve",
     "RunSettings": "orchestrator.config",
     "RunStatistics": "orchestrator.statistics",
+    "StalenessPolicy": "policies.staleness",
     "Stuck": "orchestrator.watchdog",
     "SyncRollouts": "orchestrator.serve",
+    "Synchronous": "policies.asynchrony",
     "TidegateError": "errors",
+    "Unbounded": "policies.asynchrony",
+    "Window": "policies.consumption",
     "serve": "orchestrator.serve",
     "serve_sync": "orchestrator.serve",
 }

@@ -14,6 +14,7 @@ TidegateError
 ├── EngineStartFailed       an engine process ended before it was ready (also RuntimeError)
 ├── EngineLagging           an engine did not take up new weights       (also TimeoutError)
 ├── PublishNeeded           a batch was asked for that can't fill yet    (also RuntimeError)
+├── PolicyBroken            a user's staleness policy contradicts itself (also RuntimeError)
 ├── EpisodeError            a user's episode fails every time           (also RuntimeError)
 ├── RunBlocked              the user's code keeps the run's loop to itself (also TimeoutError)
 ├── RunClosed               the run has ended; nothing more can be asked of it (also RuntimeError)
@@ -146,6 +147,10 @@ class PublishNeeded(TidegateError, RuntimeError):
             f"publish() after each batch, or raise max_staleness by the batches you train on "
             f"between two publishes"
         )
+
+
+class PolicyBroken(TidegateError, RuntimeError):
+    """A staleness policy has chosen what it may not choose."""
 
 
 class EpisodeError(TidegateError, RuntimeError):

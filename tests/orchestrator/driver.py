@@ -10,7 +10,8 @@ from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.core_state import digest, load, save
 from tidegate.orchestrator.event_log import encode_event, replay
 from tidegate.orchestrator.rollout import Rollout, TaskKey
-from tidegate.policies.staleness import BoundedStaleness
+from tidegate.policies.asynchrony import BoundedStaleness
+from tidegate.policies.staleness import StalenessPolicy
 from tidegate.transport.messages import (
     ABORT,
     RUNNING,
@@ -65,8 +66,9 @@ class Driver:
         groups_per_batch: int = 2,
         group_size: int = 2,
         seed: int = 0,
+        policy: StalenessPolicy | None = None,
     ) -> None:
-        self.policy = BoundedStaleness(
+        self.policy = policy or BoundedStaleness(
             max_staleness=max_staleness, groups_per_batch=groups_per_batch
         )
         self.group_size = group_size

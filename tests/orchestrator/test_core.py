@@ -4,7 +4,7 @@ from tests.orchestrator.driver import Driver
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.rollout import RolloutState, TaskKey
-from tidegate.policies.staleness import BoundedStaleness
+from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.transport.messages import ABORT, LENGTH, STOP
 
 

@@ -7,7 +7,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.orchestrator.driver import Driver
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.rollout import Rollout
+from tidegate.policies.asynchrony import BoundedStaleness, OnDeadline, Order
+from tidegate.policies.consumption import Window
 from tidegate.transport.messages import ABORT, RUNNING, STOP
+
+ORDERS: tuple[Order, ...] = ("admission", "completion", "completion")
 
 pick = st.integers(min_value=0, max_value=10**6)
 
@@ -15,9 +19,18 @@ pick = st.integers(min_value=0, max_value=10**6)
 class AnyRun(RuleBasedStateMachine):
     """Engines come, go, abort and lag; episodes fail; the trainer asks and publishes at will."""
 
-    @initialize(eta=st.integers(0, 3), batch=st.integers(1, 3), size=st.integers(1, 3))
-    def start(self, eta: int, batch: int, size: int) -> None:
-        self.driver = Driver(max_staleness=eta, groups_per_batch=batch, group_size=size)
+    @initialize(
+        eta=st.integers(0, 3),
+        batch=st.integers(1, 3),
+        size=st.integers(1, 3),
+        order=st.one_of(st.sampled_from(ORDERS), st.builds(Window, st.integers(1, 6))),
+        on_deadline=st.sampled_from(("wait", "wait", "mask", "drop")),
+    )
+    def start(self, eta: int, batch: int, size: int, order: Order, on_deadline: OnDeadline) -> None:
+        self.policy = BoundedStaleness(
+            max_staleness=eta, groups_per_batch=batch, order=order, on_deadline=on_deadline
+        )
+        self.driver = Driver(policy=self.policy, group_size=size)
         self.driver.join("engine-0")
         self.engines_made = 1
         self.batches_asked = 0
@@ -162,18 +175,23 @@ class AnyRun(RuleBasedStateMachine):
         groups = [group for batch in self.driver.batches for group in batch.groups]
         ids = [group.group_id for group in groups]
         assert len(ids) == len(set(ids))
-        assert self.has_rolled_back or ids == sorted(ids)
+        if self.policy.order == "admission":
+            assert self.has_rolled_back or ids == sorted(ids)
         keys = [group.key for group in groups]
         assert len(keys) == len(set(keys))
         bound = self.driver.core.policy.guaranteed_bound
+        assert bound is not None
         for batch in self.driver.batches:
-            oldest = [v for g in batch.groups if (v := g.oldest_version) is not None]
+            rollouts = [rollout for group in batch.groups for rollout in group.kept]
+            oldest = [v for r in rollouts if (v := r.oldest_trained_version) is not None]
             assert all(0 <= batch.trainer_version - version <= bound for version in oldest)
 
     @invariant()
     def the_gate_at_consumption_never_had_to_close(self) -> None:
-        """Admission alone keeps the bound as long as every publish follows a batch."""
-        if hasattr(self, "driver") and not self.has_rolled_back:
+        """What waits keeps its bound by waiting, as long as every publish follows a batch."""
+        if not hasattr(self, "driver") or self.has_rolled_back:
+            return
+        if self.policy.on_deadline == "wait":
             assert self.driver.core.discarded_rollouts["stale"] == 0
 
     @invariant()

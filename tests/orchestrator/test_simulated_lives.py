@@ -111,7 +111,8 @@ def what_a_cut_rollout_had_sampled_stays_in_flight(patch: pytest.MonkeyPatch) ->
 @mutation
 def batches_to_be_handed_over_again_go_to_the_end(patch: pytest.MonkeyPatch) -> None:
     def take_back(self: GroupBook, groups: list[Group]) -> None:
-        self.queue.extend(groups)
+        self._waiting.update({group.group_id: group for group in groups})
+        self._ended.update({group.group_id: group for group in groups})
         for rollout in (rollout for group in groups for rollout in group.kept):
             rollout.state = RolloutState.FINISHED
             self.ledger.take_back(rollout.sampled_tokens)

@@ -9,7 +9,7 @@ import msgspec
 import psutil
 import pytest
 
-from tests.orchestrator.mutations import MUTATIONS
+from tests.orchestrator.mutations_of_the_wire import MUTATIONS
 from tests.orchestrator.test_cli import status_of
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.faults import ALL_FAULTS, NO_FAULTS, Fault, FaultKind, parse_faults

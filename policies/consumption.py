@@ -1,0 +1,117 @@
+"""In which order are groups handed to the trainer? Three orders, and the age that each allows.
+
+Symbols: η the staleness that admission allows for, B groups per batch, v the trainer's version,
+W the window, n a group's place in the order of admission.
+"""
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+
+from tidegate.errors import ConfigError
+from tidegate.policies.staleness import G, Waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Groups may overtake the oldest one that has not ended, but only the next ``groups - 1``.
+
+    With admission's bound, no sample is older than ``η + 1 + ⌊(W - 2)/B⌋``. Group n is not yet
+    trained while only groups before ``n + W`` were, so its batch is at most number
+    ``⌊(n + W - 1)/B⌋``; it was admitted at version ``⌈(n + 1)/B⌉ - (η + 1)`` or later.
+    """
+
+    groups: int
+    """W; 1 is the order of admission."""
+
+    def __post_init__(self) -> None:
+        if self.groups < 1:
+            raise ConfigError(f"a window must hold at least 1 group, got Window({self.groups})")
+
+    def staleness_bound(self, *, max_staleness: int, groups_per_batch: int) -> int:
+        """What no sample exceeds under admission for ``max_staleness``."""
+        return max_staleness + 1 + (self.groups - 2) // groups_per_batch
+
+
+def in_admission_order(waiting: Waiting[G], groups: int) -> list[G] | None:
+    """The groups admitted first, once all of them have ended."""
+    if len(waiting.ended) < groups:
+        return None
+    head = list(itertools.islice(waiting.in_order, groups))
+    return None if any(group.running for group in head) else head
+
+
+def in_window(waiting: Waiting[G], groups: int, window: Window) -> list[G] | None:
+    """The first that have ended, of those that lie within the window."""
+    if len(waiting.ended) < groups:
+        return None
+    oldest = waiting.oldest_running
+    end = None if oldest is None else oldest.group_id + window.groups
+    chosen: list[G] = []
+    for group in waiting.in_order:
+        if end is not None and group.group_id >= end:
+            break
+        if not group.running:
+            chosen.append(group)
+            if len(chosen) == groups:
+                return chosen
+    return None
+
+
+def in_completion_order(waiting: Waiting[G], groups: int) -> list[G] | None:
+    """Those that ended first."""
+    if len(waiting.ended) < groups:
+        return None
+    return list(itertools.islice(waiting.ended, groups))
+
+
+def by_deadline(
+    waiting: Waiting[G], groups: int, *, groups_per_batch: int, due_floor: int
+) -> list[G] | None:
+    """Those that ended first, as long as every other can still be trained in time.
+
+    A group whose oldest token is of version f must be trained at version ``f + η``, its deadline,
+    or before; ``due_floor`` is ``v - η``: groups of that version are due in this batch. Whatever is
+    chosen now, the batches left until any deadline d must hold all that are due by then: so of
+    those due by d, at least ``(number of them) - (d - v)·B`` belong into this batch. Where they
+    have not ended, the batch waits for them.
+
+    Why no group ever misses its deadline: admission keeps ``(η + 1)·B`` groups outstanding at
+    most, so those due by ``v + η`` fit into the batches until then when they start, and the
+    condition above keeps it so from one batch to the next. Strict order of admission keeps it too,
+    but lets no group overtake a straggler that has time left.
+    """
+    if len(waiting.ended) < groups:
+        return None
+    needed = _needed_by_floor(waiting, groups, groups_per_batch, due_floor)
+    if not needed:
+        return in_completion_order(waiting, groups)
+    chosen: dict[int, G] = {}
+    for floor, count in needed:
+        for group in waiting.ended:
+            if len(chosen) >= count:
+                break
+            if group.version_floor <= floor:
+                chosen[group.group_id] = group
+        if len(chosen) < count:
+            return None
+    for group in waiting.ended:
+        if len(chosen) >= groups:
+            break
+        chosen[group.group_id] = group
+    return list(chosen.values())
+
+
+def _needed_by_floor(
+    waiting: Waiting[G], groups: int, groups_per_batch: int, due_floor: int
+) -> list[tuple[int, int]]:
+    """(version floor, how many groups of it or older the batch must hold), where that is any."""
+    by_floor = Counter(max(group.version_floor, due_floor) for group in waiting.in_order)
+    needed: list[tuple[int, int]] = []
+    due = 0
+    for floor in sorted(by_floor):
+        due += by_floor[floor]
+        count = min(groups, due - (floor - due_floor) * groups_per_batch)
+        if count > (needed[-1][1] if needed else 0):
+            needed.append((floor, count))
+    return needed

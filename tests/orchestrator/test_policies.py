@@ -1,0 +1,153 @@
+from dataclasses import dataclass
+
+import pytest
+
+from tests.orchestrator.driver import Driver
+from tidegate.errors import PolicyBroken
+from tidegate.orchestrator import events as ev
+from tidegate.orchestrator.batches import build_batch
+from tidegate.orchestrator.core_state import digest, load, save
+from tidegate.orchestrator.policy_record import policy_of, record_of
+from tidegate.orchestrator.rollout import Rollout
+from tidegate.policies.asynchrony import AdaptiveStaleness, BoundedStaleness, OneStepOffPolicy
+from tidegate.policies.consumption import Window
+from tidegate.policies.staleness import G, StalenessPolicy, Waiting
+from tidegate.transport.messages import RUNNING, STOP
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewestFirst(StalenessPolicy):
+    """A user's own: what was admitted last is trained on first, within an age."""
+
+    highest_age: int = 1
+
+    @property
+    def guaranteed_bound(self) -> int:
+        return self.highest_age
+
+    @property
+    def allowed_groups(self) -> int:
+        return 3 * self.groups_per_batch
+
+    def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
+        newest = sorted(waiting.ended, key=lambda group: -group.group_id)
+        return newest[:groups] if len(newest) >= groups else None
+
+
+def started(policy: StalenessPolicy, *, group_size: int = 1) -> Driver:
+    driver = Driver(policy=policy, group_size=group_size)
+    driver.join("a")
+    driver.fill()
+    return driver
+
+
+def end(driver: Driver, *group_ids: int) -> None:
+    for group_id in group_ids:
+        for rollout in [r for r in driver.running.values() if r.group_id == group_id]:
+            driver.sample(*ask(driver, rollout), 3, STOP)
+            driver.return_reward(rollout)
+
+
+def ask(driver: Driver, rollout: Rollout) -> tuple[str, int]:
+    driver.ask_turn(rollout, max_tokens=100)
+    place = driver.where(rollout)
+    assert place is not None
+    return place
+
+
+def trained_ids(driver: Driver) -> list[list[int]]:
+    return [[group.group_id for group in batch.groups] for batch in driver.batches]
+
+
+def test_a_users_own_policy_decides_what_is_trained_next_and_its_bound_is_kept() -> None:
+    driver = started(NewestFirst(groups_per_batch=1))
+    end(driver, 0, 1, 2)
+    for _ in range(3):
+        driver.do(ev.BatchAsked())
+        driver.publish_and_swap()
+    assert trained_ids(driver) == [[2], [1]]
+    assert driver.core.discarded_rollouts == {"stale": 1}  # group 0 would be of staleness 2
+
+
+def test_a_policy_that_chooses_what_goes_on_is_told_so() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Hasty(NewestFirst):
+        def select(
+            self, waiting: Waiting[G], *, groups: int, trainer_version: int
+        ) -> list[G] | None:
+            return list(waiting.in_order)[:groups]
+
+    driver = started(Hasty(groups_per_batch=1))
+    with pytest.raises(PolicyBroken, match=r"Hasty.select\(\) chose group 0, 1 of whose rollouts"):
+        driver.core.handle(ev.BatchAsked())
+
+
+def test_a_straggler_is_overtaken_and_only_its_old_tokens_are_masked() -> None:
+    policy = BoundedStaleness(
+        max_staleness=1, groups_per_batch=1, order="completion", on_deadline="mask"
+    )
+    driver = started(policy)
+    slow = next(r for r in driver.running.values() if r.group_id == 0)
+    name, handle = ask(driver, slow)
+    driver.sample(name, handle, 5, RUNNING)
+    for group in (1, 2, 3):
+        end(driver, group)
+        driver.do(ev.BatchAsked())
+        driver.publish_and_swap()
+        driver.fill()
+        driver.sample(name, handle, 2, RUNNING)
+    driver.sample(name, handle, 1, STOP)
+    driver.return_reward(slow)
+    driver.do(ev.BatchAsked())  # at version 3: tokens of versions 2 and 3 are trained
+    handed = driver.batches[-1]
+    assert [group.group_id for group in handed.groups] == [0]
+    batch = build_batch(handed.groups, handed.trainer_version)
+    assert batch.weight_versions[batch.loss_mask].tolist() == [2, 2, 3, 3, 3]
+    assert batch.staleness.tolist() == [1]
+    assert driver.core.ledger.discarded["too_old"] == 7
+    assert driver.core.ledger.snapshot().error == 0
+
+
+def test_a_group_that_gets_too_old_is_dropped_at_once_where_that_is_asked_for() -> None:
+    policy = BoundedStaleness(
+        max_staleness=1, groups_per_batch=1, order="completion", on_deadline="drop"
+    )
+    driver = started(policy)
+    slow = next(r for r in driver.running.values() if r.group_id == 0)
+    name, handle = ask(driver, slow)
+    driver.sample(name, handle, 5, RUNNING)
+    end(driver, 1)
+    driver.do(ev.BatchAsked())
+    driver.publish_and_swap()
+    assert not driver.requeued
+    driver.fill()
+    end(driver, 2)
+    driver.do(ev.BatchAsked())
+    driver.publish_and_swap()  # version 2: group 0 is of version 0
+    assert [key.index for key in driver.requeued] == [0]
+    assert driver.core.ledger.discarded["stale"] == 5
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        BoundedStaleness(max_staleness=3, groups_per_batch=2, order=Window(4), on_deadline="mask"),
+        OneStepOffPolicy(groups_per_batch=3),
+        AdaptiveStaleness(groups_per_batch=3, mismatch_kl_max=0.1),
+        NewestFirst(groups_per_batch=1, highest_age=4),
+    ],
+)
+def test_a_policy_is_written_down_and_read_again(policy: StalenessPolicy) -> None:
+    assert policy_of(record_of(policy)) == policy
+
+
+def test_what_an_adaptive_policy_has_learned_outlives_a_crash() -> None:
+    policy = AdaptiveStaleness(groups_per_batch=1, mismatch_kl_max=0.1, max_staleness=4)
+    driver = started(policy)
+    driver.do(ev.OffPolicynessMeasured(ess=None, kl=0.5))
+    driver.do(ev.OffPolicynessMeasured(ess=None, kl=0.5))
+    assert driver.core.policy.outstanding_groups_max == 3
+    again = driver.new_core()
+    load(save(driver.core), again)
+    assert again.policy.outstanding_groups_max == 3
+    assert digest(again) == digest(driver.core)

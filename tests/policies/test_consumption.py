@@ -1,0 +1,249 @@
+import random
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from tidegate.errors import ConfigError
+from tidegate.policies.asynchrony import (
+    AdaptiveStaleness,
+    BoundedStaleness,
+    OneStepOffPolicy,
+    Order,
+    OverSampling,
+    Synchronous,
+    Unbounded,
+)
+from tidegate.policies.consumption import Window
+from tidegate.policies.staleness import OffPolicyness, StalenessPolicy
+
+
+@dataclass
+class Job:
+    """A group, as far as a policy sees it."""
+
+    group_id: int
+    version_floor: int
+    running: int = 1
+
+    @property
+    def oldest_version(self) -> int | None:
+        return self.version_floor
+
+
+class Queue:
+    """Groups that are running or buffered."""
+
+    def __init__(self) -> None:
+        self.jobs: OrderedDict[int, Job] = OrderedDict()
+        self.done: OrderedDict[int, Job] = OrderedDict()
+
+    @property
+    def in_order(self) -> Collection[Job]:
+        return self.jobs.values()
+
+    @property
+    def ended(self) -> Collection[Job]:
+        return self.done.values()
+
+    @property
+    def oldest_running(self) -> Job | None:
+        return next((job for job in self.jobs.values() if job.running), None)
+
+
+@dataclass
+class Outcome:
+    """What came of training for some versions on jobs that take any time they like."""
+
+    staleness: list[int]
+    outstanding_max: int
+    dropped: int
+    is_stuck: bool
+
+
+def train(policy: StalenessPolicy, *, seed: int, versions: int) -> Outcome:
+    """Jobs end in any order, some very late; each batch makes a version."""
+    chance, queue, version = random.Random(seed), Queue(), 0
+    outcome, next_id, laziness = Outcome([], 0, 0, is_stuck=False), 0, chance.random()
+    stragglers: set[int] = set()
+    while version < versions:
+        for _ in range(policy.admit(waiting_groups=len(queue.jobs), training_groups=0)):
+            queue.jobs[next_id] = Job(next_id, version)
+            stragglers |= {next_id} if chance.random() < 0.2 else set()
+            next_id += 1
+        outcome.outstanding_max = max(outcome.outstanding_max, len(queue.jobs))
+        running = [job for job in queue.jobs.values() if job.running]
+        quick = [job for job in running if job.group_id not in stragglers]
+        if running and (not quick or chance.random() < 0.1 * laziness):
+            quick = running
+        if quick:
+            job = chance.choice(quick)
+            job.running, queue.done[job.group_id] = 0, job
+        batch = policy.select(queue, groups=policy.groups_per_batch, trainer_version=version)
+        if batch is None:
+            if not running:
+                outcome.is_stuck = True
+                return outcome
+            continue
+        oldest = policy.oldest_trainable(version)
+        for job in batch:
+            del queue.jobs[job.group_id], queue.done[job.group_id]
+            version_trained = job.version_floor
+            if policy.masks_old_tokens:
+                version_trained = max(version_trained, oldest)
+            outcome.staleness.append(version - version_trained)
+        version += 1
+        for job in policy.expire(queue, trainer_version=version):
+            del queue.jobs[job.group_id]
+            queue.done.pop(job.group_id, None)
+            outcome.dropped += 1
+    return outcome
+
+
+orders = st.one_of(
+    st.sampled_from(("admission", "completion")), st.builds(Window, st.integers(1, 20))
+)
+
+
+@given(
+    eta=st.integers(0, 4),
+    batch=st.integers(1, 4),
+    order=orders,
+    on_deadline=st.sampled_from(("wait", "mask", "drop")),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=300, deadline=None)
+def test_no_policy_trains_beyond_what_it_guarantees_and_none_gets_stuck(
+    eta: int, batch: int, order: Order, on_deadline: str, seed: int
+) -> None:
+    policy = BoundedStaleness(
+        max_staleness=eta,
+        groups_per_batch=batch,
+        order=order,
+        on_deadline=on_deadline,  # type: ignore[arg-type]
+    )
+    outcome = train(policy, seed=seed, versions=12)
+    assert not outcome.is_stuck
+    assert max(outcome.staleness) <= policy.guaranteed_bound
+    assert outcome.outstanding_max <= (eta + 1) * batch
+    if on_deadline == "wait":
+        assert outcome.dropped == 0
+
+
+def test_the_bound_of_waiting_in_the_order_of_completion_is_reached_and_so_is_a_windows() -> None:
+    for order, bound in (("completion", 2), (Window(5), 2 + 1 + 3 // 2)):
+        policy = BoundedStaleness(max_staleness=2, groups_per_batch=2, order=order)  # type: ignore[arg-type]
+        oldest = [max(train(policy, seed=seed, versions=12).staleness) for seed in range(60)]
+        assert policy.guaranteed_bound == bound
+        assert max(oldest) == bound
+
+
+def test_a_straggler_with_time_left_is_overtaken_and_one_without_is_waited_for() -> None:
+    policy = BoundedStaleness(max_staleness=1, groups_per_batch=2, order="completion")
+    queue = Queue()
+    for number, floor in enumerate((0, 1, 1, 1)):
+        queue.jobs[number] = job = Job(number, floor, running=int(number == 0))
+        if number:
+            queue.done[number] = job
+    assert [j.group_id for j in policy.select(queue, groups=2, trainer_version=0) or []] == [1, 2]
+    assert policy.select(queue, groups=2, trainer_version=1) is None  # group 0 is due now
+    queue.jobs[0].running, queue.done[0] = 0, queue.jobs[0]
+    assert [j.group_id for j in policy.select(queue, groups=2, trainer_version=1) or []] == [0, 1]
+
+
+def test_so_many_of_a_version_are_trained_early_as_later_batches_have_no_room_for() -> None:
+    policy = BoundedStaleness(max_staleness=2, groups_per_batch=2, order="completion")
+    queue = Queue()
+    for number, floor in enumerate((0, 0, 0, 0, 0, 1)):  # five of version 0 are due by version 2
+        queue.jobs[number] = job = Job(number, floor, running=int(number == 4))
+        if number != 4:
+            queue.done[number] = job
+    queue.done.move_to_end(5, last=False)  # it has ended first
+    batch = policy.select(queue, groups=2, trainer_version=0) or []
+    assert sorted(job.group_id for job in batch) == [0, 5]  # one of the five, and the first
+
+
+def test_a_synchronous_run_admits_the_next_batch_only_when_the_last_one_is_published() -> None:
+    policy = Synchronous(groups_per_batch=4)
+    assert policy.guaranteed_bound == 0
+    assert policy.admit(waiting_groups=0, training_groups=4) == 0
+    assert policy.admit(waiting_groups=0, training_groups=0) == 4
+
+
+def test_a_one_step_pipeline_starts_a_batch_once_the_last_one_is_handed_over() -> None:
+    policy = OneStepOffPolicy(groups_per_batch=4)
+    assert policy.guaranteed_bound == 1
+    assert policy.admit(waiting_groups=1, training_groups=0) == 3
+    assert policy.admit(waiting_groups=4, training_groups=0) == 0
+    assert policy.admit(waiting_groups=0, training_groups=4) == 4
+    assert policy.admit(waiting_groups=0, training_groups=8) == 0
+
+
+def test_over_sampling_admits_by_its_factor_and_promises_no_age() -> None:
+    policy = OverSampling(groups_per_batch=4, factor=1.5)
+    assert policy.admit(waiting_groups=0, training_groups=0) == 6
+    assert policy.guaranteed_bound is None
+    with pytest.raises(ConfigError, match=r"factor must be >= 1.*got 0\.5"):
+        OverSampling(groups_per_batch=4, factor=0.5)
+
+
+def test_what_bounds_no_age_must_say_how_much_may_be_outstanding() -> None:
+    with pytest.raises(ConfigError, match="needs outstanding_groups_limit"):
+        Unbounded(groups_per_batch=4)
+    policy = Unbounded(groups_per_batch=4, outstanding_groups_limit=9)
+    assert policy.admit(waiting_groups=2, training_groups=4) == 3
+
+
+# ---------------------------------------------------------------- adapting
+
+
+def test_eta_is_moved_to_where_samples_are_as_far_off_policy_as_they_may_be() -> None:
+    policy = AdaptiveStaleness(
+        groups_per_batch=2, highest=10, effective_sample_size_min=0.5, max_staleness=0
+    )
+    for _ in range(30):  # each version of staleness costs a twelfth of the sample size
+        ess = 1 - policy.max_staleness / 12
+        policy = policy.observed(OffPolicyness(effective_sample_size=ess))
+    assert policy.max_staleness in (5, 6)
+    assert policy.guaranteed_bound == 10
+
+
+def test_eta_stays_within_its_limits_and_ignores_what_is_not_its_target() -> None:
+    policy = AdaptiveStaleness(
+        groups_per_batch=2, lowest=1, highest=3, mismatch_kl_max=0.01, max_staleness=2
+    )
+    assert policy.observed(OffPolicyness(effective_sample_size=0.1)) is policy
+    for _ in range(5):
+        policy = policy.observed(OffPolicyness(mismatch_kl=1.0))
+    assert (policy.max_staleness, policy.outstanding_groups_max) == (1, 4)
+    for _ in range(5):
+        policy = policy.observed(OffPolicyness(mismatch_kl=0.0))
+    assert (policy.max_staleness, policy.outstanding_groups_max) == (3, 8)
+    assert policy.outstanding_groups_ceiling == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"order": "random"}, "order must be 'admission', 'completion' or Window"),
+        ({"on_deadline": "hope"}, "on_deadline must be 'wait', 'mask' or 'drop', got 'hope'"),
+    ],
+)
+def test_a_policy_says_what_it_does_not_understand(settings: dict[str, str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        BoundedStaleness(max_staleness=1, groups_per_batch=1, **settings)  # type: ignore[arg-type]
+
+
+def test_a_window_of_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"got Window\(0\)"):
+        Window(0)
+
+
+def test_an_adaptive_policy_needs_one_target_and_limits_that_hold() -> None:
+    with pytest.raises(ConfigError, match="one target"):
+        AdaptiveStaleness(groups_per_batch=1)
+    with pytest.raises(ConfigError, match="lowest <= max_staleness <= highest"):
+        AdaptiveStaleness(groups_per_batch=1, lowest=3, mismatch_kl_max=0.1)
