@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 from tidegate.errors import ConfigError
 from tidegate.policies.asynchrony import BoundedStaleness, OnDeadline
 from tidegate.policies.consumption import Window
+from tidegate.policies.filters import DynamicSampling, GroupFilter
 from tidegate.policies.staleness import StalenessPolicy
 from tidegate.transport.addresses import check_listener, is_on_this_host
 from tidegate.transport.messages import KvPolicy, PauseMode
@@ -44,6 +45,8 @@ class RunSettings(BaseModel):
     or it is dropped."""
     policy: InstanceOf[StalenessPolicy] | None = None
     """A policy of its own, in place of the five settings above."""
+    group_filter: InstanceOf[GroupFilter] = GroupFilter()
+    """Which groups are worth training on, such as ``DynamicSampling()``."""
 
     pause_mode: PauseMode = "keep"
     """What a weight update does to running turns: ``abort``, ``keep`` or ``wait``."""
@@ -125,6 +128,7 @@ def run_settings(**values: object) -> RunSettings:
         ]
         raise ConfigError("; ".join(problems)) from None
     _check_policy(settings)
+    _check_filter(settings)
     if settings.engines == 0 and settings.address is None:
         raise ConfigError(
             "engines=0 starts none, and without an address no other can connect; give an address, "
@@ -149,6 +153,14 @@ def _check_policy(settings: RunSettings) -> None:
         raise ConfigError(
             f"policy={settings.policy!r} says all about staleness; leave out "
             f"{', '.join(sorted(others))}, or give the policy what they say"
+        )
+
+
+def _check_filter(settings: RunSettings) -> None:
+    if settings.group_size == 1 and isinstance(settings.group_filter, DynamicSampling):
+        raise ConfigError(
+            "DynamicSampling drops groups of equal rewards, which with group_size=1 are all; "
+            "raise group_size, or leave out group_filter"
         )
 
 

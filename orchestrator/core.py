@@ -12,9 +12,11 @@ from tidegate.errors import PolicyBroken, TidegateError
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.groups import GroupBook
 from tidegate.orchestrator.handed_batches import HandedBatch, HandedBatches
+from tidegate.orchestrator.prompts import Prompts
 from tidegate.orchestrator.rollout import Group, Rollout, TaskKey
 from tidegate.orchestrator.taken_tasks import TakenTasks
 from tidegate.orchestrator.turns import TurnBook
+from tidegate.policies.filters import GroupFilter
 from tidegate.policies.staleness import OffPolicyness, StalenessPolicy
 
 
@@ -43,13 +45,19 @@ class Core:
     """One run's state. Change it only through :meth:`handle`."""
 
     def __init__(
-        self, policy: StalenessPolicy, *, group_size: int, survives_crashes: bool = False
+        self,
+        policy: StalenessPolicy,
+        *,
+        group_size: int,
+        group_filter: GroupFilter | None = None,
+        survives_crashes: bool = False,
     ) -> None:
         """``survives_crashes``: its events are kept, so that another process may go on from them;
         then batches are kept too, until the trainer's checkpoint holds them."""
         self.policy = policy
         self.turns = TurnBook()
-        self.groups = GroupBook(self.turns, group_size=group_size)
+        self.prompts = Prompts(group_filter or GroupFilter())
+        self.groups = GroupBook(self.turns, self.prompts, group_size=group_size)
         self.ledger = self.groups.ledger
         self.evaluation_ledger = self.groups.evaluation_ledger
         self.discarded_rollouts = self.groups.discarded_rollouts
@@ -202,7 +210,10 @@ class Core:
                 f"a task arrived with {self.outstanding_groups} groups outstanding of "
                 f"{self.policy.outstanding_groups_max} allowed; ask capacity_groups first"
             )
-        return self.groups.admit(event.task, self.tasks.take(event.key), event.digest)
+        key = self.tasks.take(event.key)
+        if self.prompts.pass_over(event.digest):
+            return self._hand_over()
+        return self.groups.admit(event.task, key, event.digest)
 
     def _on_step(self, event: ev.StepArrived) -> list[ev.Command]:
         outcome = self.turns.step(event)

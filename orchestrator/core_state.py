@@ -34,6 +34,7 @@ from tidegate.orchestrator.saved_state import (
     SavedTurns,
 )
 from tidegate.orchestrator.turns import EngineTurns
+from tidegate.policies.filters import PromptHistory
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 _decoder = msgspec.msgpack.Decoder(SavedCore)
@@ -63,6 +64,8 @@ def save(core: Core) -> bytes:
             ended=[group.group_id for group in groups.ended],
             floors_version=core.floors_version,
             adaptation=core.policy.adaptation,
+            prompts=[(d, h.rollouts, h.total_reward) for d, h in core.prompts.histories.items()],
+            passed_over=core.prompts.passed_over,
         )
     )
 
@@ -196,6 +199,8 @@ def load(state: bytes, core: Core) -> None:
     awaited = set(saved.awaited)
     core.awaited = {g.key: g for g in core.groups.in_order if g.key and g.key in awaited}
     core.floors_version = saved.floors_version
+    core.prompts.passed_over = saved.passed_over
+    core.prompts.histories = {d: PromptHistory(n, total) for d, n, total in saved.prompts}
     if saved.adaptation is not None:
         core.policy = core.policy.adapted(saved.adaptation)
     core.tasks.offer = saved.tasks.offer

@@ -37,6 +37,15 @@ class Deadlines(Generic[About]):
         if self._timer is None:
             self._timer = loop.call_at(due_s, self._expire, loop)
 
+    def cut_short(self, task: Task) -> None:
+        """Its time is up now. Nothing happens if it was before."""
+        due = self._due_s.pop(task, None)
+        if due is not None:
+            loop = task.get_loop()
+            self._cancelled[task] = (loop.time() + GRACE_S, due[1])
+            task.cancel()
+            self._set_timer(loop)
+
     def end(self, task: Task) -> bool:
         """Its time runs no longer; whether it was too long, and that is why it was cancelled.
 
@@ -55,9 +64,15 @@ class Deadlines(Generic[About]):
             task.cancel()
         for _, about in _take_due(self._cancelled, now_s):
             self._give_up(about)
+        self._set_timer(loop)
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         firsts = [
             next(iter(waiting.values())) for waiting in (self._due_s, self._cancelled) if waiting
         ]
+        self._timer = None
         if firsts:
             self._timer = loop.call_at(min(due_s for due_s, _ in firsts), self._expire, loop)
 

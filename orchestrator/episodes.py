@@ -68,11 +68,38 @@ class EpisodeRunner:
         self._waiting = waiting
         self._handle = handle
         self._failures_in_a_row = 0
+        self._going: dict[int, asyncio.Task[None]] = {}
+        """By rollout."""
         self.left = LeftBehind()
         self._broken: EpisodeError | None = None
         """Why no other episode is to begin."""
 
-    async def run(self, rollout: Rollout, task: object, function: EpisodeFunction) -> None:
+    def begin(
+        self, rollout: Rollout, task: object, function: EpisodeFunction, group: asyncio.TaskGroup
+    ) -> None:
+        """Start one episode, as a task of ``group``.
+
+        That fails with an :class:`EpisodeError` if the episode is one failure too many.
+        """
+        name, number = f"rollout {rollout.rollout_id}", rollout.rollout_id
+        self._going[number] = group.create_task(self._run(rollout, task, function), name=name)
+
+    def stop(self, rollout: Rollout) -> None:
+        """Cancel the episode of a rollout that is given up; whatever it says changes nothing."""
+        task = self._going.get(rollout.rollout_id)
+        if task is not None:
+            self.left.stubborn.add(rollout.rollout_id)  # until it has ended
+            self._deadlines.cut_short(task)
+
+    async def _run(self, rollout: Rollout, task: object, function: EpisodeFunction) -> None:
+        try:
+            if rollout.rollout_id not in self.left.stubborn:  # else it is stopped already
+                await self._play(rollout, task, function)
+        finally:
+            self.left.stubborn.discard(rollout.rollout_id)
+            del self._going[rollout.rollout_id]
+
+    async def _play(self, rollout: Rollout, task: object, function: EpisodeFunction) -> None:
         """Run one episode to its end.
 
         Raises:
@@ -102,27 +129,28 @@ class EpisodeRunner:
             event = ev.EpisodeFailed(rollout.rollout_id, reason)
             if rollout.rollout_id not in self.left.stubborn:
                 self._count_failure(rollout, error)
-        if rollout.rollout_id in self.left.stubborn:
-            self.left.stubborn.discard(rollout.rollout_id)  # what it says now changes nothing
-            return
-        self._end(rollout, episode, event)
+        self._settle(rollout, episode)
+        if rollout.rollout_id not in self.left.stubborn:  # else what it says changes nothing
+            self._handle([event])
 
-    def _end(self, rollout: Rollout, episode: Episode, event: ev.Event) -> None:
+    def _settle(self, rollout: Rollout, episode: Episode) -> None:
         episode.end()
         self.left.ended.append(weakref.ref(episode))
         if left := self._waiting.turns.pop(rollout.rollout_id, None):
             fail(left, RunClosed(EPISODE_IS_OVER))
-        self._handle([event])
 
     def _give_up(self, episode_of: tuple[Rollout, Episode]) -> None:
         """Go on without an episode that goes on after it was cancelled at its deadline."""
         rollout, episode = episode_of
+        self._settle(rollout, episode)
+        if rollout.rollout_id in self.left.stubborn:
+            return  # it was stopped, and the core waits for it no more
         self.left.stubborn.add(rollout.rollout_id)
         try:
             self._count_failure(rollout, TimeoutError("it took too long, and won't be cancelled"))
         except EpisodeError as error:
             self._broken = error
-        self._end(rollout, episode, ev.EpisodeFailed(rollout.rollout_id, "episode_timeout"))
+        self._handle([ev.EpisodeFailed(rollout.rollout_id, "episode_timeout")])
 
     def _count_failure(self, rollout: Rollout, error: BaseException) -> None:
         self._failures_in_a_row += 1

@@ -255,6 +255,13 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
+class StopEpisode:
+    """Cancel the episode of a rollout that is given up; say no more of it."""
+
+    rollout: Rollout
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """Tell an engine to forget a turn."""
 
@@ -327,6 +334,7 @@ class Record:
 
 Command = (
     StartEpisode
+    | StopEpisode
     | Submit
     | Cancel
     | EndTurn

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.ledger import Ledger
+from tidegate.orchestrator.prompts import Prompts
 from tidegate.orchestrator.rollout import Group, Rollout, RolloutState, TaskKey, Turn
 from tidegate.orchestrator.turns import TurnBook
 
@@ -22,8 +23,9 @@ EVALUATION_PRIORITY = -1
 class GroupBook:
     """All groups that are running or buffered, and the ledger of their tokens."""
 
-    def __init__(self, turns: TurnBook, *, group_size: int) -> None:
+    def __init__(self, turns: TurnBook, prompts: Prompts, *, group_size: int) -> None:
         self._turns = turns
+        self._prompts = prompts
         self.group_size = group_size
         self.ledger = Ledger()
         self.evaluation_ledger = Ledger()
@@ -119,6 +121,8 @@ class GroupBook:
 
     def cut(self, event: ev.RolloutCut) -> list[ev.Command]:
         """An episode that is run again goes another way than before, from here on."""
+        if event.rollout_id not in self.running:
+            return []
         rollout, group = self.running[event.rollout_id]
         commands = self._turns.cancel(rollout)
         before = rollout.sampled_tokens
@@ -152,12 +156,15 @@ class GroupBook:
 
     def _rollout_ended(self, group: Group) -> list[ev.Command]:
         group.running -= 1
-        if group.running:
-            return []
-        self._end(group)
-        if len(group.kept) >= min(KEPT_ROLLOUTS_MIN, self.group_size):
-            return []
-        return self.drop(group, "group_too_small")
+        rewards = [rollout.reward for rollout in group.kept if rollout.reward is not None]
+        reason = self._prompts.filter.reject(rewards, running=group.running)
+        if reason is not None or not group.running:
+            self._prompts.note(group.digest, rewards)
+        if not group.running:
+            self._end(group)
+            if len(group.kept) < min(KEPT_ROLLOUTS_MIN, self.group_size):
+                reason = "group_too_small"
+        return [] if reason is None else self.give_up_group(group, reason)
 
     def _end(self, group: Group) -> None:
         """Its last episode has ended."""
@@ -177,7 +184,9 @@ class GroupBook:
 
     def give_up_group(self, group: Group, reason: str) -> list[ev.Command]:
         """Settle a group, running or buffered, as discarded; its place is free for another."""
-        commands = [c for r in self.running_of(group) for c in self.give_up(r, group, reason)]
+        commands: list[ev.Command] = []
+        for rollout in self.running_of(group):
+            commands += [*self.give_up(rollout, group, reason), ev.StopEpisode(rollout)]
         return commands + self.drop(group, reason)
 
     def drop(self, group: Group, reason: str) -> list[ev.Command]:

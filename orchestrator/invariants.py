@@ -11,9 +11,10 @@ from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.hardships import Hardship, Hardships
 from tidegate.orchestrator.rollout import Group, Rollout, RolloutState, Turn
-from tidegate.orchestrator.scenario import WEIGHTS_TIMEOUT_S, Scenario
+from tidegate.orchestrator.scenario import WEIGHTS_TIMEOUT_S, Scenario, Script
 from tidegate.orchestrator.simulated_model import check_turn
 from tidegate.orchestrator.simulated_truth import Truth
+from tidegate.policies.filters import GroupFilter
 from tidegate.policies.staleness import StalenessPolicy
 
 
@@ -25,10 +26,11 @@ class WatchedCore(Core):
         policy: StalenessPolicy,
         *,
         group_size: int,
+        group_filter: GroupFilter,
         watch: "Watch",
         on_broken: Callable[[BaseException], None],
     ) -> None:
-        super().__init__(policy, group_size=group_size)
+        super().__init__(policy, group_size=group_size, group_filter=group_filter)
         self._watch = watch
         self._on_broken = on_broken
 
@@ -238,6 +240,8 @@ class Watch:
         assert isinstance(task, int)
         self._handed_groups.append(group.group_id)
         assert len(group.kept) >= min(2, self._scenario.group_size), f"{len(group.kept)} are left"
+        if self._scenario.filters_groups:
+            assert len({rollout.reward for rollout in group.kept}) > 1, "it teaches nothing"
         self.trained[task] += 1
         assert self.trained[task] == 1, f"task {task} is trained twice"
         for rollout in group.kept:
@@ -276,6 +280,13 @@ class Watch:
 
     # ------------------------------------------------------------ the end
 
+    def _is_filtered(self, scripts: list[Script]) -> bool:
+        """Whether so many of their rewards are equal as make the filter drop the group."""
+        scenario = self._scenario
+        enough = scenario.decide_after or scenario.group_size
+        counts = Counter(script.reward for script in scripts)
+        return scenario.filters_groups and max(counts.values()) >= min(enough, len(scripts))
+
     def check_end(self, core: Core, taken_tasks: set[int], received_groups: list[int]) -> None:
         """Every task was trained once, or given up for a reason; no token is left anywhere.
 
@@ -292,7 +303,8 @@ class Watch:
             times = self.trained[task] + self.dropped[task]
             assert times == 1, f"task {task} was trained {self.trained[task]} times, {times} in all"
             scripts = [self._scenario.script(task, i) for i in range(self._scenario.group_size)]
-            if all(script.fate == "returns" for script in scripts):
+            is_whole = all(script.fate == "returns" for script in scripts)
+            if is_whole and not self._is_filtered(scripts):
                 assert self.trained[task] == 1, f"task {task} was given up for no reason"
         ledger = core.ledger
         assert ledger.in_flight == ledger.buffered == 0, ledger.snapshot()

@@ -1,4 +1,4 @@
-"""How is a staleness policy written down? By its class and its settings, to go on with it later."""
+"""How is a policy written down? By its class and its settings, to go on with it later."""
 
 import importlib
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 
 from tidegate.errors import ResumeMismatch
-from tidegate.policies.staleness import StalenessPolicy
 
 
 class PolicyRecord(msgspec.Struct, frozen=True):
@@ -21,13 +20,13 @@ class PolicyRecord(msgspec.Struct, frozen=True):
         return f"{self.name}({settings})"
 
 
-def record_of(policy: StalenessPolicy) -> PolicyRecord:
+def record_of(policy: object) -> PolicyRecord:
     """What to write down of a policy."""
     kind = type(policy)
     return PolicyRecord(kind.__module__, kind.__qualname__, msgspec.to_builtins(policy))
 
 
-def policy_of(record: PolicyRecord) -> StalenessPolicy:
+def policy_of(record: PolicyRecord) -> Any:
     """The policy that was written down.
 
     Raises:
@@ -37,9 +36,9 @@ def policy_of(record: PolicyRecord) -> StalenessPolicy:
         kind = importlib.import_module(record.module)
         for part in record.name.split("."):
             kind = getattr(kind, part)
-        return msgspec.convert(record.settings, kind)  # type: ignore[no-any-return]
+        return msgspec.convert(record.settings, kind)
     except (ImportError, AttributeError, msgspec.ValidationError, TypeError) as error:
         raise ResumeMismatch(
-            f"the run's staleness policy {record} of module {record.module!r} can't be made here: "
+            f"the run's policy {record} of module {record.module!r} can't be made here: "
             f"{error}; run this where that module can be imported, as it was then"
         ) from None

@@ -115,8 +115,12 @@ def _restored(file: Journal, settings: RunSettings) -> RunJournal:
 
 def core_of(header: JournalHeader) -> Core:
     """The core that lived through a journal with this header, as it was at first."""
-    policy = policy_of(header.policy)
-    return Core(policy, group_size=header.group_size, survives_crashes=True)
+    return Core(
+        policy_of(header.policy),
+        group_size=header.group_size,
+        group_filter=policy_of(header.group_filter),
+        survives_crashes=True,
+    )
 
 
 def new_core(header: JournalHeader, settings: RunSettings) -> Core:
@@ -126,7 +130,7 @@ def new_core(header: JournalHeader, settings: RunSettings) -> Core:
         ResumeMismatch: the run was started with other settings.
     """
     is_now = new_header(settings, header.run_id)
-    for name in ("group_size", "policy"):
+    for name in ("group_size", "policy", "group_filter"):
         was, now = getattr(header, name), getattr(is_now, name)
         if was != now:
             raise ResumeMismatch(
@@ -142,6 +146,7 @@ def new_header(settings: RunSettings, run_id: str) -> JournalHeader:
         run_id=run_id,
         group_size=settings.group_size,
         policy=record_of(settings.staleness_policy()),
+        group_filter=record_of(settings.group_filter),
         seed=settings.seed,
     )
 

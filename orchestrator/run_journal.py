@@ -58,6 +58,7 @@ class JournalHeader(msgspec.Struct, frozen=True):
     run_id: str
     group_size: int
     policy: PolicyRecord
+    group_filter: PolicyRecord
     seed: int
 
 

@@ -150,3 +150,6 @@ class SavedCore(Saved):
     floors_version: int
     adaptation: int | None
     """Of the staleness policy."""
+    prompts: list[tuple[bytes, int, float]]
+    """(digest, rollouts, total reward)"""
+    passed_over: int

@@ -31,6 +31,7 @@ from tidegate.policies.asynchrony import (
     Unbounded,
 )
 from tidegate.policies.consumption import Window
+from tidegate.policies.filters import DynamicSampling, GroupFilter
 from tidegate.policies.staleness import StalenessPolicy
 from tidegate.transport.messages import KvPolicy, PauseMode
 
@@ -111,6 +112,9 @@ class Scenario(
     order: Literal["admission", "completion", "window"] = "admission"
     window_groups: Count = 1
     on_deadline: OnDeadline = "wait"
+    filters_groups: bool = False
+    """Whether groups of equal rewards are dropped."""
+    decide_after: int | None = None
     pause_mode: PauseMode = "keep"
     kv_policy: KvPolicy = "recompute"
     credit_steps: int = 64
@@ -180,6 +184,11 @@ class Scenario(
             model=Path("simulated"),
             engines=self.engines,
             policy=self._policy(),
+            group_filter=(
+                DynamicSampling(decide_after=self.decide_after)
+                if self.filters_groups
+                else GroupFilter()
+            ),
             group_size=self.group_size,
             pause_mode=self.pause_mode,
             kv_policy=self.kv_policy,
@@ -327,6 +336,8 @@ def _with_policy(plain: Scenario) -> Scenario:
         order=chance.choice(("admission", "completion", "completion", "window")),
         window_groups=chance.randint(1, 2 * plain.groups_per_batch + 1),
         on_deadline=chance.choice(("wait", "wait", "mask", "drop")),
+        filters_groups=plain.group_size > 1 and chance.random() < 0.2,
+        decide_after=chance.choice((None, 2)),
     )
 
 

@@ -78,7 +78,11 @@ class Scheduler:
         if journal is not None:
             self.core = journal.core
         else:
-            self.core = Core(settings.staleness_policy(), group_size=settings.group_size)
+            self.core = Core(
+                settings.staleness_policy(),
+                group_size=settings.group_size,
+                group_filter=settings.group_filter,
+            )
         times = FleetTimes(
             heartbeat_interval_s=settings.heartbeat_interval_s,
             engine_timeout_s=settings.engine_timeout_s,
@@ -313,8 +317,9 @@ class Scheduler:
                 function = episode or self._episode
                 assert self._group is not None
                 assert function is not None
-                name = f"rollout {rollout.rollout_id}"
-                self._group.create_task(self._episodes.run(rollout, task, function), name=name)
+                self._episodes.begin(rollout, task, function, self._group)
+            case ev.StopEpisode(rollout=rollout):
+                self._episodes.stop(rollout)
             case ev.HandOver():
                 future = self._waiting.batches.popleft()
                 self.when_safe(partial(self._deliver, future, command))

@@ -47,6 +47,7 @@ HEADER = JournalHeader(
     run_id="simulated",
     group_size=0,
     policy=PolicyRecord("", "", {}),
+    group_filter=PolicyRecord("", "", {}),
     seed=0,
 )
 
@@ -242,7 +243,10 @@ class Lives:
 
         def new() -> WatchedCore:
             core = WatchedCore(
-                settings.staleness_policy(), group_size=settings.group_size, survives_crashes=True
+                settings.staleness_policy(),
+                group_size=settings.group_size,
+                group_filter=settings.group_filter,
+                survives_crashes=True,
             )
             core.on_event, core.on_broken = lambda *_: None, on_broken
             return core

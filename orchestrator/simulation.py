@@ -229,6 +229,7 @@ class Simulation:
         scheduler.core = WatchedCore(
             settings.staleness_policy(),
             group_size=settings.group_size,
+            group_filter=settings.group_filter,
             watch=self._watch,
             on_broken=self._break,
         )

@@ -34,7 +34,7 @@ class TaskFeed:
         self.source = source
         self._handle = handle
         self._wants_tasks = wants_tasks
-        self._is_journalled = is_journalled
+        self._wants_digests = is_journalled or core.prompts.filter.uses_history
 
     async def run(self) -> None:
         """Take tasks for ever.
@@ -55,7 +55,7 @@ class TaskFeed:
             if task is None:
                 self._handle([ev.TasksExhausted()])
                 return
-            digest = task_digest(task.task) if self._is_journalled else b""
+            digest = task_digest(task.task) if self._wants_digests else b""
             self._handle([ev.TaskArrived(task.task, task.key, digest)])
             taken += 1
             if self.source.has_ended():

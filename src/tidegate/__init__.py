@@ -30,15 +30,18 @@ if TYPE_CHECKING:
         Unbounded,
     )
     from tidegate.policies.consumption import Window
+    from tidegate.policies.filters import DynamicSampling, GroupFilter
     from tidegate.policies.staleness import StalenessPolicy
 
 __all__ = [
     "AdaptiveStaleness",
     "Batch",
     "BoundedStaleness",
+    "DynamicSampling",
     "Episode",
     "Evaluation",
     "GeneratedTurn",
+    "GroupFilter",
     "OneStepOffPolicy",
     "OverSampling",
     "PackedBatch",
@@ -60,9 +63,11 @@ _HOMES = {
     "AdaptiveStaleness": "policies.asynchrony",
     "Batch": "orchestrator.batches",
     "BoundedStaleness": "policies.asynchrony",
+    "DynamicSampling": "policies.filters",
     "Episode": "orchestrator.episode",
     "Evaluation": "orchestrator.client",
     "GeneratedTurn": "orchestrator.episode",
+    "GroupFilter": "policies.filters",
     "OneStepOffPolicy": "policies.asynchrony",
     "OverSampling": "policies.asynchrony",
     "PackedBatch": "orchestrator.batches",

@@ -11,6 +11,7 @@ from tidegate.orchestrator.core_state import digest, load, save
 from tidegate.orchestrator.event_log import encode_event, replay
 from tidegate.orchestrator.rollout import Rollout, TaskKey
 from tidegate.policies.asynchrony import BoundedStaleness
+from tidegate.policies.filters import GroupFilter
 from tidegate.policies.staleness import StalenessPolicy
 from tidegate.transport.messages import (
     ABORT,
@@ -67,11 +68,14 @@ class Driver:
         group_size: int = 2,
         seed: int = 0,
         policy: StalenessPolicy | None = None,
+        group_filter: GroupFilter | None = None,
     ) -> None:
         self.policy = policy or BoundedStaleness(
             max_staleness=max_staleness, groups_per_batch=groups_per_batch
         )
         self.group_size = group_size
+        self.group_filter = group_filter
+        self.stopped: list[Rollout] = []
         self.core = self.new_core()
         self.records: list[bytes] = []
         """Every event so far, as a journal would have it."""
@@ -91,7 +95,12 @@ class Driver:
 
     def new_core(self) -> Core:
         """One that nothing has happened to."""
-        return Core(self.policy, group_size=self.group_size, survives_crashes=True)
+        return Core(
+            self.policy,
+            group_size=self.group_size,
+            group_filter=self.group_filter,
+            survives_crashes=True,
+        )
 
     # ------------------------------------------------------------ one event
 
@@ -114,6 +123,8 @@ class Driver:
                     self.engines[engine].turns.pop(handle, None)
             case ev.StartEpisode(rollout=rollout):
                 self.running[rollout.rollout_id] = rollout
+            case ev.StopEpisode(rollout=rollout):
+                self.stopped.append(rollout)
             case ev.HandOver():
                 self.batches.append(command)
             case ev.EndBatches():

@@ -12,6 +12,7 @@ import pytest
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator import filing, groups
 from tidegate.orchestrator.core import Core
+from tidegate.orchestrator.episodes import EpisodeRunner
 from tidegate.orchestrator.filing import StepOutcome, Submission
 from tidegate.orchestrator.groups import GroupBook
 from tidegate.orchestrator.rollout import Group, Rollout, Turn
@@ -22,6 +23,7 @@ from tidegate.orchestrator.turns import TurnBook
 from tidegate.policies import asynchrony, consumption
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy
 from tidegate.policies.consumption import Window
+from tidegate.policies.filters import DynamicSampling
 from tidegate.transport.messages import (
     ABORT,
     FINISH_REASONS,
@@ -197,6 +199,16 @@ def a_batch_that_nobody_waited_for_is_lost(patch: pytest.MonkeyPatch) -> None:
 @mutation(seed=9)
 def a_task_that_was_looked_at_is_lost_with_the_next_offer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TaskSource, "goes_on_with", lambda self, tasks: False)
+
+
+@mutation(seed=9)
+def episodes_of_a_group_that_is_given_up_go_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EpisodeRunner, "stop", lambda self, rollout: None)
+
+
+@mutation(seed=9)
+def a_group_that_teaches_nothing_is_trained(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DynamicSampling, "reject", lambda self, rewards, *, running: None)
 
 
 # ---------------------------------------------------------------- turns

@@ -11,6 +11,7 @@ from tidegate.orchestrator.policy_record import policy_of, record_of
 from tidegate.orchestrator.rollout import Rollout
 from tidegate.policies.asynchrony import AdaptiveStaleness, BoundedStaleness, OneStepOffPolicy
 from tidegate.policies.consumption import Window
+from tidegate.policies.filters import DynamicSampling
 from tidegate.policies.staleness import G, StalenessPolicy, Waiting
 from tidegate.transport.messages import RUNNING, STOP
 
@@ -67,6 +68,37 @@ def test_a_users_own_policy_decides_what_is_trained_next_and_its_bound_is_kept()
         driver.publish_and_swap()
     assert trained_ids(driver) == [[2], [1]]
     assert driver.core.discarded_rollouts == {"stale": 1}  # group 0 would be of staleness 2
+
+
+def test_groups_that_teach_nothing_make_room_for_others_and_their_stragglers_are_stopped() -> None:
+    policy = BoundedStaleness(max_staleness=0, groups_per_batch=1)
+    driver = Driver(policy=policy, group_size=3, group_filter=DynamicSampling(decide_after=2))
+    driver.join("a")
+    driver.fill()
+    first, second, third = list(driver.running.values())
+    driver.sample(*ask(driver, third), 4, RUNNING)
+    for rollout in (first, second):
+        driver.sample(*ask(driver, rollout), 3, STOP)
+        driver.return_reward(rollout, 0.0)
+    assert driver.stopped == [third]
+    assert driver.core.ledger.discarded == {"zero_variance": 10}
+    assert driver.core.discarded_rollouts == {"zero_variance": 3}
+    assert driver.core.capacity_groups == 1
+
+
+def test_a_prompt_that_is_solved_is_passed_over_after_a_crash_too() -> None:
+    policy = BoundedStaleness(max_staleness=0, groups_per_batch=1)
+    solved = DynamicSampling(solved_at=0.9, rollouts_min=2)
+    driver = Driver(policy=policy, group_size=2, group_filter=solved)
+    driver.join("a")
+    driver.do(ev.TaskArrived("easy", digest=b"easy"))
+    end(driver, 0)
+    again = driver.new_core()
+    load(save(driver.core), again)
+    for core in (driver.core, again):
+        assert core.handle(ev.TaskArrived("easy", digest=b"easy")) == []
+        assert core.prompts.passed_over == 1
+        assert core.handle(ev.TaskArrived("hard", digest=b"hard")) != []
 
 
 def test_a_policy_that_chooses_what_goes_on_is_told_so() -> None:
