@@ -45,6 +45,10 @@ class Hardship(StrEnum):
     MIXED_KV = "a token that attended to KV of several versions was trained"
     MOVED = "a turn of several engines was trained"
     OLDEST = "a token as old as the bound allows was trained"
+    OVERTAKEN = "a group was trained before an older one"
+    MASKED = "tokens that were too old were masked"
+    FILTERED = "a group of equal rewards was dropped"
+    STOPPED = "an episode was stopped, for its group was given up"
 
 
 class Hardships:

@@ -104,6 +104,8 @@ class Watch:
                     self._check_submit(engine)
                 case ev.StartEpisode(rollout=rollout) if rollout.group_id >= 0:
                     self._going[rollout.rollout_id] = rollout.group_id
+                case ev.StopEpisode():
+                    self._hardships.note(Hardship.STOPPED)
                 case ev.HandOver():
                     self._check_batch(command)
                 case ev.Record(rollout=rollout, task=task):
@@ -206,7 +208,8 @@ class Watch:
         self._discarded[rollout.group_id] += 1
         if self._discarded[rollout.group_id] == self._scenario.group_size:
             self._dropped_groups += 1
-            self._hardships.note(Hardship.DROPPED)
+            is_filtered = reason == "zero_variance"
+            self._hardships.note(Hardship.FILTERED if is_filtered else Hardship.DROPPED)
             if reason != "stale":  # a stale group's task is taken again
                 self.dropped[task] += 1
 
@@ -226,13 +229,15 @@ class Watch:
     def _check_order(self, groups: list[Group]) -> None:
         """In the order of admission none is overtaken; in a window, by the next few at most."""
         scenario, chosen = self._scenario, {group.group_id for group in groups}
+        newest = max(chosen)
+        if any(group_id < newest for group_id in self._going.values()):
+            self._hardships.note(Hardship.OVERTAKEN)
         is_window = scenario.policy == "bounded" and scenario.order == "window"
         if not is_window and not scenario.is_in_order:
             return
         window = scenario.window_groups if is_window else 1
         oldest = min(self._going.values(), default=None)
         if oldest is not None:
-            newest = max(chosen)
             assert newest < oldest + window, f"group {newest} has overtaken {oldest} by too much"
 
     def _check_group(self, group: Group, floor: int) -> None:
@@ -262,6 +267,8 @@ class Watch:
     def _check_turn(self, turn: Turn, floor: int) -> None:
         check_turn(turn, self._truth.content_of)
         spans = [span for span in turn.spans() if span.version >= floor]
+        if len(spans) < len(turn.spans()):
+            self._hardships.note(Hardship.MASKED)
         self.trained_tokens += sum(span.end - span.start for span in spans)
         if not spans:
             return  # given up before the first token, or all of it is masked

@@ -21,6 +21,7 @@ from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.events import Resumed
 from tidegate.orchestrator.loop_watch import LoopWatch
 from tidegate.orchestrator.model_files import read_model_files
+from tidegate.orchestrator.policy_record import record_of
 from tidegate.orchestrator.processes import LocalEngines
 from tidegate.orchestrator.recording import RunRecorder
 from tidegate.orchestrator.resuming import Resume, open_for
@@ -287,7 +288,10 @@ def _recorder(settings: RunSettings, *, is_resumed: bool) -> RunRecorder | None:
         directory = next(
             d for n in itertools.count(1) if not (d := directory / f"part-{n}").exists()
         )
-    return RunRecorder(directory, settings=settings.model_dump(mode="json"), model=settings.model)
+    about = settings.model_dump(mode="json")
+    about["policy"] = str(record_of(settings.staleness_policy()))
+    about["group_filter"] = str(record_of(settings.group_filter))
+    return RunRecorder(directory, settings=about, model=settings.model)
 
 
 def _cause(error: BaseException) -> BaseException:
