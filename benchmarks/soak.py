@@ -63,7 +63,9 @@ class Samples:
                 self.add(f"{name}_rss_mb", now_s, process.memory_info().rss / 1e6)
                 self.add(f"{name}_fds", now_s, process.num_fds())
                 self.add(f"{name}_threads", now_s, process.num_threads())
-        self.add("asyncio_tasks", now_s, sum(len(asyncio.all_tasks(x)) for x in self._loops))
+        tasks = [task for loop in self._loops for task in asyncio.all_tasks(loop)]
+        lasting = [task for task in tasks if not task.get_name().startswith("rollout ")]
+        self.add("asyncio_tasks_but_rollouts", now_s, len(lasting))  # admission bounds those
         self.add("python_objects", now_s, len(gc.get_objects()))
 
     def series(self) -> Iterator[tuple[str, list[tuple[float, float]]]]:
