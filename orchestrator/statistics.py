@@ -33,6 +33,54 @@ class LedgerSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskDiscards:
+    """How many of one task's rollouts were discarded for one reason."""
+
+    offer: int
+    """Which of the user's iterators gave the task, from 0."""
+    index: int
+    """The task's place in it, from 0."""
+    rollouts: int
+    """At most so many; few tasks are counted one by one, see ``at_least``."""
+    at_least: int
+    """At least so many: it is not known what happened before this task came to be counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardStatistics:
+    """What was discarded for one reason: how much, how long, and of which tasks."""
+
+    rollouts: int
+    tokens: int
+    """Sampled by the time they were discarded."""
+    mean_tokens: float
+    share_of_generated: float
+    """Of all tokens sampled for training."""
+    lengths: Mapping[int, int]
+    """Rollouts by length: at the key n, those of n to 2n - 1 tokens; at 0, those without any."""
+    tasks: tuple[TaskDiscards, ...] = ()
+    """The few hit most, the most first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBiasStatistics:
+    """Whether what was trained lately is as long as what was generated.
+
+    A rollout that was discarded counts with what it had by then, which for one that was given up
+    on its way is less than it would have had: the true bias is larger.
+    """
+
+    rollouts: int
+    """Trained or discarded, the latest."""
+    mean_generated_tokens: float
+    mean_trained_tokens: float
+    ratio: float
+    """Trained over generated; 1 is unbiased, below it short rollouts were favoured."""
+    survival: Mapping[int, float]
+    """Share that was trained, by length as in :class:`DiscardStatistics`. Unbiased: all equal."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatistics:
     """One engine, as the orchestrator sees it."""
 
