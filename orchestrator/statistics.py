@@ -93,6 +93,40 @@ class EngineStatistics:
     busy_s: float
     """Time it spent in steps so far."""
     is_alive: bool = True
+    max_running_turns: int = 0
+    """Its decode slots."""
+    steps: int = 0
+    rows: int = 0
+    """Turns that were in its steps, added up."""
+    rows_squared: int = 0
+    """Of each step, added up: with this, a line can be fitted through steps' rows and times."""
+    rows_busy_s: float = 0.0
+    """Rows of each step times its time, added up; likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunForecast:
+    """What a run could reach, worked out from what it has measured so far.
+
+    Staleness is a mean over trained rollouts, in versions. How: tidegate.policies.predictions.
+    """
+
+    rho: float
+    """Throughput of the rollout over that of the trainer; above 1 the trainer is what limits."""
+    tail_factor: float
+    """How much longer the longest rollout of a group is than a rollout, on the mean."""
+    predicted_staleness: float
+    """What it should be by now."""
+    measured_staleness: float
+    """What it is."""
+    saturating_staleness: int
+    """The ``max_staleness`` past which nothing is gained."""
+    batch_s: float
+    """From one batch to the next."""
+    attainable_batch_s: float
+    """The same if nobody waited who needn't: the slower one of rollout and trainer."""
+    advice: str
+    """In a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +163,12 @@ class RunStatistics:
     engines: tuple[EngineStatistics, ...] = ()
     stuck: tuple[Stuck, ...] = ()
     """What has not got on for ``stuck_after_s`` or longer, the longest first."""
+    forecast: RunForecast | None = None
+    """None before there were two batches."""
+    discards: Mapping[str, DiscardStatistics] = field(default_factory=dict)
+    """By reason: how long they were, and of which tasks."""
+    length_bias: LengthBiasStatistics | None = None
+    """None before anything was trained."""
 
     @property
     def mixed_version_share(self) -> float:

@@ -79,19 +79,17 @@ def fit_decode_cost(
 ) -> DecodeCost | None:
     """The least-squares line through steps' (rows, seconds), from their sums; None without steps.
 
-    Where all steps had as many rows, or more rows took less time, a step counts as if its time
-    were all per row: then the throughput at other widths is that at the mean one.
+    Neither part can be negative. Where all steps had as many rows nothing tells the parts apart,
+    and all time counts as per row: the throughput at any width is then that at this one.
     """
     if steps <= 0 or rows <= 0 or busy_s <= 0:
         return None
     spread = steps * rows_squared - rows * rows
     if spread <= 1e-9 * rows * rows:
         return DecodeCost(0.0, busy_s / rows)
-    row_s = (steps * rows_busy_s - rows * busy_s) / spread
+    row_s = max(0.0, (steps * rows_busy_s - rows * busy_s) / spread)
     fixed_s = (busy_s - row_s * rows) / steps
-    if row_s < 0 or fixed_s < 0:
-        return DecodeCost(0.0, busy_s / rows)
-    return DecodeCost(fixed_s, row_s)
+    return DecodeCost(fixed_s, row_s) if fixed_s > 0 else DecodeCost(0.0, busy_s / rows)
 
 
 def mean_context_in_flight_tokens(mean_tokens: float, mean_squared_tokens: float) -> float:
@@ -208,38 +206,49 @@ def saturating_staleness(in_flight: float, in_queue: float) -> int:
     return math.ceil(in_flight + in_queue - 1e-9)
 
 
-def mean_staleness(
-    *,
-    outstanding_groups_max: float | None,
-    groups_per_version: float,
-    in_flight: float,
-    in_queue: float,
-    rho: float,
-) -> float | None:
-    """``min(O / g - 1, PQS + IQS)``: the mean staleness once a run is under way.
+def mean_staleness(*, allowed: float | None, free: float, rho: float) -> float | None:
+    """``min(allowed, PQS + IQS)``: the mean staleness once a run is under way.
 
-    While admission limits, O groups are outstanding and g are released by each version: by
-    Little's law a group stays O / g versions, of which the last is its own training. With
-    ``O = (η + 1) B`` and a publish after each batch that is η, exactly, in whatever order groups
-    are consumed. Where rho > 1 the queue grows until admission limits; None without such a limit.
+    ``free`` is PQS + IQS, what it is without a limit; ``allowed`` is :func:`allowed_staleness`,
+    None without a limit. Where rho > 1 the queue grows until admission limits, or for ever: None.
 
-    Source: Little 1961, "A proof for the queuing formula L = λW"; PQS + IQS: Applied Compute 2026.
+    Source: Applied Compute 2026 for ``free``; :func:`allowed_staleness` for the rest.
+    """
+    if rho > 1:
+        return allowed
+    return free if allowed is None else min(allowed, free)
+
+
+def allowed_staleness(*, outstanding_groups_max: float, groups_per_version: float) -> float:
+    """``O / g - 1``: the mean staleness while admission limits.
+
+    O groups are outstanding then and each version releases g: by Little's law a group stays
+    O / g versions, of which the last is its own training. With ``O = (η + 1) B`` and a publish
+    after each batch it is η, exactly, in whatever order groups are consumed.
+
+    Source: Little 1961, "A proof for the queuing formula L = λW".
     """
     _refuse_none(groups_per_version=groups_per_version)
-    free = math.inf if rho > 1 else in_flight + in_queue
-    if outstanding_groups_max is not None:
-        free = min(free, max(0.0, outstanding_groups_max / groups_per_version - 1))
-    return free if math.isfinite(free) else None
+    return max(0.0, outstanding_groups_max / groups_per_version - 1)
 
 
-def mean_staleness_so_far(steady: float, *, first_version: int, last_version: int) -> float:
-    """The mean of ``min(v, steady)`` over the versions trained at: a run starts fresh.
+def mean_staleness_so_far(
+    *, allowed: float | None, free: float, rho: float, first_version: int, last_version: int
+) -> float:
+    """The mean over the versions trained at of ``min(v, allowed, free + v max(0, rho - 1))``.
 
-    Nothing at version v can be older than v versions.
+    A run starts fresh: nothing at version v is older than v versions. Where rho > 1 each version
+    leaves rho - 1 batches in the queue, and each of these is a version's wait for what comes next.
     """
-    versions = range(first_version, last_version + 1)
-    young = [v for v in versions[: max(0, math.ceil(steady) - first_version)] if v < steady]
-    return (sum(young) + steady * (len(versions) - len(young))) / max(1, len(versions))
+    growth = max(0.0, rho - 1)
+    limit = math.inf if allowed is None else allowed
+    total, versions = 0.0, last_version - first_version + 1
+    for version in range(first_version, last_version + 1):
+        now = min(version, limit, free + version * growth)
+        total += now
+        if now == limit or (now == free and not growth):  # so it stays
+            return (total + now * (last_version - version)) / versions
+    return total / versions
 
 
 def staleness_from_latency(

@@ -115,13 +115,11 @@ def test_mean_staleness_is_within_three_tenths_of_what_was_simulated(
     pqs = predictions.staleness_in_flight(
         slots=slots_share, tail_factor=tail, rollouts_per_batch=1, rho=rho
     )
-    mean = predictions.mean_staleness(
-        outstanding_groups_max=(max_staleness + 1) * 64,
-        groups_per_version=64,
-        in_flight=pqs,
-        in_queue=predictions.staleness_in_queue(rho=rho),
-        rho=rho,
+    allowed = predictions.allowed_staleness(
+        outstanding_groups_max=(max_staleness + 1) * 64, groups_per_version=64
     )
+    free = pqs + predictions.staleness_in_queue(rho=rho)
+    mean = predictions.mean_staleness(allowed=allowed, free=free, rho=rho)
 
     assert mean == pytest.approx(simulated, abs=0.3)
 
@@ -243,7 +241,7 @@ def test_the_cost_of_a_step_is_found_again_from_sums_over_steps(
     assert cost is not None
     if len(set(rows)) == 1:
         assert cost.rows_per_s(rows[0]) == pytest.approx(rows[0] / times[0])
-    elif cost.fixed_s:  # rounding may make a slope of 0 negative
+    else:
         assert cost.rows_per_s(64) == pytest.approx(64 / (fixed_s + 64 * row_s), rel=1e-3)
 
 
@@ -258,38 +256,46 @@ def test_an_engine_without_steps_has_no_cost() -> None:
 def test_while_admission_limits_mean_staleness_is_the_bound_exactly(
     max_staleness: int, rho: float
 ) -> None:
-    mean = predictions.mean_staleness(
-        outstanding_groups_max=(max_staleness + 1) * 4,
-        groups_per_version=4,
-        in_flight=50.0,
-        in_queue=1.0,
-        rho=rho,
+    allowed = predictions.allowed_staleness(
+        outstanding_groups_max=(max_staleness + 1) * 4, groups_per_version=4
     )
-    assert mean == max_staleness
+    assert predictions.mean_staleness(allowed=allowed, free=51.0, rho=rho) == max_staleness
 
 
 def test_publishing_after_two_batches_halves_the_versions_that_groups_stay() -> None:
-    mean = predictions.mean_staleness(
-        outstanding_groups_max=4 * 8, groups_per_version=16, in_flight=50, in_queue=1, rho=0.5
-    )
-    assert mean == 1.0
+    assert predictions.allowed_staleness(outstanding_groups_max=4 * 8, groups_per_version=16) == 1.0
 
 
 def test_a_trainer_bound_run_without_a_limit_grows_older_for_ever() -> None:
-    figures = {"groups_per_version": 4, "in_flight": 2.0, "in_queue": 1.0}
-    assert predictions.mean_staleness(outstanding_groups_max=None, rho=1.1, **figures) is None
-    assert predictions.mean_staleness(outstanding_groups_max=None, rho=0.9, **figures) == 3.0
+    assert predictions.mean_staleness(allowed=None, free=3.0, rho=1.1) is None
+    assert predictions.mean_staleness(allowed=None, free=3.0, rho=0.9) == 3.0
 
 
-def test_a_run_starts_fresh() -> None:
-    def mean(steady: float, first: int, last: int) -> float:
-        return predictions.mean_staleness_so_far(steady, first_version=first, last_version=last)
+def test_a_run_starts_fresh_and_ages_as_its_queue_grows() -> None:
+    def mean(allowed: float | None, free: float, rho: float, first: int, last: int) -> float:
+        return predictions.mean_staleness_so_far(
+            allowed=allowed, free=free, rho=rho, first_version=first, last_version=last
+        )
 
-    assert mean(2, 0, 3) == (0 + 1 + 2 + 2) / 4
-    assert mean(1.5, 0, 3) == (0 + 1 + 1.5 + 1.5) / 4
-    assert mean(2, 5, 9) == 2  # it had begun before
-    assert mean(4, 0, 1) == 0.5
-    assert mean(0, 0, 9) == 0
+    assert mean(2, 9, 0.5, 0, 3) == (0 + 1 + 2 + 2) / 4
+    assert mean(None, 1.5, 0.5, 0, 3) == (0 + 1 + 1.5 + 1.5) / 4
+    assert mean(2, 9, 2.0, 5, 9) == 2  # it had begun before
+    assert mean(4, 9, 0.5, 0, 1) == 0.5
+    assert mean(0, 3, 0.5, 0, 9) == 0
+    assert mean(4, 1, 1.5, 0, 9) == (0 + 1 + 2 + 2.5 + 3 + 3.5 + 4 * 4) / 10
+    assert mean(None, 1, 1.5, 0, 4) == (0 + 1 + 2 + 2.5 + 3) / 5
+
+
+@settings(deadline=None)
+@given(st.floats(0, 20), st.floats(0, 20), st.floats(0, 2), st.integers(0, 9), st.integers(0, 60))
+def test_the_mean_so_far_is_that_of_each_version(
+    allowed: float, free: float, rho: float, first: int, more: int
+) -> None:
+    each = [min(v, allowed, free + v * max(0.0, rho - 1)) for v in range(first, first + more + 1)]
+    mean = predictions.mean_staleness_so_far(
+        allowed=allowed, free=free, rho=rho, first_version=first, last_version=first + more
+    )
+    assert mean == pytest.approx(sum(each) / len(each), abs=1e-9)
 
 
 def test_nothing_is_gained_past_the_ceiling_of_both_parts() -> None:
