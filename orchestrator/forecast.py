@@ -181,7 +181,8 @@ def advise(times: BatchTimes, *, allowed: float | None, saturating: int) -> str:
     suggested = max(math.floor(allowed) + 1, min(saturating, needed))
     gain = between_s / max(attainable_s, between_s * (allowed + 1) / (suggested + 1)) - 1
     if allowed < saturating and gain >= GAIN_MIN:
-        return f"rollout-bound: max_staleness={suggested} would gain about {gain:.0%}"
+        bound = "rollout-bound" if times.rho <= 1 else "admission-bound, both sides wait"
+        return f"{bound}: max_staleness={suggested} would gain about {gain:.0%}"
     return "rollout-bound: a larger max_staleness gains nothing; faster or more engines would"
 
 

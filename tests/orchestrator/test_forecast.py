@@ -26,15 +26,20 @@ async def answer(episode: tidegate.Episode, task: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("max_staleness", "train_s", "slots", "limited_by"),
+    ("max_staleness", "train_s", "slots", "batches_total", "limited_by"),
     [
-        (2, 0.5, 16, "admission"),
-        (2, 4.0, 16, "the trainer"),
-        (6, 0.5, 4, "slots"),
+        (2, 0.5, 16, 16, "admission"),
+        (2, 4.0, 16, 16, "the trainer"),
+        (6, 0.5, 4, 40, "slots"),
     ],
 )
 async def test_a_run_is_as_stale_as_was_predicted(
-    tidegate_serve: ServeInTests, max_staleness: int, train_s: float, slots: int, limited_by: str
+    tidegate_serve: ServeInTests,
+    max_staleness: int,
+    train_s: float,
+    slots: int,
+    batches_total: int,
+    limited_by: str,
 ) -> None:
     rng = random.Random(1)
     engines = [ScriptedEngine(max_running_turns=slots, step_s=0.03) for _ in range(2)]
@@ -54,7 +59,7 @@ async def test_a_run_is_as_stale_as_was_predicted(
             await asyncio.sleep(train_s)
             await rollouts.publish({})
             batches += 1
-            if batches == 24:
+            if batches == batches_total:
                 break
     statistics = rollouts.statistics()
     forecast = statistics.forecast
@@ -166,7 +171,14 @@ def test_one_batch_is_too_few_to_say_anything() -> None:
             "trainer-bound: a larger max_staleness only ages samples; 3 would be enough",
         ),
         (12.0, 6.0, 5.0, 1.0, 4, "rollout-bound: max_staleness=3 would gain about 100%"),
-        (12.0, 3.0, 3.0, 1.0, 4, "rollout-bound: max_staleness=4 would gain about 150%"),
+        (
+            12.0,
+            3.0,
+            4.0,
+            1.0,
+            4,
+            "admission-bound, both sides wait: max_staleness=4 would gain about 150%",
+        ),
         (
             6.0,
             6.0,
