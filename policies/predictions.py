@@ -18,6 +18,9 @@ from tidegate.errors import ConfigError
 GRID_PER_VERSION = 64
 """Points per version at which waiting is added up; the error is about half a point."""
 
+POINTS_MAX = 4096
+"""Points in all, 4 ms of work: a run asks after each batch. Longer waits are added up coarsely."""
+
 
 # ---------------------------------------------------------------- how fast
 
@@ -184,16 +187,19 @@ def staleness_in_order(
     of a reordering issue", here with arrivals at equal distances.
     """
     _refuse_none(groups_per_batch=groups_per_batch)
-    stride = math.ceil(GRID_PER_VERSION / groups_per_batch)
-    step = 1 / (groups_per_batch * stride)
+    groups = max(1.0, longest_versions * groups_per_batch)  # that start while the longest runs
+    stride = max(1, min(math.ceil(GRID_PER_VERSION / groups_per_batch), int(POINTS_MAX / groups)))
+    merged = math.ceil(groups / POINTS_MAX)
+    step = merged / (groups_per_batch * stride)
     points = math.ceil(longest_versions / step)
     logs = [_log(share_done((point + 0.5) * step)) for point in range(points)]
     if window_groups is None:
         return step * sum(-math.expm1(log) for log in logs)
     behind = [0.0] * (points + stride)
     for point in reversed(range(points)):  # of this group and all before it
-        behind[point] = logs[point] + behind[point + stride]
-    skipped = itertools.chain(behind[window_groups * stride :], itertools.repeat(0.0))
+        behind[point] = merged * logs[point] + behind[point + stride]
+    skip = math.ceil(window_groups / merged) * stride
+    skipped = itertools.chain(behind[skip:], itertools.repeat(0.0))
     return step * sum(-math.expm1(log + others) for log, others in zip(logs, skipped, strict=False))
 
 

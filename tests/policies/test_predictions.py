@@ -162,6 +162,21 @@ def test_groups_that_all_take_as_long_are_never_held_up_by_order(window_groups: 
     assert waited == pytest.approx(2.5, abs=1 / predictions.GRID_PER_VERSION)
 
 
+def test_waits_of_thousands_of_versions_take_no_more_points_than_short_ones() -> None:
+    asked = []
+
+    def share_done(versions: float) -> float:
+        asked.append(versions)
+        return min(1.0, versions / 5000)
+
+    waited = predictions.staleness_in_order(
+        share_done, 5000.0, groups_per_batch=64, window_groups=1
+    )
+
+    assert len(asked) <= predictions.POINTS_MAX
+    assert waited == pytest.approx(5000, rel=0.01)
+
+
 @settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40), st.floats(0.1, 5.0))
 def test_a_narrower_window_never_makes_samples_younger(
