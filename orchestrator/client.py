@@ -18,7 +18,7 @@ import msgspec
 from tidegate.errors import ConfigError
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.config import RunSettings
-from tidegate.orchestrator.forecast import Forecaster
+from tidegate.orchestrator.forecast import Forecaster, window_groups
 from tidegate.orchestrator.loop_watch import LOOK_INTERVAL_S
 from tidegate.orchestrator.resuming import Resume, ResumeToken
 from tidegate.orchestrator.run import Run
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.batches import Batch
 
 Result = TypeVar("Result")
-
-IN_ORDER = 1
-"""Groups that consumption may look past the oldest unfinished one, itself included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +244,7 @@ class RunClient:
             forecast=self._forecaster.forecast(
                 ledger,
                 outstanding_groups_max=core.policy.outstanding_groups_max,
-                window_groups=IN_ORDER,
+                window_groups=window_groups(core.policy),
             ),
         )
 

@@ -13,6 +13,8 @@ from tidegate.orchestrator.rollout import Group
 from tidegate.orchestrator.statistics import EngineStatistics, LedgerSnapshot, RunForecast
 from tidegate.orchestrator.timekeeping import Usage
 from tidegate.policies import predictions
+from tidegate.policies.consumption import Window
+from tidegate.policies.staleness import StalenessPolicy
 
 BUSY_TRAINER_IDLE_MAX = 0.05
 """A trainer that waits for less of the time is what limits: batches can't come closer together."""
@@ -78,7 +80,7 @@ class Forecaster:
         for group in groups:
             self._lengths.note(group)
             for rollout in group.kept:
-                oldest = rollout.oldest_version
+                oldest = rollout.oldest_trained_version
                 self._trained += 1
                 self._staleness += 0 if oldest is None else trainer_version - oldest
 
@@ -184,6 +186,14 @@ def advise(times: BatchTimes, *, allowed: float | None, saturating: int) -> str:
         bound = "rollout-bound" if times.rho <= 1 else "admission-bound, both sides wait"
         return f"{bound}: max_staleness={suggested} would gain about {gain:.0%}"
     return "rollout-bound: a larger max_staleness gains nothing; faster or more engines would"
+
+
+def window_groups(policy: StalenessPolicy) -> int | None:
+    """How far past the oldest unfinished group a policy looks; None where it takes what is done."""
+    order = getattr(policy, "order", "completion")
+    if isinstance(order, Window):
+        return order.groups
+    return 1 if order == "admission" else None
 
 
 def _made_per_kept(ledger: LedgerSnapshot) -> float:

@@ -9,10 +9,12 @@ from array import array
 import pytest
 
 import tidegate
-from tidegate.orchestrator.forecast import BatchTimes, Forecaster, advise
+from tidegate.orchestrator.forecast import BatchTimes, Forecaster, advise, window_groups
 from tidegate.orchestrator.rollout import Group, Rollout, Turn
 from tidegate.orchestrator.statistics import EngineStatistics, LedgerSnapshot, RunForecast
 from tidegate.orchestrator.timekeeping import Usage
+from tidegate.policies.asynchrony import BoundedStaleness, Order, Unbounded
+from tidegate.policies.consumption import Window
 from tidegate.testing import ScriptedEngine, ServeInTests, TurnRequest
 from tidegate.transport.messages import SamplingParams
 
@@ -153,6 +155,15 @@ def test_one_batch_is_too_few_to_say_anything() -> None:
     assert forecast_of(batches=0, batch_s=1.0, idle=0.5) is None
     assert forecast_of(batches=1, batch_s=1.0, idle=0.5) is None
     assert forecast_of(batches=2, batch_s=1.0, idle=0.5) is not None
+
+
+def test_the_order_of_consumption_is_the_policys() -> None:
+    def window(order: Order) -> int | None:
+        policy = BoundedStaleness(max_staleness=2, groups_per_batch=4, order=order)
+        return window_groups(policy)
+
+    assert [window(order) for order in ("admission", Window(5), "completion")] == [1, 5, None]
+    assert window_groups(Unbounded(groups_per_batch=4, outstanding_groups_limit=8)) is None
 
 
 # ---------------------------------------------------------------- the advice
