@@ -18,6 +18,7 @@ import msgspec
 from tidegate.errors import ConfigError
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.config import RunSettings
+from tidegate.orchestrator.forecast import Forecaster, window_groups
 from tidegate.orchestrator.loop_watch import LOOK_INTERVAL_S
 from tidegate.orchestrator.resuming import Resume, ResumeToken
 from tidegate.orchestrator.run import Run
@@ -63,6 +64,7 @@ class RunClient:
         self._batches = 0
         """Delivered to the trainer so far."""
         self._keeper = Timekeeper(None)
+        self._forecaster = Forecaster()
         self._final: RunStatistics | None = None
         self._old_sigterm: Any = None
 
@@ -189,6 +191,7 @@ class RunClient:
         from tidegate.orchestrator.batches import build_batch  # torch: not for who only audits
 
         self._batches = handover.number
+        self._forecast_from(handover)
         batch = build_batch(handover.groups, handover.trainer_version)
         recorder = self._running.recorder
         if recorder is not None:
@@ -203,12 +206,18 @@ class RunClient:
             recorder.batch(_batch_metrics(batch))
         return batch
 
+    def _forecast_from(self, handover: ev.HandOver) -> None:
+        scheduler = self._running.scheduler
+        engines = scheduler.fleet.statistics() if scheduler is not None else ()
+        usage = self._keeper.usage()
+        self._forecaster.note_batch(handover.groups, handover.trainer_version, usage, engines)
+
     async def _snapshot(self, scheduler: Scheduler) -> RunStatistics:
         return self._statistics_of(scheduler)
 
     def _statistics_of(self, scheduler: Scheduler) -> RunStatistics:
         core, usage = scheduler.core, self._keeper.usage()
-        staleness = core.trained.staleness
+        staleness, ledger = core.trained.staleness, core.ledger.snapshot()
         return RunStatistics(
             wall_s=usage.wall_s,
             trainer_version=core.trainer_version,
@@ -228,10 +237,15 @@ class RunClient:
             trainer_idle_share=usage.trainer_idle_share,
             engine_idle_share=usage.engine_idle_share,
             tokens_per_s=usage.tokens_per_s,
-            ledger=core.ledger.snapshot(),
+            ledger=ledger,
             evaluation_ledger=core.evaluation_ledger.snapshot(),
             engines=scheduler.fleet.statistics(),
             stuck=(*filter(None, [self._running.loop_watch.blocked]), *scheduler.stuck),
+            forecast=self._forecaster.forecast(
+                ledger,
+                outstanding_groups_max=core.policy.outstanding_groups_max,
+                window_groups=window_groups(core.policy),
+            ),
         )
 
 

@@ -65,6 +65,11 @@ class Engine:
     weight_version: int
     tokens: int = 0
     busy_us: int = 0
+    steps: int = 0
+    rows: int = 0
+    rows_squared: int = 0
+    rows_busy_us: int = 0
+    """Each step's rows times its time, added up."""
     running_turns: int = 0
     waiting_turns: int = 0
     stuck_since_s: float | None = None
@@ -258,6 +263,11 @@ class Fleet:
         if verdict is Verdict.NEW:
             engine.tokens += len(event.token_ids)
             engine.busy_us += step.busy_us
+            rows = len(event.turns)
+            engine.steps += 1
+            engine.rows += rows
+            engine.rows_squared += rows * rows
+            engine.rows_busy_us += rows * step.busy_us
             engine.stuck_since_s = None
             heard.append(event)
         elif verdict is Verdict.GAP:
@@ -349,6 +359,11 @@ class Fleet:
                 waiting_turns=engine.waiting_turns,
                 tokens=engine.tokens,
                 busy_s=engine.busy_us / 1e6,
+                max_running_turns=engine.hello.max_running_turns,
+                steps=engine.steps,
+                rows=engine.rows,
+                rows_squared=engine.rows_squared,
+                rows_busy_s=engine.rows_busy_us / 1e6,
             )
             for name, engine in sorted(self.engines.items())
         )

@@ -13,6 +13,7 @@ from typing import Any
 from tidegate.errors import AuditError
 from tidegate.orchestrator.audit import AUDIT_FILE
 from tidegate.orchestrator.recording import RUN_FILE
+from tidegate.orchestrator.report_lines import discard_lines, forecast_lines
 from tidegate.orchestrator.run_files import METRICS_FILE, replace_file
 
 REPORT_JSON = "report.json"
@@ -60,6 +61,12 @@ class Facts:
     evaluation_ledger: Mapping[str, Any]
     audit: Mapping[str, Any] | None
     """What `tidegate audit` found, if it was run."""
+    forecast: Mapping[str, Any] | None
+    """Predicted beside measured staleness, and what limits the run."""
+    discards: Mapping[str, Any]
+    """By reason: how long they were, and of which tasks."""
+    length_bias: Mapping[str, Any] | None
+    """Whether what was trained last is as long as what was generated."""
 
 
 def write_report(directory: Path) -> Path:
@@ -124,6 +131,9 @@ def read_facts(directory: Path) -> Facts:
         ledger=ledger,
         evaluation_ledger=statistics["evaluation_ledger"],
         audit=_read_json(directory / AUDIT_FILE) if (directory / AUDIT_FILE).exists() else None,
+        forecast=statistics.get("forecast"),
+        discards=statistics.get("discards") or {},
+        length_bias=statistics.get("length_bias"),
     )
 
 
@@ -186,6 +196,7 @@ def _page(facts: Facts, others: list[Facts]) -> list[str]:
         "",
         *_ledger(facts),
         "",
+        *discard_lines(facts.discards, facts.length_bias),
         "## Audit",
         "",
         *_audit(facts),
@@ -265,6 +276,7 @@ def _staleness(facts: Facts) -> list[str]:
         f"Mean {facts.mean_staleness:.2f}, highest {facts.max_staleness}, bound "
         f"{_bound(bound)}: {'kept' if kept else '**BROKEN**'}.",
         "",
+        *forecast_lines(facts.forecast),
         "| staleness | rollouts |",
         "|---|---|",
         *(f"| {value} | {count} |" for value, count in facts.staleness_histogram.items()),

@@ -33,6 +33,54 @@ class LedgerSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskDiscards:
+    """How many of one task's rollouts were discarded for one reason."""
+
+    offer: int
+    """Which of the user's iterators gave the task, from 0."""
+    index: int
+    """The task's place in it, from 0."""
+    rollouts: int
+    """At most so many; few tasks are counted one by one, see ``at_least``."""
+    at_least: int
+    """At least so many: it is not known what happened before this task came to be counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardStatistics:
+    """What was discarded for one reason: how much, how long, and of which tasks."""
+
+    rollouts: int
+    tokens: int
+    """Sampled by the time they were discarded."""
+    mean_tokens: float
+    share_of_generated: float
+    """Of all tokens sampled for training."""
+    lengths: Mapping[int, int]
+    """Rollouts by length: at the key n, those of n to 2n - 1 tokens; at 0, those without any."""
+    tasks: tuple[TaskDiscards, ...] = ()
+    """The few hit most, the most first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBiasStatistics:
+    """Whether what was trained lately is as long as what was generated.
+
+    A rollout that was discarded counts with what it had by then, which for one that was given up
+    on its way is less than it would have had: the true bias is larger.
+    """
+
+    rollouts: int
+    """Trained or discarded, the latest."""
+    mean_generated_tokens: float
+    mean_trained_tokens: float
+    ratio: float
+    """Trained over generated; 1 is unbiased, below it short rollouts were favoured."""
+    survival: Mapping[int, float]
+    """Share that was trained, by length as in :class:`DiscardStatistics`. Unbiased: all equal."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatistics:
     """One engine, as the orchestrator sees it."""
 
@@ -45,6 +93,40 @@ class EngineStatistics:
     busy_s: float
     """Time it spent in steps so far."""
     is_alive: bool = True
+    max_running_turns: int = 0
+    """Its decode slots."""
+    steps: int = 0
+    rows: int = 0
+    """Turns that were in its steps, added up."""
+    rows_squared: int = 0
+    """Of each step, added up: with this, a line can be fitted through steps' rows and times."""
+    rows_busy_s: float = 0.0
+    """Rows of each step times its time, added up; likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunForecast:
+    """What a run could reach, worked out from what it has measured so far.
+
+    Staleness is a mean over trained rollouts, in versions. How: tidegate.policies.predictions.
+    """
+
+    rho: float
+    """Throughput of the rollout over that of the trainer; above 1 the trainer is what limits."""
+    tail_factor: float
+    """How much longer the longest rollout of a group is than a rollout, on the mean."""
+    predicted_staleness: float
+    """What it should be by now."""
+    measured_staleness: float
+    """What it is."""
+    saturating_staleness: int
+    """The ``max_staleness`` past which nothing is gained."""
+    batch_s: float
+    """From one batch to the next."""
+    attainable_batch_s: float
+    """The same if nobody waited who needn't: the slower one of rollout and trainer."""
+    advice: str
+    """In a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +163,12 @@ class RunStatistics:
     engines: tuple[EngineStatistics, ...] = ()
     stuck: tuple[Stuck, ...] = ()
     """What has not got on for ``stuck_after_s`` or longer, the longest first."""
+    forecast: RunForecast | None = None
+    """None before there were two batches."""
+    discards: Mapping[str, DiscardStatistics] = field(default_factory=dict)
+    """By reason: how long they were, and of which tasks."""
+    length_bias: LengthBiasStatistics | None = None
+    """None before anything was trained."""
 
     @property
     def mixed_version_share(self) -> float:

@@ -24,6 +24,11 @@ class Usage:
     """Of the window, an engine was in no step; the mean over engines."""
     tokens_per_s: float = 0.0
 
+    @property
+    def trainer_busy_s(self) -> float:
+        """Of the window, the trainer trained or published."""
+        return self.wall_s * (1 - self.trainer_idle_share)
+
 
 def _monotonic_us() -> int:
     return time.monotonic_ns() // 1000

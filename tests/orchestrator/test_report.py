@@ -13,7 +13,14 @@ from tests.orchestrator.test_recording import a_rollout, some_statistics
 from tidegate.errors import AuditError
 from tidegate.orchestrator.recording import RunRecorder
 from tidegate.orchestrator.report import write_report
-from tidegate.orchestrator.statistics import LedgerSnapshot, RunStatistics
+from tidegate.orchestrator.statistics import (
+    DiscardStatistics,
+    LedgerSnapshot,
+    LengthBiasStatistics,
+    RunForecast,
+    RunStatistics,
+    TaskDiscards,
+)
 
 REQUIRED_KEYS = {
     "reward_before",
@@ -159,3 +166,43 @@ def test_a_run_that_has_not_ended_or_is_none_says_so(tmp_path: Path, model: Path
     (tmp_path / "run" / "run.json").write_text("[1")
     with pytest.raises(AuditError, match="can't be read"):
         write_report(tmp_path / "run")
+
+
+def test_the_page_says_what_was_predicted_and_what_was_dropped(tmp_path: Path, model: Path) -> None:
+    forecast = RunForecast(
+        rho=0.85,
+        tail_factor=2.5,
+        predicted_staleness=1.9,
+        measured_staleness=1.875,
+        saturating_staleness=4,
+        batch_s=2.0,
+        attainable_batch_s=1.5,
+        advice="rollout-bound: max_staleness=4 would gain about 33%",
+    )
+    tasks = (TaskDiscards(0, 17, 5, 5), TaskDiscards(0, 3, 4, 1))
+    statistics = dataclasses.replace(
+        some_statistics(),
+        forecast=forecast,
+        discards={"stale": DiscardStatistics(9, 900, 100.0, 0.125, {64: 9}, tasks)},
+        length_bias=LengthBiasStatistics(64, 80.0, 60.0, 0.75, {64: 0.5}),
+    )
+    run = a_run(tmp_path / "runs" / "one", model, statistics=statistics)
+    page = write_report(run).read_text()
+
+    assert "Predicted mean 1.90, measured 1.88." in page
+    assert "(rho) 0.85" in page
+    assert "past max_staleness=4 nothing is gained" in page
+    assert "**Rollout-bound: max_staleness=4 would gain about 33%.**" in page
+    assert "| stale | 9 | 900 | 100.0 | 12.5% | 0:17 (5), 0:3 (1 to 4) |" in page
+    assert "trained 60.0 tokens on the mean, generated 80.0, ratio 0.75" in page
+    report = report_of(run)
+    assert report["forecast"]["rho"] == 0.85
+    assert report["discards"]["stale"]["lengths"] == {"64": 9}
+
+
+def test_a_run_too_short_to_predict_anything_has_a_page_without_it(
+    tmp_path: Path, model: Path
+) -> None:
+    page = write_report(a_run(tmp_path / "runs" / "one", model)).read_text()
+    assert "Predicted" not in page
+    assert "Length bias" not in page
