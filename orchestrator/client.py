@@ -241,6 +241,8 @@ class RunClient:
             evaluation_ledger=core.evaluation_ledger.snapshot(),
             engines=scheduler.fleet.statistics(),
             stuck=(*filter(None, [self._running.loop_watch.blocked]), *scheduler.stuck),
+            discards=core.groups.discards.by_reason(generated_tokens=ledger.generated),
+            length_bias=core.groups.discards.length_bias(),
             forecast=self._forecaster.forecast(
                 ledger,
                 outstanding_groups_max=core.policy.outstanding_groups_max,

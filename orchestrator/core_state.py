@@ -58,6 +58,7 @@ def save(core: Core) -> bytes:
             ledger=_ledger(core.ledger),
             evaluation_ledger=_ledger(core.evaluation_ledger),
             discarded_rollouts=dict(core.discarded_rollouts),
+            discards=groups.discards.saved(),
             turns=_turns(core),
             tasks=_tasks(core),
             training=_training(core),
@@ -224,6 +225,7 @@ def _load_groups(saved: SavedCore, core: Core) -> None:
     book.next_rollout_id = saved.next_rollout_id
     book.next_group_id = saved.next_group_id
     book.discarded_rollouts.update(saved.discarded_rollouts)
+    book.discards.load(saved.discards)
     for ledger, figures in (
         (core.ledger, saved.ledger),
         (core.evaluation_ledger, saved.evaluation_ledger),

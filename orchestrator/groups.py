@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable
 
 from tidegate.orchestrator import events as ev
+from tidegate.orchestrator.discards import Discards
 from tidegate.orchestrator.ledger import Ledger
 from tidegate.orchestrator.prompts import Prompts
 from tidegate.orchestrator.rollout import Group, Rollout, RolloutState, TaskKey, Turn
@@ -30,6 +31,7 @@ class GroupBook:
         self.ledger = Ledger()
         self.evaluation_ledger = Ledger()
         self.discarded_rollouts: Counter[str] = Counter()
+        self.discards = Discards()
         self._waiting: dict[int, Group] = {}
         """Running and buffered ones by id, in the order of admission."""
         self._ended: dict[int, Group] = {}
@@ -219,6 +221,7 @@ class GroupBook:
         rollout.discard_reason = reason
         if not group.is_evaluation:
             self.discarded_rollouts[reason] += 1
+            self.discards.note_discarded(rollout, reason, group.key)
         return ev.Record(rollout, group.task)
 
     def _ledger_of(self, group: Group) -> Ledger:
@@ -234,6 +237,7 @@ class GroupBook:
                 rollout.state = RolloutState.TRAINED
                 rollout.oldest_trainable = oldest_trainable
                 self.ledger.train(rollout.sampled_tokens)
+                self.discards.note_trained(rollout)
                 if masked := rollout.masked_tokens:
                     self.ledger.mask(masked)
 

@@ -5,6 +5,7 @@ No task is in it, for those are the user's; nothing here knows how a state is ta
 
 import msgspec
 
+from tidegate.orchestrator.discards import SavedDiscards
 from tidegate.orchestrator.rollout import RolloutState, TaskKey, TurnPrefill, VersionRun
 from tidegate.transport.messages import SamplingParams
 
@@ -142,6 +143,7 @@ class SavedCore(Saved):
     ledger: SavedLedger
     evaluation_ledger: SavedLedger
     discarded_rollouts: dict[str, int]
+    discards: SavedDiscards
     turns: SavedTurns
     tasks: SavedTasks
     training: SavedTraining
