@@ -51,6 +51,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--group-size", type=int, default=GROUP_SIZE)
     add("--held-out", type=int, default=512, help="tasks that measure, before and after")
     add("--learning-rate", type=float, default=3e-4)
+    add("--correction", choices=("importance", "none"), default="importance")
     add("--seed", type=int, default=0)
     add("--runs", type=Path, default=Path("runs"), help="where runs and the model are kept")
     add("--name", help="of this run; left out, made from the mode and the time")
@@ -81,7 +82,7 @@ async def train(options: argparse.Namespace, run_directory: Path) -> None:
         print(f"held-out reward before training: {before.mean_reward:.3f}", flush=True)
         with RunProgress(rollouts.statistics, batches_total=options.versions) as progress:
             async for batch in rollouts.batches(training, episode=solve):
-                train_step(model, optimizer, batch)
+                train_step(model, optimizer, batch, corrects=options.correction != "none")
                 await rollouts.publish(model.state_dict())
                 progress.batch({"reward": batch.rewards.mean().item()})
         after = await rollouts.evaluate(held_out, episode=solve)
@@ -104,11 +105,17 @@ def load_trainer(path: Path, learning_rate: float) -> tuple[PreTrainedModel, tor
 
 
 def train_step(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: tidegate.Batch
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    batch: tidegate.Batch,
+    *,
+    corrects: bool = True,
 ) -> LossDiagnostics | None:
     """One optimizer step on a batch; None if nothing can be learned from it.
 
-    Only groups whose rewards differ carry a gradient, so only their rows are computed.
+    Only groups whose rewards differ carry a gradient, so only their rows are computed. Tokens are
+    weighed by how much likelier they are now than when they were sampled, unless ``corrects`` is
+    False: that is what one loses.
     """
     rows = batch.advantages.nonzero().squeeze(1)
     if not len(rows):
@@ -122,7 +129,7 @@ def train_step(
     loss, diagnostics = decoupled_ppo_loss(
         logprobs,
         logprobs.detach(),  # one step per batch: the update starts from these very weights
-        batch.logprobs[rows, 1:],
+        batch.logprobs[rows, 1:] if corrects else logprobs.detach(),
         batch.advantages[rows, None],
         batch.loss_mask[rows, 1:],
         tokens_in_batch=batch.sampled_tokens,

@@ -57,12 +57,12 @@ class Core:
         self.policy = policy
         self.turns = TurnBook()
         self.prompts = Prompts(group_filter or GroupFilter())
-        self.groups = GroupBook(self.turns, self.prompts, group_size=group_size)
+        self.tasks = TakenTasks()
+        self.groups = GroupBook(self.turns, self.prompts, self.tasks, group_size=group_size)
         self.ledger = self.groups.ledger
         self.evaluation_ledger = self.groups.evaluation_ledger
         self.discarded_rollouts = self.groups.discarded_rollouts
         self.handed = HandedBatches(is_kept=survives_crashes)
-        self.tasks = TakenTasks()
         self.trained = TrainedCounts()
         self.trainer_version = 0
         self.batches_asked = 0
@@ -86,9 +86,7 @@ class Core:
         """How many tasks may arrive now."""
         if self.are_tasks_exhausted:
             return 0
-        return self.policy.admit(
-            waiting_groups=len(self.groups.in_order), training_groups=self.handed.num_groups
-        )
+        return self.policy.admit(self.groups, training_groups=self.handed.num_groups)
 
     @property
     def running_groups(self) -> int:
@@ -213,7 +211,8 @@ class Core:
         key = self.tasks.take(event.key)
         if self.prompts.pass_over(event.digest):
             return self._hand_over()
-        return self.groups.admit(event.task, key, event.digest)
+        is_retaken = event.key is not None
+        return self.groups.admit(event.task, key, event.digest, is_retaken=is_retaken)
 
     def _on_step(self, event: ev.StepArrived) -> list[ev.Command]:
         outcome = self.turns.step(event)
@@ -270,16 +269,22 @@ class Core:
         for group in batch:
             oldest = group.oldest_version
             if oldest is not None and oldest < oldest_trainable:
-                commands += self._give_up_stale(group)
+                commands += self._give_up(group, "stale")
         return commands
 
-    def _give_up_stale(self, group: Group) -> list[ev.Command]:
+    def _give_up(self, group: Group, reason: str) -> list[ev.Command]:
         """Its task is to be taken anew."""
         assert group.key is not None
         self.tasks.put_back(group.key)
         self.are_tasks_exhausted = False  # there is this one again
-        commands = self.groups.give_up_group(group, "stale")
+        commands = self.groups.give_up_group(group, reason)
         return [*commands, ev.RequeueTask(group.task, group.key)]
+
+    def _expire(self) -> list[ev.Command]:
+        """Give up what the policy says."""
+        policy = self.policy
+        expired = policy.expire(self.groups, trainer_version=self.trainer_version)
+        return [c for group in expired for c in self._give_up(group, policy.expiry_reason)]
 
     def _train(self, batch: list[Group]) -> list[ev.Command]:
         if not batch:
@@ -291,7 +296,8 @@ class Core:
         self.groups.train(batch, oldest_trainable=oldest_trainable)
         self.trained.batches += 1
         self.trained.count(batch, self.trainer_version, 1)
-        return [ev.HandOver(batch, self.trainer_version, number, oldest_trainable)]
+        hand_over = ev.HandOver(batch, self.trainer_version, number, oldest_trainable)
+        return [hand_over, *self._expire()]
 
     # ------------------------------------------------------------ versions
 
@@ -299,8 +305,7 @@ class Core:
         self.trainer_version = version
         self.is_restoring = False
         self.handed.publish(version)
-        expired = self.policy.expire(self.groups, trainer_version=version)
-        return self._release([c for group in expired for c in self._give_up_stale(group)])
+        return self._release(self._expire())
 
     def _release(self, commands: list[ev.Command]) -> list[ev.Command]:
         """Free the places of batches whose version is live on every engine."""

@@ -79,7 +79,13 @@ def digest(core: Core) -> str:
 def _group(group: Group) -> SavedGroup:
     rollouts = [_rollout(rollout) for rollout in group.rollouts]
     return SavedGroup(
-        group.group_id, group.key, group.digest, group.running, rollouts, group.version_floor
+        group.group_id,
+        group.key,
+        group.digest,
+        group.running,
+        rollouts,
+        group.version_floor,
+        group.is_retaken,
     )
 
 
@@ -238,7 +244,9 @@ def _load_groups(saved: SavedCore, core: Core) -> None:
 
 
 def _loaded_group(saved: SavedGroup) -> Group:
-    group = Group(saved.group_id, TASK_ELSEWHERE, saved.key, saved.digest)
+    group = Group(
+        saved.group_id, TASK_ELSEWHERE, saved.key, saved.digest, is_retaken=saved.is_retaken
+    )
     group.running, group.version_floor = saved.running, saved.version_floor
     group.rollouts = [_loaded_rollout(rollout, group) for rollout in saved.rollouts]
     return group

@@ -12,6 +12,7 @@ from tidegate.orchestrator.discards import Discards
 from tidegate.orchestrator.ledger import Ledger
 from tidegate.orchestrator.prompts import Prompts
 from tidegate.orchestrator.rollout import Group, Rollout, RolloutState, TaskKey, Turn
+from tidegate.orchestrator.taken_tasks import TakenTasks
 from tidegate.orchestrator.turns import TurnBook
 
 KEPT_ROLLOUTS_MIN = 2
@@ -24,8 +25,11 @@ EVALUATION_PRIORITY = -1
 class GroupBook:
     """All groups that are running or buffered, and the ledger of their tokens."""
 
-    def __init__(self, turns: TurnBook, prompts: Prompts, *, group_size: int) -> None:
+    def __init__(
+        self, turns: TurnBook, prompts: Prompts, tasks: TakenTasks, *, group_size: int
+    ) -> None:
         self._turns = turns
+        self._tasks = tasks
         self._prompts = prompts
         self.group_size = group_size
         self.ledger = Ledger()
@@ -61,6 +65,11 @@ class GroupBook:
         return next(iter(self._going.values()), None)
 
     @property
+    def returned_tasks(self) -> int:
+        """Tasks of groups that were given up, to be taken again."""
+        return len(self._tasks.requeued)
+
+    @property
     def running_groups(self) -> int:
         """Groups with at least one episode going on."""
         return len(self._going)
@@ -78,9 +87,11 @@ class GroupBook:
 
     # ------------------------------------------------------------ start
 
-    def admit(self, task: object, key: TaskKey, digest: bytes) -> list[ev.Command]:
+    def admit(
+        self, task: object, key: TaskKey, digest: bytes, *, is_retaken: bool
+    ) -> list[ev.Command]:
         """A task begins, as the newest group."""
-        group = Group(self.next_group_id, task, key, digest)
+        group = Group(self.next_group_id, task, key, digest, is_retaken=is_retaken)
         self.next_group_id += 1
         group.version_floor = self._turns.live_version
         self._waiting[group.group_id] = self._going[group.group_id] = group

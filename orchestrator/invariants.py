@@ -210,7 +210,7 @@ class Watch:
             self._dropped_groups += 1
             is_filtered = reason == "zero_variance"
             self._hardships.note(Hardship.FILTERED if is_filtered else Hardship.DROPPED)
-            if reason != "stale":  # a stale group's task is taken again
+            if reason not in ("stale", "tail"):  # their tasks are taken again
                 self.dropped[task] += 1
 
     def _check_batch(self, batch: ev.HandOver) -> None:

@@ -359,6 +359,8 @@ class Group:
     """Rollouts of it whose episode is going on."""
     version_floor: int = 0
     """No token of it is older, nor will be."""
+    is_retaken: bool = False
+    """Whether its task was taken before, by a group that was given up."""
 
     @property
     def is_evaluation(self) -> bool:

@@ -48,6 +48,7 @@ class SavedGroup(Saved):
     running: int
     rollouts: list[SavedRollout]
     version_floor: int
+    is_retaken: bool
 
 
 class SavedSubmission(Saved):

@@ -22,16 +22,10 @@ from tidegate.orchestrator.faults import (
     FaultKind,
     plan_faults,
 )
-from tidegate.policies.asynchrony import (
-    BoundedStaleness,
-    OnDeadline,
-    OneStepOffPolicy,
-    OverSampling,
-    Synchronous,
-    Unbounded,
-)
+from tidegate.policies.asynchrony import BoundedStaleness, OnDeadline, OneStepOffPolicy, Unbounded
 from tidegate.policies.consumption import Window
 from tidegate.policies.filters import DynamicSampling, GroupFilter
+from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
 from tidegate.policies.staleness import StalenessPolicy
 from tidegate.transport.messages import KvPolicy, PauseMode
 
@@ -54,7 +48,9 @@ TIGHT_BLOCKS = 15
 """Hold 60 tokens: the longest context of two short turns has 56, and several start at once."""
 
 
-PolicyName = Literal["bounded", "synchronous", "one-step", "unbounded", "over-sampling"]
+PolicyName = Literal[
+    "bounded", "synchronous", "one-step", "unbounded", "over-sampling", "tail-packing"
+]
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -211,6 +207,8 @@ class Scenario(
                 return Unbounded(groups_per_batch=batch, outstanding_groups_limit=3 * batch)
             case "over-sampling":
                 return OverSampling(groups_per_batch=batch, factor=2.0)
+            case "tail-packing":
+                return TailPacking(groups_per_batch=batch, factor=1.5)
             case "bounded":
                 window = Window(self.window_groups)
                 return BoundedStaleness(
@@ -225,8 +223,9 @@ class Scenario(
     def outstanding_groups_max(self) -> int:
         """How many groups its policy may have at once, worked out apart from the policies."""
         batch = self.groups_per_batch
-        batches = {"synchronous": 1, "one-step": 2, "unbounded": 3, "over-sampling": 2}
-        allowed = batches.get(self.policy, self.max_staleness + 1) * batch
+        batches: dict[str, float] = {"synchronous": 1, "one-step": 2, "unbounded": 3}
+        batches |= {"over-sampling": 2, "tail-packing": 1.5}
+        allowed = round(batches.get(self.policy, self.max_staleness + 1) * batch)
         is_limited = self.policy == "bounded" and self.outstanding_groups_limit is not None
         return min(allowed, self.outstanding_groups_limit or 1) if is_limited else allowed
 
@@ -234,6 +233,7 @@ class Scenario(
     def staleness_bound(self) -> int | None:
         """What no trained token may exceed, worked out apart from the policies."""
         others = {"synchronous": 0, "one-step": 1, "unbounded": None, "over-sampling": None}
+        others["tail-packing"] = 0
         if self.policy in others:
             return others[self.policy]
         if self.order == "window" and self.on_deadline == "wait":
@@ -329,7 +329,10 @@ def draw_scenario(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> Scenar
 
 def _with_policy(plain: Scenario) -> Scenario:
     chance = random.Random(f"{plain.seed}/policy")
-    others: tuple[PolicyName, ...] = ("synchronous", "one-step", "unbounded", "over-sampling")
+    others: tuple[PolicyName, ...] = (
+        *("synchronous", "one-step", "unbounded", "over-sampling"),
+        "tail-packing",
+    )
     return msgspec.structs.replace(
         plain,
         policy=chance.choice(others) if chance.random() < 0.2 else "bounded",

@@ -51,7 +51,9 @@ class TaskFeed:
     async def _take(self) -> None:
         taken = 0
         while self._core.capacity_groups:
-            task = await self.source.next()
+            core = self._core
+            prefers_returned = core.policy.prefers_returned(core.groups)
+            task = await self.source.next(prefers_returned=prefers_returned)
             if task is None:
                 self._handle([ev.TasksExhausted()])
                 return

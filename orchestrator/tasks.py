@@ -33,6 +33,8 @@ class TaskSource:
 
     def __init__(self, tasks: Tasks) -> None:
         self._returned: deque[Taken] = deque()
+        self._next: Taken | None = None
+        """A new one that was looked at already."""
         self._async: AsyncIterator[object] | None = None
         self._sync: Iterator[object] = iter(())
         if isinstance(tasks, AsyncIterable):
@@ -45,7 +47,7 @@ class TaskSource:
         return tasks is self._sync or tasks is self._async
 
     def put_back(self, task: object, key: TaskKey) -> None:
-        """Give this task out again before any other."""
+        """Give this task out again."""
         self._returned.append(Taken(task, key))
 
     def has_ended(self) -> bool:
@@ -54,19 +56,24 @@ class TaskSource:
         Known early, the end of tasks is told apart from a batch that waits for a publish. Of an
         async one nothing is known before it is asked.
         """
-        if not self._returned and self._async is None:
+        if not self._returned and self._next is None and self._async is None:
             task = next(self._sync, NO_MORE)
             if task is NO_MORE:
                 return True
-            self._returned.append(Taken(task))
+            self._next = Taken(task)
         return False
 
-    async def next(self) -> Taken | None:
-        """The next task, those put back first; None if there is none."""
-        if self._returned:
+    async def next(self, *, prefers_returned: bool) -> Taken | None:
+        """The next task, those put back first or last; None if there is none."""
+        if self._returned and prefers_returned:
             return self._returned.popleft()
+        taken, self._next = self._next, None
+        if taken is not None:
+            return taken
         task = await self.next_new()
-        return None if task is NO_MORE else Taken(task)
+        if task is not NO_MORE:
+            return Taken(task)
+        return self._returned.popleft() if self._returned else None
 
     async def next_new(self) -> object:
         """The next task of the user's iterator, or NO_MORE."""

@@ -1,10 +1,10 @@
-"""Which policies of staleness are there? From synchronous to unbounded, each with what it promises.
+"""How asynchronous may a run be? From one batch in advance to no bound, each with what it promises.
 
 Symbols: η ``max_staleness``, B ``groups_per_batch``, v the trainer's version.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal, Self
+from dataclasses import dataclass
+from typing import Literal
 
 from tidegate.errors import ConfigError
 from tidegate.policies.consumption import (
@@ -14,7 +14,7 @@ from tidegate.policies.consumption import (
     in_completion_order,
     in_window,
 )
-from tidegate.policies.staleness import G, OffPolicyness, StalenessPolicy, Waiting
+from tidegate.policies.staleness import G, StalenessPolicy, Waiting, WaitingGroup
 
 Order = Literal["admission", "completion"] | Window
 OnDeadline = Literal["wait", "mask", "drop"]
@@ -115,25 +115,6 @@ class BoundedStaleness(StalenessPolicy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Synchronous(StalenessPolicy):
-    """Every token is sampled by the weights that are trained on it: generate, then train."""
-
-    @property
-    def guaranteed_bound(self) -> int:
-        """0."""
-        return 0
-
-    @property
-    def allowed_groups(self) -> int:
-        """One batch."""
-        return self.groups_per_batch
-
-    def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
-        """All there are."""
-        return in_admission_order(waiting, groups)
-
-
-@dataclass(frozen=True, kw_only=True)
 class OneStepOffPolicy(StalenessPolicy):
     """Train on one batch while the next one is generated, whole, by the weights before.
 
@@ -151,10 +132,10 @@ class OneStepOffPolicy(StalenessPolicy):
         """One batch in training and one being generated."""
         return 2 * self.groups_per_batch
 
-    def admit(self, *, waiting_groups: int, training_groups: int) -> int:
+    def admit(self, waiting: Waiting[WaitingGroup], *, training_groups: int) -> int:
         """A whole batch, once the one before is handed over."""
-        free = self.outstanding_groups_max - waiting_groups - training_groups
-        return max(0, min(free, self.groups_per_batch - waiting_groups))
+        free = super().admit(waiting, training_groups=training_groups)
+        return max(0, min(free, self.groups_per_batch - len(waiting.in_order)))
 
     def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
         """All there are."""
@@ -185,114 +166,3 @@ class Unbounded(StalenessPolicy):
     def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
         """Those that ended first."""
         return in_completion_order(waiting, groups)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OverSampling(StalenessPolicy):
-    """More groups are started than a batch takes; those left over are carried to the next.
-
-    Active partial rollouts (APRIL, arXiv:2509.18521): when B groups have ended, generation pauses,
-    running turns are aborted, and they go on from their tokens under the next version, before any
-    new group. Made for engines and trainer that share their devices. It bounds no age: a group
-    that never is among the first is carried on.
-    """
-
-    factor: float = 2.0
-    """Groups outstanding, in batches."""
-
-    @property
-    def pauses_generation(self) -> bool:
-        """They do."""
-        return True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.factor < 1:
-            raise ConfigError(f"factor must be >= 1, or no batch ever fills; got {self.factor}")
-
-    @property
-    def allowed_groups(self) -> int:
-        """``factor·B``."""
-        return round(self.factor * self.groups_per_batch)
-
-    def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
-        """Those that ended first."""
-        return in_completion_order(waiting, groups)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdaptiveStaleness(BoundedStaleness):
-    """Moves η between two limits, so that samples are no further off-policy than they should be.
-
-    The trainer reports what it measures; a report that misses the target lowers η by one, and one
-    that leaves ``slack`` raises it by one. What it guarantees is the upper limit.
-    """
-
-    max_staleness: int = 1
-    """η, to begin with."""
-    lowest: int = 0
-    highest: int = 8
-    effective_sample_size_min: float | None = None
-    """The target, a share in (0, 1)."""
-    mismatch_kl_max: float | None = None
-    """The target, in nats per token."""
-    slack: float = 0.1
-    """η is raised only while what was measured is better than the target by this share of the
-    target's distance from on-policy, so that it doesn't swing."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.lowest <= self.max_staleness <= self.highest:
-            raise ConfigError(
-                f"lowest <= max_staleness <= highest must hold, got {self.lowest}, "
-                f"{self.max_staleness} and {self.highest}"
-            )
-        ess, kl = self.effective_sample_size_min, self.mismatch_kl_max
-        if (ess is None) == (kl is None):
-            raise ConfigError(
-                "AdaptiveStaleness holds one target: give effective_sample_size_min or "
-                "mismatch_kl_max"
-            )
-        if ess is not None and not 0 < ess < 1:
-            raise ConfigError(f"effective_sample_size_min is a share in (0, 1), got {ess}")
-        if kl is not None and kl <= 0:
-            raise ConfigError(f"mismatch_kl_max must be > 0 nats per token, got {kl}")
-
-    @property
-    def guaranteed_bound(self) -> int:
-        """That of the highest η."""
-        highest = replace(self, max_staleness=self.highest)
-        return super(AdaptiveStaleness, highest).guaranteed_bound
-
-    @property
-    def outstanding_groups_ceiling(self) -> int:
-        """Under the highest η: lowering η takes back no group that has started."""
-        return replace(self, max_staleness=self.highest).outstanding_groups_max
-
-    @property
-    def adaptation(self) -> int:
-        """η."""
-        return self.max_staleness
-
-    def adapted(self, adaptation: int) -> Self:
-        """With this η, or the nearest within the limits."""
-        eta = min(self.highest, max(self.lowest, adaptation))
-        return self if eta == self.max_staleness else replace(self, max_staleness=eta)
-
-    def observed(self, measured: OffPolicyness) -> Self:
-        """One step towards the target."""
-        return self.adapted(self.max_staleness + self._step(measured))
-
-    def _step(self, measured: OffPolicyness) -> int:
-        if self.effective_sample_size_min is not None:
-            if measured.effective_sample_size is None:
-                return 0
-            used = (1 - measured.effective_sample_size) / (1 - self.effective_sample_size_min)
-        else:
-            assert self.mismatch_kl_max is not None
-            if measured.mismatch_kl is None:
-                return 0
-            used = measured.mismatch_kl / self.mismatch_kl_max
-        if used > 1:
-            return -1
-        return 1 if used < 1 - self.slack else 0

@@ -24,6 +24,8 @@ class WaitingGroup(Protocol):
     """Rollouts that are going on; 0: it has ended, and may be trained on."""
     version_floor: int
     """No token of it is older, nor will be."""
+    is_retaken: bool
+    """Whether its task was taken before, by a group that was given up."""
 
     @property
     def oldest_version(self) -> int | None:
@@ -48,6 +50,10 @@ class Waiting(Protocol[G_co]):
     @property
     def oldest_running(self) -> G_co | None:
         """Of those that have not ended, the one admitted first."""
+
+    @property
+    def returned_tasks(self) -> int:
+        """Tasks of groups that were given up, to be taken again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,13 +123,17 @@ class StalenessPolicy:
 
     # ------------------------------------------------------------ admit
 
-    def admit(self, *, waiting_groups: int, training_groups: int) -> int:
+    def admit(self, waiting: Waiting[WaitingGroup], *, training_groups: int) -> int:
         """How many more groups may start now.
 
-        ``waiting_groups`` are running or buffered; ``training_groups`` were handed over, and the
-        version made from them isn't live on every engine yet.
+        ``training_groups`` were handed over, and the version made from them isn't live on every
+        engine yet.
         """
-        return max(0, self.outstanding_groups_max - waiting_groups - training_groups)
+        return max(0, self.outstanding_groups_max - len(waiting.in_order) - training_groups)
+
+    def prefers_returned(self, waiting: Waiting[WaitingGroup]) -> bool:
+        """Whether the next group takes a task that was given up rather than a new one."""
+        return True
 
     def can_fill_batch(self, *, unpublished_groups: int) -> bool:
         """Whether a batch can still fill while ``unpublished_groups`` wait for a publish.
@@ -155,8 +165,13 @@ class StalenessPolicy:
         return False
 
     def expire(self, waiting: Waiting[G], *, trainer_version: int) -> list[G]:
-        """Groups to be given up, now that there is a new version; their tasks are taken anew."""
+        """Groups to be given up, after a hand-over or a new version; their tasks are taken anew."""
         return []
+
+    @property
+    def expiry_reason(self) -> str:
+        """What the ledger calls them."""
+        return "stale"
 
     # ------------------------------------------------------------ adapt
 

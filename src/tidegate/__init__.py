@@ -21,16 +21,11 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.serve import Rollouts, SyncRollouts, serve, serve_sync
     from tidegate.orchestrator.statistics import RunStatistics
     from tidegate.orchestrator.watchdog import Stuck
-    from tidegate.policies.asynchrony import (
-        AdaptiveStaleness,
-        BoundedStaleness,
-        OneStepOffPolicy,
-        OverSampling,
-        Synchronous,
-        Unbounded,
-    )
+    from tidegate.policies.adaptive import AdaptiveStaleness
+    from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy, Unbounded
     from tidegate.policies.consumption import Window
     from tidegate.policies.filters import DynamicSampling, GroupFilter
+    from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
     from tidegate.policies.staleness import StalenessPolicy
 
 __all__ = [
@@ -52,6 +47,7 @@ __all__ = [
     "Stuck",
     "SyncRollouts",
     "Synchronous",
+    "TailPacking",
     "TidegateError",
     "Unbounded",
     "Window",
@@ -60,7 +56,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AdaptiveStaleness": "policies.asynchrony",
+    "AdaptiveStaleness": "policies.adaptive",
     "Batch": "orchestrator.batches",
     "BoundedStaleness": "policies.asynchrony",
     "DynamicSampling": "policies.filters",
@@ -69,7 +65,7 @@ _HOMES = {
     "GeneratedTurn": "orchestrator.episode",
     "GroupFilter": "policies.filters",
     "OneStepOffPolicy": "policies.asynchrony",
-    "OverSampling": "policies.asynchrony",
+    "OverSampling": "policies.rounds",
     "PackedBatch": "orchestrator.batches",
     "Rollouts": "orchestrator.serve",
     "RunSettings": "orchestrator.config",
@@ -77,7 +73,8 @@ _HOMES = {
     "StalenessPolicy": "policies.staleness",
     "Stuck": "orchestrator.watchdog",
     "SyncRollouts": "orchestrator.serve",
-    "Synchronous": "policies.asynchrony",
+    "Synchronous": "policies.rounds",
+    "TailPacking": "policies.rounds",
     "TidegateError": "errors",
     "Unbounded": "policies.asynchrony",
     "Window": "policies.consumption",

@@ -72,8 +72,8 @@ def one_group_too_many_is_admitted(patch: pytest.MonkeyPatch) -> None:
 def groups_in_training_are_not_outstanding(patch: pytest.MonkeyPatch) -> None:
     right = BoundedStaleness.admit
 
-    def admit(self: BoundedStaleness, *, waiting_groups: int, training_groups: int) -> int:
-        return right(self, waiting_groups=waiting_groups, training_groups=0)
+    def admit(self: BoundedStaleness, waiting: GroupBook, *, training_groups: int) -> int:
+        return right(self, waiting, training_groups=0)
 
     patch.setattr(BoundedStaleness, "admit", admit)
 

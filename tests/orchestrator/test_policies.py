@@ -9,7 +9,8 @@ from tidegate.orchestrator.batches import build_batch
 from tidegate.orchestrator.core_state import digest, load, save
 from tidegate.orchestrator.policy_record import policy_of, record_of
 from tidegate.orchestrator.rollout import Rollout
-from tidegate.policies.asynchrony import AdaptiveStaleness, BoundedStaleness, OneStepOffPolicy
+from tidegate.policies.adaptive import AdaptiveStaleness
+from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy
 from tidegate.policies.consumption import Window
 from tidegate.policies.filters import DynamicSampling
 from tidegate.policies.staleness import G, StalenessPolicy, Waiting

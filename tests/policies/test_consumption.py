@@ -8,16 +8,10 @@ import pytest
 from hypothesis import given, settings
 
 from tidegate.errors import ConfigError
-from tidegate.policies.asynchrony import (
-    AdaptiveStaleness,
-    BoundedStaleness,
-    OneStepOffPolicy,
-    Order,
-    OverSampling,
-    Synchronous,
-    Unbounded,
-)
+from tidegate.policies.adaptive import AdaptiveStaleness
+from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy, Order, Unbounded
 from tidegate.policies.consumption import Window
+from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
 from tidegate.policies.staleness import OffPolicyness, StalenessPolicy
 
 
@@ -28,6 +22,7 @@ class Job:
     group_id: int
     version_floor: int
     running: int = 1
+    is_retaken: bool = False
 
     @property
     def oldest_version(self) -> int | None:
@@ -40,6 +35,7 @@ class Queue:
     def __init__(self) -> None:
         self.jobs: OrderedDict[int, Job] = OrderedDict()
         self.done: OrderedDict[int, Job] = OrderedDict()
+        self.returned_tasks = 0
 
     @property
     def in_order(self) -> Collection[Job]:
@@ -52,6 +48,13 @@ class Queue:
     @property
     def oldest_running(self) -> Job | None:
         return next((job for job in self.jobs.values() if job.running), None)
+
+
+def queue_of(groups: int) -> Queue:
+    """Some groups that go on."""
+    queue = Queue()
+    queue.jobs.update({number: Job(number, 0) for number in range(groups)})
+    return queue
 
 
 @dataclass
@@ -70,7 +73,7 @@ def train(policy: StalenessPolicy, *, seed: int, versions: int) -> Outcome:
     outcome, next_id, laziness = Outcome([], 0, 0, is_stuck=False), 0, chance.random()
     stragglers: set[int] = set()
     while version < versions:
-        for _ in range(policy.admit(waiting_groups=len(queue.jobs), training_groups=0)):
+        for _ in range(policy.admit(queue, training_groups=0)):
             queue.jobs[next_id] = Job(next_id, version)
             stragglers |= {next_id} if chance.random() < 0.2 else set()
             next_id += 1
@@ -169,32 +172,46 @@ def test_so_many_of_a_version_are_trained_early_as_later_batches_have_no_room_fo
 def test_a_synchronous_run_admits_the_next_batch_only_when_the_last_one_is_published() -> None:
     policy = Synchronous(groups_per_batch=4)
     assert policy.guaranteed_bound == 0
-    assert policy.admit(waiting_groups=0, training_groups=4) == 0
-    assert policy.admit(waiting_groups=0, training_groups=0) == 4
+    assert policy.admit(queue_of(0), training_groups=4) == 0
+    assert policy.admit(queue_of(0), training_groups=0) == 4
 
 
 def test_a_one_step_pipeline_starts_a_batch_once_the_last_one_is_handed_over() -> None:
     policy = OneStepOffPolicy(groups_per_batch=4)
     assert policy.guaranteed_bound == 1
-    assert policy.admit(waiting_groups=1, training_groups=0) == 3
-    assert policy.admit(waiting_groups=4, training_groups=0) == 0
-    assert policy.admit(waiting_groups=0, training_groups=4) == 4
-    assert policy.admit(waiting_groups=0, training_groups=8) == 0
+    assert policy.admit(queue_of(1), training_groups=0) == 3
+    assert policy.admit(queue_of(4), training_groups=0) == 0
+    assert policy.admit(queue_of(0), training_groups=4) == 4
+    assert policy.admit(queue_of(0), training_groups=8) == 0
 
 
 def test_over_sampling_admits_by_its_factor_and_promises_no_age() -> None:
     policy = OverSampling(groups_per_batch=4, factor=1.5)
-    assert policy.admit(waiting_groups=0, training_groups=0) == 6
+    assert policy.admit(queue_of(0), training_groups=0) == 6
     assert policy.guaranteed_bound is None
     with pytest.raises(ConfigError, match=r"factor must be >= 1.*got 0\.5"):
         OverSampling(groups_per_batch=4, factor=0.5)
+
+
+def test_stragglers_are_packed_into_a_round_of_their_own_once_they_fill_one() -> None:
+    policy = TailPacking(groups_per_batch=4, factor=1.5)
+    queue = Queue()
+    assert policy.admit(queue, training_groups=4) == 0
+    assert (policy.admit(queue, training_groups=0), policy.prefers_returned(queue)) == (6, False)
+    queue.jobs[0] = Job(0, 0)
+    queue.returned_tasks = 4  # a short round goes on as such
+    assert (policy.admit(queue, training_groups=0), policy.prefers_returned(queue)) == (5, False)
+    del queue.jobs[0]
+    assert (policy.admit(queue, training_groups=0), policy.prefers_returned(queue)) == (4, True)
+    queue.jobs[1], queue.returned_tasks = Job(1, 0, is_retaken=True), 3
+    assert (policy.admit(queue, training_groups=0), policy.prefers_returned(queue)) == (3, True)
 
 
 def test_what_bounds_no_age_must_say_how_much_may_be_outstanding() -> None:
     with pytest.raises(ConfigError, match="needs outstanding_groups_limit"):
         Unbounded(groups_per_batch=4)
     policy = Unbounded(groups_per_batch=4, outstanding_groups_limit=9)
-    assert policy.admit(waiting_groups=2, training_groups=4) == 3
+    assert policy.admit(queue_of(2), training_groups=4) == 3
 
 
 # ---------------------------------------------------------------- adapting
