@@ -42,11 +42,8 @@ KINDS: tuple[type[Any], ...] = (
 """An event's number in a record is its place here: add at the end, remove none."""
 
 NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
-FIELDS = {
-    kind: [f.name for f in dataclasses.fields(kind) if f.name not in ("task", "busy_us")]
-    for kind in KINDS
-}
-"""What is written of each. Not tasks, and not what only a picture of the run is made of."""
+FIELDS = {kind: [f.name for f in dataclasses.fields(kind) if f.name != "task"] for kind in KINDS}
+"""What is written of each: not tasks."""
 
 GIVES = (ev.TurnAsked, ev.EpisodeReturned, ev.EpisodeFailed)
 """Events of a rollout whose episode may have added to its context."""
@@ -78,6 +75,7 @@ def encode_event(event: ev.Event, core: Core) -> bytes:
 
 
 def _step_record(event: ev.StepArrived) -> list[Any]:
+    """Without when it began: that only a picture of the run is made of."""
     return [
         0,
         event.engine,
@@ -90,6 +88,7 @@ def _step_record(event: ev.StepArrived) -> list[Any]:
         event.prefills,
         event.epoch,
         event.seq,
+        event.busy_us,
     ]
 
 
@@ -119,7 +118,9 @@ def _event(kind: type[Any], values: list[Any]) -> Any:
 
 
 def _step(values: list[Any]) -> ev.StepArrived:
-    engine, version, turns, token_ids, logprobs, finish, counts, prefills, epoch, seq = values
+    engine, version, turns, token_ids, logprobs, finish, counts, prefills, epoch, seq, *rest = (
+        values
+    )
     return ev.StepArrived(
         engine=engine,
         version=version,
@@ -131,4 +132,5 @@ def _step(values: list[Any]) -> ev.StepArrived:
         prefills=msgspec.convert(prefills, list[Prefill]),
         epoch=epoch,
         seq=seq,
+        busy_us=rest[0] if rest else 0,
     )

@@ -19,8 +19,8 @@ from tidegate.orchestrator.events import (
     Submit,
 )
 from tidegate.orchestrator.filing import Filing, StepOutcome, Submission
+from tidegate.orchestrator.placement import Placement, PlacementRules
 from tidegate.orchestrator.rollout import Rollout, Turn, TurnPrefill
-from tidegate.policies.routing import LeastLoaded
 from tidegate.transport.messages import (
     FINISH_REASONS,
     LENGTH,
@@ -50,19 +50,17 @@ class EngineTurns:
     """Those of them that are left once its steps before this seq are in were lost."""
     is_away: bool = False
     """Whether it is yet to come back, after a resume."""
+    speed: float = 1.0
+    """What its slots are weighed by."""
     filing: Filing = field(default_factory=Filing)
-
-    @property
-    def load(self) -> float:
-        """Turns per slot."""
-        return len(self.submissions) / self.max_running_turns
 
 
 class TurnBook:
     """All turns that are going on, by engine and handle."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: PlacementRules | None = None) -> None:
         self.engines: dict[str, EngineTurns] = {}
+        self.placement = Placement(self.engines, rules or PlacementRules())
         self.live_version = 0
         """The oldest weights that a turn submitted now could be sampled by. Never falls."""
         self.next_handle = 0
@@ -70,8 +68,6 @@ class TurnBook:
         """Turns with their priorities, for which there is no engine now."""
         self.streams: dict[str, tuple[int, int]] = {}
         """Engine -> (epoch, next seq): which of its steps have been taken in."""
-        self._fit: LeastLoaded | None = None
-        """Engines that may get a turn; None: to be looked at anew."""
         self._oldest: set[str] = set()
         """Engines that serve ``live_version`` or older; empty: to be looked at anew."""
 
@@ -90,11 +86,12 @@ class TurnBook:
             commands += self.leave(name)
             engine = None
         if engine is None:
-            engine = self.engines[name] = EngineTurns(0, 1, epoch=event.epoch)
+            speed = self.placement.first_speed(name)
+            engine = self.engines[name] = EngineTurns(0, 1, epoch=event.epoch, speed=speed)
         engine.weight_version = event.weight_version
         engine.max_running_turns = event.max_running_turns
         engine.is_away = False
-        self._fit = None
+        self.placement.forget()
         engine.replay_until = event.replay_until
         held = set(event.held)
         engine.missing = [handle for handle in engine.submissions if handle not in held]
@@ -120,7 +117,7 @@ class TurnBook:
     def resume(self) -> None:
         """Another process goes on: no engine is there until it says hello."""
         self.next_handle = (self.next_handle + HANDLES_PER_PROCESS) & 0xFFFFFFFF
-        self._fit = None
+        self.placement.forget()
         for engine in self.engines.values():
             engine.is_away = True
 
@@ -131,7 +128,8 @@ class TurnBook:
                 submission.turn.place = None
                 self.waiting[submission.turn] = submission.priority
             engine.submissions.clear()
-        self._fit, self._oldest = None, set()
+        self.placement.forget()
+        self._oldest = set()
         self.live_version = max(self.live_version, live_version)
 
     def leave(self, engine: str) -> list[Command]:
@@ -140,7 +138,7 @@ class TurnBook:
         if gone is None:
             return []
         gone.filing.end()
-        self._fit = None
+        self.placement.forget()
         self._raise_live_version()
         orphans = sorted(gone.submissions.values(), key=lambda s: s.priority)
         return [c for orphan in orphans for c in self.submit(orphan.turn, orphan.priority)]
@@ -150,7 +148,7 @@ class TurnBook:
         held = self.engines.get(engine)
         if held is not None:
             held.weight_version = version
-            self._rank(engine, held)
+            self.placement.rank(engine, self.live_version)
             if version > self.live_version:
                 self._oldest.discard(engine)
             if not self._oldest:  # else the version that they serve is live still
@@ -165,22 +163,24 @@ class TurnBook:
     # ------------------------------------------------------------ turns out
 
     def submit(self, turn: Turn, priority: int) -> list[Command]:
-        """Send a turn, with what it has sampled so far, to the least loaded engine.
+        """Send a turn, with what it has sampled so far, to the engine that routing chooses.
 
         An engine that serves weights older than ``live_version`` (a late joiner) gets none, for
         its tokens could be older than admission has counted on.
         """
-        name = self._least_loaded()
+        name = self.placement.choose(turn, self.next_handle, self.live_version)
         if name is None:
             turn.place = None
             self.waiting[turn] = priority
             return []
+        return [self._send(turn, priority, name)]
+
+    def _send(self, turn: Turn, priority: int, name: str) -> Submit:
         handle = self.next_handle
         self.next_handle = (handle + 1) & 0xFFFFFFFF
-        engine = self.engines[name]
-        engine.submissions[handle] = Submission(turn, priority, turn.length)
+        self.engines[name].submissions[handle] = Submission(turn, priority, turn.length)
         turn.place = (name, handle)
-        self._rank(name, engine)
+        self.placement.rank(name, self.live_version)
         sampling = turn.sampling
         if turn.length:
             sampling = replace(sampling, max_tokens=sampling.max_tokens - turn.length)
@@ -191,27 +191,37 @@ class TurnBook:
             priority=priority,
             sampled_before=turn.length,
         )
-        return [Submit(name, message)]
+        return Submit(name, message)
 
-    def _least_loaded(self) -> str | None:
-        """Whom the next turn goes to, if anybody may have it."""
-        if self._fit is None:
-            self._fit = LeastLoaded()
-            for name, engine in self.engines.items():
-                self._rank(name, engine)
-        return self._fit.least()
+    def move(self, turn: Turn, to: str) -> list[Command]:
+        """Have a running turn go on elsewhere from its tokens so far, with the same priority.
 
-    def _rank(self, name: str, engine: EngineTurns) -> None:
-        """An engine's load or weights have changed."""
-        if self._fit is None:
-            return
-        if engine.weight_version >= self.live_version and not engine.is_away:
-            self._fit.set(name, engine.load)
-        else:
-            self._fit.discard(name)
+        What its old engine samples until it hears of that is unwanted, and counted so. A turn that
+        has ended, is there already, or may not be sent there stays where it is; so does one whose
+        engine is away, or serves newer weights than the other: it would fall behind again.
+        """
+        if turn.place is None or turn.length >= turn.sampling.max_tokens:
+            return []
+        name, handle = turn.place
+        engine = self.engines[name]
+        if name == to or engine.is_away or not self.placement.is_open(to, self.live_version):
+            return []
+        if self.engines[to].weight_version < engine.weight_version:
+            return []
+        engine.filing.end()  # what it has piled up comes before what the other will send
+        moved = self._pop(name, handle)
+        assert moved is not None, f"turn {handle} is not on {name}"
+        return [Cancel(name, handle), self._send(turn, moved.priority, to)]
+
+    def _relieve(self, event: StepArrived) -> list[Command]:
+        """Move the stragglers, if it is time to."""
+        commands: list[Command] = []
+        for move in self.placement.moves(event, self.live_version):
+            commands += self.move(self.engines[move.engine].submissions[move.handle].turn, move.to)
+        return commands
 
     def _submit_waiting(self) -> list[Command]:
-        if not self.waiting or self._least_loaded() is None:
+        if not self.waiting or not self.placement.has_any(self.live_version):
             return []
         waiting, self.waiting = self.waiting, {}
         return [c for turn, priority in waiting.items() for c in self.submit(turn, priority)]
@@ -241,7 +251,7 @@ class TurnBook:
         submission = turns.submissions.pop(handle, None) if turns else None
         if turns is not None and submission is not None:
             submission.turn.place = None
-            self._rank(engine, turns)
+            self.placement.rank(engine, self.live_version)
         return submission
 
     # ------------------------------------------------------------ tokens in
@@ -261,6 +271,9 @@ class TurnBook:
         self.streams[event.engine] = (event.epoch, event.seq + 1)
         if engine is not None and engine.missing:
             outcome.commands += self._send_missing(event.engine, engine)
+        if engine is not None and self.placement.watches_steps:
+            self.placement.measure(event, self.live_version)
+            outcome.commands += self._relieve(event)
         return outcome
 
     def _take_ended(
@@ -274,7 +287,7 @@ class TurnBook:
             if code != RUNNING and (ended := engine.submissions.pop(handle, None)) is not None:
                 ended.turn.place = None
                 taken.append((ended, code))
-        self._rank(event.engine, engine)
+        self.placement.rank(event.engine, self.live_version)
         return taken
 
     @staticmethod

@@ -1,49 +1,168 @@
-"""Is it always the least loaded, and the same one each time?"""
+"""Does each policy choose by its rule, the same each time, and without looking at all engines?"""
 
 import random
 
-from tidegate.policies.routing import LeastLoaded
+import pytest
+
+from tidegate.policies.routing import (
+    EngineLoads,
+    LeastLoaded,
+    PowerOfTwoChoices,
+    PrefixAffinity,
+    Routing,
+    SessionAffinity,
+    TurnToRoute,
+)
 
 
-def test_of_equal_loads_the_first_by_name_is_chosen() -> None:
-    engines = LeastLoaded()
-    for name in ("b", "c", "a"):
-        engines.set(name, 0.5)
-    assert engines.least() == "a"
+def loads_of(turns: dict[str, int], capacity: float = 10) -> EngineLoads:
+    loads = EngineLoads()
+    for name, count in turns.items():
+        loads.set(name, count, capacity)
+    return loads
+
+
+def turn(number: int = 0, group_id: int = 0, kv_engine: str | None = None) -> TurnToRoute:
+    return TurnToRoute(number=number, group_id=group_id, kv_engine=kv_engine)
+
+
+POLICIES = [
+    LeastLoaded(),
+    PowerOfTwoChoices(seed=3),
+    SessionAffinity(margin_turns=2),
+    PrefixAffinity(margin_turns=4),
+    SessionAffinity(otherwise=PrefixAffinity(otherwise=PowerOfTwoChoices())),
+]
+
+
+# ---------------------------------------------------------------- loads
+
+
+def test_of_equal_loads_the_first_by_name_is_the_least() -> None:
+    assert loads_of({"b": 5, "c": 5, "a": 5}).least() == "a"
 
 
 def test_a_load_that_has_changed_counts_and_not_what_it_was() -> None:
-    engines = LeastLoaded()
-    engines.set("a", 0.0)
-    engines.set("b", 1.0)
-    engines.set("a", 2.0)
-    assert engines.least() == "b"
-    engines.set("a", 0.0)
-    assert engines.least() == "a"
+    loads = loads_of({"a": 0, "b": 1})
+    loads.set("a", 2, 10)
+    assert loads.least() == "b"
+    loads.set("a", 0, 10)
+    assert loads.least() == "a"
 
 
 def test_nobody_is_chosen_who_may_not_be() -> None:
-    engines = LeastLoaded()
-    engines.set("a", 0.0)
-    engines.set("b", 1.0)
-    engines.discard("a")
-    engines.discard("never there")
-    assert engines.least() == "b"
-    engines.discard("b")
-    assert engines.least() is None
+    loads = loads_of({"a": 0, "b": 1})
+    loads.discard("a")
+    loads.discard("never there")
+    assert loads.least() == "b"
+    assert loads.names == ["b"]
+    loads.discard("b")
+    assert loads.least() is None
 
 
-def test_after_any_history_it_is_the_one_that_a_look_at_all_would_find() -> None:
+def test_after_any_history_the_least_is_the_one_that_a_look_at_all_would_find() -> None:
     chance = random.Random(7)
-    engines = LeastLoaded()
-    loads: dict[str, float] = {}
+    loads = EngineLoads()
+    known: dict[str, float] = {}
     for _ in range(5000):
         name = f"engine-{chance.randrange(12)}"
         if chance.random() < 0.1:
-            engines.discard(name)
-            loads.pop(name, None)
+            loads.discard(name)
+            known.pop(name, None)
         else:
-            loads[name] = chance.randrange(8) / 4
-            engines.set(name, loads[name])
-        expected = min(((load, name) for name, load in loads.items()), default=(0.0, None))[1]
-        assert engines.least() == expected
+            turns, capacity = chance.randrange(8), chance.choice((2.0, 4.0))
+            known[name] = turns / capacity
+            loads.set(name, turns, capacity)
+        assert (
+            loads.least()
+            == min(((load, name) for name, load in known.items()), default=(0.0, None))[1]
+        )
+        assert loads.names == sorted(known)
+
+
+def test_an_engine_twice_as_fast_is_as_loaded_with_twice_the_turns() -> None:
+    loads = EngineLoads()
+    loads.set("slow", 3, 8.0)
+    loads.set("twice as fast", 6, 16.0)
+    assert loads.excess_turns("twice as fast") == 0
+    loads.set("slow", 2, 8.0)
+    assert loads.excess_turns("twice as fast") == 2
+
+
+# ---------------------------------------------------------------- every policy
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_a_policy_chooses_somebody_who_may_be_chosen_and_the_same_one_when_asked_again(
+    policy: Routing,
+) -> None:
+    chance = random.Random(1)
+    known: dict[str, int] = {}
+    loads = EngineLoads()
+    for number in range(2000):
+        name = f"engine-{chance.randrange(6)}"
+        if chance.random() < 0.2:
+            known.pop(name, None)
+            loads.discard(name)
+        else:
+            known[name] = chance.randrange(20)
+            loads.set(name, known[name], 8.0)
+        asked = turn(number, chance.randrange(-3, 50), chance.choice((None, "engine-1", "gone")))
+        chosen = policy.choose(loads, asked)
+        assert chosen in known if known else chosen is None
+        assert policy.choose(loads_of(known, 8.0), asked) == chosen  # made anew, as after a crash
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_a_policy_leaves_no_engine_far_behind(policy: Routing) -> None:
+    turns = dict.fromkeys("abcdef", 0)
+    loads = loads_of(turns)
+    chance = random.Random(2)
+    for number in range(600):
+        engine = policy.choose(loads, turn(number, number // 4, chance.choice((None, "a"))))
+        assert engine is not None
+        turns[engine] += 1
+        loads.set(engine, turns[engine], 10)
+    assert max(turns.values()) - min(turns.values()) <= 17  # the widest margin, and one turn
+
+
+# ---------------------------------------------------------------- one by one
+
+
+def test_two_choices_take_the_less_loaded_of_two() -> None:
+    loads = loads_of({"a": 9, "b": 0})
+    assert {PowerOfTwoChoices().choose(loads, turn(number)) for number in range(50)} == {"b"}
+
+
+def test_two_choices_draw_all_engines_alike_and_other_seeds_others() -> None:
+    loads = loads_of(dict.fromkeys("abcdefgh", 1))
+    drawn = [PowerOfTwoChoices(seed=5).choose(loads, turn(number)) for number in range(8000)]
+    shares = [drawn.count(name) for name in loads.names]
+    # Of equal loads the first by name: name i of 8 is it in (7 - i) of 28 pairs.
+    for share, pairs in zip(shares, range(7, -1, -1), strict=True):
+        assert abs(share - 8000 * pairs / 28) < 200
+    assert drawn != [
+        PowerOfTwoChoices(seed=6).choose(loads, turn(number)) for number in range(8000)
+    ]
+
+
+def test_a_rollout_stays_where_its_kv_is_up_to_the_margin_and_no_further() -> None:
+    policy = SessionAffinity(margin_turns=3)
+    assert policy.choose(loads_of({"a": 0, "b": 3}), turn(kv_engine="b")) == "b"
+    assert policy.choose(loads_of({"a": 0, "b": 4}), turn(kv_engine="b")) == "a"
+    assert policy.choose(loads_of({"a": 0, "b": 4}), turn(kv_engine="gone")) == "a"
+    assert policy.choose(loads_of({"a": 0, "b": 4}), turn()) == "a"
+
+
+def test_a_group_stays_together_until_its_engine_is_too_full() -> None:
+    policy = PrefixAffinity(margin_turns=2)
+    loads = loads_of({"a": 0, "b": 0, "c": 0})
+    assert [policy.choose(loads, turn(group_id=group)) for group in range(5)] == list("abcab")
+    assert policy.choose(loads_of({"a": 0, "b": 3, "c": 0}), turn(group_id=1)) == "a"
+
+
+def test_a_margin_below_0_is_refused() -> None:
+    with pytest.raises(ValueError, match="margin_turns .* got -1"):
+        SessionAffinity(margin_turns=-1)
+    with pytest.raises(ValueError, match="margin_turns .* got -1"):
+        PrefixAffinity(margin_turns=-1)
