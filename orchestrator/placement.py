@@ -1,4 +1,4 @@
-"""Which engine does a turn go to, and when does it go on elsewhere? Loads and policies, no turn book.
+"""Which engine does a turn go to, and when does it go on elsewhere? By load and policy.
 
 It knows which engines may get turns and how full they are. All of that follows from the engines and
 their turns: nothing here needs saving, and a core that lives through its events again chooses the

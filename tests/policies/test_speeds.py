@@ -1,4 +1,4 @@
-"""Is an engine's speed what it does per second of work, and not how many turns it happens to have?"""
+"""Is an engine's speed what it does per second of work, however many turns it has?"""
 
 import random
 
