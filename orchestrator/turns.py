@@ -208,7 +208,6 @@ class TurnBook:
             return []
         if self.engines[to].weight_version < engine.weight_version:
             return []
-        engine.filing.end()  # what it has piled up comes before what the other will send
         moved = self._pop(name, handle)
         assert moved is not None, f"turn {handle} is not on {name}"
         return [Cancel(name, handle), self._send(turn, moved.priority, to)]

@@ -75,6 +75,16 @@ def test_a_turn_goes_on_elsewhere_from_its_tokens_and_with_its_priority() -> Non
     assert turn.finish_reason == "stop"
 
 
+def test_a_turn_that_has_moved_leaves_its_place() -> None:
+    driver = driver_with(PLAIN, "ab", 3)
+    rollouts = rollouts_of(driver)
+    for rollout in rollouts[:2]:
+        driver.ask_turn(rollout)
+    move(driver, rollouts[0], "b")
+    driver.ask_turn(rollouts[2])
+    assert [engine_of(driver, r) for r in rollouts] == ["b", "b", "a"]
+
+
 def test_what_the_old_engine_samples_until_it_has_heard_is_unwanted() -> None:
     driver = driver_with(PLAIN, "ab", 1)
     (rollout,) = rollouts_of(driver)

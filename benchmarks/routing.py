@@ -1,0 +1,102 @@
+"""What does it cost to find an engine for a turn, among ten and among a thousand?
+
+``python -m benchmarks.routing [--json]`` prints ``name, value, unit, peer, ratio``. One turn is
+sent to the engine that the policy chooses, and the oldest of those that run is taken back; 50 run
+per engine. The CPU time of both is a value, the same among ten engines its peer; values are
+medians.
+"""
+
+import argparse
+import json
+import statistics
+from collections import deque
+from dataclasses import asdict, dataclass
+from time import process_time
+
+from tidegate.orchestrator.events import EngineJoined
+from tidegate.orchestrator.placement import PlacementRules
+from tidegate.orchestrator.rollout import Rollout, Turn
+from tidegate.orchestrator.turns import TurnBook
+from tidegate.policies.routing import (
+    LeastLoaded,
+    PowerOfTwoChoices,
+    PrefixAffinity,
+    Routing,
+    SessionAffinity,
+)
+from tidegate.transport.messages import SamplingParams
+
+POLICIES: dict[str, Routing] = {
+    "least_loaded": LeastLoaded(),
+    "session_affinity": SessionAffinity(),
+    "prefix_affinity": PrefixAffinity(),
+    "power_of_two_choices": PowerOfTwoChoices(),
+}
+TURNS_PER_ENGINE = 50
+TURNS = 20_000
+RUNS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    value: float
+    unit: str
+    peer: float
+    ratio: float
+
+
+class Crowd:
+    """A turn book with many turns, one of which comes and one goes."""
+
+    def __init__(self, policy: Routing, engines: int) -> None:
+        self._book = TurnBook(PlacementRules(routing=policy))
+        for number in range(engines):
+            self._book.join(EngineJoined(f"engine-{number:04}", 0, 64))
+        self._running: deque[Rollout] = deque()
+        self._sent = 0
+        for _ in range(engines * TURNS_PER_ENGINE):
+            self._send()
+
+    def _send(self) -> None:
+        rollout = Rollout(self._sent, self._sent // 8, self._sent % 8)
+        self._sent += 1
+        turn = Turn(rollout, SamplingParams(max_tokens=8))
+        rollout.turns.append(turn)
+        self._running.append(rollout)
+        self._book.submit(turn, rollout.group_id)
+
+    def us_per_turn(self) -> float:
+        """CPU time to send one and take one back."""
+        began_s = process_time()
+        for _ in range(TURNS):
+            self._send()
+            self._book.cancel(self._running.popleft())
+        return (process_time() - began_s) / TURNS * 1e6
+
+
+def measure(name: str, policy: Routing) -> Row:
+    """Both sizes by turns, so that a busy machine slows them alike."""
+    few, many = Crowd(policy, 10), Crowd(policy, 1000)
+    samples = [(few.us_per_turn(), many.us_per_turn()) for _ in range(RUNS)]
+    peer, value = (statistics.median(column) for column in zip(*samples, strict=True))
+    return Row(f"{name}_1000_engines", value, "us/turn", peer, value / peer)
+
+
+def main() -> None:
+    """Measure all, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one object a line")
+    as_json = parser.parse_args().json
+    for name, policy in POLICIES.items():
+        row = measure(name, policy)
+        if as_json:
+            print(json.dumps(asdict(row)))
+        else:
+            print(f"{row.name:36} {row.value:8.2f} {row.unit:8} {row.peer:8.2f} {row.ratio:6.2f}")
+
+
+if __name__ == "__main__":
+    main()
