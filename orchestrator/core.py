@@ -12,6 +12,7 @@ from tidegate.errors import PolicyBroken, TidegateError
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.groups import GroupBook
 from tidegate.orchestrator.handed_batches import HandedBatch, HandedBatches
+from tidegate.orchestrator.placement import PlacementRules
 from tidegate.orchestrator.prompts import Prompts
 from tidegate.orchestrator.rollout import Group, Rollout, TaskKey
 from tidegate.orchestrator.taken_tasks import TakenTasks
@@ -51,11 +52,12 @@ class Core:
         group_size: int,
         group_filter: GroupFilter | None = None,
         survives_crashes: bool = False,
+        placement: PlacementRules | None = None,
     ) -> None:
         """``survives_crashes``: its events are kept, so that another process may go on from them;
         then batches are kept too, until the trainer's checkpoint holds them."""
         self.policy = policy
-        self.turns = TurnBook()
+        self.turns = TurnBook(placement)
         self.prompts = Prompts(group_filter or GroupFilter())
         self.tasks = TakenTasks()
         self.groups = GroupBook(self.turns, self.prompts, self.tasks, group_size=group_size)
