@@ -9,6 +9,7 @@ from tests.orchestrator.driver import Driver
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.placement import Placement, PlacementRules
+from tidegate.policies.staleness import StalenessPolicy
 from tidegate.policies.stragglers import EngineView, Move, Stragglers
 
 
@@ -35,12 +36,12 @@ def place_by(core: Core, rules: PlacementRules) -> None:
 class PlacedDriver(Driver):
     """A driver whose engines count their steps, as real ones do."""
 
-    def __init__(self, rules: PlacementRules, **settings: int) -> None:
+    def __init__(self, rules: PlacementRules, policy: StalenessPolicy, group_size: int) -> None:
         self._rules = rules
         self._steps: Counter[str] = Counter()
         self.busy_us: dict[str, int] = {}
         """Of each step of an engine; 0 for those that don't measure."""
-        super().__init__(**settings)
+        super().__init__(policy=policy, group_size=group_size)
 
     def new_core(self) -> Core:
         core = super().new_core()

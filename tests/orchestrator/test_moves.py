@@ -1,5 +1,7 @@
 """Does a turn that goes on elsewhere keep its tokens, their versions and its priority?"""
 
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
@@ -7,7 +9,7 @@ from hypothesis.stateful import initialize
 
 from tests.orchestrator.driver import PROMPT, step
 from tests.orchestrator.placed_driver import MovesAnything, PlacedDriver, place_by
-from tests.orchestrator.test_core_by_chance import AnyRun
+from tests.orchestrator.test_core_by_chance import ORDERS, AnyRun
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.core_state import digest
 from tidegate.orchestrator.event_log import replay
@@ -17,6 +19,7 @@ from tidegate.orchestrator.rollout import Rollout
 from tidegate.orchestrator.scenario import Scenario, draw_scenario
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.simulation import Simulation, SimulationReport, silent_log
+from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.routing import PowerOfTwoChoices, PrefixAffinity, SessionAffinity
 from tidegate.policies.speeds import DeclaredSpeeds, MeasuredSpeeds
 from tidegate.policies.stragglers import EvenOut, LongTailLane
@@ -27,7 +30,8 @@ LANE = PlacementRules(stragglers=LongTailLane(min_tokens=4, engines=1, slots=2, 
 
 
 def driver_with(rules: PlacementRules, engines: str, groups: int) -> PlacedDriver:
-    driver = PlacedDriver(rules, max_staleness=0, groups_per_batch=groups, group_size=1)
+    policy = BoundedStaleness(max_staleness=0, groups_per_batch=groups)
+    driver = PlacedDriver(rules, policy, group_size=1)
     for name in engines:
         driver.join(name)
     driver.fill()
@@ -196,7 +200,8 @@ def test_a_rollouts_next_turn_goes_where_its_last_one_was() -> None:
 
 def test_the_rollouts_of_a_group_go_to_one_engine() -> None:
     rules = PlacementRules(routing=PrefixAffinity(margin_turns=3))
-    driver = PlacedDriver(rules, max_staleness=0, groups_per_batch=2, group_size=3)
+    policy = BoundedStaleness(max_staleness=0, groups_per_batch=2)
+    driver = PlacedDriver(rules, policy, group_size=3)
     for name in "ab":
         driver.join(name)
     driver.fill()
@@ -244,7 +249,6 @@ ANY_RULES = [
     PlacementRules(routing=PowerOfTwoChoices(seed=9), stragglers=MovesAnything()),
     PlacementRules(
         routing=SessionAffinity(otherwise=PrefixAffinity()),
-        speeds=DeclaredSpeeds({"engine-1": 2.5}),
         stragglers=LongTailLane(min_tokens=2, engines=2, slots=2, check_steps=1),
     ),
     PlacementRules(stragglers=EvenOut(gap_turns=2, check_steps=1)),
@@ -255,15 +259,17 @@ class AnyMovingRun(AnyRun):
     """The same, with turns that move; its resumes show that a replay moves them the same way."""
 
     @initialize(
+        rules=st.sampled_from(ANY_RULES),
+        size=st.integers(1, 3),
         eta=st.integers(0, 3),
         batch=st.integers(1, 3),
-        size=st.integers(1, 3),
-        rules=st.sampled_from(ANY_RULES),
+        order=st.sampled_from(ORDERS),
+        on_deadline=st.sampled_from(("wait", "mask", "drop")),
     )
-    def start(self, eta: int, batch: int, size: int, rules: PlacementRules) -> None:
-        self.driver = PlacedDriver(
-            rules, max_staleness=eta, groups_per_batch=batch, group_size=size
-        )
+    def start(self, rules: PlacementRules, size: int, **policy: Any) -> None:
+        eta, batch = policy.pop("eta"), policy.pop("batch")
+        self.policy = BoundedStaleness(max_staleness=eta, groups_per_batch=batch, **policy)
+        self.driver = PlacedDriver(rules, self.policy, group_size=size)
         self.driver.join("engine-0")
         self.engines_made = 1
         self.batches_asked = 0
