@@ -3,10 +3,11 @@
 ``python -m benchmarks.routing [--json]`` prints ``name, value, unit, peer, ratio``. One turn is
 sent to the engine that the policy chooses, and the oldest of those that run is taken back; 50 run
 per engine. The CPU time of both is a value, the same among ten engines its peer; values are
-medians.
+medians. The garbage collector is off, for it looks at all turns, whoever chooses.
 """
 
 import argparse
+import gc
 import json
 import statistics
 from collections import deque
@@ -90,6 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one object a line")
     as_json = parser.parse_args().json
+    gc.disable()
     for name, policy in POLICIES.items():
         row = measure(name, policy)
         if as_json:

@@ -70,12 +70,20 @@ class EngineLoads:
         """Turns per unit of capacity of one that may be chosen."""
         return self._loads[name]
 
-    def excess_turns(self, name: str) -> float | None:
-        """How many turns more than if it were as loaded as the least; None if it may get none."""
+    def is_near_least(self, name: str, margin_turns: int) -> bool:
+        """Whether it has at most so many turns more than if it were as loaded as the least.
+
+        False for one that may not be chosen.
+        """
+        load = self._loads.get(name)
+        if load is None:
+            return False
+        capacity = self._capacities[name]
+        # The first entry may be outdated, but no load is below it: that is mostly all one needs.
+        if (load - self._heap[0][0]) * capacity <= margin_turns:
+            return True
         least = self.least()
-        if least is None or name not in self._loads:
-            return None
-        return (self._loads[name] - self._loads[least]) * self._capacities[name]
+        return least is not None and (load - self._loads[least]) * capacity <= margin_turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,10 +160,9 @@ class SessionAffinity(Routing):
 
     def choose(self, loads: EngineLoads, turn: TurnToRoute) -> str | None:
         """See :meth:`Routing.choose`."""
-        if turn.kv_engine is not None:
-            excess = loads.excess_turns(turn.kv_engine)
-            if excess is not None and excess <= self.margin_turns:
-                return turn.kv_engine
+        engine = turn.kv_engine
+        if engine is not None and loads.is_near_least(engine, self.margin_turns):
+            return engine
         return self.otherwise.choose(loads, turn)
 
 
@@ -180,8 +187,7 @@ class PrefixAffinity(Routing):
         names = loads.names
         if names:
             home = names[turn.group_id % len(names)]
-            excess = loads.excess_turns(home)
-            if excess is not None and excess <= self.margin_turns:
+            if loads.is_near_least(home, self.margin_turns):
                 return home
         return self.otherwise.choose(loads, turn)
 

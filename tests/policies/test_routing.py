@@ -84,9 +84,19 @@ def test_an_engine_twice_as_fast_is_as_loaded_with_twice_the_turns() -> None:
     loads = EngineLoads()
     loads.set("slow", 3, 8.0)
     loads.set("twice as fast", 6, 16.0)
-    assert loads.excess_turns("twice as fast") == 0
+    assert loads.is_near_least("twice as fast", 0)
     loads.set("slow", 2, 8.0)
-    assert loads.excess_turns("twice as fast") == 2
+    assert not loads.is_near_least("twice as fast", 1)
+    assert loads.is_near_least("twice as fast", 2)
+
+
+def test_an_outdated_load_is_no_measure_of_the_least() -> None:
+    """It may lie below every load that there is, and never above."""
+    loads = loads_of({"a": 0, "b": 9})
+    loads.set("a", 8, 10)
+    assert loads.is_near_least("b", 1)
+    assert not loads.is_near_least("b", 0)
+    assert not loads.is_near_least("never there", 100)
 
 
 # ---------------------------------------------------------------- every policy
