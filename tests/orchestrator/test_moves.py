@@ -80,13 +80,13 @@ def test_a_turn_goes_on_elsewhere_from_its_tokens_and_with_its_priority() -> Non
 
 
 def test_a_turn_that_has_moved_leaves_its_place() -> None:
-    driver = driver_with(PLAIN, "ab", 3)
+    driver = driver_with(PLAIN, "abc", 4)
     rollouts = rollouts_of(driver)
-    for rollout in rollouts[:2]:
+    for rollout in rollouts[:3]:
         driver.ask_turn(rollout)
-    move(driver, rollouts[0], "b")
-    driver.ask_turn(rollouts[2])
-    assert [engine_of(driver, r) for r in rollouts] == ["b", "b", "a"]
+    move(driver, rollouts[2], "a")
+    driver.ask_turn(rollouts[3])
+    assert [engine_of(driver, r) for r in rollouts] == ["a", "b", "a", "c"]
 
 
 def test_what_the_old_engine_samples_until_it_has_heard_is_unwanted() -> None:
