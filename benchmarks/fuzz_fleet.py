@@ -12,6 +12,7 @@ from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.fleet import REMEMBERED_MAX, Answer, Fleet, FleetTimes
 from tidegate.orchestrator.rollout import Rollout
+from tidegate.orchestrator.rules import Rules
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.transport.messages import (
     CancelTurn,
@@ -45,7 +46,9 @@ class FuzzedFleet:
     def __init__(self, seed: int) -> None:
         times = FleetTimes(1.0, 5.0, 60.0, credit_steps=64)
         self.fleet = Fleet(times, self._send)
-        self.core = Core(BoundedStaleness(max_staleness=1, groups_per_batch=2), group_size=4)
+        self.core = Core(
+            Rules(policy=BoundedStaleness(max_staleness=1, groups_per_batch=2), group_size=4)
+        )
         self.frames = 0
         self.healthy_steps = self.healthy_tokens = self.batches = 0
         self._chance = random.Random(seed)

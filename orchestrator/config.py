@@ -6,10 +6,15 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
 from tidegate.errors import ConfigError
+from tidegate.orchestrator.placement import PlacementRules
+from tidegate.orchestrator.rules import Rules
 from tidegate.policies.asynchrony import BoundedStaleness, OnDeadline
 from tidegate.policies.consumption import Window
 from tidegate.policies.filters import DynamicSampling, GroupFilter
+from tidegate.policies.routing import LeastLoaded, Routing
+from tidegate.policies.speeds import EngineSpeeds
 from tidegate.policies.staleness import StalenessPolicy
+from tidegate.policies.stragglers import Stragglers
 from tidegate.transport.addresses import check_listener, is_on_this_host
 from tidegate.transport.messages import KvPolicy, PauseMode
 from tidegate.transport.security import (
@@ -47,6 +52,12 @@ class RunSettings(BaseModel):
     """A policy of its own, in place of the five settings above."""
     group_filter: InstanceOf[GroupFilter] = GroupFilter()
     """Which groups are worth training on, such as ``DynamicSampling()``."""
+    routing: InstanceOf[Routing] = LeastLoaded()
+    """Which engine gets a turn."""
+    engine_speeds: InstanceOf[EngineSpeeds] | None = None
+    """What engines' loads are weighed by; None takes all for equally fast."""
+    stragglers: InstanceOf[Stragglers] | None = None
+    """Which running turns go on elsewhere; None leaves each where it is."""
 
     pause_mode: PauseMode = "keep"
     """What a weight update does to running turns: ``abort``, ``keep`` or ``wait``."""
@@ -95,6 +106,21 @@ class RunSettings(BaseModel):
     """How long every engine may take to serve a published version."""
     credit_steps: Count = 256
     """Step messages an engine may send ahead of the orchestrator's acknowledgement."""
+
+    def rules(self) -> Rules:
+        """By what the run's core decides.
+
+        Raises:
+            ConfigError: as :meth:`staleness_policy`.
+        """
+        return Rules(
+            policy=self.staleness_policy(),
+            group_size=self.group_size,
+            group_filter=self.group_filter,
+            placement=PlacementRules(
+                routing=self.routing, speeds=self.engine_speeds, stragglers=self.stragglers
+            ),
+        )
 
     def staleness_policy(self) -> StalenessPolicy:
         """The staleness policy these settings ask for.

@@ -12,12 +12,11 @@ from tidegate.errors import PolicyBroken, TidegateError
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.groups import GroupBook
 from tidegate.orchestrator.handed_batches import HandedBatch, HandedBatches
-from tidegate.orchestrator.placement import PlacementRules
 from tidegate.orchestrator.prompts import Prompts
 from tidegate.orchestrator.rollout import Group, Rollout, TaskKey
+from tidegate.orchestrator.rules import Rules
 from tidegate.orchestrator.taken_tasks import TakenTasks
 from tidegate.orchestrator.turns import TurnBook
-from tidegate.policies.filters import GroupFilter
 from tidegate.policies.staleness import OffPolicyness, StalenessPolicy
 
 
@@ -45,22 +44,14 @@ class TrainedCounts:
 class Core:
     """One run's state. Change it only through :meth:`handle`."""
 
-    def __init__(
-        self,
-        policy: StalenessPolicy,
-        *,
-        group_size: int,
-        group_filter: GroupFilter | None = None,
-        survives_crashes: bool = False,
-        placement: PlacementRules | None = None,
-    ) -> None:
+    def __init__(self, rules: Rules, *, survives_crashes: bool = False) -> None:
         """``survives_crashes``: its events are kept, so that another process may go on from them;
         then batches are kept too, until the trainer's checkpoint holds them."""
-        self.policy = policy
-        self.turns = TurnBook(placement)
-        self.prompts = Prompts(group_filter or GroupFilter())
+        self.policy = rules.policy
+        self.turns = TurnBook(rules.placement)
+        self.prompts = Prompts(rules.group_filter)
         self.tasks = TakenTasks()
-        self.groups = GroupBook(self.turns, self.prompts, self.tasks, group_size=group_size)
+        self.groups = GroupBook(self.turns, self.prompts, self.tasks, group_size=rules.group_size)
         self.ledger = self.groups.ledger
         self.evaluation_ledger = self.groups.evaluation_ledger
         self.discarded_rollouts = self.groups.discarded_rollouts

@@ -146,6 +146,7 @@ def _engine(name: str, engine: EngineTurns) -> SavedEngine:
         engine.missing,
         engine.replay_until,
         engine.is_away,
+        engine.speed,
     )
 
 
@@ -305,7 +306,7 @@ def _load_turns(saved: SavedTurns, core: Core) -> None:
     for each in saved.engines:
         engine = EngineTurns(each.weight_version, each.max_running_turns, epoch=each.epoch)
         engine.missing, engine.replay_until = each.missing, each.replay_until
-        engine.is_away = each.is_away
+        engine.is_away, engine.speed = each.is_away, each.speed
         for s in each.submissions:
             turn = running[s.rollout_id][0].turns[-1]
             engine.submissions[s.handle] = Submission(turn, s.priority, s.sampled_before)

@@ -11,11 +11,10 @@ from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.hardships import Hardship, Hardships
 from tidegate.orchestrator.rollout import Group, Rollout, RolloutState, Turn
+from tidegate.orchestrator.rules import Rules
 from tidegate.orchestrator.scenario import WEIGHTS_TIMEOUT_S, Scenario, Script
 from tidegate.orchestrator.simulated_model import check_turn
 from tidegate.orchestrator.simulated_truth import Truth
-from tidegate.policies.filters import GroupFilter
-from tidegate.policies.staleness import StalenessPolicy
 
 
 class WatchedCore(Core):
@@ -23,14 +22,12 @@ class WatchedCore(Core):
 
     def __init__(
         self,
-        policy: StalenessPolicy,
+        rules: Rules,
         *,
-        group_size: int,
-        group_filter: GroupFilter,
         watch: "Watch",
         on_broken: Callable[[BaseException], None],
     ) -> None:
-        super().__init__(policy, group_size=group_size, group_filter=group_filter)
+        super().__init__(rules)
         self._watch = watch
         self._on_broken = on_broken
 

@@ -16,7 +16,7 @@ from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.events import Resumed
 from tidegate.orchestrator.journal import Journal
-from tidegate.orchestrator.policy_record import policy_of, record_of
+from tidegate.orchestrator.rules import made_of, record_of, say
 from tidegate.orchestrator.run_journal import JournalHeader, RunJournal
 
 JOURNAL_FILE = "journal.db"
@@ -115,12 +115,7 @@ def _restored(file: Journal, settings: RunSettings) -> RunJournal:
 
 def core_of(header: JournalHeader) -> Core:
     """The core that lived through a journal with this header, as it was at first."""
-    return Core(
-        policy_of(header.policy),
-        group_size=header.group_size,
-        group_filter=policy_of(header.group_filter),
-        survives_crashes=True,
-    )
+    return Core(made_of(header.rules), survives_crashes=True)
 
 
 def new_core(header: JournalHeader, settings: RunSettings) -> Core:
@@ -129,13 +124,13 @@ def new_core(header: JournalHeader, settings: RunSettings) -> Core:
     Raises:
         ResumeMismatch: the run was started with other settings.
     """
-    is_now = new_header(settings, header.run_id)
-    for name in ("group_size", "policy", "group_filter"):
-        was, now = getattr(header, name), getattr(is_now, name)
+    rules = record_of(settings.rules())
+    for name, now in rules.items():
+        was = header.rules.get(name)
         if was != now:
             raise ResumeMismatch(
-                f"this run was started with {name}={was}, and can't go on with {name}={now}; "
-                f"give the old value, or begin a new run in another directory"
+                f"this run was started with {name}={say(was)}, and can't go on with "
+                f"{name}={say(now)}; give the old value, or begin a new run in another directory"
             )
     return core_of(header)
 
@@ -144,9 +139,7 @@ def new_header(settings: RunSettings, run_id: str) -> JournalHeader:
     """What is written first."""
     return JournalHeader(
         run_id=run_id,
-        group_size=settings.group_size,
-        policy=record_of(settings.staleness_policy()),
-        group_filter=record_of(settings.group_filter),
+        rules=record_of(settings.rules()),
         seed=settings.seed,
     )
 

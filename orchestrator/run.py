@@ -21,10 +21,10 @@ from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.events import Resumed
 from tidegate.orchestrator.loop_watch import LoopWatch
 from tidegate.orchestrator.model_files import read_model_files
-from tidegate.orchestrator.policy_record import record_of
 from tidegate.orchestrator.processes import LocalEngines
 from tidegate.orchestrator.recording import RunRecorder
 from tidegate.orchestrator.resuming import Resume, open_for
+from tidegate.orchestrator.rules import record_of, say
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.transport.addresses import as_seen_here
 from tidegate.transport.messages import Shutdown
@@ -289,8 +289,7 @@ def _recorder(settings: RunSettings, *, is_resumed: bool) -> RunRecorder | None:
             d for n in itertools.count(1) if not (d := directory / f"part-{n}").exists()
         )
     about = settings.model_dump(mode="json")
-    about["policy"] = str(record_of(settings.staleness_policy()))
-    about["group_filter"] = str(record_of(settings.group_filter))
+    about["rules"] = say(record_of(settings.rules()))
     return RunRecorder(directory, settings=about, model=settings.model)
 
 

@@ -18,7 +18,6 @@ from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.core_state import digest, load, save
 from tidegate.orchestrator.event_log import encode_event, replay
 from tidegate.orchestrator.journal_reading import Snapshot
-from tidegate.orchestrator.policy_record import PolicyRecord
 
 SNAPSHOT_AFTER_BYTES = 64 * 1024 * 1024
 """Of events: reading that many takes about ten seconds, which a resume may cost."""
@@ -56,9 +55,7 @@ class JournalHeader(msgspec.Struct, frozen=True):
     """What a run is, for those who go on with it: all that its core was made from."""
 
     run_id: str
-    group_size: int
-    policy: PolicyRecord
-    group_filter: PolicyRecord
+    rules: dict[str, Any]
     seed: int
 
 

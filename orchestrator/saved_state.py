@@ -71,6 +71,7 @@ class SavedEngine(Saved):
     missing: list[int]
     replay_until: int
     is_away: bool
+    speed: float
 
 
 class SavedBatch(Saved):

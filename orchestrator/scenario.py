@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
@@ -26,7 +26,10 @@ from tidegate.policies.asynchrony import BoundedStaleness, OnDeadline, OneStepOf
 from tidegate.policies.consumption import Window
 from tidegate.policies.filters import DynamicSampling, GroupFilter
 from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
+from tidegate.policies.routing import PowerOfTwoChoices, PrefixAffinity, SessionAffinity
+from tidegate.policies.speeds import MeasuredSpeeds
 from tidegate.policies.staleness import StalenessPolicy
+from tidegate.policies.stragglers import EvenOut, LongTailLane
 from tidegate.transport.messages import KvPolicy, PauseMode
 
 EPISODE_TIMEOUT_S = 40.0
@@ -47,6 +50,8 @@ BLOCK_TOKENS = 4
 TIGHT_BLOCKS = 15
 """Hold 60 tokens: the longest context of two short turns has 56, and several start at once."""
 
+
+PlacementName = Literal["plain", "session", "prefix", "two-choices", "speeds", "lane", "even"]
 
 PolicyName = Literal[
     "bounded", "synchronous", "one-step", "unbounded", "over-sampling", "tail-packing"
@@ -111,6 +116,7 @@ class Scenario(
     filters_groups: bool = False
     """Whether groups of equal rewards are dropped."""
     decide_after: int | None = None
+    placement: PlacementName = "plain"
     pause_mode: PauseMode = "keep"
     kv_policy: KvPolicy = "recompute"
     credit_steps: int = 64
@@ -180,6 +186,7 @@ class Scenario(
             model=Path("simulated"),
             engines=self.engines,
             policy=self._policy(),
+            **self._placement(),
             group_filter=(
                 DynamicSampling(decide_after=self.decide_after)
                 if self.filters_groups
@@ -195,6 +202,19 @@ class Scenario(
             weights_timeout_s=self.weights_timeout_s,
             episode_timeout_s=EPISODE_TIMEOUT_S,
         )
+
+    def _placement(self) -> dict[str, object]:
+        """The settings that say where turns go."""
+        settings: dict[PlacementName, dict[str, object]] = {
+            "plain": {},
+            "session": {"routing": SessionAffinity(margin_turns=2)},
+            "prefix": {"routing": PrefixAffinity(margin_turns=2)},
+            "two-choices": {"routing": PowerOfTwoChoices(seed=self.seed)},
+            "speeds": {"engine_speeds": MeasuredSpeeds()},
+            "lane": {"stragglers": LongTailLane(min_tokens=8, engines=1, slots=2, check_steps=2)},
+            "even": {"stragglers": EvenOut(gap_turns=2, check_steps=2)},
+        }
+        return settings[self.placement]
 
     def _policy(self) -> StalenessPolicy:
         batch, limit = self.groups_per_batch, self.outstanding_groups_limit
@@ -341,6 +361,7 @@ def _with_policy(plain: Scenario) -> Scenario:
         on_deadline=chance.choice(("wait", "wait", "mask", "drop")),
         filters_groups=plain.group_size > 1 and chance.random() < 0.2,
         decide_after=chance.choice((None, 2)),
+        placement=chance.choice(("plain", "plain", "plain", *get_args(PlacementName))),
     )
 
 

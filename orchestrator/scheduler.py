@@ -79,9 +79,7 @@ class Scheduler:
             self.core = journal.core
         else:
             self.core = Core(
-                settings.staleness_policy(),
-                group_size=settings.group_size,
-                group_filter=settings.group_filter,
+                settings.rules(),
             )
         times = FleetTimes(
             heartbeat_interval_s=settings.heartbeat_interval_s,

@@ -18,7 +18,6 @@ from tidegate.orchestrator.core_state import digest, load, save
 from tidegate.orchestrator.episode import Episode
 from tidegate.orchestrator.event_log import replay
 from tidegate.orchestrator.faults import ALL_FAULTS, FaultKind
-from tidegate.orchestrator.policy_record import PolicyRecord
 from tidegate.orchestrator.run_journal import JournalHeader, RunJournal
 from tidegate.orchestrator.scenario import Scenario, draw_scenario
 from tidegate.orchestrator.scheduler import Scheduler
@@ -45,9 +44,7 @@ OTHER_ANSWERS = 0.1
 
 HEADER = JournalHeader(
     run_id="simulated",
-    group_size=0,
-    policy=PolicyRecord("", "", {}),
-    group_filter=PolicyRecord("", "", {}),
+    rules={},
     seed=0,
 )
 
@@ -243,9 +240,7 @@ class Lives:
 
         def new() -> WatchedCore:
             core = WatchedCore(
-                settings.staleness_policy(),
-                group_size=settings.group_size,
-                group_filter=settings.group_filter,
+                settings.rules(),
                 survives_crashes=True,
             )
             core.on_event, core.on_broken = lambda *_: None, on_broken

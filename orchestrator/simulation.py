@@ -227,9 +227,7 @@ class Simulation:
             settings, model_of_no_words(), self._world.router, init, recorder=None
         )
         scheduler.core = WatchedCore(
-            settings.staleness_policy(),
-            group_size=settings.group_size,
-            group_filter=settings.group_filter,
+            settings.rules(),
             watch=self._watch,
             on_broken=self._break,
         )

@@ -26,6 +26,7 @@ from benchmarks.transport.rows import Row, by_turns, row, skipped
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.fleet import Fleet, FleetTimes
+from tidegate.orchestrator.rules import Rules
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.transport.messages import Message, SamplingParams, encode
 from tidegate.transport.sockets import RouterSocket
@@ -94,7 +95,7 @@ class Subject:
 
     def _begin_wave(self) -> None:
         policy = BoundedStaleness(max_staleness=0, groups_per_batch=TURNS // GROUP_SIZE)
-        self._core = core = Core(policy, group_size=GROUP_SIZE)
+        self._core = core = Core(Rules(policy=policy, group_size=GROUP_SIZE))
         core.handle(self._joined)
         for _ in range(TURNS // GROUP_SIZE):
             for command in core.handle(ev.TaskArrived(None)):

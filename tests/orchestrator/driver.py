@@ -9,7 +9,9 @@ from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.core_state import digest, load, save
 from tidegate.orchestrator.event_log import encode_event, replay
+from tidegate.orchestrator.placement import PlacementRules
 from tidegate.orchestrator.rollout import Rollout, TaskKey
+from tidegate.orchestrator.rules import Rules
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.filters import GroupFilter
 from tidegate.policies.staleness import StalenessPolicy
@@ -69,12 +71,17 @@ class Driver:
         seed: int = 0,
         policy: StalenessPolicy | None = None,
         group_filter: GroupFilter | None = None,
+        placement: PlacementRules | None = None,
     ) -> None:
         self.policy = policy or BoundedStaleness(
             max_staleness=max_staleness, groups_per_batch=groups_per_batch
         )
-        self.group_size = group_size
-        self.group_filter = group_filter
+        self.rules = Rules(
+            policy=self.policy,
+            group_size=group_size,
+            group_filter=group_filter or GroupFilter(),
+            placement=placement or PlacementRules(),
+        )
         self.stopped: list[Rollout] = []
         self.core = self.new_core()
         self.records: list[bytes] = []
@@ -95,12 +102,7 @@ class Driver:
 
     def new_core(self) -> Core:
         """One that nothing has happened to."""
-        return Core(
-            self.policy,
-            group_size=self.group_size,
-            group_filter=self.group_filter,
-            survives_crashes=True,
-        )
+        return Core(self.rules, survives_crashes=True)
 
     # ------------------------------------------------------------ one event
 

@@ -37,16 +37,10 @@ class PlacedDriver(Driver):
     """A driver whose engines count their steps, as real ones do."""
 
     def __init__(self, rules: PlacementRules, policy: StalenessPolicy, group_size: int) -> None:
-        self._rules = rules
         self._steps: Counter[str] = Counter()
         self.busy_us: dict[str, int] = {}
         """Of each step of an engine; 0 for those that don't measure."""
-        super().__init__(policy=policy, group_size=group_size)
-
-    def new_core(self) -> Core:
-        core = super().new_core()
-        place_by(core, self._rules)
-        return core
+        super().__init__(policy=policy, group_size=group_size, placement=rules)
 
     def do(self, event: ev.Event) -> list[ev.Command]:
         if isinstance(event, ev.StepArrived):

@@ -1,14 +1,15 @@
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 
 from tests.orchestrator.driver import Driver
-from tidegate.errors import PolicyBroken
+from tidegate.errors import ConfigError, PolicyBroken, ResumeMismatch
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.batches import build_batch
 from tidegate.orchestrator.core_state import digest, load, save
-from tidegate.orchestrator.policy_record import policy_of, record_of
 from tidegate.orchestrator.rollout import Rollout
+from tidegate.orchestrator.rules import made_of, record_of, say
 from tidegate.policies.adaptive import AdaptiveStaleness
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy
 from tidegate.policies.consumption import Window
@@ -171,7 +172,20 @@ def test_a_group_that_gets_too_old_is_dropped_at_once_where_that_is_asked_for() 
     ],
 )
 def test_a_policy_is_written_down_and_read_again(policy: StalenessPolicy) -> None:
-    assert policy_of(record_of(policy)) == policy
+    record = record_of(policy)
+    assert made_of(msgspec.json.decode(msgspec.json.encode(record))) == policy
+    assert say(record).startswith(type(policy).__name__)
+
+
+def test_what_can_not_be_written_down_is_refused_with_its_name() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Clever(NewestFirst):
+        model: object = None
+
+    with pytest.raises(ConfigError, match=r"make range a frozen dataclass of plain values"):
+        record_of(Clever(groups_per_batch=1, model=range(3)))
+    with pytest.raises(ResumeMismatch, match=r"Clever\(.*can't be made here"):
+        made_of(record_of(Clever(groups_per_batch=1)))
 
 
 def test_what_an_adaptive_policy_has_learned_outlives_a_crash() -> None:
