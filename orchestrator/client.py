@@ -8,7 +8,7 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +20,7 @@ from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.forecast import Forecaster, window_groups
 from tidegate.orchestrator.loop_watch import LOOK_INTERVAL_S
+from tidegate.orchestrator.publish_call import PublishCall
 from tidegate.orchestrator.resuming import Resume, ResumeToken
 from tidegate.orchestrator.run import Run
 from tidegate.orchestrator.scheduler import Scheduler
@@ -28,8 +29,6 @@ from tidegate.orchestrator.timekeeping import Timekeeper
 from tidegate.orchestrator.trace import TrainerActivity
 
 if TYPE_CHECKING:
-    import torch
-
     from tidegate.orchestrator.batches import Batch
 
 Result = TypeVar("Result")
@@ -177,15 +176,14 @@ class RunClient:
         engines = scheduler.fleet.statistics() if scheduler is not None else ()
         self._keeper.mark(ended, self._version, engines)
 
-    def _published(self, version: int, state_dict: "Mapping[str, torch.Tensor]") -> int:
-        scheduler = self._running.scheduler
-        if scheduler is None or scheduler.published_version < version:
-            return version  # it failed before any engine swapped
-        self._version = version
+    def _published(self, publish: PublishCall) -> None:
+        """A call to publish is over, one way or the other."""
+        if not publish.may_be_served:
+            return  # it failed before any engine swapped
+        self._version = max(self._version, publish.version)
         self._mark("publish")
         if self._running.recorder is not None:
-            self._running.recorder.weights(version, state_dict)
-        return version
+            self._running.recorder.weights(publish.version, publish.state_dict)
 
     def _batch(self, handover: ev.HandOver) -> "Batch":
         from tidegate.orchestrator.batches import build_batch  # torch: not for who only audits
@@ -240,6 +238,9 @@ class RunClient:
             ledger=ledger,
             evaluation_ledger=core.evaluation_ledger.snapshot(),
             engines=scheduler.fleet.statistics(),
+            pause_mode=scheduler.control.pauses.mode,
+            staging_version=scheduler.control.publisher.staging_version,
+            publish_failure=_say(scheduler.control.publisher.failure),
             stuck=(*filter(None, [self._running.loop_watch.blocked]), *scheduler.stuck),
             discards=core.groups.discards.by_reason(generated_tokens=ledger.generated),
             length_bias=core.groups.discards.length_bias(),
@@ -249,6 +250,10 @@ class RunClient:
                 window_groups=window_groups(core.policy),
             ),
         )
+
+
+def _say(error: Exception | None) -> str | None:
+    return str(error) if error is not None else None
 
 
 def _batch_metrics(batch: "Batch") -> dict[str, float]:

@@ -63,6 +63,8 @@ class RunSettings(BaseModel):
     """What a weight update does to running turns: ``abort``, ``keep`` or ``wait``."""
     kv_policy: KvPolicy = "recompute"
     """What it does to the KV of kept turns: ``recompute`` it under the new weights, or ``keep``."""
+    update_wave: Count | None = None
+    """So many engines at a time swap to new weights, while the others go on; None: all at once."""
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
     max_tokens: Count = 256

@@ -168,6 +168,8 @@ class Core:
                 return []
             case ev.VersionPublished(version=version):
                 return self._on_published(version)
+            case ev.VersionRetracted(version=version):
+                return self._retract(version)
             case ev.EngineSwapped(engine=engine, version=version):
                 return self._release(self.turns.swap(engine, version))
             case ev.EngineJoined():
@@ -262,10 +264,10 @@ class Core:
         for group in batch:
             oldest = group.oldest_version
             if oldest is not None and oldest < oldest_trainable:
-                commands += self._give_up(group, "stale")
+                commands += self._give_up_anew(group, "stale")
         return commands
 
-    def _give_up(self, group: Group, reason: str) -> list[ev.Command]:
+    def _give_up_anew(self, group: Group, reason: str) -> list[ev.Command]:
         """Its task is to be taken anew."""
         assert group.key is not None
         self.tasks.put_back(group.key)
@@ -277,7 +279,7 @@ class Core:
         """Give up what the policy says."""
         policy = self.policy
         expired = policy.expire(self.groups, trainer_version=self.trainer_version)
-        return [c for group in expired for c in self._give_up(group, policy.expiry_reason)]
+        return [c for group in expired for c in self._give_up_anew(group, policy.expiry_reason)]
 
     def _train(self, batch: list[Group]) -> list[ev.Command]:
         if not batch:
@@ -299,6 +301,13 @@ class Core:
         self.is_restoring = False
         self.handed.publish(version)
         return self._release(self._expire())
+
+    def _retract(self, version: int) -> list[ev.Command]:
+        """Give up what bad weights sampled, and take those tasks anew."""
+        bad = [group for group in self.groups.in_order if group.newest_version >= version]
+        commands = [c for group in bad for c in self._give_up_anew(group, "rolled_back")]
+        return commands + self._hand_over()
+
 
     def _release(self, commands: list[ev.Command]) -> list[ev.Command]:
         """Free the places of batches whose version is live on every engine."""
@@ -354,8 +363,7 @@ class Core:
             return self.groups.give_up_group(group, "rolled_back")  # its iterator comes anew
         if group.key.offer < offer and group.running:
             return self.groups.give_up_group(group, "task_gone")
-        newest = max((v for r in group.rollouts if (v := r.newest_version) is not None), default=0)
-        if first_lost is not None and newest >= first_lost:
+        if first_lost is not None and group.newest_version >= first_lost:
             return self._roll_back(group)
         return []
 

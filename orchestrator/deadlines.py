@@ -12,6 +12,9 @@ GRACE_S = 5.0
 """A task that was cancelled may clean up for so long. One that goes on all the same swallows
 ``CancelledError``, and nothing can stop it."""
 
+LOOK_AGAIN_S = 1.0
+"""While nobody's time runs, there is nothing to be on time for."""
+
 Task = asyncio.Task[object]
 About = TypeVar("About")
 
@@ -28,11 +31,29 @@ class Deadlines(Generic[About]):
         self._cancelled: dict[Task, tuple[float, About]] = {}
         """When those that had not are given up, earliest first."""
         self._timer: asyncio.TimerHandle | None = None
+        self._stood_still_at_s: float | None = None
+        """Since when nobody's time runs; None while it does."""
+
+    def stand_still(self, now_s: float) -> None:
+        """Nobody's time runs from now on. Those that were cancelled are not spared."""
+        if self._stood_still_at_s is None:
+            self._stood_still_at_s = now_s
+
+    def go_on(self, now_s: float) -> None:
+        """Everybody has as much time left as before. Harmless if it runs."""
+        if self._stood_still_at_s is None:
+            return
+        late_s = now_s - self._stood_still_at_s
+        self._stood_still_at_s = None
+        self._due_s = {
+            task: (due_s + late_s, about) for task, (due_s, about) in self._due_s.items()
+        }
 
     def begin(self, task: Task, about: About) -> None:
         """From now on, this task's time runs."""
         loop = task.get_loop()
-        due_s = loop.time() + self._timeout_s
+        began_s = self._stood_still_at_s
+        due_s = (loop.time() if began_s is None else began_s) + self._timeout_s
         self._due_s[task] = (due_s, about)
         if self._timer is None:
             self._timer = loop.call_at(due_s, self._expire, loop)
@@ -59,7 +80,8 @@ class Deadlines(Generic[About]):
     def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
         now_s = loop.time()
-        for task, about in _take_due(self._due_s, now_s):
+        due_by_s = now_s if self._stood_still_at_s is None else self._stood_still_at_s
+        for task, about in _take_due(self._due_s, due_by_s):
             self._cancelled[task] = (now_s + GRACE_S, about)
             task.cancel()
         for _, about in _take_due(self._cancelled, now_s):
@@ -74,7 +96,10 @@ class Deadlines(Generic[About]):
         ]
         self._timer = None
         if firsts:
-            self._timer = loop.call_at(min(due_s for due_s, _ in firsts), self._expire, loop)
+            first_s = min(due_s for due_s, _ in firsts)
+            if self._stood_still_at_s is not None:
+                first_s = max(first_s, loop.time() + LOOK_AGAIN_S)
+            self._timer = loop.call_at(first_s, self._expire, loop)
 
 
 def _take_due(waiting: dict[Task, tuple[float, About]], now_s: float) -> "list[tuple[Task, About]]":

@@ -74,6 +74,11 @@ class EpisodeRunner:
         self._broken: EpisodeError | None = None
         """Why no other episode is to begin."""
 
+    def stand_still(self, is_still: bool) -> None:
+        """No episode's time runs while engines are paused: it would wait for them in vain."""
+        change = self._deadlines.stand_still if is_still else self._deadlines.go_on
+        change(self._loop.time())
+
     def begin(
         self, rollout: Rollout, task: object, function: EpisodeFunction, group: asyncio.TaskGroup
     ) -> None:
@@ -166,6 +171,8 @@ class EpisodeRunner:
 
     def ask(self, rollout: Rollout, sampling: SamplingParams) -> "asyncio.Future[Turn]":
         """A new turn of this rollout, once it has ended."""
+        if rollout.rollout_id in self.left.stubborn:
+            raise RunClosed("this rollout was given up; its episode was cancelled, and must end")
         future = self.rejoin(rollout)
         self._handle([ev.TurnAsked(rollout.rollout_id, sampling)])
         return future
@@ -183,4 +190,6 @@ class EpisodeRunner:
 
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """Forget what the rollout's context holds beyond so many turns and tokens."""
+        if rollout.rollout_id in self.left.stubborn:
+            return  # it is settled
         self._handle([ev.RolloutCut(rollout.rollout_id, turns, tokens, "went_another_way")])

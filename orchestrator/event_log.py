@@ -38,6 +38,7 @@ KINDS: tuple[type[Any], ...] = (
     ev.RunEnded,
     ev.StateNoted,
     ev.OffPolicynessMeasured,
+    ev.VersionRetracted,
 )
 """An event's number in a record is its place here: add at the end, remove none."""
 

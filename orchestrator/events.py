@@ -158,6 +158,13 @@ class VersionPublished:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionRetracted:
+    """The trainer takes its weights back, from this version on; no engine samples meanwhile."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class BatchesSafe:
     """The trainer's checkpoint holds what it made of the first ``batches`` batches."""
 
@@ -227,6 +234,7 @@ Event = (
     | BatchAsked
     | BatchNotWanted
     | VersionPublished
+    | VersionRetracted
     | BatchesSafe
     | OffPolicynessMeasured
     | RolloutCut

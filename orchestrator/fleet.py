@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tidegate.errors import BadFrame
+from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.events import EngineJoined, EngineLeft, Event, TurnRejected
 from tidegate.orchestrator.statistics import EngineStatistics
 from tidegate.orchestrator.step_checks import check_step, step_arrived
@@ -23,9 +24,7 @@ from tidegate.transport.messages import (
     Hello,
     Message,
     OrchestratorHeartbeat,
-    Paused,
     Refused,
-    Resumed,
     Step,
     TurnRefused,
     WeightsLive,
@@ -86,6 +85,16 @@ class FleetTimes:
     engine_timeout_s: float
     orchestrator_timeout_s: float
     credit_steps: int
+
+    @classmethod
+    def of(cls, settings: RunSettings) -> "FleetTimes":
+        """Those that a run was given."""
+        return cls(
+            heartbeat_interval_s=settings.heartbeat_interval_s,
+            engine_timeout_s=settings.engine_timeout_s,
+            orchestrator_timeout_s=settings.orchestrator_timeout_s,
+            credit_steps=settings.credit_steps,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +248,7 @@ class Fleet:
                 heard.append(TurnRejected(name, turn, cut(why)))
             case Goodbye(reason=reason):
                 heard += self.lose(name, reason)
-            case Complaint() | Paused() | Resumed() if not self._answers.has(peer, now_s):
+            case Complaint() if not self._answers.has(peer, now_s):
                 self.malformed_frames += 1  # nobody would read so many
             case _:
                 if isinstance(message, WeightsLive):

@@ -377,3 +377,8 @@ class Group:
         """The oldest weights that sampled one of its kept tokens."""
         versions = [v for r in self.kept if (v := r.oldest_version) is not None]
         return min(versions, default=None)
+
+    @property
+    def newest_version(self) -> int:
+        """The newest weights that sampled one of its tokens; 0 if there are none."""
+        return max((v for r in self.rollouts if (v := r.newest_version) is not None), default=0)

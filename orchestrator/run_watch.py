@@ -7,6 +7,7 @@ is logged, once, and kept for :attr:`RunWatch.stuck`.
 import asyncio
 import logging
 import reprlib
+from collections.abc import Callable
 
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.episodes import LeftBehind
@@ -48,11 +49,13 @@ class RunWatch:
         weights: WeightCoordinator,
         left: LeftBehind,
         *,
+        is_paused: Callable[[], bool] = lambda: False,
         patience_s: float,
     ) -> None:
         self._core = core
         self._fleet = fleet
         self._weights = weights
+        self._is_paused = is_paused
         self._left = left
         self._round_s = patience_s / ROUNDS_PER_PATIENCE
         self._dog = Watchdog(patience_s)
@@ -96,7 +99,9 @@ class RunWatch:
 
     def _look_at_engines(self) -> set[str]:
         """Those that make steps, and for all of the turns that they have."""
-        at_work = set()
+        at_work: set[str] = set()
+        if self._is_paused():
+            return at_work  # nobody expects steps of them
         for name, turns in list(self._core.turns.engines.items()):
             engine = self._fleet.engines.get(name)
             if engine is None or not turns.submissions:

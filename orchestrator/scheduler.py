@@ -8,9 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tidegate.errors import (
@@ -20,12 +18,15 @@ from tidegate.errors import (
     TurnRefused,
 )
 from tidegate.orchestrator import events as ev
+from tidegate.orchestrator.batch_desk import BatchDesk
 from tidegate.orchestrator.config import RunSettings
+from tidegate.orchestrator.control import EngineControl
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.episodes import EpisodeFunction, EpisodeRunner
 from tidegate.orchestrator.fleet import Answer, Fleet, FleetTimes
 from tidegate.orchestrator.model_files import ModelFiles
-from tidegate.orchestrator.publishing import Publisher
+from tidegate.orchestrator.outbox import Outbox
+from tidegate.orchestrator.publishing import PublishWait
 from tidegate.orchestrator.recording import RunRecorder
 from tidegate.orchestrator.rollout import Rollout
 from tidegate.orchestrator.run_journal import RunJournal
@@ -34,18 +35,14 @@ from tidegate.orchestrator.task_feed import TaskFeed
 from tidegate.orchestrator.tasks import Tasks, TaskSource
 from tidegate.orchestrator.waiting import Waiting, fail, resolve
 from tidegate.orchestrator.watchdog import Stuck
-from tidegate.orchestrator.weights import WeightCoordinator
 from tidegate.orchestrator.wire import Wire
 from tidegate.transport.messages import (
     CancelTurn,
-    FromEngine,
     InitWeights,
     Message,
     Refused,
     UpdateWeights,
-    WeightsFailed,
     WeightsLive,
-    WeightsStaged,
 )
 
 OF_ENGINES = frozenset((ev.EngineJoined, ev.EngineLeft, ev.VersionPublished))
@@ -81,29 +78,17 @@ class Scheduler:
             self.core = Core(
                 settings.rules(),
             )
-        times = FleetTimes(
-            heartbeat_interval_s=settings.heartbeat_interval_s,
-            engine_timeout_s=settings.engine_timeout_s,
-            orchestrator_timeout_s=settings.orchestrator_timeout_s,
-            credit_steps=settings.credit_steps,
-        )
-        self.fleet = Fleet(times, router.send)
-        self._weights = WeightCoordinator(
-            init_weights, pause_mode=settings.pause_mode, kv_policy=settings.kv_policy
-        )
+        self.fleet = Fleet(FleetTimes.of(settings), router.send)
         self._waiting = Waiting()
-        self._publisher = Publisher(
-            self._weights, self._waiting, self, timeout_s=settings.weights_timeout_s
-        )
+        self.control = EngineControl(settings, init_weights, self._waiting, self)
+        failure = self.control.publisher.take_failure
+        self._desk = BatchDesk(self._waiting, self.handle, self.when_safe, failure)
         self._episodes = EpisodeRunner(settings, model, self._waiting, self.handle)
         self._tasks: TaskSource | None = None
         self._feeding: asyncio.Task[None] | None = None
         self._wants_tasks = asyncio.Event()
         self._episode: EpisodeFunction | None = None
-        self._undelivered: deque[ev.HandOver | None] = deque()
-        """Handed over to a trainer that had stopped waiting: what it gets next."""
-        self._outbox: list[tuple[str, Message]] = []
-        """What the core has for engines, until the loop's next turn."""
+        self._outbox = Outbox(self.fleet.send)
         self.on_engine_silent: Callable[[str], None] = lambda engine: None
         """Told of engines that were given up for their silence."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -133,8 +118,14 @@ class Scheduler:
             self._router.detach()
 
     def _run_watch(self) -> RunWatch:
-        left, patience_s = self._episodes.left, self._settings.stuck_after_s
-        self._watch = RunWatch(self.core, self.fleet, self._weights, left, patience_s=patience_s)
+        self._watch = RunWatch(
+            self.core,
+            self.fleet,
+            self.control.weights,
+            self._episodes.left,
+            is_paused=lambda: self.control.pauses.mode is not None,
+            patience_s=self._settings.stuck_after_s,
+        )
         return self._watch
 
     @property
@@ -192,7 +183,9 @@ class Scheduler:
             elif alone_since_s is None:
                 alone_since_s = loop.time()
             elif loop.time() - alone_since_s > self._settings.engine_start_timeout_s:
-                raise EngineLost(_no_engine_left(self.fleet.departed))
+                stories = "; ".join(f"{name}: {why}" for name, why in self.fleet.departed.items())
+                why = f"none has come since ({stories or 'none ever joined'})"
+                raise EngineLost(f"no engine is left, and {why}")
             await asyncio.sleep(self._settings.heartbeat_interval_s)
 
     # ------------------------------------------------------------ engines
@@ -208,7 +201,8 @@ class Scheduler:
 
     def _on_heard(self, item: ev.Event | Answer) -> None:
         if isinstance(item, Answer):
-            self._on_answer(item.engine, item.message)
+            if not self.control.heard(item.engine, item.message):
+                log.warning("engine=%s said %s", item.engine, item.message)
             return
         self.handle([item])
         if self._recorder is not None and isinstance(item, ev.StepArrived):
@@ -216,24 +210,19 @@ class Scheduler:
                 item.engine, item.started_us, item.busy_us, item.version, len(item.turns)
             )
 
-    def _on_answer(self, engine: str, message: FromEngine) -> None:
-        match message:
-            case WeightsStaged(version=version):
-                self._weights.staged(engine, version)
-                self.when_safe(lambda: self.send(self._weights.swaps()))
-                self._note_engine(engine, "staged", version=version)
-            case WeightsLive(version=version):
-                self._weights.live(engine, version)
-                self._note_engine(engine, "swap", at_us=message.swapped_us, version=version)
-                self.handle([ev.EngineSwapped(engine, version)])
-            case WeightsFailed(version=version, message=why):
-                if self._weights.refused(engine, version, why):
-                    self.fleet.send(engine, Refused(message=why))
-                    self.handle(self.fleet.lose(engine, f"could not take weights: {why}"))
-            case _:
-                log.warning("engine=%s said %s", engine, message)
-        self.send(self._weights.catch_up(engine))
-        self._waiting.notify()
+    def staged(self, engine: str, version: int) -> None:
+        """An engine holds new weights beside its live ones."""
+        self._note_engine(engine, "staged", version=version)
+
+    def swapped(self, engine: str, message: WeightsLive) -> None:
+        """An engine serves other weights from now on."""
+        self._note_engine(engine, "swap", at_us=message.swapped_us, version=message.version)
+        self.handle([ev.EngineSwapped(engine, message.version)])
+
+    def refuse_engine(self, engine: str, why: str) -> None:
+        """An engine refuses the weights that others serve."""
+        self.fleet.send(engine, Refused(message=why))
+        self.handle(self.fleet.lose(engine, f"could not take weights: {why}"))
 
     def engine_ended(self, engine: str, why: str) -> None:
         """The process of a local engine has ended."""
@@ -251,18 +240,7 @@ class Scheduler:
 
     def send(self, outgoing: Sequence[tuple[str, Message]]) -> None:
         """Send messages to engines, after all that was posted before."""
-        posted, self._outbox = self._outbox, []
-        for engine, message in (*posted, *outgoing):
-            self.fleet.send(engine, message)
-
-    def _post(self, engine: str, message: Message) -> None:
-        """Send a message soon, together with others.
-
-        Each message sent by itself wakes ZeroMQ's thread, which costs more than all else about it.
-        """
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self.send, ())
-        self._outbox.append((engine, message))
+        self._outbox.send(outgoing)
 
     async def wait_for_engines(self, count: int) -> None:
         """Return once ``count`` engines have joined."""
@@ -288,15 +266,13 @@ class Scheduler:
         """Tell those who must know which engines there are, and what they may serve."""
         match event:
             case ev.EngineJoined(engine=engine, weight_version=version):
-                self.send(self._weights.joined(engine, version))
-                self._waiting.notify()
+                self.control.joined(engine, version)
             case ev.VersionPublished(version=version):
                 self.fleet.newest_version = version
             case ev.EngineLeft(engine=engine):
                 log.warning("engine=%s lost: %s", engine, self.fleet.departed.get(engine))
-                self._weights.left(engine)
+                self.control.left(engine)
                 self._note_engine(engine, "lost")
-                self._waiting.notify()
 
     def when_safe(self, action: Callable[[], None]) -> None:
         """Do this once no crash can undo what has been handled so far."""
@@ -308,7 +284,7 @@ class Scheduler:
     def _act(self, command: ev.Command, episode: EpisodeFunction | None) -> None:
         match command:
             case ev.Submit(engine=engine, message=message):
-                self._post(engine, message)
+                self._outbox.post(engine, message)
             case ev.EndTurn(turn=turn):
                 resolve(self._waiting.turns.pop(turn.rollout.rollout_id, None), turn)
             case ev.StartEpisode(rollout=rollout, task=task):
@@ -319,20 +295,20 @@ class Scheduler:
             case ev.StopEpisode(rollout=rollout):
                 self._episodes.stop(rollout)
             case ev.HandOver():
-                future = self._waiting.batches.popleft()
-                self.when_safe(partial(self._deliver, future, command))
+                self._desk.hand_over(command)
             case ev.EndBatches():
-                resolve(self._waiting.batches.popleft(), None)
+                self._desk.end()
             case ev.RefuseBatch(unpublished_groups=groups):
                 limit = self.core.policy.outstanding_groups_max
-                error = PublishNeeded(unpublished_groups=groups, outstanding_groups_max=limit)
-                fail(self._waiting.batches.popleft(), error)
+                self._desk.refuse(
+                    PublishNeeded(unpublished_groups=groups, outstanding_groups_max=limit)
+                )
             case ev.FailTurn(turn=turn, message=why):
                 fail(self._waiting.turns.pop(turn.rollout.rollout_id, None), TurnRefused(why))
             case ev.EndEvaluation(rollout=rollout):
                 resolve(self._waiting.evaluations.pop(rollout.rollout_id, None), rollout)
             case ev.Cancel(engine=engine, handle=handle):
-                self._post(engine, CancelTurn(turn=handle))
+                self._outbox.post(engine, CancelTurn(turn=handle))
             case ev.RequeueTask(task=task, key=key):
                 assert self._tasks is not None
                 self._tasks.put_back(task, key)
@@ -341,13 +317,6 @@ class Scheduler:
                     self._recorder.rollout(
                         rollout, task=task, advantage=None, consumed_version=None
                     )
-
-    def _deliver(self, future: "asyncio.Future[ev.HandOver | None]", batch: ev.HandOver) -> None:
-        """Give the trainer a batch; if it has stopped waiting for it, when it asks again."""
-        if future.done():
-            self._undelivered.append(batch)
-        else:
-            future.set_result(batch)
 
     # ------------------------------------------------------------ what the trainer asks for
 
@@ -377,20 +346,15 @@ class Scheduler:
 
     async def next_batch(self) -> ev.HandOver | None:
         """The next batch, or None when the tasks are used up."""
-        if self._undelivered:
-            return self._undelivered.popleft()
-        future: asyncio.Future[ev.HandOver | None] = asyncio.get_running_loop().create_future()
-        self._waiting.batches.append(future)
-        self.handle([ev.BatchAsked()])
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if future in self._waiting.batches:
-                self._waiting.batches.remove(future)
-                self.handle([ev.BatchNotWanted()])
-            elif not future.cancelled() and future.exception() is None:
-                self._undelivered.append(future.result())
-            raise  # if it is cancelled, and handed over by now, _deliver keeps the batch
+        return await self._desk.next_batch()
+
+    def hold_batches(self, is_held: bool) -> None:
+        """As :meth:`BatchDesk.hold`."""
+        self._desk.hold(is_held)
+
+    def stand_still(self, is_still: bool) -> None:
+        """As :meth:`EpisodeRunner.stand_still`."""
+        self._episodes.stand_still(is_still)
 
     async def evaluate(self, tasks: list[Any], episode: EpisodeFunction) -> list[Rollout]:
         """Run one episode per task, outside training; the rollouts, in the order of the tasks."""
@@ -409,28 +373,24 @@ class Scheduler:
 
         As :meth:`Publisher.reserve`; it must be followed by ``publish`` or ``release_version``.
         """
-        await self._publisher.reserve()
-        return self.core.next_version
+        return await self.control.publisher.reserve()
 
     def release_version(self) -> None:
         """Nothing will be published under the version reserved."""
-        self._publisher.release()
+        self.control.publisher.release()
 
     @property
     def kept_version(self) -> int | None:
         """What must stay in the weight channel's buffer, for engines that come late."""
-        return self._weights.kept_version
+        return self.control.weights.kept_version
 
-    async def publish(self, version: int, chunks: list[UpdateWeights]) -> None:
+    async def publish(
+        self, version: int, chunks: list[UpdateWeights], wait: PublishWait = "live"
+    ) -> None:
         """As :meth:`Publisher.publish`."""
-        await self._publisher.publish(version, chunks)
+        await self.control.publisher.publish(version, chunks, wait)
 
     @property
     def published_version(self) -> int:
         """The newest that this process has brought to engines; -1: none."""
-        return self._publisher.newest_version
-
-
-def _no_engine_left(departed: Mapping[str, str]) -> str:
-    stories = "; ".join(f"{name}: {why}" for name, why in departed.items())
-    return f"no engine is left, and none has come since ({stories or 'none ever joined'})"
+        return self.control.publisher.newest_version

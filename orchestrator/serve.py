@@ -12,18 +12,20 @@ blocks stalls no rollout; nothing here decides anything.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args
 
+from tidegate.errors import ConfigError
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.client import Evaluation, RunClient
 from tidegate.orchestrator.config import run_settings
 from tidegate.orchestrator.episodes import EpisodeFunction
+from tidegate.orchestrator.publish_call import PublishCall, RollbackCall
+from tidegate.orchestrator.publishing import PublishWait
 from tidegate.orchestrator.resuming import resume_token
 from tidegate.orchestrator.rollout import Rollout
-from tidegate.orchestrator.run import Run
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.tasks import Tasks
-from tidegate.transport.messages import UpdateWeights
+from tidegate.transport.messages import PauseMode
 
 if TYPE_CHECKING:
     import torch
@@ -76,25 +78,64 @@ class Rollouts(RunClient):
             yield self._batch(handover)
             self._mark("train")
 
-    async def publish(self, state_dict: "Mapping[str, torch.Tensor]") -> int:
-        """Bring new weights to the engines, in flight; return their version once all serve it.
+    async def publish(
+        self, state_dict: "Mapping[str, torch.Tensor]", *, wait: PublishWait = "live"
+    ) -> int:
+        """Bring new weights to the engines, in flight; return their version.
+
+        ``wait``: ``live`` returns once all engines serve it, ``staged`` once all have it beside
+        their live weights, so that none can refuse it any more, ``none`` as soon as the tensors are
+        copied and may change. What fails after that is raised by the next publish or batch.
+
+        A publish during another takes its place where engines haven't staged that yet; both calls
+        return when the newer weights are there. No batch is handed over before it is certain that
+        the version comes, so none is counted as older than it is.
 
         Raises:
             WeightsRefused: names, shapes or dtypes don't fit the model; the old ones serve on.
             EngineLagging: an engine did not take them in time.
+            PublishDropped: they gave way to newer ones, whose writing failed.
         """
         self._mark("train")
-        version = await self._do(_reserve_version)
+        publish = PublishCall(self._running, state_dict, wait)
         try:
-            chunks = await asyncio.to_thread(_write, self._running, version, state_dict)
-        except BaseException:
-            await self._do(_release_version)
-            raise
-        try:
-            await self._do(_publish(version, chunks))
+            return await self._do(publish.run)
         finally:
-            self._published(version, state_dict)
-        return version
+            self._published(publish)
+
+    async def rollback(
+        self, state_dict: "Mapping[str, torch.Tensor]", *, first_bad: int | None = None
+    ) -> int:
+        """Have engines serve these weights in place of bad ones, under a new version; return it.
+
+        Groups with a token of version ``first_bad`` or newer, left out the newest published, are
+        discarded as ``rolled_back``, and their tasks taken anew. Engines are paused meanwhile, and
+        stay so if it fails: what they serve is bad. It is a version like any other, so what waits
+        for training gets older by one.
+
+        Raises:
+            WeightsRefused, EngineLagging, PublishDropped: as :meth:`publish`.
+        """
+        self._mark("train")
+        first_bad = self._version if first_bad is None else first_bad
+        call = RollbackCall(self._running, state_dict, first_bad=first_bad)
+        try:
+            return await self._do(call.run)
+        finally:
+            self._published(call)
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Have all engines stop generating; return once no turn runs on any, late joiners included.
+
+        ``abort`` ends running turns now; they wait with the tokens they have, and go on from there.
+        ``keep`` freezes them, KV intact; ``wait`` lets them finish. Asked again, the newer mode
+        holds. Weights can be published meanwhile, and no episode's time runs.
+        """
+        await self._do(_pause(mode))
+
+    async def resume(self) -> None:
+        """Have all engines go on; return once they do. Harmless if they weren't paused."""
+        await self._do(_pause(None))
 
     async def ack(self, state: Mapping[str, Any]) -> None:
         """This ``state_dict()`` is on disk: nothing before it need be kept any more."""
@@ -149,20 +190,36 @@ class SyncRollouts(RunClient):
             yield self._batch(handover)
             self._mark("train")
 
-    def publish(self, state_dict: "Mapping[str, torch.Tensor]") -> int:
+    def publish(
+        self, state_dict: "Mapping[str, torch.Tensor]", *, wait: PublishWait = "live"
+    ) -> int:
         """As :meth:`Rollouts.publish`."""
         self._mark("train")
-        version = self._do(_reserve_version)
+        publish = PublishCall(self._running, state_dict, wait)
         try:
-            chunks = _write(self._running, version, state_dict)
-        except BaseException:
-            self._do(_release_version)
-            raise
-        try:
-            self._do(_publish(version, chunks))
+            return self._do(publish.run)
         finally:
-            self._published(version, state_dict)
-        return version
+            self._published(publish)
+
+    def rollback(
+        self, state_dict: "Mapping[str, torch.Tensor]", *, first_bad: int | None = None
+    ) -> int:
+        """As :meth:`Rollouts.rollback`."""
+        self._mark("train")
+        first_bad = self._version if first_bad is None else first_bad
+        call = RollbackCall(self._running, state_dict, first_bad=first_bad)
+        try:
+            return self._do(call.run)
+        finally:
+            self._published(call)
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """As :meth:`Rollouts.pause`."""
+        self._do(_pause(mode))
+
+    def resume(self) -> None:
+        """As :meth:`Rollouts.resume`."""
+        self._do(_pause(None))
 
     def ack(self, state: Mapping[str, Any]) -> None:
         """As :meth:`Rollouts.ack`."""
@@ -213,17 +270,12 @@ async def _next_batch(scheduler: Scheduler) -> ev.HandOver | None:
     return await scheduler.next_batch()
 
 
-async def _reserve_version(scheduler: Scheduler) -> int:
-    return await scheduler.reserve_version()
+def _pause(mode: PauseMode | None) -> Work[None]:
+    if mode is not None and mode not in get_args(PauseMode):
+        raise ConfigError(f"a pause's mode is 'abort', 'keep' or 'wait', got {mode!r}")
 
-
-async def _release_version(scheduler: Scheduler) -> None:
-    scheduler.release_version()
-
-
-def _publish(version: int, chunks: list[UpdateWeights]) -> Work[None]:
     async def work(scheduler: Scheduler) -> None:
-        await scheduler.publish(version, chunks)
+        await scheduler.control.pause(mode)
 
     return work
 
@@ -243,11 +295,3 @@ def _evaluate(tasks: Sequence[Any], episode: EpisodeFunction) -> Work[list[float
         return [rollout.reward for rollout in rollouts]
 
     return work
-
-
-def _write(run: Run, version: int, state_dict: "Mapping[str, torch.Tensor]") -> list[UpdateWeights]:
-    """Put a version where engines can read it."""
-    from tidegate.orchestrator.batches import named_buffers
-
-    keep = run.scheduler.kept_version if run.scheduler is not None else None
-    return run.channel.write(version, named_buffers(state_dict), keep=keep)

@@ -161,6 +161,12 @@ class RunStatistics:
     ledger: LedgerSnapshot
     evaluation_ledger: LedgerSnapshot
     engines: tuple[EngineStatistics, ...] = ()
+    pause_mode: str | None = None
+    """What engines were paused by; None while they run."""
+    staging_version: int | None = None
+    """Published, and not yet staged on every engine."""
+    publish_failure: str | None = None
+    """Of a publish whose call had returned; the next publish or batch raises it."""
     stuck: tuple[Stuck, ...] = ()
     """What has not got on for ``stuck_after_s`` or longer, the longest first."""
     forecast: RunForecast | None = None

@@ -75,8 +75,17 @@ class Laggards:
 class WeightCoordinator:
     """Brings each published version to every engine, late joiners included."""
 
-    def __init__(self, init: InitWeights, *, pause_mode: PauseMode, kv_policy: KvPolicy) -> None:
+    def __init__(
+        self,
+        init: InitWeights,
+        *,
+        pause_mode: PauseMode,
+        kv_policy: KvPolicy,
+        wave_engines: int | None = None,
+    ) -> None:
+        """``wave_engines``: so many swap at a time, at most; None: all at once."""
         self._init = init
+        self._wave_engines = wave_engines
         self._pause_mode: PauseMode = pause_mode
         self._kv_policy: KvPolicy = kv_policy
         self._live: dict[str, int] = {}
@@ -100,7 +109,28 @@ class WeightCoordinator:
         """Whether no engine reads what isn't kept. Those that read what is kept need not be waited
         for: the next version takes its place with them, however far they are."""
         update = self.update
-        return update is None or not update.is_withdrawn or not update.staging
+        return update is None or update is self._kept or not update.staging
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the newest version may still be given up: it is being staged."""
+        update = self.update
+        return update is not None and not update.is_released and not update.is_withdrawn
+
+    @property
+    def has_waves(self) -> bool:
+        """Whether engines swap some at a time."""
+        return self._wave_engines is not None
+
+    @property
+    def is_swapping(self) -> bool:
+        """Whether an engine was told to swap, and hasn't yet said that it has."""
+        return any(update.swapping for update in self._updates)
+
+    @property
+    def is_swap_due(self) -> bool:
+        """Whether :meth:`swaps` has a word for somebody."""
+        return self._places_in_wave > 0 and any(u.is_released and u.staged for u in self._updates)
 
     @property
     def is_settled(self) -> bool:
@@ -111,6 +141,11 @@ class WeightCoordinator:
     def engines_behind(self) -> list[str]:
         """To whom a version is on its way."""
         return sorted({engine for update in self._updates for engine in update.engines})
+
+    @property
+    def holdups(self) -> list[str]:
+        """Whose turn it is: those that have staged it wait for others, or for the word to swap."""
+        return sorted({engine for u in self._updates for engine in u.staging | u.swapping})
 
     @property
     def laggards(self) -> list[Laggards]:
@@ -131,10 +166,31 @@ class WeightCoordinator:
         kept = None if self._kept is self.update else self._kept
         return [update for update in (self.update, kept) if update is not None]
 
+    @property
+    def _places_in_wave(self) -> int:
+        """How many more engines may swap now."""
+        if self._wave_engines is None:
+            return len(self._live)
+        return self._wave_engines - sum(len(update.swapping) for update in self._updates)
+
     def _update(self, version: int) -> WeightUpdate | None:
         return next((update for update in self._updates if update.version == version), None)
 
     # ------------------------------------------------------------ publishing
+
+    def supersede(self, version: int) -> Outgoing:
+        """A newer version is about to be written: nobody swaps to one that isn't released yet.
+
+        Engines that copy it are told of the newer one, and so to stop; each says that it has
+        given up, or that it was done, before :attr:`is_writable`. Where the newer one goes by the
+        same number they can't be told apart: then the copies are waited for.
+        """
+        if self.update is None or self.update.is_released:
+            return []
+        self.withdraw()
+        if self.update.version == version:
+            return []
+        return [(e, StartWeightUpdate(version=version)) for e in sorted(self.update.staging)]
 
     def publish(self, version: int, chunks: list[UpdateWeights]) -> Outgoing:
         """Have every engine stage ``version`` that doesn't serve it.
@@ -206,7 +262,10 @@ class WeightCoordinator:
     # ------------------------------------------------------------ what is due
 
     def swaps(self) -> Outgoing:
-        """The word to swap, for those that have staged what is released; each is told once."""
+        """The word to swap, for those that have staged what is released; each is told once.
+
+        In waves, each engine that serves the new version makes room for the next one.
+        """
         told: Outgoing = []
         for update in self._updates:
             if not update.is_released:
@@ -214,9 +273,10 @@ class WeightCoordinator:
             finish = FinishWeightUpdate(
                 version=update.version, pause_mode=self._pause_mode, kv_policy=self._kv_policy
             )
-            told += [(engine, finish) for engine in sorted(update.staged)]
-            update.swapping |= update.staged
-            update.staged.clear()
+            wave = sorted(update.staged)[: max(0, self._places_in_wave)]
+            told += [(engine, finish) for engine in wave]
+            update.swapping.update(wave)
+            update.staged.difference_update(wave)
         return told
 
     def catch_up(self, engine: str | None = None) -> Outgoing:

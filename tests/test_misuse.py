@@ -100,14 +100,13 @@ async def test_new_tasks_replace_an_iterator_that_is_still_awaited(model: Path) 
     assert rows == 6  # the first iterator's one task, too
 
 
-async def test_two_publishes_at_once_are_refused_and_the_run_goes_on(model: Path) -> None:
+async def test_two_publishes_at_once_each_get_a_number_and_the_newer_wins(model: Path) -> None:
     state = load_file(model / "model.safetensors")
     async with tidegate.serve(model=model, **SMALL) as rollouts:
-        results = await asyncio.gather(
-            rollouts.publish(state), rollouts.publish(state), return_exceptions=True
-        )
-        assert [type(result) for result in results] == [int, RuntimeError]
-        assert await rollouts.publish(state) == 2
+        results = await asyncio.gather(rollouts.publish(state), rollouts.publish(state))
+        assert tuple(results) == (1, 2)
+        assert [engine.weight_version for engine in rollouts.statistics().engines] == [2]
+        assert await rollouts.publish(state) == 3
 
 
 async def test_a_cancelled_publish_never_leaves_one_number_for_two_sets_of_weights(

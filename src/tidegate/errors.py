@@ -13,6 +13,7 @@ TidegateError
 ├── EngineLost              an engine stopped answering                 (also ConnectionError)
 ├── EngineStartFailed       an engine process ended before it was ready (also RuntimeError)
 ├── EngineLagging           an engine did not take up new weights       (also TimeoutError)
+├── PublishDropped          published weights gave way to newer ones     (also RuntimeError)
 ├── PublishNeeded           a batch was asked for that can't fill yet    (also RuntimeError)
 ├── PolicyBroken            a user's staleness policy contradicts itself (also RuntimeError)
 ├── EpisodeError            a user's episode fails every time           (also RuntimeError)
@@ -132,6 +133,17 @@ class EngineLagging(TidegateError, TimeoutError):
             f"{', '.join(engines)} still without weights v{wanted_version}, {waited_s:.0f} s after "
             f"it was published ({where}); check the engine's log, or raise weights_timeout_s if "
             f"loading this model really takes longer"
+        )
+
+
+class PublishDropped(TidegateError, RuntimeError):
+    """Weights that were published gave way to newer ones, which never came."""
+
+    def __init__(self, *, version: int) -> None:
+        self.version = version
+        super().__init__(
+            f"weights v{version} were given up for newer ones while engines still copied them, and "
+            f"the newer ones could not be written; the old ones serve on: publish again"
         )
 
 

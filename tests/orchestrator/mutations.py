@@ -190,7 +190,7 @@ def a_batch_that_nobody_waited_for_is_lost(patch: pytest.MonkeyPatch) -> None:
     right = Scheduler.next_batch
 
     async def next_batch(self: Scheduler) -> ev.HandOver | None:
-        self._undelivered.clear()
+        self._desk._undelivered.clear()
         return await right(self)
 
     patch.setattr(Scheduler, "next_batch", next_batch)

@@ -7,7 +7,7 @@ from tests.orchestrator.mutations import MUTATIONS, mutation
 from tidegate.errors import WeightsRefused
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.fleet import Engine, Fleet, Heard
-from tidegate.orchestrator.publishing import Publisher
+from tidegate.orchestrator.publishing import Publisher, PublishWait
 from tidegate.orchestrator.step_checks import step_arrived
 from tidegate.orchestrator.weights import Outgoing, WeightCoordinator
 from tidegate.transport.messages import Ack, Hello, Step, UpdateWeights
@@ -129,13 +129,11 @@ def engines_swap_before_every_engine_has_staged(patch: pytest.MonkeyPatch) -> No
 
 @mutation(seed=122)
 def refused_weights_are_published_all_the_same(patch: pytest.MonkeyPatch) -> None:
-    right = WeightCoordinator.refused
-
     def refused(self: WeightCoordinator, engine: str, version: int, message: str) -> bool:
-        is_lost = right(self, engine, version, message)
-        for update in self._updates:
-            update.refusals.clear()
-        return is_lost
+        if (update := self._update(version)) is not None:
+            update.strike(engine)
+            self._live[engine] = version  # so it is not asked again
+        return False
 
     patch.setattr(WeightCoordinator, "refused", refused)
 
@@ -144,9 +142,11 @@ def refused_weights_are_published_all_the_same(patch: pytest.MonkeyPatch) -> Non
 def a_failed_version_gives_its_number_to_nobody(patch: pytest.MonkeyPatch) -> None:
     right = Publisher.publish
 
-    async def publish(self: Publisher, version: int, chunks: list[UpdateWeights]) -> None:
+    async def publish(
+        self: Publisher, version: int, chunks: list[UpdateWeights], wait: PublishWait = "live"
+    ) -> None:
         try:
-            await right(self, version, chunks)
+            await right(self, version, chunks, wait)
         except WeightsRefused:
             self._shell.handle([ev.VersionPublished(version)])
             raise

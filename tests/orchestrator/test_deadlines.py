@@ -57,6 +57,26 @@ def test_each_task_is_cancelled_at_its_own_time_and_those_in_time_are_not() -> N
     }
 
 
+def test_nobodys_time_runs_while_it_stands_still() -> None:
+    async def main() -> Ended:
+        deadlines, ended = Deadlines[str](TIMEOUT_S, nobody), Ended()
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(watched(deadlines, "before", ended, loop.create_future))
+            await asyncio.sleep(4.0)
+            deadlines.stand_still(loop.time())
+            await asyncio.sleep(50.0)
+            group.create_task(watched(deadlines, "meanwhile", ended, loop.create_future))
+            await asyncio.sleep(50.0)
+            deadlines.go_on(loop.time())
+        return ended
+
+    ended = run_in_virtual_time(main())
+    assert {how for _, how in ended.values()} == {"too long"}
+    assert 110.0 <= ended["before"][0] <= 111.0  # 6 s were left of its 10
+    assert 114.0 <= ended["meanwhile"][0] <= 115.0
+
+
 def test_who_is_cancelled_by_somebody_else_did_not_take_too_long() -> None:
     async def main() -> Ended:
         deadlines, ended = Deadlines[str](TIMEOUT_S, nobody), Ended()
