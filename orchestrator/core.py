@@ -112,8 +112,7 @@ class Core:
 
     def rollout(self, rollout_id: int) -> Rollout | None:
         """A rollout whose episode is going on."""
-        found = self.groups.running.get(rollout_id)
-        return found[0] if found else None
+        return self.groups.running.get(rollout_id, (None, None))[0]
 
     def check(self) -> None:
         """Verify the invariants that no sequence of events may break.
@@ -305,8 +304,7 @@ class Core:
     def _retract(self, version: int) -> list[ev.Command]:
         """Give up what bad weights sampled, and take those tasks anew."""
         bad = [group for group in self.groups.in_order if group.newest_version >= version]
-        commands = [c for group in bad for c in self._give_up_anew(group, "rolled_back")]
-        return commands + self._hand_over()
+        return self._release([c for group in bad for c in self._give_up_anew(group, "rolled_back")])
 
 
     def _release(self, commands: list[ev.Command]) -> list[ev.Command]:

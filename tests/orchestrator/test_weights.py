@@ -199,3 +199,65 @@ def test_answers_about_another_version_change_nothing() -> None:
     weights.live("a", 0)
     assert not weights.refused("a", 0, "late news")
     assert weights.engines_behind == ["a"]
+
+
+# ---------------------------------------------------------------- waves, and a newer publish
+
+
+def in_waves(engines: int, wave_engines: int) -> WeightCoordinator:
+    """A version that all of them have staged, and that is released."""
+    made = WeightCoordinator(
+        INIT, pause_mode="keep", kv_policy="recompute", wave_engines=wave_engines
+    )
+    names = [str(number) for number in range(engines)]
+    for name in names:
+        made.joined(name, 0)
+    made.publish(1, [chunk(1)])
+    for name in names:
+        made.staged(name, 1)
+    made.release()
+    return made
+
+
+def test_in_waves_so_many_are_told_at_a_time_and_each_that_swaps_makes_room() -> None:
+    weights = in_waves(engines=5, wave_engines=2)
+    assert weights.swaps() == [*finish("0", 1), *finish("1", 1)]
+    assert weights.swaps() == []
+    weights.live("1", 1)
+    assert weights.swaps() == finish("2", 1)
+    weights.left("0")
+    assert weights.swaps() == finish("3", 1)
+    assert weights.refused("2", 1, "its staged weights are gone")
+    assert weights.swaps() == finish("4", 1)
+    assert weights.holdups == ["3", "4"]  # who waits for others holds nobody up
+    weights.live("3", 1)
+    weights.live("4", 1)
+    assert (weights.is_settled, weights.is_swap_due) == (True, False)
+
+
+def test_a_newer_version_tells_those_that_copy_the_older_one_to_stop_and_waits_for_their_word() -> (
+    None
+):
+    weights = coordinator("a", "b")
+    weights.publish(1, [chunk(1)])
+    weights.staged("a", 1)
+    assert weights.supersede(2) == [("b", StartWeightUpdate(version=2))]
+    assert not weights.is_writable
+    assert not weights.refused("b", 1, "given up, for v2 was started")
+    assert weights.is_writable
+    assert weights.publish(2, [chunk(2)]) == [*staging("a", 2), *staging("b", 2)]
+
+
+def test_a_newer_version_spares_those_that_wait_for_their_wave_the_older_one() -> None:
+    weights = in_waves(engines=3, wave_engines=1)
+    assert weights.swaps() == finish("0", 1)
+    weights.live("0", 1)
+    assert weights.supersede(2) == []  # it is released, and goes on while the newer one is written
+    assert weights.is_writable
+    assert weights.swaps() == finish("1", 1)
+    assert weights.publish(2, [chunk(2)]) == [
+        *staging("0", 2),
+        *staging("1", 2),
+        *staging("2", 2),
+    ]
+    assert weights.swaps() == []
