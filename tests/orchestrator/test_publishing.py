@@ -105,7 +105,7 @@ async def test_every_token_of_a_rollout_says_its_own_version_in_the_midst_of_wav
 async def test_an_engine_that_is_killed_in_its_wave_makes_room_for_the_next(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
-    engines = [tidegate_engine(step_s=0.1) for _ in range(3)]
+    engines = [tidegate_engine(step_s=0.1, restart_s=500.0) for _ in range(3)]
     async with tidegate_serve(
         engines=engines, says=LONG, update_wave=1, pause_mode="wait", **SMALL
     ) as rollouts:
@@ -115,6 +115,7 @@ async def test_an_engine_that_is_killed_in_its_wave_makes_room_for_the_next(
         await until(lambda: swapping(rollouts) == ["engine-0"])
         engines[0].crash()
         assert await publish == 1
+        assert asyncio.get_running_loop().time() < 400.0  # nobody has waited for it
         assert (await evaluation).failures == 0
         await until(lambda: versions(engines) == [1, 1, 1])  # it has come back, and caught up
 
