@@ -8,7 +8,7 @@ the groups, the rollouts and the token ledger; which engine a turn is on is :mod
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tidegate.errors import PolicyBroken, TidegateError
+from tidegate.errors import TidegateError
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.groups import GroupBook
 from tidegate.orchestrator.handed_batches import HandedBatch, HandedBatches
@@ -17,7 +17,7 @@ from tidegate.orchestrator.rollout import Group, Rollout, TaskKey
 from tidegate.orchestrator.rules import Rules
 from tidegate.orchestrator.taken_tasks import TakenTasks
 from tidegate.orchestrator.turns import TurnBook
-from tidegate.policies.staleness import OffPolicyness, StalenessPolicy
+from tidegate.policies.staleness import OffPolicyness, refuse_selection
 
 
 @dataclass(slots=True)
@@ -64,6 +64,8 @@ class Core:
         """After a resume: groups whose task the user's iterator is yet to give again."""
         self.floors_version = 0
         """The live version for which groups' floors were worked out last."""
+        self.is_paused = False
+        """Whether engines stand still until the next version is live."""
         self.is_restoring = False
         """After a resume: whether the trainer is yet to publish its checkpoint's weights."""
 
@@ -127,7 +129,7 @@ class Core:
         assert self.outstanding_groups <= limit, f"{self.outstanding_groups} groups > {limit}"
         oldest, bound = max(self.trained.staleness, default=0), self.policy.guaranteed_bound
         assert bound is None or oldest <= bound, f"trained at staleness {oldest}, not {bound}"
-        running = [r for r, g in self.groups.running.values() if not g.is_evaluation]
+        running = (r for r, g in self.groups.running.values() if not g.is_evaluation)
         in_flight = sum(rollout.sampled_tokens for rollout in running)
         assert in_flight == self.ledger.in_flight, f"{in_flight} != {self.ledger.in_flight}"
 
@@ -154,7 +156,7 @@ class Core:
                 self.are_tasks_exhausted = True
                 return self._hand_over()
             case ev.EvaluationAsked(task=task, index=index):
-                return self.groups.evaluate(task, index)
+                return [*self._go_on(), *self.groups.evaluate(task, index)]  # it waits for nothing
             case ev.TasksOffered():
                 self.are_tasks_exhausted = False
                 self.tasks.begin()
@@ -246,13 +248,13 @@ class Core:
             return []
         batch = self.policy.select(self.groups, groups=wanted, trainer_version=self.trainer_version)
         if batch is not None:
-            _refuse_selection(self.policy, batch, wanted)
+            refuse_selection(self.policy, batch, wanted)
         return batch
 
     def _can_fill(self) -> bool:
-        return self.are_tasks_exhausted or self.policy.can_fill_batch(
-            unpublished_groups=self.handed.unpublished_groups
-        )
+        unpublished_groups = self.handed.unpublished_groups
+        can_fill = self.policy.can_fill_batch(unpublished_groups=unpublished_groups)
+        return (self.are_tasks_exhausted or can_fill) and not self.is_paused
 
     def _drop_stale(self, batch: list[Group]) -> list[ev.Command]:
         """The second gate, for policies that don't mask. Most keep it shut, but it is checked."""
@@ -267,12 +269,17 @@ class Core:
         return commands
 
     def _give_up_anew(self, group: Group, reason: str) -> list[ev.Command]:
-        """Its task is to be taken anew."""
-        assert group.key is not None
-        self.tasks.put_back(group.key)
-        self.are_tasks_exhausted = False  # there is this one again
+        """Its task is to be taken anew, unless a crash has parted the run from it."""
+        key = group.key
+        assert key is not None
         commands = self.groups.give_up_group(group, reason)
-        return [*commands, ev.RequeueTask(group.task, group.key)]
+        if key.offer < self.tasks.gone_before:
+            return commands
+        self.tasks.put_back(key)
+        self.are_tasks_exhausted = False  # there is this one again
+        if self.awaited.pop(key, None) is not None:
+            return commands  # it is taken once the user's iterator has come to it
+        return [*commands, ev.RequeueTask(group.task, key)]
 
     def _expire(self) -> list[ev.Command]:
         """Give up what the policy says."""
@@ -291,7 +298,19 @@ class Core:
         self.trained.batches += 1
         self.trained.count(batch, self.trainer_version, 1)
         hand_over = ev.HandOver(batch, self.trainer_version, number, oldest_trainable)
-        return [hand_over, *self._expire()]
+        return [hand_over, *self._expire(), *self._pause_generation()]
+
+    def _pause_generation(self) -> list[ev.Command]:
+        """Until the version made from a batch is live, if the policy wants that."""
+        if not self.policy.pauses_generation or not self.groups.running_groups:
+            return []
+        self.is_paused = True
+        return [ev.PauseGeneration(True)]
+
+    def _go_on(self) -> list[ev.Command]:
+        """Generate again, if that was paused."""
+        was_paused, self.is_paused = self.is_paused, False
+        return [ev.PauseGeneration(False)] if was_paused else []
 
     # ------------------------------------------------------------ versions
 
@@ -306,7 +325,6 @@ class Core:
         bad = [group for group in self.groups.in_order if group.newest_version >= version]
         return self._release([c for group in bad for c in self._give_up_anew(group, "rolled_back")])
 
-
     def _release(self, commands: list[ev.Command]) -> list[ev.Command]:
         """Free the places of batches whose version is live on every engine."""
         live_version = self.turns.live_version
@@ -314,6 +332,8 @@ class Core:
             self.floors_version = live_version
             self.groups.raise_floors(live_version)
         self.handed.release(live_version)
+        if not self.handed.num_groups:
+            commands += self._go_on()
         return commands + self._hand_over()
 
     # ------------------------------------------------------------ after a crash
@@ -327,7 +347,7 @@ class Core:
         """
         self.batches_asked = 0
         self.are_tasks_exhausted = False
-        self.is_restoring = True
+        self.is_restoring, self.is_paused = True, False
         commands = self.groups.end_evaluations()
         first_lost = self.handed.first_lost_version(event.batches)
         self.turns.resume()
@@ -381,19 +401,3 @@ class Core:
         group.task = task
         episodes = [ev.StartEpisode(r, task) for r in self.groups.running_of(group)]
         return [*episodes, *self._hand_over()]
-
-
-def _refuse_selection(policy: StalenessPolicy, batch: list[Group], wanted: int) -> None:
-    """A user's policy may be wrong; what it says is checked before anything is done."""
-    name = type(policy).__name__
-    if len(batch) != wanted or len({group.group_id for group in batch}) != wanted:
-        raise PolicyBroken(
-            f"{name}.select() returned {len(batch)} groups, asked for {wanted} different ones; "
-            f"return exactly so many, or None to wait"
-        )
-    for group in batch:
-        if group.running:
-            raise PolicyBroken(
-                f"{name}.select() chose group {group.group_id}, {group.running} of whose rollouts "
-                f"go on; choose from waiting.ended"
-            )

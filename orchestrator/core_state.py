@@ -64,6 +64,7 @@ def save(core: Core) -> bytes:
             training=_training(core),
             ended=[group.group_id for group in groups.ended],
             floors_version=core.floors_version,
+            is_paused=core.is_paused,
             adaptation=core.policy.adaptation,
             prompts=[(d, h.rollouts, h.total_reward) for d, h in core.prompts.histories.items()],
             passed_over=core.prompts.passed_over,
@@ -153,7 +154,9 @@ def _engine(name: str, engine: EngineTurns) -> SavedEngine:
 def _tasks(core: Core) -> SavedTasks:
     tasks = core.tasks
     counts = [(offer, count) for offer, count in sorted(tasks.counts.items()) if count]
-    return SavedTasks(tasks.offer, counts, sorted(tasks.requeued), tasks.is_continued)
+    return SavedTasks(
+        tasks.offer, counts, sorted(tasks.requeued), tasks.is_continued, tasks.gone_before
+    )
 
 
 def _training(core: Core) -> SavedTraining:
@@ -206,7 +209,7 @@ def load(state: bytes, core: Core) -> None:
     _load_training(saved.training, core)
     awaited = set(saved.awaited)
     core.awaited = {g.key: g for g in core.groups.in_order if g.key and g.key in awaited}
-    core.floors_version = saved.floors_version
+    core.floors_version, core.is_paused = saved.floors_version, saved.is_paused
     core.prompts.passed_over = saved.passed_over
     core.prompts.histories = {d: PromptHistory(n, total) for d, n, total in saved.prompts}
     if saved.adaptation is not None:
@@ -215,6 +218,7 @@ def load(state: bytes, core: Core) -> None:
     core.tasks.counts = Counter(dict(saved.tasks.counts))
     core.tasks.requeued = set(saved.tasks.requeued)
     core.tasks.is_continued = saved.tasks.is_continued
+    core.tasks.gone_before = saved.tasks.gone_before
     _load_turns(saved.turns, core)
 
 

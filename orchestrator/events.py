@@ -306,6 +306,13 @@ class HandOver:
 
 
 @dataclass(frozen=True, slots=True)
+class PauseGeneration:
+    """Have every engine abort its turns and stand still, or go on."""
+
+    is_paused: bool
+
+
+@dataclass(frozen=True, slots=True)
 class EndBatches:
     """Tell the trainer that no batch will come any more."""
 
@@ -348,6 +355,7 @@ Command = (
     | EndTurn
     | FailTurn
     | HandOver
+    | PauseGeneration
     | EndBatches
     | RefuseBatch
     | EndEvaluation

@@ -114,6 +114,7 @@ class SavedTasks(Saved):
     counts: list[tuple[int, int]]
     requeued: list[TaskKey]
     is_continued: bool
+    gone_before: int
 
 
 class SavedTraining(Saved):
@@ -152,6 +153,7 @@ class SavedCore(Saved):
     ended: list[int]
     """Buffered groups, in the order in which they ended."""
     floors_version: int
+    is_paused: bool
     adaptation: int | None
     """Of the staleness policy."""
     prompts: list[tuple[bytes, int, float]]

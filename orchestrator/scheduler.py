@@ -296,6 +296,9 @@ class Scheduler:
                 self._episodes.stop(rollout)
             case ev.HandOver():
                 self._desk.hand_over(command)
+            case ev.PauseGeneration(is_paused=is_paused):
+                assert self._group is not None
+                self._group.create_task(self.control.pause("abort" if is_paused else None))
             case ev.EndBatches():
                 self._desk.end()
             case ev.RefuseBatch(unpublished_groups=groups):

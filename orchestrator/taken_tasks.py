@@ -19,6 +19,8 @@ class TakenTasks:
         """Tasks taken, by iterator."""
         self.requeued: set[TaskKey] = set()
         """Given back to be taken again."""
+        self.gone_before = 0
+        """Tasks of older iterators can't be taken again: a crash has parted the run from them."""
         self.is_continued = False
         """Whether the next iterator is the one that was in use before a crash."""
 
@@ -49,6 +51,7 @@ class TakenTasks:
     def resume(self, offer: int) -> None:
         """Go on with iterator ``offer``; what was taken from later ones will be taken anew."""
         self.offer = offer
+        self.gone_before = max(0, offer)
         self.is_continued = offer >= 0
         self.counts = Counter({o: n for o, n in self.counts.items() if o <= offer})
         self.requeued = {key for key in self.requeued if key.offer == offer}

@@ -7,12 +7,12 @@ replayable.
 Symbols: η ``max_staleness``, B ``groups_per_batch``, v the trainer's version.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, Self, TypeVar
 
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, PolicyBroken
 
 
 class WaitingGroup(Protocol):
@@ -187,3 +187,23 @@ class StalenessPolicy:
     def observed(self, measured: OffPolicyness) -> Self:
         """The policy from now on, after what the trainer has measured."""
         return self
+
+
+def refuse_selection(policy: StalenessPolicy, batch: Sequence[WaitingGroup], wanted: int) -> None:
+    """Check what a policy has selected, before anything is done: a user's may be wrong.
+
+    Raises:
+        PolicyBroken: these are too few, too many, or go on.
+    """
+    name = type(policy).__name__
+    if len(batch) != wanted or len({group.group_id for group in batch}) != wanted:
+        raise PolicyBroken(
+            f"{name}.select() returned {len(batch)} groups, asked for {wanted} different ones; "
+            f"return exactly so many, or None to wait"
+        )
+    for group in batch:
+        if group.running:
+            raise PolicyBroken(
+                f"{name}.select() chose group {group.group_id}, {group.running} of whose rollouts "
+                f"go on; choose from waiting.ended"
+            )
