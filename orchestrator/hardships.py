@@ -26,6 +26,8 @@ class Hardship(StrEnum):
     NO_CREDIT = "an engine had to wait for credit"
     REFUSED = "the trainer was told that its weights are refused"
     LAGGED = "the trainer was told that an engine lags"
+    TOLD_LATER = "the trainer was told later that a publish had failed"
+    PAUSED = "the trainer paused all engines while it trained"
     CANCELLED_PUBLISH = "a publish was cancelled"
     PUBLISHED_TWICE = "weights were published without a batch in between"
     PUBLISH_NEEDED = "a batch was asked for that can't fill"

@@ -22,6 +22,7 @@ from tidegate.orchestrator.faults import (
     FaultKind,
     plan_faults,
 )
+from tidegate.orchestrator.publishing import PublishWait
 from tidegate.policies.asynchrony import BoundedStaleness, OnDeadline, OneStepOffPolicy, Unbounded
 from tidegate.policies.consumption import Window
 from tidegate.policies.filters import DynamicSampling, GroupFilter
@@ -117,6 +118,11 @@ class Scenario(
     """Whether groups of equal rewards are dropped."""
     decide_after: int | None = None
     placement: PlacementName = "plain"
+    update_wave: int | None = None
+    """Engines that swap at a time."""
+    publish_wait: PublishWait = "live"
+    pausing: float = 0.0
+    """Share of versions around which the trainer pauses engines."""
     pause_mode: PauseMode = "keep"
     kv_policy: KvPolicy = "recompute"
     credit_steps: int = 64
@@ -193,6 +199,7 @@ class Scenario(
                 else GroupFilter()
             ),
             group_size=self.group_size,
+            update_wave=self.update_wave,
             pause_mode=self.pause_mode,
             kv_policy=self.kv_policy,
             seed=self.seed,
@@ -362,6 +369,9 @@ def _with_policy(plain: Scenario) -> Scenario:
         filters_groups=plain.group_size > 1 and chance.random() < 0.2,
         decide_after=chance.choice((None, 2)),
         placement=chance.choice(("plain", "plain", "plain", *get_args(PlacementName))),
+        update_wave=chance.choice((None, None, 1, 2)),
+        publish_wait=chance.choice(("live", "live", "staged", "none")),
+        pausing=chance.choice((0.0, 0.0, 0.0, 0.3)),
     )
 
 

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from enum import Enum, auto
 
-from tidegate.errors import EngineLagging, PublishNeeded, WeightsRefused
+from tidegate.errors import EngineLagging, PublishDropped, PublishNeeded, WeightsRefused
 from tidegate.orchestrator.episode import Episode
 from tidegate.orchestrator.hardships import Hardship
 from tidegate.orchestrator.scenario import Scenario
@@ -67,7 +67,7 @@ class SimulatedTrainer:
                     self.doing = "trains"
                     self._batches += 1
                     self._unpublished += 1
-                    await asyncio.sleep(scenario.train_s)
+                    await self._pause_and_train(scheduler)
                 if came is _Next.PUBLISH_FIRST or self._unpublished >= scenario.batches_per_publish:
                     self._unpublished = 0
                     await self._publish_and_evaluate(scheduler, beside)
@@ -75,6 +75,19 @@ class SimulatedTrainer:
                     self._world.hardships.note(Hardship.OFFERED_AGAIN)
                     self._batches = 0
                     scheduler.offer(self._tasks(), self._episode)
+
+    async def _pause_and_train(self, scheduler: Scheduler) -> None:
+        """As trainers do that share their devices with engines, or not."""
+        pauses = self._chance.random() < self._scenario.pausing
+        if pauses:
+            self._world.hardships.note(Hardship.PAUSED)
+            self.doing = "pauses engines"
+            await scheduler.control.pause(self._chance.choice(("abort", "keep", "wait")))
+        self.doing = "trains"
+        await asyncio.sleep(self._scenario.train_s)
+        if pauses:
+            self.doing = "resumes engines"
+            await scheduler.control.pause(None)
 
     async def _next_batch(self, scheduler: Scheduler) -> _Next:
         self.doing = "waits for a batch"
@@ -87,6 +100,9 @@ class SimulatedTrainer:
                 return _Next.PUBLISH_FIRST
             except TimeoutError:
                 self._world.hardships.note(Hardship.STOPPED_WAITING)
+                continue
+            except (EngineLagging, WeightsRefused, PublishDropped):
+                self._world.hardships.note(Hardship.TOLD_LATER)
                 continue
             if batch is None:
                 return _Next.NO_MORE
@@ -121,6 +137,8 @@ class SimulatedTrainer:
             hardships.note(Hardship.LAGGED)
         except WeightsRefused:
             hardships.note(Hardship.REFUSED)
+        except PublishDropped:
+            hardships.note(Hardship.TOLD_LATER)
         except TimeoutError:
             hardships.note(Hardship.CANCELLED_PUBLISH)
 
@@ -135,7 +153,7 @@ class SimulatedTrainer:
             raise
         self._world.buffer.end(update)
         self.doing = f"publishes v{version}"
-        await scheduler.publish(version, [update])
+        await scheduler.publish(version, [update], self._scenario.publish_wait)
 
     async def _evaluate(self, scheduler: Scheduler) -> None:
         tasks = [-1 - task for task in range(self._scenario.evaluation_tasks)]
