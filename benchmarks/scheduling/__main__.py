@@ -1,0 +1,97 @@
+"""How near does each staleness policy come to what the machines could do, and at what age?
+
+``python -m benchmarks.scheduling`` runs the real orchestrator in virtual time over 12 simulated
+engines and a trainer on 4 machines (16 and 16 where they take turns on the same ones), and prints
+for each run, beside the figures of the published model of the same machines:
+
+    efficiency              unmasked trained tokens per second, over those of machines never idle
+    max_staleness           versions, of the oldest token that was trained; the warm-up counts too
+    mean_staleness          versions, of each rollout's oldest token
+    mixed_share             of trained rollouts, sampled by two or more versions
+    masked_share            of trained tokens, too old for the loss
+    wasted_share            of generated tokens, discarded
+    length_bias             mean length of trained rollouts over that of the tasks given
+    tail_bias               share of those longer than half the cap, over that of the tasks given
+    speedup_over_sync       trained tokens per second over those of sync-colocated
+    orchestrator_cpu_share  seconds of the orchestrator's thread per virtual second. An engine's
+                            message has up to 128 tokens of each turn here, a real one's has one,
+                            so this is the cost of deciding; benchmarks.orchestrator has the wire's
+
+All but the last are the same in each run of a seed. Without options: every policy on reasoning-32k.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.scheduling.policies import POLICIES, SYNC, Variant, variants
+from benchmarks.scheduling.rows import Row, heading, rows, show
+from benchmarks.scheduling.run import Outcome, run_once
+from benchmarks.scheduling.workloads import WORKLOADS, Workload
+
+MODES = ("keep", "abort", "wait")
+
+
+def main() -> None:
+    """Print the table."""
+    options = _options()
+    if not options.json:
+        print(heading(), flush=True)
+    table: list[Row] = []
+    for name in options.workload:
+        workload = WORKLOADS[name]
+        if options.versions is not None:
+            workload = workload.of_versions(options.versions)
+        for run in _runs(workload, options):
+            show(run, as_json=options.json)
+            table += run
+    if options.picture is not None:
+        from benchmarks.scheduling.picture import draw
+
+        draw(table, options.picture)
+
+
+def _runs(workload: Workload, options: argparse.Namespace) -> Iterator[list[Row]]:
+    """Each run of a workload."""
+    sync = _run(workload, Variant(SYNC, POLICIES[SYNC], 0), "keep", options.seed)
+    for variant in variants(options.policy, options.eta):
+        # Where nothing runs while weights change, all modes are one.
+        for mode in options.mode[:1] if variant.is_barrier else options.mode:
+            is_sync = variant.name == SYNC
+            outcome = sync if is_sync else _run(workload, variant, mode, options.seed)
+            yield rows(workload, variant, mode, outcome, sync)
+
+
+def _run(workload: Workload, variant: Variant, mode: str, seed: int) -> Outcome:
+    started_s = time.perf_counter()
+    outcome = run_once(workload, variant, mode=mode, seed=seed)
+    took_s = time.perf_counter() - started_s
+    about = f"{workload.name} {variant.name} eta={variant.eta} {mode}"
+    print(f"# {about}: {outcome.steps} steps in {took_s:.0f} s", file=sys.stderr, flush=True)
+    return outcome
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workload", choices=WORKLOADS, nargs="+", default=["reasoning-32k"])
+    parser.add_argument("--policy", choices=POLICIES, nargs="+", default=list(POLICIES))
+    parser.add_argument("--eta", type=int, nargs="+", help="instead of each policy's own choice")
+    parser.add_argument("--mode", choices=MODES, nargs="+", default=["keep"])
+    parser.add_argument("--all", action="store_true", help="every workload, policy and mode")
+    parser.add_argument("--versions", type=int, help="of a run, warm-up included")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser.add_argument("--picture", type=Path, help="draw the table into this file")
+    options = parser.parse_args()
+    if options.all:
+        options.workload, options.policy = list(WORKLOADS), list(POLICIES)
+        options.mode = list(MODES)
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What does the table look like? Efficiency over the greatest age, one panel per workload."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.typing import FillStyleType
+
+from benchmarks.scheduling.rows import Row
+
+MARKERS = "osD^vP*X<>hpd"
+
+PANEL_INCHES = (4.6, 4.2)
+
+MODES: dict[str, FillStyleType] = {"keep": "full", "abort": "left", "wait": "none"}
+"""How a marker is filled."""
+
+
+def draw(table: Sequence[Row], path: Path) -> None:
+    """Write the picture."""
+    workloads = list(dict.fromkeys(row.workload for row in table))
+    policies = list(dict.fromkeys(row.policy for row in table))
+    width, height = PANEL_INCHES
+    with mpl.rc_context({"font.size": 9}):
+        figure = Figure((width * len(workloads), height), layout="constrained")
+        panels = figure.subplots(1, len(workloads), sharey=True, squeeze=False)[0]
+        for workload, axes in zip(workloads, panels, strict=True):
+            _panel(axes, [row for row in table if row.workload == workload], policies)
+            axes.set_title(workload)
+        panels[0].set_ylabel("efficiency: trained tokens/s over the work-conserving bound")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=8, frameon=False)
+        figure.savefig(path, dpi=110)
+
+
+def _panel(axes: Axes, table: Sequence[Row], policies: Sequence[str]) -> None:
+    figures = {(row.policy, row.eta, row.mode, row.name): row.value for row in table}
+    for number, policy in enumerate(policies):
+        runs = [(p, eta, mode) for p, eta, mode, name in figures if name == "efficiency"]
+        label: str | None = policy
+        for run in [run for run in runs if run[0] == policy]:
+            x, y = figures[*run, "max_staleness"], figures[*run, "efficiency"]
+            axes.plot(
+                x,
+                y,
+                marker=MARKERS[number % len(MARKERS)],
+                color=f"C{number % 10}",
+                fillstyle=MODES[run[2]],
+                linestyle="none",
+                label=label,
+            )
+            label = None
+    axes.axhline(1.0, color="0.6", linewidth=0.8)
+    axes.set_ylim(0.0, 1.05)
+    axes.set_xlabel("greatest age of a trained token, versions")
+    axes.grid(alpha=0.2)

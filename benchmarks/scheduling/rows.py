@@ -1,0 +1,121 @@
+"""What does the table say? Rows of an outcome, each beside the published model's figure."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from benchmarks.scheduling.policies import Variant
+from benchmarks.scheduling.published import Published, published
+from benchmarks.scheduling.run import Outcome
+from benchmarks.scheduling.workloads import Workload
+
+NAMES = (
+    "efficiency",
+    "max_staleness",
+    "mean_staleness",
+    "mixed_share",
+    "masked_share",
+    "wasted_share",
+    "length_bias",
+    "tail_bias",
+    "speedup_over_sync",
+    "orchestrator_cpu_share",
+)
+"""In the order of the table."""
+
+UNITS = {
+    "max_staleness": "versions",
+    "mean_staleness": "versions",
+    "length_bias": "of the population's mean",
+    "tail_bias": "of the population's share",
+    "speedup_over_sync": "times",
+}
+"""The others are shares of 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure."""
+
+    name: str
+    value: float
+    unit: str
+    peer: float | None
+    """The published model's; None where it has none."""
+    ratio: float | None
+    """Ours over the model's."""
+    workload: str
+    policy: str
+    eta: int
+    mode: str
+
+
+def rows(
+    workload: Workload, variant: Variant, mode: str, outcome: Outcome, sync: Outcome
+) -> list[Row]:
+    """All figures of one run; ``sync`` is the run that its speed is compared with."""
+    peer = published(workload.name, variant.name, variant.eta, mode)
+    values = _values(workload, outcome, sync)
+    return [
+        _row(name, values[name], peer, (workload.name, variant.name, variant.eta, mode))
+        for name in NAMES
+    ]
+
+
+def _row(name: str, value: float, peer: Published | None, of: tuple[str, str, int, str]) -> Row:
+    theirs: float | None = getattr(peer, name, None)
+    ratio = value / theirs if theirs else None
+    return Row(name, value, UNITS.get(name, "of 1"), theirs, ratio, *of)
+
+
+def _values(workload: Workload, outcome: Outcome, sync: Outcome) -> dict[str, float]:
+    tally = outcome.tally
+    used_tokens = tally.trained_tokens - tally.masked_tokens
+    with_age = max(1, tally.staleness.total())
+    population_tail = max(outcome.tail_share, 1 / tally.rollouts)
+    return {
+        "efficiency": used_tokens / tally.at_s / workload.bound_tokens_per_s,
+        "max_staleness": outcome.oldest_ever,
+        "mean_staleness": sum(age * n for age, n in tally.staleness.items()) / with_age,
+        "mixed_share": tally.mixed_rollouts / tally.rollouts,
+        "masked_share": tally.masked_tokens / tally.trained_tokens,
+        "wasted_share": tally.discarded_tokens / tally.generated_tokens,
+        "length_bias": tally.trained_tokens / tally.rollouts / outcome.mean_tokens,
+        "tail_bias": tally.tail_rollouts / tally.rollouts / population_tail,
+        "speedup_over_sync": used_tokens / tally.at_s / _tokens_per_s(sync),
+        "orchestrator_cpu_share": tally.cpu_s / tally.at_s,
+    }
+
+
+def _tokens_per_s(outcome: Outcome) -> float:
+    return outcome.tally.trained_tokens / outcome.tally.at_s
+
+
+def show(run: Sequence[Row], *, as_json: bool) -> None:
+    """Print one run: a line for each figure, or one for all of them."""
+    if as_json:
+        for row in run:
+            print(json.dumps(asdict(row)), flush=True)
+        return
+    first = run[0]
+    about = f"{first.workload:14}{first.policy:16}{first.eta:>3} {first.mode:6}"
+    print(about + "".join(f"{_cell(row):>14}" for row in run), flush=True)
+
+
+def heading() -> str:
+    """Of the lines that :func:`show` prints."""
+    words = "".join(f"{_short(name):>14}" for name in NAMES)
+    return f"{'workload':14}{'policy':16}{'eta':>3} {'mode':6}{words}"
+
+
+def _short(name: str) -> str:
+    return {"orchestrator_cpu_share": "cpu share", "speedup_over_sync": "over sync"}.get(
+        name, name.removesuffix("_share").replace("_staleness", " age").replace("_", " ")
+    )
+
+
+def _cell(row: Row) -> str:
+    """Ours, and the model's in brackets."""
+    digits = 0 if row.name == "max_staleness" else 4 if row.name.endswith("cpu_share") else 2
+    theirs = "" if row.peer is None else f" ({row.peer:.{digits}f})"
+    return f"{row.value:.{digits}f}{theirs}"

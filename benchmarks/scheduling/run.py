@@ -1,0 +1,248 @@
+"""How does one policy do on one workload? The real orchestrator, and all else in virtual time.
+
+Real: scheduler, core, fleet, weight coordinator, policy, episodes and the codec on both ends of the
+wire. Simulated: engines, the wire, the trainer and the clock.
+"""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from benchmarks.scheduling.engine import StretchEngine
+from benchmarks.scheduling.policies import Variant
+from benchmarks.scheduling.stopwatch import Stopwatch
+from benchmarks.scheduling.workloads import (
+    MACHINES,
+    ROLLOUT_MACHINES,
+    SWITCH_S,
+    TRAINER_MACHINES,
+    Task,
+    Workload,
+)
+from tidegate.orchestrator.config import RunSettings, run_settings
+from tidegate.orchestrator.episode import Episode
+from tidegate.orchestrator.events import HandOver
+from tidegate.orchestrator.hardships import Hardships
+from tidegate.orchestrator.scheduler import Scheduler
+from tidegate.orchestrator.simulated_wire import CarriedFrame, SimulatedRouter, Tape
+from tidegate.orchestrator.simulation import model_of_no_words
+from tidegate.orchestrator.virtual_time import VirtualTime
+from tidegate.transport.messages import InitWeights, UpdateWeights
+
+WIRE_S = 0.0002
+"""One way, on average."""
+
+FOR_EVER_S = 1e8
+"""Nothing fails here, so nobody's patience is to end."""
+
+SLOWEST_STEPS = 60.0
+"""A step that takes so many times the bound gets nowhere."""
+
+
+class BlankTape(Tape):
+    """Keeps nothing of what is carried: that would be most of the frames' cost."""
+
+    def note(self, carried: CarriedFrame) -> None:
+        """Count it."""
+        self.frames += 1
+
+
+@dataclass(slots=True)
+class Tally:
+    """What had happened by some version."""
+
+    at_s: float = 0.0
+    cpu_s: float = 0.0
+    """Of the orchestrator."""
+    rollouts: int = 0
+    trained_tokens: int = 0
+    masked_tokens: int = 0
+    tail_rollouts: int = 0
+    """Longer than half the cap."""
+    mixed_rollouts: int = 0
+    generated_tokens: int = 0
+    discarded_tokens: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Rollouts by staleness."""
+
+    def since(self, start: "Tally") -> "Tally":
+        """What has happened in between."""
+        return Tally(
+            self.at_s - start.at_s,
+            self.cpu_s - start.cpu_s,
+            self.rollouts - start.rollouts,
+            self.trained_tokens - start.trained_tokens,
+            self.masked_tokens - start.masked_tokens,
+            self.tail_rollouts - start.tail_rollouts,
+            self.mixed_rollouts - start.mixed_rollouts,
+            self.generated_tokens - start.generated_tokens,
+            self.discarded_tokens - start.discarded_tokens,
+            self.staleness - start.staleness,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run, from the end of its warm-up on."""
+
+    tally: Tally
+    steps: int
+    mean_tokens: float
+    """Of as many tasks as were trained, in the order in which they were given."""
+    tail_share: float
+    """Of those tasks' rollouts."""
+    bound: int | None
+    """The staleness that the policy guarantees."""
+    oldest_ever: int
+    """The greatest staleness of the whole run."""
+
+    @property
+    def step_s(self) -> float:
+        """From one version to the next."""
+        return self.tally.at_s / self.steps
+
+
+class Trainer:
+    """Takes a batch, trains for as long as that takes, publishes; and counts."""
+
+    def __init__(
+        self, workload: Workload, variant: Variant, scheduler: Scheduler, stopwatch: Stopwatch
+    ) -> None:
+        self._workload = workload
+        self._scheduler = scheduler
+        self._stopwatch = stopwatch
+        machines = MACHINES if variant.is_colocated else TRAINER_MACHINES
+        self._s_per_token = workload.training_machine_s / machines / workload.batch_tokens
+        self._switch_s = SWITCH_S if variant.is_colocated else 0.0
+        self._total = Tally()
+
+    async def run(self, versions: int) -> list[Tally]:
+        """Train for so many versions; what had happened by each, from 0 on."""
+        tallies = [self._tally()]
+        while len(tallies) <= versions:
+            batch = await self._scheduler.next_batch()
+            assert batch is not None
+            with self._stopwatch:
+                tokens = self._count(batch)
+            await asyncio.sleep(self._switch_s + tokens * self._s_per_token)
+            version = await self._scheduler.reserve_version()
+            update = UpdateWeights(version=version, location="0", tensors=[])
+            await self._scheduler.publish(version, [update])
+            tallies.append(self._tally())
+        return tallies
+
+    def _count(self, batch: HandOver) -> int:
+        """Take in a batch; how many tokens it has."""
+        total = self._total
+        lengths = [r.sampled_tokens for group in batch.groups for r in group.kept]
+        total.rollouts += len(lengths)
+        total.tail_rollouts += sum(2 * n > self._workload.cap_tokens for n in lengths)
+        total.trained_tokens += sum(lengths)
+        return sum(lengths)
+
+    def _tally(self) -> Tally:
+        core = self._scheduler.core
+        ledger = core.ledger.snapshot()
+        return replace(
+            self._total,
+            at_s=asyncio.get_running_loop().time(),
+            cpu_s=time.perf_counter() - self._stopwatch.total_s,
+            mixed_rollouts=core.trained.mixed_version,
+            generated_tokens=ledger.generated,
+            discarded_tokens=ledger.discarded_total,
+            staleness=Counter(core.trained.staleness),
+        )
+
+
+async def play(episode: Episode, task: Task) -> float:
+    """One rollout, as long as its task says."""
+    episode.append([0] * PROMPT_TOKENS)
+    tools = task.tool_s[episode.index]
+    for tokens, tool_s in zip(task.turns(episode.index), tools, strict=False):
+        await episode.generate(max_tokens=tokens)
+        if tool_s:
+            await asyncio.sleep(tool_s)
+    return float(episode.index % 2)
+
+
+PROMPT_TOKENS = 512
+
+
+def run_once(workload: Workload, variant: Variant, *, mode: str, seed: int = 0) -> Outcome:
+    """Run one policy on one workload."""
+    limit_s = SLOWEST_STEPS * workload.versions * workload.batch_tokens
+    virtual_time = VirtualTime(limit_s=limit_s / workload.bound_tokens_per_s)
+    settings = _settings(workload, variant, mode, seed)
+    try:
+        tallies = virtual_time.run(_main(workload, variant, settings, virtual_time))
+    finally:
+        virtual_time.close()
+    return _outcome(workload, settings, tallies, seed)
+
+
+def _settings(workload: Workload, variant: Variant, mode: str, seed: int) -> RunSettings:
+    return run_settings(
+        model="simulated",
+        seed=seed,
+        group_size=workload.group_size,
+        groups_per_batch=workload.groups_per_batch,
+        pause_mode=mode,
+        kv_policy="keep",
+        episode_timeout_s=FOR_EVER_S,
+        engine_timeout_s=FOR_EVER_S,
+        orchestrator_timeout_s=FOR_EVER_S,
+        stuck_after_s=FOR_EVER_S,
+        weights_timeout_s=FOR_EVER_S,
+        heartbeat_interval_s=FOR_EVER_S / 4,
+        **variant.settings(workload),
+    )
+
+
+async def _main(
+    workload: Workload, variant: Variant, settings: RunSettings, virtual_time: VirtualTime
+) -> list[Tally]:
+    loop, stopwatch = virtual_time.loop, Stopwatch()
+    router = SimulatedRouter(loop, BlankTape(), Hardships())
+    init = InitWeights(channel="shm")
+    scheduler = Scheduler(settings, model_of_no_words(), router, init, recorder=None)
+    # Weights that engines and trainer hand to each other on the spot are part of the switch.
+    costs = replace(workload.costs, swap_s=0.0) if variant.is_colocated else workload.costs
+    engines = MACHINES if variant.is_colocated else ROLLOUT_MACHINES
+    for number in range(engines):
+        name = f"engine-{number:02}"
+        link = router.link(name, latency_s=WIRE_S, chance=random.Random(f"{settings.seed}/{name}"))
+        StretchEngine(name, costs, loop=loop, link=link, stopwatch=stopwatch).start()
+    serving = loop.create_task(scheduler.run(), name="scheduler")
+    await scheduler.wait_for_engines(engines)
+    scheduler.offer(workload.tasks(settings.seed), play)
+    training = loop.create_task(
+        Trainer(workload, variant, scheduler, stopwatch).run(workload.versions), name="trainer"
+    )
+    await asyncio.wait({serving, training}, return_when=asyncio.FIRST_COMPLETED)
+    serving.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+    return await training
+
+
+def _outcome(workload: Workload, settings: RunSettings, tallies: list[Tally], seed: int) -> Outcome:
+    warm_up = workload.warm_up_versions
+    steps = len(tallies) - 1 - warm_up
+    first, last = (v * workload.groups_per_batch for v in (warm_up, warm_up + steps))
+    lengths = _lengths(workload.task(seed, index) for index in range(first, last))
+    return Outcome(
+        tally=tallies[-1].since(tallies[warm_up]),
+        steps=steps,
+        mean_tokens=sum(lengths) / len(lengths),
+        tail_share=sum(2 * n > workload.cap_tokens for n in lengths) / len(lengths),
+        bound=settings.policy().guaranteed_bound,
+        oldest_ever=max(tallies[-1].staleness, default=0),
+    )
+
+
+def _lengths(tasks: Iterable[Task]) -> list[int]:
+    return [length for task in tasks for length in task.lengths]

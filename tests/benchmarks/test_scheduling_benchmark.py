@@ -1,0 +1,77 @@
+"""Does the table of policies tell of runs that really ran? No figure's size is looked at here."""
+
+from dataclasses import astuple, replace
+
+import pytest
+
+from benchmarks.scheduling.policies import POLICIES, SYNC, Variant
+from benchmarks.scheduling.rows import NAMES, rows
+from benchmarks.scheduling.run import Outcome, run_once
+from benchmarks.scheduling.workloads import EngineCosts, Workload
+
+TINY = Workload(
+    "tiny",
+    median_tokens=60,
+    sigma=1.0,
+    cap_tokens=600,
+    mean_tokens=95,
+    groups_per_batch=4,
+    versions=6,
+    warm_up_versions=2,
+    costs=EngineCosts(slots=2, swap_s=0.2, group_size=4),
+)
+
+AGENT = replace(TINY, name="tiny agent", turns=3, tool_median_s=0.5)
+
+
+def variant(name: str, eta: int) -> Variant:
+    return Variant(name, POLICIES[name], eta)
+
+
+def told(outcome: Outcome) -> tuple[object, ...]:
+    """All but what the machine's clock says."""
+    return astuple(replace(outcome, tally=replace(outcome.tally, cpu_s=0.0)))
+
+
+def test_a_run_has_every_row_of_the_table() -> None:
+    sync = run_once(TINY, variant(SYNC, 0), mode="keep")
+    table = rows(replace(TINY, name="math-8k"), variant("admission", 2), "keep", sync, sync)
+    assert [row.name for row in table] == list(NAMES)
+    assert {(row.workload, row.policy, row.eta, row.mode) for row in table} == {
+        ("math-8k", "admission", 2, "keep")
+    }
+
+
+def test_the_same_seed_tells_the_same_and_another_another() -> None:
+    first, again, other = (
+        told(run_once(TINY, variant("admission", 2), mode="keep", seed=seed)) for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+@pytest.mark.parametrize("workload", [TINY, AGENT], ids=["one turn", "agent"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_policy_trains_on_what_is_older_than_it_guarantees(
+    name: str, workload: Workload, mode: str
+) -> None:
+    outcome = run_once(workload, variant(name, POLICIES[name].etas[0]), mode=mode)
+    assert outcome.tally.rollouts == 4 * workload.groups_per_batch * workload.group_size
+    if outcome.bound is not None:
+        assert outcome.oldest_ever <= outcome.bound
+
+
+def test_an_engine_takes_as_long_as_its_steps_one_by_one() -> None:
+    """One turn at a time on each engine: then time is tokens, prompts and swaps, and no more."""
+    alone = replace(TINY, groups_per_batch=1, versions=2, warm_up_versions=0)
+    outcome = run_once(alone, variant(SYNC, 0), mode="keep")
+    costs = alone.costs
+    longest_s = [
+        max(task.lengths) * costs.token_s(1) + costs.prompt_tokens / costs.group_size / 25_000
+        for task in (alone.task(0, 0), alone.task(0, 1))
+    ]
+    trained = sum(sum(alone.task(0, index).lengths) for index in (0, 1))
+    train_s = 2 * 4.0 + trained * alone.training_machine_s / 16 / alone.batch_tokens
+    assert outcome.tally.trained_tokens == trained
+    assert outcome.tally.at_s == pytest.approx(sum(longest_s) + train_s, abs=0.05)
