@@ -1,23 +1,31 @@
-"""Which policies are compared? Settings of a run, by the name that the table shows.
+"""Which policies are compared? Each by the name that the table shows.
 
 A line more here is a policy more in the table.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from benchmarks.scheduling.workloads import Workload
+from tidegate.policies.asynchrony import (
+    BoundedStaleness,
+    OnDeadline,
+    OneStepOffPolicy,
+    Order,
+    Synchronous,
+    Unbounded,
+)
+from tidegate.policies.consumption import Window
+from tidegate.policies.staleness import StalenessPolicy
 
-Settings = Callable[[Workload, int], dict[str, Any]]
-"""From a workload and η to what :class:`~tidegate.RunSettings` is told."""
+Make = Callable[[int, int], StalenessPolicy]
+"""From groups per batch and η."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """A way to bound staleness, for any η."""
 
-    settings: Settings
+    make: Make
     etas: tuple[int, ...]
     """What the table shows."""
     is_colocated: bool = False
@@ -44,25 +52,55 @@ class Variant:
         """As its policy says."""
         return self.policy.is_barrier
 
-    def settings(self, workload: Workload) -> dict[str, Any]:
-        """What the run is told of staleness."""
-        return self.policy.settings(workload, self.eta)
+    def staleness_policy(self, groups_per_batch: int) -> StalenessPolicy:
+        """What the run is told."""
+        return self.policy.make(groups_per_batch, self.eta)
 
 
 SYNC = "sync-colocated"
 """What speed-ups are against: the strongest of the simple ones."""
 
 
-def _admission(workload: Workload, eta: int) -> dict[str, Any]:
-    return {"max_staleness": eta}
+def _bounded(order: Order = "admission", on_deadline: OnDeadline = "wait") -> Make:
+    return lambda batch, eta: BoundedStaleness(
+        max_staleness=eta,
+        groups_per_batch=batch,
+        order=order,
+        on_deadline=on_deadline,
+    )
+
+
+def _window(batches: int) -> Make:
+    return lambda batch, eta: BoundedStaleness(
+        max_staleness=eta, groups_per_batch=batch, order=Window(batches * batch)
+    )
 
 
 POLICIES: dict[str, Policy] = {
-    SYNC: Policy(_admission, (0,), is_colocated=True, is_barrier=True),
-    "sync": Policy(_admission, (0,), is_barrier=True),
-    "admission": Policy(_admission, (1, 2, 4, 8)),
+    SYNC: Policy(
+        lambda batch, _: Synchronous(groups_per_batch=batch),
+        (0,),
+        is_colocated=True,
+        is_barrier=True,
+    ),
+    "sync": Policy(lambda batch, _: Synchronous(groups_per_batch=batch), (0,), is_barrier=True),
+    "one-step": Policy(
+        lambda batch, _: OneStepOffPolicy(groups_per_batch=batch), (1,), is_barrier=True
+    ),
+    "admission": Policy(_bounded(), (1, 2, 4, 8)),
+    "window-B": Policy(_window(1), (3, 4)),
+    "window-2B": Policy(_window(2), (2, 4)),
+    "deadline": Policy(_bounded("completion"), (2, 4, 8)),
+    "mask": Policy(_bounded("completion", "mask"), (4,)),
+    "drop": Policy(_bounded("completion", "drop"), (4,)),
+    "completion": Policy(
+        lambda batch, eta: Unbounded(
+            groups_per_batch=batch, outstanding_groups_limit=(eta + 1) * batch
+        ),
+        (1, 2, 4),
+    ),
 }
-"""In the order of the table."""
+"""In the order of the table. ``completion`` has admission's bound and none on age."""
 
 
 def variants(names: list[str], etas: list[int] | None) -> list[Variant]:

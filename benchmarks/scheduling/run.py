@@ -60,12 +60,14 @@ class Tally:
     """Of the orchestrator."""
     rollouts: int = 0
     trained_tokens: int = 0
+    """Those that are masked too: they are read all the same."""
     masked_tokens: int = 0
     tail_rollouts: int = 0
     """Longer than half the cap."""
     mixed_rollouts: int = 0
     generated_tokens: int = 0
     discarded_tokens: int = 0
+    """Not the masked ones."""
     staleness: Counter[int] = field(default_factory=Counter)
     """Rollouts by staleness."""
 
@@ -138,7 +140,9 @@ class Trainer:
     def _count(self, batch: HandOver) -> int:
         """Take in a batch; how many tokens it has."""
         total = self._total
-        lengths = [r.sampled_tokens for group in batch.groups for r in group.kept]
+        rollouts = [rollout for group in batch.groups for rollout in group.kept]
+        lengths = [rollout.sampled_tokens for rollout in rollouts]
+        total.masked_tokens += sum(rollout.masked_tokens for rollout in rollouts)
         total.rollouts += len(lengths)
         total.tail_rollouts += sum(2 * n > self._workload.cap_tokens for n in lengths)
         total.trained_tokens += sum(lengths)
@@ -153,7 +157,7 @@ class Trainer:
             cpu_s=time.perf_counter() - self._stopwatch.total_s,
             mixed_rollouts=core.trained.mixed_version,
             generated_tokens=ledger.generated,
-            discarded_tokens=ledger.discarded_total,
+            discarded_tokens=ledger.discarded_total - self._total.masked_tokens,
             staleness=Counter(core.trained.staleness),
         )
 
@@ -189,7 +193,6 @@ def _settings(workload: Workload, variant: Variant, mode: str, seed: int) -> Run
         model="simulated",
         seed=seed,
         group_size=workload.group_size,
-        groups_per_batch=workload.groups_per_batch,
         pause_mode=mode,
         kv_policy="keep",
         episode_timeout_s=FOR_EVER_S,
@@ -198,7 +201,7 @@ def _settings(workload: Workload, variant: Variant, mode: str, seed: int) -> Run
         stuck_after_s=FOR_EVER_S,
         weights_timeout_s=FOR_EVER_S,
         heartbeat_interval_s=FOR_EVER_S / 4,
-        **variant.settings(workload),
+        policy=variant.staleness_policy(workload.groups_per_batch),
     )
 
 
@@ -239,7 +242,7 @@ def _outcome(workload: Workload, settings: RunSettings, tallies: list[Tally], se
         steps=steps,
         mean_tokens=sum(lengths) / len(lengths),
         tail_share=sum(2 * n > workload.cap_tokens for n in lengths) / len(lengths),
-        bound=settings.policy().guaranteed_bound,
+        bound=settings.staleness_policy().guaranteed_bound,
         oldest_ever=max(tallies[-1].staleness, default=0),
     )
 

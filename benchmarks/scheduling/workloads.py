@@ -82,9 +82,9 @@ class Workload:
     groups_per_batch: int = 64
     turns: int = 1
     tool_median_s: float = 0.0
-    versions: int = 30
+    versions: int = 24
     """A run's length: enough that a version's figures vary by a few percent."""
-    warm_up_versions: int = 8
+    warm_up_versions: int = 7
     """Before them the pipeline is not full, so they don't count."""
     costs: EngineCosts = EngineCosts()
 
@@ -156,7 +156,7 @@ WORKLOADS = {
     for workload in (
         Workload("math-8k", 1500, 0.6, 8192, 1790),
         Workload("reasoning-32k", 2500, 1.0, 32768, 4040),
-        Workload("reasoning-64k", 4000, 1.2, 65536, 7781, versions=24),
+        Workload("reasoning-64k", 4000, 1.2, 65536, 7781, versions=20),
         Workload(
             "large-batch",
             2500,
