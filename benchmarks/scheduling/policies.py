@@ -11,6 +11,7 @@ from tidegate.policies.asynchrony import (
     OnDeadline,
     OneStepOffPolicy,
     Order,
+    OverSampling,
     Synchronous,
     Unbounded,
 )
@@ -86,6 +87,12 @@ POLICIES: dict[str, Policy] = {
     "sync": Policy(lambda batch, _: Synchronous(groups_per_batch=batch), (0,), is_barrier=True),
     "one-step": Policy(
         lambda batch, _: OneStepOffPolicy(groups_per_batch=batch), (1,), is_barrier=True
+    ),
+    "april": Policy(
+        lambda batch, _: OverSampling(groups_per_batch=batch),
+        (0,),
+        is_colocated=True,
+        is_barrier=True,
     ),
     "admission": Policy(_bounded(), (1, 2, 4, 8)),
     "window-B": Policy(_window(1), (3, 4)),
