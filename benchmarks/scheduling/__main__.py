@@ -13,7 +13,7 @@ for each run, beside the figures of the published model of the same machines:
     length_bias             mean length of trained rollouts over that of the tasks given
     tail_bias               share of those longer than half the cap, over that of the tasks given
     speedup_over_sync       trained tokens per second over those of sync-colocated
-    orchestrator_cpu_share  seconds of the orchestrator's thread per virtual second. An engine's
+    orchestrator_cpu_share  CPU-seconds of the orchestrator per virtual second. An engine's
                             message has up to 128 tokens of each turn here, a real one's has one,
                             so this is the cost of deciding; benchmarks.orchestrator has the wire's
 

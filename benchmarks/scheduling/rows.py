@@ -83,7 +83,7 @@ def _values(workload: Workload, outcome: Outcome, sync: Outcome) -> dict[str, fl
         "length_bias": tally.trained_tokens / tally.rollouts / outcome.mean_tokens,
         "tail_bias": tally.tail_rollouts / tally.rollouts / population_tail,
         "speedup_over_sync": used_tokens / tally.at_s / _tokens_per_s(sync),
-        "orchestrator_cpu_share": tally.cpu_s / tally.at_s,
+        "orchestrator_cpu_share": tally.orchestrator_cpu_s / tally.at_s,
     }
 
 

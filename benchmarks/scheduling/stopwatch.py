@@ -1,7 +1,6 @@
 """How much of a process's time goes to what it only simulates? The rest is the orchestrator's own.
 
-Both by the wall clock: to ask for CPU time is a system call, and costs more than what is timed
-here. So other work on the machine makes both longer, and neither looks better than it is.
+By the wall clock, which costs nothing to read; so other work on the machine makes all of it longer.
 """
 
 import time
