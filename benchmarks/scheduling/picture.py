@@ -6,6 +6,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import FillStyleType
 
 from benchmarks.scheduling.rows import Row
@@ -29,9 +30,13 @@ def draw(table: Sequence[Row], path: Path) -> None:
         for workload, axes in zip(workloads, panels, strict=True):
             _panel(axes, [row for row in table if row.workload == workload], policies)
             axes.set_title(workload)
-        panels[0].set_ylabel("efficiency: trained tokens/s over the work-conserving bound")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=8, frameon=False)
+        panels[0].set_ylabel("efficiency (1: no machine ever idle)")
+        handles = {
+            label: handle
+            for axes in panels
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=8, frameon=False)
         figure.savefig(path, dpi=110)
 
 
@@ -53,6 +58,9 @@ def _panel(axes: Axes, table: Sequence[Row], policies: Sequence[str]) -> None:
             )
             label = None
     axes.axhline(1.0, color="0.6", linewidth=0.8)
+    oldest = max(row.value for row in table if row.name == "max_staleness")
+    axes.set_xlim(-0.5, oldest + 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0.0, 1.05)
     axes.set_xlabel("greatest age of a trained token, versions")
     axes.grid(alpha=0.2)

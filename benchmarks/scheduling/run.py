@@ -17,6 +17,7 @@ from benchmarks.scheduling.policies import Variant
 from benchmarks.scheduling.stopwatch import Stopwatch
 from benchmarks.scheduling.workloads import (
     MACHINES,
+    PROMPT_TOKENS,
     ROLLOUT_MACHINES,
     SWITCH_S,
     TRAINER_MACHINES,
@@ -194,9 +195,6 @@ async def play(episode: Episode, task: Task) -> float:
         if tool_s:
             await asyncio.sleep(tool_s)
     return float(episode.index % 2)
-
-
-PROMPT_TOKENS = 512
 
 
 def run_once(workload: Workload, variant: Variant, *, mode: str, seed: int = 0) -> Outcome:

@@ -23,6 +23,8 @@ SWITCH_S = 4.0
 GROUP_CORRELATION = 0.5
 """Of the logarithms of two lengths in a group: some prompts are hard for every rollout."""
 
+PROMPT_TOKENS = 512
+
 TOOL_SIGMA = 1.0
 """Of the logarithm of a tool call's seconds."""
 
@@ -38,7 +40,7 @@ class EngineCosts:
     prefill_tokens_per_s: float = 25_000.0
     swap_s: float = 2.0
     """It stands still for so long when it takes new weights."""
-    prompt_tokens: int = 512
+    prompt_tokens: int = PROMPT_TOKENS
     group_size: int = 16
     """A group's prompt is prefilled once, so a rollout bears this share of it."""
 
