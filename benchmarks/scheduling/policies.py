@@ -111,9 +111,10 @@ POLICIES: dict[str, Policy] = {
 
 
 def variants(names: list[str], etas: list[int] | None) -> list[Variant]:
-    """The policies of these names, each with all its η, or with these."""
-    return [
-        Variant(name, POLICIES[name], eta)
-        for name in names
-        for eta in (POLICIES[name].etas if etas is None else etas)
-    ]
+    """The policies of these names, each with all its η, or with these where it takes any."""
+    found = []
+    for name in names:
+        policy = POLICIES[name]
+        chosen = policy.etas if etas is None or policy.is_barrier else etas
+        found += [Variant(name, policy, eta) for eta in chosen]
+    return found
