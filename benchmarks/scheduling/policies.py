@@ -33,6 +33,8 @@ class Policy:
     """Whether all machines roll out and train by turns."""
     is_barrier: bool = False
     """Whether nothing runs while weights change, so that all pause modes are one."""
+    takes_eta: bool = True
+    """Whether η is its own to choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +85,20 @@ POLICIES: dict[str, Policy] = {
         (0,),
         is_colocated=True,
         is_barrier=True,
+        takes_eta=False,
     ),
-    "sync": Policy(lambda batch, _: Synchronous(groups_per_batch=batch), (0,), is_barrier=True),
+    "sync": Policy(
+        lambda batch, _: Synchronous(groups_per_batch=batch), (0,), is_barrier=True, takes_eta=False
+    ),
     "one-step": Policy(
-        lambda batch, _: OneStepOffPolicy(groups_per_batch=batch), (1,), is_barrier=True
+        lambda batch, _: OneStepOffPolicy(groups_per_batch=batch), (1,), takes_eta=False
     ),
     "april": Policy(
         lambda batch, _: OverSampling(groups_per_batch=batch),
         (0,),
         is_colocated=True,
         is_barrier=True,
+        takes_eta=False,
     ),
     "admission": Policy(_bounded(), (1, 2, 4, 8)),
     "window-B": Policy(_window(1), (3, 4)),
@@ -115,6 +121,6 @@ def variants(names: list[str], etas: list[int] | None) -> list[Variant]:
     found = []
     for name in names:
         policy = POLICIES[name]
-        chosen = policy.etas if etas is None or policy.is_barrier else etas
+        chosen = etas if etas is not None and policy.takes_eta else policy.etas
         found += [Variant(name, policy, eta) for eta in chosen]
     return found
