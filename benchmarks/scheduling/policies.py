@@ -11,11 +11,10 @@ from tidegate.policies.asynchrony import (
     OnDeadline,
     OneStepOffPolicy,
     Order,
-    OverSampling,
-    Synchronous,
     Unbounded,
 )
 from tidegate.policies.consumption import Window
+from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
 from tidegate.policies.staleness import StalenessPolicy
 
 Make = Callable[[int, int], StalenessPolicy]
@@ -95,6 +94,13 @@ POLICIES: dict[str, Policy] = {
     ),
     "april": Policy(
         lambda batch, _: OverSampling(groups_per_batch=batch),
+        (0,),
+        is_colocated=True,
+        is_barrier=True,
+        takes_eta=False,
+    ),
+    "tail-packing": Policy(
+        lambda batch, _: TailPacking(groups_per_batch=batch),
         (0,),
         is_colocated=True,
         is_barrier=True,

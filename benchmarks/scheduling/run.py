@@ -30,9 +30,9 @@ from tidegate.orchestrator.events import HandOver
 from tidegate.orchestrator.hardships import Hardships
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.simulated_wire import CarriedFrame, SimulatedRouter, Tape
-from tidegate.orchestrator.simulation import model_of_no_words, silent_log
+from tidegate.orchestrator.simulation import model_of_no_words
 from tidegate.orchestrator.virtual_time import VirtualTime
-from tidegate.transport.messages import InitWeights, Message, Pause, Resume, UpdateWeights
+from tidegate.transport.messages import InitWeights, UpdateWeights
 
 WIRE_S = 0.0002
 """One way, on average."""
@@ -144,20 +144,15 @@ class Trainer:
             with self._stopwatch:
                 tokens = self._count(batch)
             if policy.pauses_generation:
-                self._tell_engines(Pause(mode="abort"))
+                await self._scheduler.control.pause("abort")  # the devices are the trainer's now
             await asyncio.sleep(self._switch_s + tokens * self._s_per_token)
             version = await self._scheduler.reserve_version()
             update = UpdateWeights(version=version, location="0", tensors=[])
             await self._scheduler.publish(version, [update])
             if policy.pauses_generation:
-                self._tell_engines(Resume())
+                await self._scheduler.control.pause(None)
             tallies.append(self._tally())
         return tallies
-
-    def _tell_engines(self, message: Message) -> None:
-        """By hand: the scheduler does not pause engines for a policy yet."""
-        for engine in self._scheduler.fleet.engines:
-            self._scheduler.fleet.send(engine, message)
 
     def _count(self, batch: HandOver) -> int:
         """Take in a batch; how many tokens it has."""
@@ -203,8 +198,7 @@ def run_once(workload: Workload, variant: Variant, *, mode: str, seed: int = 0) 
     virtual_time = VirtualTime(limit_s=limit_s / workload.bound_tokens_per_s)
     settings = _settings(workload, variant, mode, seed)
     try:
-        with silent_log():  # it wonders at engines that answer what was told them by hand
-            tallies = virtual_time.run(_main(workload, variant, settings, virtual_time))
+        tallies = virtual_time.run(_main(workload, variant, settings, virtual_time))
     finally:
         virtual_time.close()
     return _outcome(workload, settings, tallies, seed)
