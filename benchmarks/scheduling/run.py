@@ -136,21 +136,16 @@ class Trainer:
 
     async def run(self, versions: int) -> list[Tally]:
         """Train for so many versions; what had happened by each, from 0 on."""
-        policy = self._scheduler.core.policy
         tallies = [self._tally()]
         while len(tallies) <= versions:
             batch = await self._scheduler.next_batch()
             assert batch is not None
             with self._stopwatch:
                 tokens = self._count(batch)
-            if policy.pauses_generation:
-                await self._scheduler.control.pause("abort")  # the devices are the trainer's now
             await asyncio.sleep(self._switch_s + tokens * self._s_per_token)
             version = await self._scheduler.reserve_version()
             update = UpdateWeights(version=version, location="0", tensors=[])
             await self._scheduler.publish(version, [update])
-            if policy.pauses_generation:
-                await self._scheduler.control.pause(None)
             tallies.append(self._tally())
         return tallies
 
