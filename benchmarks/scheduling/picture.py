@@ -51,7 +51,7 @@ def _panel(axes: Axes, table: Sequence[Row], policies: Sequence[str]) -> None:
                 x,
                 y,
                 marker=MARKERS[number % len(MARKERS)],
-                color=f"C{number % 10}",
+                color=mpl.colormaps["tab20"](number % 20),
                 fillstyle=MODES[run[2]],
                 linestyle="none",
                 label=label,
