@@ -201,7 +201,8 @@ class RunClient:
                     advantage=advantage,
                     consumed_version=handover.trainer_version,
                 )
-            recorder.batch(_batch_metrics(batch))
+            usage = self._keeper.usage()
+            recorder.batch({**_batch_metrics(batch), "wall_s": round(usage.wall_s, 3)})
         return batch
 
     def _forecast_from(self, handover: ev.HandOver) -> None:
