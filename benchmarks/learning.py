@@ -73,7 +73,7 @@ def run(way: Way, seed: int, options: argparse.Namespace) -> Curve:
         seed=seed,
         rewards=[row["reward"] for row in rows],
         wall_s=[row["wall_s"] - rows[0]["wall_s"] for row in rows],
-        reward_after=facts["reward_after"],
+        reward_after=facts["extra"]["reward_after"],
         staleness_mean=statistics.fmean(row["staleness_mean"] for row in rows),
     )
 

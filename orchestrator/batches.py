@@ -97,13 +97,26 @@ def build_batch(groups: Sequence[Group], trainer_version: int) -> Batch:
         logprobs=padded(packed.logprobs, 0),
         weight_versions=padded(packed.weight_versions, NOT_SAMPLED),
         rewards=rewards,
-        advantages=group_relative_advantages(rewards, group_ids),
+        advantages=_advantages(groups, rewards, group_ids),
         group_ids=group_ids,
         staleness=torch.tensor(staleness, dtype=torch.int64),
         trainer_version=trainer_version,
         packed=packed,
         tasks=tuple(group.task for group in groups for _ in group.kept),
     )
+
+
+def _advantages(
+    groups: Sequence[Group], rewards: torch.Tensor, group_ids: torch.Tensor
+) -> torch.Tensor:
+    """Within each group; the rest of one that was split is compared with all of it."""
+    others = [(reward, group.group_id) for group in groups for reward in group.sibling_rewards]
+    if not others:
+        return group_relative_advantages(rewards, group_ids)
+    other_rewards, other_ids = zip(*others, strict=True)
+    all_rewards = torch.cat([rewards, torch.tensor(other_rewards)])
+    all_ids = torch.cat([group_ids, torch.tensor(other_ids, dtype=torch.int64)])
+    return group_relative_advantages(all_rewards, all_ids)[: len(rewards)]
 
 
 def _pack(

@@ -5,9 +5,6 @@ commands out: that is what makes a run replayable and its promises testable. It 
 the groups, the rollouts and the token ledger; which engine a turn is on is :mod:`turns`' matter.
 """
 
-from collections import Counter
-from dataclasses import dataclass, field
-
 from tidegate.errors import TidegateError
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.groups import GroupBook
@@ -16,29 +13,9 @@ from tidegate.orchestrator.prompts import Prompts
 from tidegate.orchestrator.rollout import Group, Rollout, TaskKey
 from tidegate.orchestrator.rules import Rules
 from tidegate.orchestrator.taken_tasks import TakenTasks
+from tidegate.orchestrator.trained import TrainedCounts
 from tidegate.orchestrator.turns import TurnBook
 from tidegate.policies.staleness import OffPolicyness, refuse_selection
-
-
-@dataclass(slots=True)
-class TrainedCounts:
-    """What has been handed to the trainer, in rollouts."""
-
-    batches: int = 0
-    rollouts: int = 0
-    mixed_version: int = 0
-    staleness: Counter[int] = field(default_factory=Counter)
-    """Rollouts by staleness at consumption."""
-
-    def count(self, groups: list[Group], trainer_version: int, times: int) -> None:
-        """These were handed over (1), or that was undone (-1)."""
-        for rollout in (rollout for group in groups for rollout in group.kept):
-            self.rollouts += times
-            oldest = rollout.oldest_trained_version
-            if oldest is not None:
-                self.staleness[trainer_version - oldest] += times
-                self.mixed_version += times * (oldest != rollout.newest_version)
-        self.staleness = +self.staleness  # without those that were undone
 
 
 class Core:
@@ -60,7 +37,7 @@ class Core:
         self.trainer_version = 0
         self.batches_asked = 0
         self.are_tasks_exhausted = False
-        self.awaited: dict[TaskKey, Group] = {}
+        self.awaited: dict[TaskKey, list[Group]] = {}
         """After a resume: groups whose task the user's iterator is yet to give again."""
         self.floors_version = 0
         """The live version for which groups' floors were worked out last."""
@@ -74,7 +51,7 @@ class Core:
     @property
     def outstanding_groups(self) -> int:
         """Running, buffered, or in training until the version made from them is live."""
-        return len(self.groups.in_order) + self.handed.num_groups
+        return self.groups.places + self.handed.num_groups
 
     @property
     def capacity_groups(self) -> int:
@@ -241,14 +218,15 @@ class Core:
         """The groups of the next batch, which is smaller only when there are no more tasks."""
         wanted = self.policy.groups_per_batch
         if self.are_tasks_exhausted:
-            wanted = min(wanted, len(self.groups.in_order))
+            wanted = min(wanted, self.groups.places)
         if self.awaited:
             return None  # until the user's iterator has come to all that were unfinished
-        if not wanted:
-            return []
+        if not wanted:  # only rests are left, if anything is
+            return None if self.groups.running_groups else list(self.groups.in_order)
         batch = self.policy.select(self.groups, groups=wanted, trainer_version=self.trainer_version)
         if batch is not None:
             refuse_selection(self.policy, batch, wanted)
+            batch = [self.groups.split(group) if group.running else group for group in batch]
         return batch
 
     def _can_fill(self) -> bool:
@@ -273,8 +251,9 @@ class Core:
         key = group.key
         assert key is not None
         commands = self.groups.give_up_group(group, reason)
-        if key.offer < self.tasks.gone_before:
+        if group.is_rest or key.offer < self.tasks.gone_before:
             return commands
+        commands += [c for g in self.groups.rests_of(group) for c in self._give_up_anew(g, reason)]
         self.tasks.put_back(key)
         self.are_tasks_exhausted = False  # there is this one again
         if self.awaited.pop(key, None) is not None:
@@ -347,7 +326,7 @@ class Core:
         """
         self.batches_asked = 0
         self.are_tasks_exhausted = False
-        self.is_restoring, self.is_paused = True, False
+        self.is_restoring, self.is_paused, self.awaited = True, False, {}
         commands = self.groups.end_evaluations()
         first_lost = self.handed.first_lost_version(event.batches)
         self.turns.resume()
@@ -361,11 +340,13 @@ class Core:
             self.turns.recall(self.trainer_version)
             self.handed.release(self.turns.live_version)
         for group in list(self.groups.in_order):
-            commands += self._resume_group(group, event.offer, first_lost)
-        waiting = list(self.groups.in_order)
+            if group in self.groups:  # else it was given up with the one it is a rest of
+                commands += self._resume_group(group, event.offer, first_lost)
         while self.outstanding_groups > self.policy.outstanding_groups_ceiling:
-            commands += self._roll_back(waiting.pop())
-        self.awaited = {g.key: g for g in waiting if g.key and g.key.offer == event.offer}
+            commands += self._roll_back(self.groups.newest)
+        for group in self.groups.in_order:
+            if group.key is not None and group.key.offer == event.offer:
+                self.awaited.setdefault(group.key, []).append(group)
         return commands
 
     def _take_back(self, batch: HandedBatch) -> None:
@@ -388,16 +369,18 @@ class Core:
     def _roll_back(self, group: Group) -> list[ev.Command]:
         """Give a group up, and take its task anew when it is found."""
         assert group.key is not None
-        self.tasks.put_back(group.key)
-        return self.groups.give_up_group(group, "rolled_back")
+        commands: list[ev.Command] = []
+        if not group.is_rest:  # else the others of its group were trained, or are given up too
+            self.tasks.put_back(group.key)
+            commands += [c for g in self.groups.rests_of(group) for c in self._roll_back(g)]
+        return commands + self.groups.give_up_group(group, "rolled_back")
 
     def _on_task_found(self, task: object, key: TaskKey) -> list[ev.Command]:
         """A resumed run's iterator has come to a task that was taken before."""
         if key in self.tasks.requeued:
             return [ev.RequeueTask(task, key)]
-        group = self.awaited.pop(key, None)
-        if group is None:
-            return []  # it was trained, or dropped
-        group.task = task
-        episodes = [ev.StartEpisode(r, task) for r in self.groups.running_of(group)]
-        return [*episodes, *self._hand_over()]
+        commands: list[ev.Command] = []
+        for group in self.awaited.pop(key, ()):  # none: it was trained, or dropped
+            group.task = task
+            commands += [ev.StartEpisode(r, task) for r in self.groups.running_of(group)]
+        return [*commands, *self._hand_over()]

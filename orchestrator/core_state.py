@@ -87,6 +87,8 @@ def _group(group: Group) -> SavedGroup:
         rollouts,
         group.version_floor,
         group.is_retaken,
+        group.split_from,
+        group.sibling_rewards,
     )
 
 
@@ -208,7 +210,9 @@ def load(state: bytes, core: Core) -> None:
     _load_groups(saved, core)
     _load_training(saved.training, core)
     awaited = set(saved.awaited)
-    core.awaited = {g.key: g for g in core.groups.in_order if g.key and g.key in awaited}
+    for group in core.groups.in_order:
+        if group.key in awaited:
+            core.awaited.setdefault(group.key, []).append(group)
     core.floors_version, core.is_paused = saved.floors_version, saved.is_paused
     core.prompts.passed_over = saved.passed_over
     core.prompts.histories = {d: PromptHistory(n, total) for d, n, total in saved.prompts}
@@ -250,7 +254,13 @@ def _load_groups(saved: SavedCore, core: Core) -> None:
 
 def _loaded_group(saved: SavedGroup) -> Group:
     group = Group(
-        saved.group_id, TASK_ELSEWHERE, saved.key, saved.digest, is_retaken=saved.is_retaken
+        saved.group_id,
+        TASK_ELSEWHERE,
+        saved.key,
+        saved.digest,
+        is_retaken=saved.is_retaken,
+        split_from=saved.split_from,
+        sibling_rewards=saved.sibling_rewards,
     )
     group.running, group.version_floor = saved.running, saved.version_floor
     group.rollouts = [_loaded_rollout(rollout, group) for rollout in saved.rollouts]

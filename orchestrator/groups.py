@@ -40,6 +40,8 @@ class GroupBook:
         """Running and buffered ones by id, in the order of admission."""
         self._ended: dict[int, Group] = {}
         """Of those, the buffered ones, in the order in which they ended."""
+        self._rests = 0
+        """Of those waiting, the rests of groups that were split."""
         self._going: OrderedDict[int, Group] = OrderedDict()
         """And the running ones, in the order of admission."""
         self.running: dict[int, tuple[Rollout, Group]] = {}
@@ -48,6 +50,11 @@ class GroupBook:
         self.next_group_id = 0
 
     # ------------------------------------------------------------ what a policy sees
+
+    @property
+    def newest(self) -> Group:
+        """The group admitted last; there must be one."""
+        return self._waiting[next(reversed(self._waiting))]
 
     @property
     def in_order(self) -> Collection[Group]:
@@ -63,6 +70,11 @@ class GroupBook:
     def oldest_running(self) -> Group | None:
         """Of the running ones, the one admitted first."""
         return next(iter(self._going.values()), None)
+
+    @property
+    def places(self) -> int:
+        """Groups that admission counts: all but rests."""
+        return len(self._waiting) - self._rests
 
     @property
     def returned_tasks(self) -> int:
@@ -84,6 +96,7 @@ class GroupBook:
         self._waiting = {group.group_id: group for group in groups}
         self._ended = {group_id: self._waiting[group_id] for group_id in ended}
         self._going = OrderedDict((i, g) for i, g in self._waiting.items() if g.running)
+        self._rests = sum(group.is_rest for group in self._waiting.values())
 
     # ------------------------------------------------------------ start
 
@@ -119,7 +132,7 @@ class GroupBook:
         rollout, group = self.running[event.rollout_id]
         turn = Turn(rollout, event.sampling)
         rollout.turns.append(turn)
-        priority = EVALUATION_PRIORITY if group.is_evaluation else group.group_id
+        priority = EVALUATION_PRIORITY if group.is_evaluation else group.priority
         return self._turns.submit(turn, priority)
 
     def give_up_turn(self, rollout_id: int) -> list[ev.Command]:
@@ -169,13 +182,15 @@ class GroupBook:
 
     def _rollout_ended(self, group: Group) -> list[ev.Command]:
         group.running -= 1
-        rewards = [rollout.reward for rollout in group.kept if rollout.reward is not None]
+        own = [rollout.reward for rollout in group.kept if rollout.reward is not None]
+        rewards = [*group.sibling_rewards, *own]
         reason = self._prompts.filter.reject(rewards, running=group.running)
         if reason is not None or not group.running:
-            self._prompts.note(group.digest, rewards)
+            self._prompts.note(group.digest, own)
         if not group.running:
             self._end(group)
-            if len(group.kept) < min(KEPT_ROLLOUTS_MIN, self.group_size):
+            needed = 1 if group.is_rest else min(KEPT_ROLLOUTS_MIN, self.group_size)
+            if len(group.kept) < needed:
                 reason = "group_too_small"
         return [] if reason is None else self.give_up_group(group, reason)
 
@@ -252,6 +267,30 @@ class GroupBook:
                 if masked := rollout.masked_tokens:
                     self.ledger.mask(masked)
 
+    def split(self, group: Group) -> Group:
+        """Part a group from its rollouts that go on: these become a rest, with an id of its own."""
+        self._forget(group)
+        done = [rollout for rollout in group.rollouts if rollout.rollout_id not in self.running]
+        part = Group(group.group_id, group.task, group.key, group.digest, done)
+        part.version_floor, part.is_retaken = group.version_floor, group.is_retaken
+        group.split_from, group.group_id = group.group_id, self.next_group_id
+        self.next_group_id += 1
+        group.sibling_rewards = [r.reward for r in part.kept if r.reward is not None]
+        group.rollouts = self.running_of(group)
+        for rollout in group.rollouts:
+            rollout.group_id = group.group_id
+        self._rests += 1
+        self._waiting[group.group_id] = self._going[group.group_id] = group
+        self._waiting[part.group_id] = self._ended[part.group_id] = part
+        return part
+
+    def __contains__(self, group: Group) -> bool:
+        return group.group_id in self._waiting
+
+    def rests_of(self, group: Group) -> list[Group]:
+        """What was parted from a group and still waits."""
+        return [g for g in self._waiting.values() if g.split_from == group.group_id]
+
     def take_back(self, groups: list[Group]) -> None:
         """What the trainer made of these was lost with it; they wait again."""
         for rollout in (rollout for group in groups for rollout in group.kept):
@@ -260,6 +299,7 @@ class GroupBook:
             self.ledger.take_back(rollout.sampled_tokens)
             rollout.state = RolloutState.FINISHED
             rollout.oldest_trainable = 0
+        self._rests += sum(group.is_rest for group in groups)
         waiting = {**self._waiting, **{group.group_id: group for group in groups}}
         self._waiting = dict(sorted(waiting.items()))
         self._ended = {**{group.group_id: group for group in groups}, **self._ended}
@@ -267,6 +307,7 @@ class GroupBook:
     def _forget(self, group: Group) -> None:
         """It waits no more."""
         del self._waiting[group.group_id]
+        self._rests -= group.is_rest
         self._going.pop(group.group_id, None)
         self._ended.pop(group.group_id, None)
 

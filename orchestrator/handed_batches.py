@@ -18,6 +18,7 @@ class HandedBatch:
     number: int
     """Counts a run's batches from 1."""
     num_groups: int
+    """Whose places it holds: all but rests."""
     trainer_version: int
     """When it was handed over."""
     version: int | None = None
@@ -61,7 +62,7 @@ class HandedBatches:
     def hand(self, groups: list[Group], trainer_version: int) -> int:
         """Note a batch handed over now; its number."""
         self.count += 1
-        batch = HandedBatch(self.count, len(groups), trainer_version)
+        batch = HandedBatch(self.count, sum(not group.is_rest for group in groups), trainer_version)
         self.holding.append(batch)
         if self.is_kept:
             batch.groups = groups

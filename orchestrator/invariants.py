@@ -42,6 +42,10 @@ class WatchedCore(Core):
         return commands
 
 
+MASKING = ("mask", "split")
+"""What a policy does at deadlines for which old tokens are masked."""
+
+
 class Watch:
     """What must hold after every event of a run."""
 
@@ -212,12 +216,14 @@ class Watch:
 
     def _check_batch(self, batch: ev.HandOver) -> None:
         assert batch.trainer_version == self._published
-        assert 0 < len(batch.groups) <= self._scenario.groups_per_batch
+        places = sum(not group.is_rest for group in batch.groups)
+        assert batch.groups
+        assert places <= self._scenario.groups_per_batch
         self.progress += 1
         self._is_batch_handed = True
-        self._training.append((None, len(batch.groups)))
+        self._training.append((None, places))
         self._check_order(batch.groups)
-        masks = self._scenario.policy == "bounded" and self._scenario.on_deadline == "mask"
+        masks = self._scenario.policy == "bounded" and self._scenario.on_deadline in MASKING
         floor = max(0, self._published - self._scenario.max_staleness) if masks else 0
         assert batch.oldest_trainable == floor, f"tokens are masked below v{batch.oldest_trainable}"
         for group in batch.groups:
@@ -241,11 +247,15 @@ class Watch:
         task = group.task
         assert isinstance(task, int)
         self._handed_groups.append(group.group_id)
-        assert len(group.kept) >= min(2, self._scenario.group_size), f"{len(group.kept)} are left"
-        if self._scenario.filters_groups:
+        needed = 1 if group.is_rest else min(2, self._scenario.group_size)
+        assert len(group.kept) >= needed, f"{len(group.kept)} are left"
+        is_whole = len(group.rollouts) == self._scenario.group_size
+        if group.is_rest:
+            self._hardships.note(Hardship.SPLIT)
+        if self._scenario.filters_groups and is_whole:
             assert len({rollout.reward for rollout in group.kept}) > 1, "it teaches nothing"
-        self.trained[task] += 1
-        assert self.trained[task] == 1, f"task {task} is trained twice"
+        self.trained[task] += not group.is_rest
+        assert self.trained[task] == 1, f"task {task} is trained {self.trained[task]} times"
         for rollout in group.kept:
             self._check_rollout(rollout, task, floor)
 

@@ -361,11 +361,30 @@ class Group:
     """No token of it is older, nor will be."""
     is_retaken: bool = False
     """Whether its task was taken before, by a group that was given up."""
+    split_from: int | None = None
+    """Of a rest: the group that it belonged to."""
+    sibling_rewards: list[float] = field(default_factory=list)
+    """Of a rest: what the others of its group were rewarded with."""
 
     @property
     def is_evaluation(self) -> bool:
         """Whether it only measures, and is never trained."""
         return self.group_id < 0
+
+    @property
+    def is_rest(self) -> bool:
+        """Whether the others of its group have been trained before it."""
+        return self.split_from is not None
+
+    @property
+    def priority(self) -> int:
+        """In engines' queues: a rest is as urgent as its group was."""
+        return self.group_id if self.split_from is None else self.split_from
+
+    @property
+    def finished(self) -> int:
+        """Rollouts that have their reward."""
+        return sum(rollout.state is RolloutState.FINISHED for rollout in self.rollouts)
 
     @property
     def kept(self) -> list[Rollout]:

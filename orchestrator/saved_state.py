@@ -49,6 +49,8 @@ class SavedGroup(Saved):
     rollouts: list[SavedRollout]
     version_floor: int
     is_retaken: bool
+    split_from: int | None
+    sibling_rewards: list[float]
 
 
 class SavedSubmission(Saved):

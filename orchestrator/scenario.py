@@ -52,6 +52,8 @@ TIGHT_BLOCKS = 15
 """Hold 60 tokens: the longest context of two short turns has 56, and several start at once."""
 
 
+OrderName = Literal["admission", "completion", "window"]
+
 PlacementName = Literal["plain", "session", "prefix", "two-choices", "speeds", "lane", "even"]
 
 PolicyName = Literal[
@@ -111,7 +113,7 @@ class Scenario(
     groups_per_batch: int = 1
     outstanding_groups_limit: int | None = None
     policy: PolicyName = "bounded"
-    order: Literal["admission", "completion", "window"] = "admission"
+    order: OrderName = "admission"
     window_groups: Count = 1
     on_deadline: OnDeadline = "wait"
     filters_groups: bool = False
@@ -360,12 +362,18 @@ def _with_policy(plain: Scenario) -> Scenario:
         *("synchronous", "one-step", "unbounded", "over-sampling"),
         "tail-packing",
     )
+    policy = chance.choice(others) if chance.random() < 0.2 else "bounded"
+    orders: tuple[OrderName, ...] = ("admission", "completion", "completion", "window")
+    order = chance.choice(orders)
+    deadlines: tuple[OnDeadline, ...] = ("wait", "wait", "mask", "drop")
+    if order == "completion":
+        deadlines += ("split", "split")
     return msgspec.structs.replace(
         plain,
-        policy=chance.choice(others) if chance.random() < 0.2 else "bounded",
-        order=chance.choice(("admission", "completion", "completion", "window")),
+        policy=policy,
+        order=order,
         window_groups=chance.randint(1, 2 * plain.groups_per_batch + 1),
-        on_deadline=chance.choice(("wait", "wait", "mask", "drop")),
+        on_deadline=chance.choice(deadlines),
         filters_groups=plain.group_size > 1 and chance.random() < 0.2,
         decide_after=chance.choice((None, 2)),
         placement=chance.choice(("plain", "plain", "plain", *get_args(PlacementName))),

@@ -343,7 +343,8 @@ class Lives:
             assert batch.number == batches + 1
             await asyncio.sleep(scenario.train_s)
             batches = batch.number
-            taken = [group.task for group in batch.groups if isinstance(group.task, int)]
+            whole = [group.task for group in batch.groups if not group.is_rest]
+            taken = [task for task in whole if isinstance(task, int)]
             self._trained += tuple(Trained(task, self.report.lives) for task in taken)
             is_saved = batches % self._checkpoint_batches == 0
             if is_saved:

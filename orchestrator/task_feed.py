@@ -82,8 +82,8 @@ class TaskFeed:
                 f"{count} tasks had been taken from this iterator before the run was resumed, but "
                 f"now it ends after {key.index}; give the same tasks in the same order"
             )
-        group = self._core.awaited.get(key)
-        if group is not None and group.digest != task_digest(task):
+        waiting = self._core.awaited.get(key)
+        if waiting and waiting[0].digest != task_digest(task):
             raise ResumeMismatch(
                 f"task {key.index} is {task!r:.200}, which is another one than before the run was "
                 f"resumed; give the same tasks in the same order"

@@ -4,7 +4,7 @@ Symbols: η ``max_staleness``, B ``groups_per_batch``, v the trainer's version.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tidegate.errors import ConfigError
 from tidegate.policies.consumption import (
@@ -13,11 +13,12 @@ from tidegate.policies.consumption import (
     in_admission_order,
     in_completion_order,
     in_window,
+    split_at_deadline,
 )
 from tidegate.policies.staleness import G, StalenessPolicy, Waiting, WaitingGroup
 
 Order = Literal["admission", "completion"] | Window
-OnDeadline = Literal["wait", "mask", "drop"]
+OnDeadline = Literal["wait", "mask", "split", "drop"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,9 @@ class BoundedStaleness(StalenessPolicy):
       (:func:`~tidegate.policies.consumption.by_deadline`); in a window, each that others may not
       overtake any more, and the bound is ``η + 1 + ⌊(W - 2)/B⌋``.
     * ``mask``: others overtake it, and of its tokens just those that are too old are masked.
+    * ``split``: what has ended of it, if that is half or more, is trained in time; the rest when it
+      has ended, compared with all of the group, its tokens that are too old masked. It costs the
+      least (docs/scheduling.md): stragglers hold up neither engines nor siblings.
     * ``drop``: it is given up as soon as it is too old, and its task is taken anew. That wastes
       what it had, and biases training to short answers.
 
@@ -67,9 +71,14 @@ class BoundedStaleness(StalenessPolicy):
             raise ConfigError(
                 f"order must be 'admission', 'completion' or Window(groups), got {self.order!r}"
             )
-        if self.on_deadline not in ("wait", "mask", "drop"):
+        if self.on_deadline not in get_args(OnDeadline):
             raise ConfigError(
-                f"on_deadline must be 'wait', 'mask' or 'drop', got {self.on_deadline!r}"
+                f"on_deadline must be 'wait', 'mask', 'split' or 'drop', got {self.on_deadline!r}"
+            )
+        if self.on_deadline == "split" and self.order != "completion":
+            raise ConfigError(
+                f"on_deadline='split' has stragglers overtaken, which order={self.order!r} "
+                f"forbids; give order='completion'"
             )
 
     @property
@@ -89,7 +98,12 @@ class BoundedStaleness(StalenessPolicy):
     @property
     def masks_old_tokens(self) -> bool:
         """As ``on_deadline`` says."""
-        return self.on_deadline == "mask"
+        return self.on_deadline in ("mask", "split")
+
+    @property
+    def splits_groups(self) -> bool:
+        """As ``on_deadline`` says."""
+        return self.on_deadline == "split"
 
     def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
         """As ``order`` says; see the class."""
@@ -97,6 +111,9 @@ class BoundedStaleness(StalenessPolicy):
             return in_window(waiting, groups, self.order)
         if self.order == "admission":
             return in_admission_order(waiting, groups)
+        if self.on_deadline == "split":
+            due_floor = trainer_version - self.max_staleness
+            return split_at_deadline(waiting, groups, due_floor=due_floor)
         if self.on_deadline == "wait":
             return by_deadline(
                 waiting,
@@ -135,7 +152,7 @@ class OneStepOffPolicy(StalenessPolicy):
     def admit(self, waiting: Waiting[WaitingGroup], *, training_groups: int) -> int:
         """A whole batch, once the one before is handed over."""
         free = super().admit(waiting, training_groups=training_groups)
-        return max(0, min(free, self.groups_per_batch - len(waiting.in_order)))
+        return max(0, min(free, self.groups_per_batch - waiting.places))
 
     def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
         """All there are."""

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from tidegate.errors import ConfigError
 from tidegate.policies.staleness import G, Waiting
 
+COMPARED_MIN = 2
+"""Rollouts that a group is split for at least: one alone has nothing to be compared with."""
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -100,6 +103,31 @@ def by_deadline(
             break
         chosen[group.group_id] = group
     return list(chosen.values())
+
+
+def split_at_deadline(waiting: Waiting[G], groups: int, *, due_floor: int) -> list[G] | None:
+    """What is due, whole or at least by half, then the oldest that have ended; and rests that have.
+
+    A group of which only stragglers go on is trained at its deadline without them: else all that
+    its others have sampled would come of age while they wait to be compared. Where fewer than half
+    have ended, it is left for later, and masked.
+    """
+    due: list[G] = []
+    others: list[G] = []
+    rests: list[G] = []
+    for group in waiting.in_order:
+        is_due = group.version_floor <= due_floor
+        if group.is_rest:
+            rests += [] if group.running else [group]
+        elif not group.running:
+            (due if is_due else others).append(group)
+        elif is_due and group.finished >= max(COMPARED_MIN, group.running):
+            due.append(group)
+    if len(due) + len(others) < groups:
+        return None
+    due.sort(key=lambda group: group.running > 0)
+    others.sort(key=lambda group: (group.version_floor, group.group_id))
+    return [*due[:groups], *others[: groups - min(groups, len(due))], *rests]
 
 
 def _needed_by_floor(

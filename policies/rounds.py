@@ -96,7 +96,7 @@ class TailPacking(StalenessPolicy):
             return 0
         free = super().admit(waiting, training_groups=0)
         if self.prefers_returned(waiting):
-            return max(0, min(free, self.groups_per_batch - len(waiting.in_order)))
+            return max(0, min(free, self.groups_per_batch - waiting.places))
         return free
 
     def can_fill_batch(self, *, unpublished_groups: int) -> bool:

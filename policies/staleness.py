@@ -26,6 +26,13 @@ class WaitingGroup(Protocol):
     """No token of it is older, nor will be."""
     is_retaken: bool
     """Whether its task was taken before, by a group that was given up."""
+    @property
+    def is_rest(self) -> bool:
+        """Whether the others of its rollouts have been trained: then it holds no place."""
+
+    @property
+    def finished(self) -> int:
+        """Rollouts that have their reward."""
 
     @property
     def oldest_version(self) -> int | None:
@@ -50,6 +57,10 @@ class Waiting(Protocol[G_co]):
     @property
     def oldest_running(self) -> G_co | None:
         """Of those that have not ended, the one admitted first."""
+
+    @property
+    def places(self) -> int:
+        """Groups that admission counts: all but rests."""
 
     @property
     def returned_tasks(self) -> int:
@@ -129,7 +140,7 @@ class StalenessPolicy:
         ``training_groups`` were handed over, and the version made from them isn't live on every
         engine yet.
         """
-        return max(0, self.outstanding_groups_max - len(waiting.in_order) - training_groups)
+        return max(0, self.outstanding_groups_max - waiting.places - training_groups)
 
     def prefers_returned(self, waiting: Waiting[WaitingGroup]) -> bool:
         """Whether the next group takes a task that was given up rather than a new one."""
@@ -146,7 +157,7 @@ class StalenessPolicy:
     # ------------------------------------------------------------ select
 
     def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
-        """The next batch: so many groups that have ended; None: not yet.
+        """The next batch: so many groups that have ended, and any rests that have; None: not yet.
 
         It is asked after every event that could change the answer, so it should say no quickly.
         """
@@ -158,6 +169,12 @@ class StalenessPolicy:
         """Tokens of older versions are not trained on: the second gate, queue time included."""
         bound = self.guaranteed_bound
         return 0 if bound is None else trainer_version - bound
+
+    @property
+    def splits_groups(self) -> bool:
+        """Whether it may select a group that goes on: then its rollouts that have ended are trained
+        now, and the rest when they have, compared with all of the group."""
+        return False
 
     @property
     def masks_old_tokens(self) -> bool:
@@ -196,13 +213,15 @@ def refuse_selection(policy: StalenessPolicy, batch: Sequence[WaitingGroup], wan
         PolicyBroken: these are too few, too many, or go on.
     """
     name = type(policy).__name__
-    if len(batch) != wanted or len({group.group_id for group in batch}) != wanted:
+    places = sum(not group.is_rest for group in batch)
+    if places != wanted or len({group.group_id for group in batch}) != len(batch):
         raise PolicyBroken(
-            f"{name}.select() returned {len(batch)} groups, asked for {wanted} different ones; "
+            f"{name}.select() returned {places} groups, asked for {wanted} different ones; "
             f"return exactly so many, or None to wait"
         )
     for group in batch:
-        if group.running:
+        may_be_split = policy.splits_groups and group.finished and not group.is_rest
+        if group.running and not may_be_split:
             raise PolicyBroken(
                 f"{name}.select() chose group {group.group_id}, {group.running} of whose rollouts "
                 f"go on; choose from waiting.ended"

@@ -24,9 +24,11 @@ class AnyRun(RuleBasedStateMachine):
         batch=st.integers(1, 3),
         size=st.integers(1, 3),
         order=st.one_of(st.sampled_from(ORDERS), st.builds(Window, st.integers(1, 6))),
-        on_deadline=st.sampled_from(("wait", "wait", "mask", "drop")),
+        on_deadline=st.sampled_from(("wait", "wait", "mask", "split", "split", "drop")),
     )
     def start(self, eta: int, batch: int, size: int, order: Order, on_deadline: OnDeadline) -> None:
+        if on_deadline == "split":
+            order = "completion"
         self.policy = BoundedStaleness(
             max_staleness=eta, groups_per_batch=batch, order=order, on_deadline=on_deadline
         )

@@ -198,3 +198,39 @@ def test_what_an_adaptive_policy_has_learned_outlives_a_crash() -> None:
     load(save(driver.core), again)
     assert again.policy.outstanding_groups_max == 3
     assert digest(again) == digest(driver.core)
+
+
+def test_a_group_is_trained_in_time_without_its_stragglers_which_follow() -> None:
+    policy = BoundedStaleness(
+        max_staleness=1, groups_per_batch=1, order="completion", on_deadline="split"
+    )
+    driver = started(policy, group_size=3)
+    quick, second, slow = (r for r in driver.running.values() if r.group_id == 0)
+    place = ask(driver, slow)
+    driver.sample(*place, 5, RUNNING)
+    for rollout, reward in ((quick, 1.0), (second, 0.0)):
+        driver.sample(*ask(driver, rollout), 3, STOP)
+        driver.return_reward(rollout, reward)
+    end(driver, 1)
+    driver.do(ev.BatchAsked())
+    driver.publish_and_swap()  # group 0 is due now
+    driver.do(ev.BatchAsked())
+    assert trained_ids(driver) == [[1], [0]]
+    assert [r.index for r in driver.batches[1].groups[0].kept] == [0, 1]
+    driver.publish_and_swap()
+    assert driver.fill() == 2  # the rest holds no place
+    driver.sample(*place, 2, RUNNING)  # the first of version 2
+    driver.sample(*place, 1, STOP)
+    driver.return_reward(slow, 1.0)
+    end(driver, 3)  # the rest has become group 2
+    driver.do(ev.BatchAsked())
+    handed = driver.batches[-1]
+    rest = handed.groups[-1]
+    assert (rest.split_from, rest.sibling_rewards) == (0, [1.0, 0.0])
+    batch = build_batch(handed.groups, handed.trainer_version)
+    assert batch.advantages[-1] == pytest.approx((1 - 2 / 3) / (1 / 3) ** 0.5, rel=1e-3)
+    assert batch.weight_versions[-1][batch.loss_mask[-1]].tolist() == [2, 2, 2]
+    assert driver.core.ledger.discarded == {"too_old": 5}
+    again = driver.new_core()
+    load(save(driver.core), again)
+    assert digest(again) == digest(driver.core)

@@ -23,6 +23,8 @@ class Job:
     version_floor: int
     running: int = 1
     is_retaken: bool = False
+    is_rest: bool = False
+    finished: int = 0
 
     @property
     def oldest_version(self) -> int | None:
@@ -44,6 +46,10 @@ class Queue:
     @property
     def ended(self) -> Collection[Job]:
         return self.done.values()
+
+    @property
+    def places(self) -> int:
+        return len(self.jobs)
 
     @property
     def oldest_running(self) -> Job | None:
@@ -246,7 +252,10 @@ def test_eta_stays_within_its_limits_and_ignores_what_is_not_its_target() -> Non
     ("settings", "why"),
     [
         ({"order": "random"}, "order must be 'admission', 'completion' or Window"),
-        ({"on_deadline": "hope"}, "on_deadline must be 'wait', 'mask' or 'drop', got 'hope'"),
+        (
+            {"on_deadline": "hope"},
+            "on_deadline must be 'wait', 'mask', 'split' or 'drop', got 'hope'",
+        ),
     ],
 )
 def test_a_policy_says_what_it_does_not_understand(settings: dict[str, str], why: str) -> None:
