@@ -25,6 +25,7 @@ from tidegate.orchestrator.resuming import resume_token
 from tidegate.orchestrator.rollout import Rollout
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.tasks import Tasks
+from tidegate.policies.staleness import OffPolicyness
 from tidegate.transport.messages import PauseMode
 
 if TYPE_CHECKING:
@@ -141,6 +142,20 @@ class Rollouts(RunClient):
         """This ``state_dict()`` is on disk: nothing before it need be kept any more."""
         await self._do(_ack(state))
 
+    async def observe(
+        self, *, effective_sample_size: float | None = None, mismatch_kl: float | None = None
+    ) -> None:
+        """Tell the staleness policy how far off-policy the last batch was, as the loss saw it.
+
+        ``AdaptiveStaleness`` moves η by it; others take no notice. The share of the batch that its
+        importance weights leave, in (0, 1], and the KL in nats per token: policies.diagnostics has
+        both.
+
+        Raises:
+            ConfigError: one of them is out of range, or no number.
+        """
+        await self._do(_observe(effective_sample_size, mismatch_kl))
+
     async def evaluate(self, tasks: Sequence[Any], *, episode: EpisodeFunction) -> Evaluation:
         """One episode per task with the engines' present weights; never trained on.
 
@@ -225,6 +240,12 @@ class SyncRollouts(RunClient):
         """As :meth:`Rollouts.ack`."""
         self._do(_ack(state))
 
+    def observe(
+        self, *, effective_sample_size: float | None = None, mismatch_kl: float | None = None
+    ) -> None:
+        """As :meth:`Rollouts.observe`."""
+        self._do(_observe(effective_sample_size, mismatch_kl))
+
     def evaluate(self, tasks: Sequence[Any], *, episode: EpisodeFunction) -> Evaluation:
         """As :meth:`Rollouts.evaluate`."""
         return Evaluation(self._do(_evaluate(tasks, episode)))
@@ -262,6 +283,17 @@ def serve_sync(*, resume: Any = None, **settings: Any) -> SyncRollouts:
 def _offer(tasks: Tasks, episode: EpisodeFunction) -> Work[None]:
     async def work(scheduler: Scheduler) -> None:
         scheduler.offer(tasks, episode)
+
+    return work
+
+
+def _observe(ess: float | None, kl: float | None) -> Work[None]:
+    measured = OffPolicyness(effective_sample_size=ess, mismatch_kl=kl)
+
+    async def work(scheduler: Scheduler) -> None:
+        scheduler.handle(
+            [ev.OffPolicynessMeasured(measured.effective_sample_size, measured.mismatch_kl)]
+        )
 
     return work
 

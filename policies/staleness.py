@@ -76,6 +76,13 @@ class OffPolicyness:
     mismatch_kl: float | None = None
     """In nats per token, >= 0."""
 
+    def __post_init__(self) -> None:
+        ess, kl = self.effective_sample_size, self.mismatch_kl
+        if ess is not None and not 0 < ess <= 1:
+            raise ConfigError(f"effective_sample_size is a share, in (0, 1]; got {ess}")
+        if kl is not None and not kl >= 0:
+            raise ConfigError(f"mismatch_kl is in nats per token, >= 0; got {kl}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessPolicy:

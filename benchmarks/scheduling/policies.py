@@ -111,6 +111,7 @@ POLICIES: dict[str, Policy] = {
     "window-2B": Policy(_window(2), (2, 4)),
     "deadline": Policy(_bounded("completion"), (2, 4, 8)),
     "mask": Policy(_bounded("completion", "mask"), (4,)),
+    "split": Policy(_bounded("completion", "split"), (2, 4, 8)),
     "drop": Policy(_bounded("completion", "drop"), (4,)),
     "completion": Policy(
         lambda batch, eta: Unbounded(
