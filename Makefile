@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 
 help:
 	@echo "make demo   train a small model with fully asynchronous rollouts, and report on it"
-	@echo "make test   format, lint, types, tests, a short demo, 2,000 simulated runs"
+	@echo "make test   format, lint, types, tests, a short demo, 2,300 simulated runs"
 	@echo "make lint   the first three of those"
 	@echo "make bench  speed, as ratios against named peers"
 	@echo "make docs   check that the documentation's links lead somewhere"
@@ -44,7 +44,7 @@ test: lint
 	$(MAKE) --no-print-directory simulate
 
 simulate: venv
-	$(BIN)/tidegate simulate --seeds 2000
+	$(BIN)/tidegate simulate --seeds 2000 --lives 300
 
 bench: venv
 	$(BIN)/python -m benchmarks.transport

@@ -126,6 +126,10 @@ def simulate(
     faults: Annotated[
         str, typer.Option(help="all, none, or a list such as crash,cut: what may go wrong.")
     ] = "all",
+    lives: Annotated[
+        int,
+        typer.Option(min=0, help="More, whose trainer and orchestrator die and resume."),
+    ] = 0,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes to run them on; left out, one per core.")
     ] = None,
@@ -156,8 +160,25 @@ def simulate(
         _tell_story(report)
     for line in summary.lines():
         typer.echo(line)
-    if summary.failures or (faults == "all" and summary.unreached):
+    has_died_badly = lives > 0 and not _simulate_lives(first_seed, lives, workers or cores())
+    if has_died_badly or summary.failures or (faults == "all" and summary.unreached):
         raise typer.Exit(STATUS_DISAGREES)
+
+
+def _simulate_lives(first_seed: int, seeds: int, workers: int) -> bool:
+    from tidegate.orchestrator.sweep import sweep_lives
+
+    resumes = failures = 0
+    for report in sweep_lives(range(first_seed, first_seed + seeds), workers=workers):
+        resumes += report.lives - 1
+        if report.failure is not None:
+            failures += 1
+            typer.echo(f"seed {report.seed}, with deaths: {report.failure}")
+    typer.echo(
+        f"{seeds - failures} of {seeds} seeds kept every promise over {resumes} deaths of trainer "
+        f"and orchestrator"
+    )
+    return not failures
 
 
 def _replay_scenario(replay: str) -> None:

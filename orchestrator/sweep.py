@@ -8,13 +8,16 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 from tidegate.orchestrator.faults import FaultKind
 from tidegate.orchestrator.hardships import Hardship
 from tidegate.orchestrator.shrinking import shrink
+from tidegate.orchestrator.simulated_lives import LivesReport, simulate_lives
 from tidegate.orchestrator.simulation import SimulationReport, simulate
 
 CHUNK_SEEDS = 20
@@ -28,16 +31,28 @@ SHRUNKEN_MAX = 3
 """Kinds of failure that are shrunken; whoever has more begins with these."""
 
 
+Report = TypeVar("Report")
+
+
 def sweep(seeds: range, kinds: frozenset[FaultKind], *, workers: int) -> Iterator[SimulationReport]:
     """Run all seeds, on so many processes; the reports, in order."""
+    return _sweep(seeds, partial(simulate, faults=kinds), workers)
+
+
+def sweep_lives(seeds: range, *, workers: int) -> Iterator[LivesReport]:
+    """The same of runs whose trainer and orchestrator die, and go on."""
+    return _sweep(seeds, simulate_lives, workers)
+
+
+def _sweep(seeds: range, run: Callable[[int], Report], workers: int) -> Iterator[Report]:
     if workers == 1 or len(seeds) <= CHUNK_SEEDS:
-        yield from (simulate(seed, faults=kinds) for seed in seeds)
+        yield from map(run, seeds)
         return
     chunks = [seeds[at : at + CHUNK_SEEDS] for at in range(0, len(seeds), CHUNK_SEEDS)]
     context = multiprocessing.get_context("spawn")  # a fork would copy the terminal's threads
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_be_a_worker) as pool:
         try:
-            done = pool.map(_run_chunk, chunks, [kinds] * len(chunks))
+            done = pool.map(partial(_run_chunk, run), chunks)
             yield from chain.from_iterable(done)
         finally:
             pool.shutdown(cancel_futures=True)
@@ -61,8 +76,8 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _run_chunk(seeds: range, kinds: frozenset[FaultKind]) -> list[SimulationReport]:
-    return [simulate(seed, faults=kinds) for seed in seeds]
+def _run_chunk(run: Callable[[int], Report], seeds: range) -> list[Report]:
+    return [run(seed) for seed in seeds]
 
 
 class SweepSummary:
