@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.scheduling.policies import POLICIES, SYNC, Variant, variants
-from benchmarks.scheduling.rows import Row, heading, rows, show
+from benchmarks.scheduling.rows import Row, heading, read, rows, show
 from benchmarks.scheduling.run import Outcome, run_once
 from benchmarks.scheduling.workloads import WORKLOADS, Workload
 
@@ -40,17 +40,21 @@ def main() -> None:
     if not options.json:
         print(heading(), flush=True)
     table: list[Row] = []
-    for name in options.workload:
-        workload = WORKLOADS[name]
-        if options.versions is not None:
-            workload = workload.of_versions(options.versions)
-        for run in _runs(workload, options):
-            show(run, as_json=options.json)
-            table += run
+    for run in read(options.read) if options.read else _all_runs(options):
+        show(run, as_json=options.json)
+        table += run
     if options.picture is not None:
         from benchmarks.scheduling.picture import draw
 
         draw(table, options.picture)
+
+
+def _all_runs(options: argparse.Namespace) -> Iterator[list[Row]]:
+    for name in options.workload:
+        workload = WORKLOADS[name]
+        if options.versions is not None:
+            workload = workload.of_versions(options.versions)
+        yield from _runs(workload, options)
 
 
 def _runs(workload: Workload, options: argparse.Namespace) -> Iterator[list[Row]]:
@@ -84,6 +88,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="every workload, policy and mode")
     parser.add_argument("--versions", type=int, help="of a run, warm-up included")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--read", type=Path, nargs="+", help="show what --json wrote; run nothing")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--picture", type=Path, help="draw the table into this file")
     options = parser.parse_args()

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from benchmarks.scheduling.policies import Variant
 from benchmarks.scheduling.published import Published, published
@@ -100,6 +101,16 @@ def show(run: Sequence[Row], *, as_json: bool) -> None:
     first = run[0]
     about = f"{first.workload:14}{first.policy:16}{first.eta:>3} {first.mode:6}"
     print(about + "".join(f"{_cell(row):>14}" for row in run), flush=True)
+
+
+def read(paths: Sequence[Path]) -> list[list[Row]]:
+    """The runs in files that ``--json`` has written; of a run that is there twice, the last."""
+    runs: dict[tuple[str, str, int, str], dict[str, Row]] = {}
+    for path in paths:
+        for line in path.read_text().splitlines():
+            row = Row(**json.loads(line))
+            runs.setdefault((row.workload, row.policy, row.eta, row.mode), {})[row.name] = row
+    return [list(run.values()) for run in runs.values()]
 
 
 def heading() -> str:
