@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tidegate.orchestrator.rollout import Group, Rollout
+from tidegate.orchestrator.group import Group
+from tidegate.orchestrator.rollout import Rollout
 from tidegate.policies.advantages import group_relative_advantages
 from tidegate.transport.weight_channels import NamedBuffer
 

@@ -7,10 +7,11 @@ the groups, the rollouts and the token ledger; which engine a turn is on is :mod
 
 from tidegate.errors import TidegateError
 from tidegate.orchestrator import events as ev
+from tidegate.orchestrator.group import Group, TaskKey
 from tidegate.orchestrator.groups import GroupBook
 from tidegate.orchestrator.handed_batches import HandedBatch, HandedBatches
 from tidegate.orchestrator.prompts import Prompts
-from tidegate.orchestrator.rollout import Group, Rollout, TaskKey
+from tidegate.orchestrator.rollout import Rollout
 from tidegate.orchestrator.rules import Rules
 from tidegate.orchestrator.taken_tasks import TakenTasks
 from tidegate.orchestrator.trained import TrainedCounts

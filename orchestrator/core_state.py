@@ -12,14 +12,10 @@ import msgspec
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.event_log import TASK_ELSEWHERE
 from tidegate.orchestrator.filing import Submission
+from tidegate.orchestrator.group import Group
 from tidegate.orchestrator.handed_batches import HandedBatch
 from tidegate.orchestrator.ledger import Ledger
-from tidegate.orchestrator.rollout import (
-    Group,
-    Rollout,
-    RolloutState,
-    Turn,
-)
+from tidegate.orchestrator.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.saved_state import (
     SavedBatch,
     SavedCore,

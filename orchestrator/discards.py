@@ -6,7 +6,8 @@ in bounded memory, the same for the same calls; it decides nothing and knows no 
 
 import msgspec
 
-from tidegate.orchestrator.rollout import Rollout, TaskKey
+from tidegate.orchestrator.group import TaskKey
+from tidegate.orchestrator.rollout import Rollout
 from tidegate.orchestrator.statistics import (
     DiscardStatistics,
     LengthBiasStatistics,

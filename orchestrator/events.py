@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from tidegate.orchestrator.rollout import Group, Rollout, TaskKey, Turn
+from tidegate.orchestrator.group import Group, TaskKey
+from tidegate.orchestrator.rollout import Rollout, Turn
 from tidegate.transport.messages import Prefill, SamplingParams, SubmitTurn
 
 # ---------------------------------------------------------------- events: what happened

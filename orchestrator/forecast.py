@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tidegate.orchestrator.group import Group
 from tidegate.orchestrator.group_lengths import GroupLengths
-from tidegate.orchestrator.rollout import Group
 from tidegate.orchestrator.statistics import EngineStatistics, LedgerSnapshot, RunForecast
 from tidegate.orchestrator.timekeeping import Usage
 from tidegate.policies import predictions

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections import Counter
 
-from tidegate.orchestrator.rollout import Group
+from tidegate.orchestrator.group import Group
 from tidegate.policies import predictions
 
 BUCKETS_PER_DOUBLING = 4

@@ -9,9 +9,10 @@ from collections.abc import Collection, Iterable
 
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.discards import Discards
+from tidegate.orchestrator.group import Group, TaskKey
 from tidegate.orchestrator.ledger import Ledger
 from tidegate.orchestrator.prompts import Prompts
-from tidegate.orchestrator.rollout import Group, Rollout, RolloutState, TaskKey, Turn
+from tidegate.orchestrator.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.taken_tasks import TakenTasks
 from tidegate.orchestrator.turns import TurnBook
 

@@ -8,7 +8,7 @@ made of them. It knows numbers and versions; not what a group is made of.
 from collections import deque
 from dataclasses import dataclass, field
 
-from tidegate.orchestrator.rollout import Group
+from tidegate.orchestrator.group import Group
 
 
 @dataclass(slots=True)

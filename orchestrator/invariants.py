@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.core import Core
+from tidegate.orchestrator.group import Group
 from tidegate.orchestrator.hardships import Hardship, Hardships
-from tidegate.orchestrator.rollout import Group, Rollout, RolloutState, Turn
+from tidegate.orchestrator.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.rules import Rules
 from tidegate.orchestrator.scenario import WEIGHTS_TIMEOUT_S, Scenario, Script
 from tidegate.orchestrator.simulated_model import check_turn

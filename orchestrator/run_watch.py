@@ -12,7 +12,8 @@ from collections.abc import Callable
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.episodes import LeftBehind
 from tidegate.orchestrator.fleet import Engine, Fleet
-from tidegate.orchestrator.rollout import Group, Rollout, Turn
+from tidegate.orchestrator.group import Group
+from tidegate.orchestrator.rollout import Rollout, Turn
 from tidegate.orchestrator.turns import EngineTurns
 from tidegate.orchestrator.watchdog import Stuck, Watchdog
 from tidegate.orchestrator.weights import WeightCoordinator

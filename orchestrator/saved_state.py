@@ -6,7 +6,8 @@ No task is in it, for those are the user's; nothing here knows how a state is ta
 import msgspec
 
 from tidegate.orchestrator.discards import SavedDiscards
-from tidegate.orchestrator.rollout import RolloutState, TaskKey, TurnPrefill, VersionRun
+from tidegate.orchestrator.group import TaskKey
+from tidegate.orchestrator.rollout import RolloutState, TurnPrefill, VersionRun
 from tidegate.transport.messages import SamplingParams
 
 

@@ -6,7 +6,7 @@ goes on where it was. It never sees a task itself.
 
 from collections import Counter
 
-from tidegate.orchestrator.rollout import TaskKey
+from tidegate.orchestrator.group import TaskKey
 
 
 class TakenTasks:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from tidegate.errors import ResumeMismatch
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.core import Core
-from tidegate.orchestrator.rollout import TaskKey
+from tidegate.orchestrator.group import TaskKey
 from tidegate.orchestrator.tasks import NO_MORE, TaskSource, task_digest
 
 TASKS_PER_TURN = 32

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tidegate.orchestrator.rollout import TaskKey
+from tidegate.orchestrator.group import TaskKey
 
 Tasks = Iterable[Any] | AsyncIterable[Any]
 

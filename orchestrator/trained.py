@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tidegate.orchestrator.rollout import Group
+from tidegate.orchestrator.group import Group
 
 
 @dataclass(slots=True)

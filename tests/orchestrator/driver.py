@@ -9,8 +9,9 @@ from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.core_state import digest, load, save
 from tidegate.orchestrator.event_log import encode_event, replay
+from tidegate.orchestrator.group import TaskKey
 from tidegate.orchestrator.placement import PlacementRules
-from tidegate.orchestrator.rollout import Rollout, TaskKey
+from tidegate.orchestrator.rollout import Rollout
 from tidegate.orchestrator.rules import Rules
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.filters import GroupFilter

@@ -14,8 +14,9 @@ from tidegate.orchestrator import filing, groups
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.episodes import EpisodeRunner
 from tidegate.orchestrator.filing import StepOutcome, Submission
+from tidegate.orchestrator.group import Group
 from tidegate.orchestrator.groups import GroupBook
-from tidegate.orchestrator.rollout import Group, Rollout, Turn
+from tidegate.orchestrator.rollout import Rollout, Turn
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.steady import SteadySteps
 from tidegate.orchestrator.tasks import TaskSource

@@ -1,7 +1,8 @@
 import torch
 
 from tidegate.orchestrator.batches import NOT_SAMPLED, build_batch, named_buffers
-from tidegate.orchestrator.rollout import Group, Rollout, RolloutState, Turn
+from tidegate.orchestrator.group import Group
+from tidegate.orchestrator.rollout import Rollout, RolloutState, Turn
 from tidegate.transport.messages import SamplingParams
 
 

@@ -3,7 +3,8 @@ import pytest
 from tests.orchestrator.driver import Driver
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.rollout import RolloutState, TaskKey
+from tidegate.orchestrator.group import TaskKey
+from tidegate.orchestrator.rollout import RolloutState
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.transport.messages import ABORT, LENGTH, STOP
 

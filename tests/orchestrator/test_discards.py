@@ -16,7 +16,8 @@ from tidegate.orchestrator.discards import (
     SavedDiscards,
     length_bucket,
 )
-from tidegate.orchestrator.rollout import Rollout, TaskKey, Turn
+from tidegate.orchestrator.group import TaskKey
+from tidegate.orchestrator.rollout import Rollout, Turn
 from tidegate.orchestrator.statistics import (
     DiscardStatistics,
     LengthBiasStatistics,

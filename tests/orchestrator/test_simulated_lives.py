@@ -8,9 +8,10 @@ from tidegate.orchestrator import events as ev
 from tidegate.orchestrator import turns
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.fleet import Fleet
+from tidegate.orchestrator.group import Group
 from tidegate.orchestrator.groups import GroupBook
 from tidegate.orchestrator.handed_batches import HandedBatches
-from tidegate.orchestrator.rollout import Group, RolloutState
+from tidegate.orchestrator.rollout import RolloutState
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.simulated_lives import simulate_lives
 from tidegate.orchestrator.taken_tasks import TakenTasks
