@@ -42,6 +42,8 @@ class Core:
         """After a resume: groups whose task the user's iterator is yet to give again."""
         self.floors_version = 0
         """The live version for which groups' floors were worked out last."""
+        self._asked_in_vain: object = None
+        """What the policy was asked last, if it said no: the same question has the same answer."""
         self.is_paused = False
         """Whether engines stand still until the next version is live."""
         self.is_restoring = False
@@ -224,11 +226,16 @@ class Core:
             return None  # until the user's iterator has come to all that were unfinished
         if not wanted:  # only rests are left, if anything is
             return None if self.groups.running_groups else list(self.groups.in_order)
+        ends = self.groups.rollout_ends if self.policy.splits_groups else 0
+        question = (self.policy, self.trainer_version, wanted, self.groups.revision, ends)
+        if question == self._asked_in_vain:
+            return None
         batch = self.policy.select(self.groups, groups=wanted, trainer_version=self.trainer_version)
-        if batch is not None:
-            refuse_selection(self.policy, batch, wanted)
-            batch = [self.groups.split(group) if group.running else group for group in batch]
-        return batch
+        if batch is None:
+            self._asked_in_vain = question
+            return None
+        refuse_selection(self.policy, batch, wanted)
+        return [self.groups.split(group) if group.running else group for group in batch]
 
     def _can_fill(self) -> bool:
         unpublished_groups = self.handed.unpublished_groups

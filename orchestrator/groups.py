@@ -41,6 +41,10 @@ class GroupBook:
         """Running and buffered ones by id, in the order of admission."""
         self._ended: dict[int, Group] = {}
         """Of those, the buffered ones, in the order in which they ended."""
+        self.revision = 0
+        """Counts what a policy could see change: groups that come, end and go, and their floors."""
+        self.rollout_ends = 0
+        """Counts rollouts that came to an end of their own."""
         self._rests = 0
         """Of those waiting, the rests of groups that were split."""
         self._going: OrderedDict[int, Group] = OrderedDict()
@@ -89,6 +93,7 @@ class GroupBook:
 
     def raise_floors(self, live_version: int) -> None:
         """From now on no turn starts under weights older than these."""
+        self.revision += 1
         for group in self._going.values():
             group.version_floor = _floor(group, live_version)
 
@@ -109,6 +114,7 @@ class GroupBook:
         self.next_group_id += 1
         group.version_floor = self._turns.live_version
         self._waiting[group.group_id] = self._going[group.group_id] = group
+        self.revision += 1
         return self._start(group, self.group_size)
 
     def evaluate(self, task: object, index: int) -> list[ev.Command]:
@@ -182,6 +188,7 @@ class GroupBook:
         return commands + self._rollout_ended(group)
 
     def _rollout_ended(self, group: Group) -> list[ev.Command]:
+        self.rollout_ends += 1
         group.running -= 1
         own = [rollout.reward for rollout in group.kept if rollout.reward is not None]
         rewards = [*group.sibling_rewards, *own]
@@ -197,6 +204,7 @@ class GroupBook:
 
     def _end(self, group: Group) -> None:
         """Its last episode has ended."""
+        self.revision += 1
         group.version_floor = _floor(group, self._turns.live_version)
         del self._going[group.group_id]
         self._ended[group.group_id] = group
@@ -300,6 +308,7 @@ class GroupBook:
             self.ledger.take_back(rollout.sampled_tokens)
             rollout.state = RolloutState.FINISHED
             rollout.oldest_trainable = 0
+        self.revision += 1
         self._rests += sum(group.is_rest for group in groups)
         waiting = {**self._waiting, **{group.group_id: group for group in groups}}
         self._waiting = dict(sorted(waiting.items()))
@@ -307,6 +316,7 @@ class GroupBook:
 
     def _forget(self, group: Group) -> None:
         """It waits no more."""
+        self.revision += 1
         del self._waiting[group.group_id]
         self._rests -= group.is_rest
         self._going.pop(group.group_id, None)

@@ -166,7 +166,7 @@ class StalenessPolicy:
     def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
         """The next batch: so many groups that have ended, and any rests that have; None: not yet.
 
-        It is asked after every event that could change the answer, so it should say no quickly.
+        It is asked whenever what it could see has changed, so it should say no quickly.
         """
         raise NotImplementedError(f"{type(self).__name__} must select a batch")
 

@@ -179,7 +179,7 @@ class AnyRun(RuleBasedStateMachine):
         assert len(ids) == len(set(ids))
         if self.policy.order == "admission":
             assert self.has_rolled_back or ids == sorted(ids)
-        keys = [group.key for group in groups]
+        keys = [group.key for group in groups if not group.is_rest]
         assert len(keys) == len(set(keys))
         bound = self.driver.core.policy.guaranteed_bound
         assert bound is not None
