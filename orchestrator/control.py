@@ -52,6 +52,7 @@ class EngineControl:
         shell: Shell,
     ) -> None:
         self._shell = shell
+        self._users_mode: PauseMode | None = None
         self.weights = WeightCoordinator(
             init_weights,
             pause_mode=settings.pause_mode,
@@ -105,7 +106,15 @@ class EngineControl:
         return True
 
     async def pause(self, mode: PauseMode | None) -> None:
-        """As :meth:`Pauses.pause`; None resumes, as :meth:`Pauses.resume`."""
+        """As the user asks: :meth:`Pauses.pause`; None resumes, as :meth:`Pauses.resume`."""
+        self._users_mode = mode
+        await self._pause(mode)
+
+    async def stand_still(self, is_still: bool) -> None:
+        """As the run itself wants it; afterwards what the user asked for holds again."""
+        await self._pause("abort" if is_still else self._users_mode)
+
+    async def _pause(self, mode: PauseMode | None) -> None:
         try:
             if mode is None:
                 await self.pauses.resume()

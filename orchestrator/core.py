@@ -240,7 +240,8 @@ class Core:
     def _can_fill(self) -> bool:
         unpublished_groups = self.handed.unpublished_groups
         can_fill = self.policy.can_fill_batch(unpublished_groups=unpublished_groups)
-        return (self.are_tasks_exhausted or can_fill) and not self.is_paused
+        is_paused = self.is_paused and unpublished_groups > 0
+        return (self.are_tasks_exhausted or can_fill) and not is_paused
 
     def _drop_stale(self, batch: list[Group]) -> list[ev.Command]:
         """The second gate, for policies that don't mask. Most keep it shut, but it is checked."""
@@ -250,7 +251,7 @@ class Core:
         oldest_trainable = self.policy.oldest_trainable(self.trainer_version)
         for group in batch:
             oldest = group.oldest_version
-            if oldest is not None and oldest < oldest_trainable:
+            if oldest is not None and oldest < oldest_trainable and group in self.groups:
                 commands += self._give_up_anew(group, "stale")
         return commands
 
@@ -272,7 +273,12 @@ class Core:
         """Give up what the policy says."""
         policy = self.policy
         expired = policy.expire(self.groups, trainer_version=self.trainer_version)
-        return [c for group in expired for c in self._give_up_anew(group, policy.expiry_reason)]
+        return self._give_all_up_anew(expired, policy.expiry_reason)
+
+    def _give_all_up_anew(self, groups: list[Group], reason: str) -> list[ev.Command]:
+        # A rest is given up with the group that it is of, and then no more.
+        still = (group for group in groups if group in self.groups)
+        return [c for group in still for c in self._give_up_anew(group, reason)]
 
     def _train(self, batch: list[Group]) -> list[ev.Command]:
         if not batch:
@@ -310,7 +316,7 @@ class Core:
     def _retract(self, version: int) -> list[ev.Command]:
         """Give up what bad weights sampled, and take those tasks anew."""
         bad = [group for group in self.groups.in_order if group.newest_version >= version]
-        return self._release([c for group in bad for c in self._give_up_anew(group, "rolled_back")])
+        return self._release(self._give_all_up_anew(bad, "rolled_back"))
 
     def _release(self, commands: list[ev.Command]) -> list[ev.Command]:
         """Free the places of batches whose version is live on every engine."""

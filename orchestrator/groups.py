@@ -285,6 +285,7 @@ class GroupBook:
         group.split_from, group.group_id = group.group_id, self.next_group_id
         self.next_group_id += 1
         group.sibling_rewards = [r.reward for r in part.kept if r.reward is not None]
+        self._prompts.note(part.digest, group.sibling_rewards)
         group.rollouts = self.running_of(group)
         for rollout in group.rollouts:
             rollout.group_id = group.group_id

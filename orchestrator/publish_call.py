@@ -103,9 +103,8 @@ class RollbackCall(PublishCall):
 
         Aborted, so that no turn goes on from KV that bad weights computed.
         """
-        mode_before = scheduler.control.pauses.mode
-        await scheduler.control.pause("abort")
+        await scheduler.control.stand_still(True)
         scheduler.handle([ev.VersionRetracted(self._first_bad)])
         version = await super().run(scheduler)
-        await scheduler.control.pause(mode_before)
+        await scheduler.control.stand_still(False)
         return version

@@ -16,7 +16,7 @@ from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.events import Resumed
 from tidegate.orchestrator.journal import Journal
-from tidegate.orchestrator.rules import made_of, record_of, say
+from tidegate.orchestrator.rules import check_can_be_made_again, made_of, record_of, say
 from tidegate.orchestrator.run_journal import JournalHeader, RunJournal
 
 JOURNAL_FILE = "journal.db"
@@ -72,6 +72,7 @@ def open_for(settings: RunSettings, resume: Resume) -> OpenedRun:
     assert settings.run_directory is not None
     path = settings.run_directory / JOURNAL_FILE
     if resume is None or (resume is True and not path.exists()):
+        check_can_be_made_again(settings.rules())
         settings.run_directory.mkdir(parents=True, exist_ok=True)
         header = new_header(settings, uuid.uuid4().hex)
         file = Journal.create(path, header=msgspec.json.encode(header))

@@ -35,6 +35,8 @@ def record_of(value: Any) -> Any:
         kind = type(value)
         settings = {f.name: record_of(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {CLASS: f"{kind.__module__}:{kind.__qualname__}", **settings}
+    if isinstance(value, list | tuple):
+        return [record_of(each) for each in value]
     if isinstance(value, Mapping):
         return {str(key): record_of(each) for key, each in value.items()}
     if value is None or isinstance(value, bool | int | float | str):
@@ -51,6 +53,8 @@ def made_of(record: Any) -> Any:
     Raises:
         ResumeMismatch: there is no such class here, or it takes other settings.
     """
+    if isinstance(record, list):
+        return tuple(made_of(each) for each in record)
     if not isinstance(record, dict):
         return record
     settings = {name: made_of(value) for name, value in record.items() if name != CLASS}
@@ -66,6 +70,21 @@ def made_of(record: Any) -> Any:
         raise ResumeMismatch(
             f"the run's {name}({settings}) can't be made here: {error}; run this where "
             f"{module!r} can be imported, as it was then"
+        ) from None
+
+
+def check_can_be_made_again(rules: Rules) -> None:
+    """See that a run by these can be resumed, before there is a journal.
+
+    Raises:
+        ConfigError: it could not.
+    """
+    try:
+        made_of(record_of(rules))
+    except ResumeMismatch as error:
+        raise ConfigError(
+            f"a run with a journal must be able to make its policies again: {error}; define them "
+            f"in a module, not in a function"
         ) from None
 
 

@@ -16,7 +16,14 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from tidegate.errors import EngineLost, EngineStartFailed, JournalError, RunBlocked, RunClosed
+from tidegate.errors import (
+    ConfigError,
+    EngineLost,
+    EngineStartFailed,
+    JournalError,
+    RunBlocked,
+    RunClosed,
+)
 from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.events import Resumed
 from tidegate.orchestrator.loop_watch import LoopWatch
@@ -34,6 +41,9 @@ from tidegate.transport.sockets import RouterSocket
 from tidegate.transport.weight_channels import WeightSender, sender
 
 Result = TypeVar("Result")
+
+POLICIES = {"policy", "group_filter", "routing", "engine_speeds", "stragglers"}
+"""Settings that may be objects of the user's."""
 
 EPISODES_END_TIMEOUT_S = 15.0
 """An episode that was cancelled has so long to clean up; then the run ends without it."""
@@ -288,8 +298,11 @@ def _recorder(settings: RunSettings, *, is_resumed: bool) -> RunRecorder | None:
         directory = next(
             d for n in itertools.count(1) if not (d := directory / f"part-{n}").exists()
         )
-    about = settings.model_dump(mode="json")
-    about["rules"] = say(record_of(settings.rules()))
+    about = settings.model_dump(mode="json", exclude=POLICIES)
+    try:
+        about["rules"] = say(record_of(settings.rules()))
+    except ConfigError:  # without a journal they need not be written down
+        about["rules"] = repr(settings.rules())
     return RunRecorder(directory, settings=about, model=settings.model)
 
 

@@ -137,6 +137,8 @@ def draw_rules(plain: ScenarioRules) -> dict[str, object]:
     orders: tuple[OrderName, ...] = ("admission", "completion", "completion", "window")
     order = chance.choice(orders)
     deadlines: tuple[OnDeadline, ...] = ("wait", "wait", "mask", "drop")
+    if order == "admission":
+        deadlines = ("wait",)
     if order == "completion":
         deadlines += ("split", "split")
     return {

@@ -298,7 +298,7 @@ class Scheduler:
                 self._desk.hand_over(command)
             case ev.PauseGeneration(is_paused=is_paused):
                 assert self._group is not None
-                self._group.create_task(self.control.pause("abort" if is_paused else None))
+                self._group.create_task(self.control.stand_still(is_paused))
             case ev.EndBatches():
                 self._desk.end()
             case ev.RefuseBatch(unpublished_groups=groups):

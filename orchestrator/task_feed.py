@@ -57,6 +57,9 @@ class TaskFeed:
             if task is None:
                 self._handle([ev.TasksExhausted()])
                 return
+            if not self._core.capacity_groups:  # it was there before the iterator was waited for
+                self.source.give_back(task)
+                return
             digest = task_digest(task.task) if self._wants_digests else b""
             self._handle([ev.TaskArrived(task.task, task.key, digest)])
             taken += 1

@@ -1,5 +1,6 @@
 """Where do tasks come from? The user's iterator, sync or async, and what was put back."""
 
+import asyncio
 import hashlib
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
@@ -35,6 +36,9 @@ class TaskSource:
         self._returned: deque[Taken] = deque()
         self._next: Taken | None = None
         """A new one that was looked at already."""
+        self._coming: asyncio.Future[object] | None = None
+        """What an async iterator was asked for and has not given yet."""
+        self._has_returned = asyncio.Event()
         self._async: AsyncIterator[object] | None = None
         self._sync: Iterator[object] = iter(())
         if isinstance(tasks, AsyncIterable):
@@ -49,6 +53,14 @@ class TaskSource:
     def put_back(self, task: object, key: TaskKey) -> None:
         """Give this task out again."""
         self._returned.append(Taken(task, key))
+        self._has_returned.set()
+
+    def give_back(self, taken: Taken) -> None:
+        """There is no place for this one after all: it is the next of its kind."""
+        if taken.key is None:
+            self._next = taken
+        else:
+            self._returned.appendleft(taken)
 
     def has_ended(self) -> bool:
         """Whether a sync iterator has no more: looks one task ahead, and keeps it.
@@ -70,16 +82,43 @@ class TaskSource:
         taken, self._next = self._next, None
         if taken is not None:
             return taken
-        task = await self.next_new()
+        if self._async is None:
+            task = next(self._sync, NO_MORE)
+        elif (task := await self._new_or_returned(self._async)) is None:
+            return self._returned.popleft()
         if task is not NO_MORE:
             return Taken(task)
         return self._returned.popleft() if self._returned else None
+
+    async def _new_or_returned(self, tasks: AsyncIterator[object]) -> object:
+        """A new task, NO_MORE, or None if one was put back while none came."""
+        if self._coming is None:
+            self._coming = asyncio.ensure_future(_next_of(tasks))
+        self._has_returned.clear()
+        put_back = asyncio.ensure_future(self._has_returned.wait())
+        either: set[asyncio.Future[Any]] = {self._coming, put_back}
+        try:
+            if not self._returned:
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._coming.cancel()  # nobody wants it any more, and an async iterator has one end
+            raise
+        finally:
+            put_back.cancel()
+        if not self._coming.done():
+            return None
+        coming, self._coming = self._coming, None
+        return coming.result()
 
     async def next_new(self) -> object:
         """The next task of the user's iterator, or NO_MORE."""
         if self._async is not None:
             return await anext(self._async, NO_MORE)
         return next(self._sync, NO_MORE)
+
+
+async def _next_of(tasks: AsyncIterator[object]) -> object:
+    return await anext(tasks, NO_MORE)
 
 
 def task_digest(task: object) -> bytes:

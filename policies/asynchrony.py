@@ -35,7 +35,8 @@ class BoundedStaleness(StalenessPolicy):
       order of completion only one that could not be trained in time after this batch
       (:func:`~tidegate.policies.consumption.by_deadline`); in a window, each that others may not
       overtake any more, and the bound is ``η + 1 + ⌊(W - 2)/B⌋``.
-    * ``mask``: others overtake it, and of its tokens just those that are too old are masked.
+    * ``mask``: others overtake it (in a window, the next few), and of its tokens just those that
+      are too old are masked.
     * ``split``: what has ended of it, if that is half or more, is trained in time; the rest when it
       has ended, compared with all of the group, its tokens that are too old masked. It costs the
       least (docs/scheduling.md): stragglers hold up neither engines nor siblings.
@@ -74,6 +75,12 @@ class BoundedStaleness(StalenessPolicy):
         if self.on_deadline not in get_args(OnDeadline):
             raise ConfigError(
                 f"on_deadline must be 'wait', 'mask', 'split' or 'drop', got {self.on_deadline!r}"
+            )
+        if self.on_deadline in ("mask", "drop") and self.order == "admission":
+            raise ConfigError(
+                f"in the order of admission each straggler is waited for, so "
+                f"on_deadline={self.on_deadline!r} would never happen; give order='completion' or "
+                f"a Window"
             )
         if self.on_deadline == "split" and self.order != "completion":
             raise ConfigError(

@@ -134,12 +134,12 @@ def _needed_by_floor(
     waiting: Waiting[G], groups: int, groups_per_batch: int, due_floor: int
 ) -> list[tuple[int, int]]:
     """(version floor, how many groups of it or older the batch must hold), where that is any."""
-    by_floor = Counter(max(group.version_floor, due_floor) for group in waiting.in_order)
+    by_floor = Counter(group.version_floor for group in waiting.in_order)
     needed: list[tuple[int, int]] = []
     due = 0
     for floor in sorted(by_floor):
         due += by_floor[floor]
-        count = min(groups, due - (floor - due_floor) * groups_per_batch)
+        count = min(groups, due - max(0, floor - due_floor) * groups_per_batch)
         if count > (needed[-1][1] if needed else 0):
             needed.append((floor, count))
     return needed

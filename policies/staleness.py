@@ -26,6 +26,7 @@ class WaitingGroup(Protocol):
     """No token of it is older, nor will be."""
     is_retaken: bool
     """Whether its task was taken before, by a group that was given up."""
+
     @property
     def is_rest(self) -> bool:
         """Whether the others of its rollouts have been trained: then it holds no place."""

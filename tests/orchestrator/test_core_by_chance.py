@@ -27,7 +27,7 @@ class AnyRun(RuleBasedStateMachine):
         on_deadline=st.sampled_from(("wait", "wait", "mask", "split", "split", "drop")),
     )
     def start(self, eta: int, batch: int, size: int, order: Order, on_deadline: OnDeadline) -> None:
-        if on_deadline == "split":
+        if on_deadline == "split" or (on_deadline != "wait" and order == "admission"):
             order = "completion"
         self.policy = BoundedStaleness(
             max_staleness=eta, groups_per_batch=batch, order=order, on_deadline=on_deadline

@@ -270,6 +270,8 @@ class AnyMovingRun(AnyRun):
     )
     def start(self, rules: PlacementRules, size: int, **policy: Any) -> None:
         eta, batch = policy.pop("eta"), policy.pop("batch")
+        if policy["order"] == "admission":
+            policy["on_deadline"] = "wait"
         self.policy = BoundedStaleness(max_staleness=eta, groups_per_batch=batch, **policy)
         self.driver = PlacedDriver(rules, self.policy, group_size=size)
         self.driver.join("engine-0")

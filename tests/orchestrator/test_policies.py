@@ -234,3 +234,26 @@ def test_a_group_is_trained_in_time_without_its_stragglers_which_follow() -> Non
     again = driver.new_core()
     load(save(driver.core), again)
     assert digest(again) == digest(driver.core)
+
+
+def test_lowering_eta_still_waits_for_what_its_highest_bound_waits_for() -> None:
+    policy = AdaptiveStaleness(
+        groups_per_batch=1, max_staleness=2, highest=2, mismatch_kl_max=0.1, order="completion"
+    )
+    driver = started(policy)
+    slow = next(r for r in driver.running.values() if r.group_id == 0)
+    place = ask(driver, slow)
+    driver.sample(*place, 5, RUNNING)
+    for group in (1, 2):
+        end(driver, group)
+        driver.do(ev.BatchAsked())
+        driver.publish_and_swap()
+        driver.fill()
+    driver.do(ev.OffPolicynessMeasured(ess=None, kl=1.0))  # η is 1 from now on
+    end(driver, 3)
+    driver.do(ev.BatchAsked())
+    assert len(driver.batches) == 2  # group 0 is due
+    driver.sample(*place, 1, STOP)
+    driver.return_reward(slow)
+    assert trained_ids(driver) == [[1], [2], [0]]
+    assert driver.core.discarded_rollouts == {}

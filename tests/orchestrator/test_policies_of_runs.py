@@ -1,12 +1,17 @@
 """Policies as users give them, in whole runs in virtual time."""
 
+import asyncio
 import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tidegate
 from tidegate.errors import ConfigError
+from tidegate.orchestrator.config import run_settings
+from tidegate.orchestrator.resuming import open_for
 from tidegate.testing import ScriptedEngine, ServeInTests
 
 Engine = type[ScriptedEngine]
@@ -87,3 +92,85 @@ async def test_a_policy_and_what_it_would_contradict_are_not_both_taken(
             engines=[tidegate_engine()], group_size=1, group_filter=tidegate.DynamicSampling()
         ):
             pass
+
+
+async def test_a_task_that_comes_when_its_place_is_gone_waits_for_the_next(
+    tidegate_serve: ServeInTests, tidegate_engine: Engine
+) -> None:
+    """In a short round of five, four have ended before the iterator gives the fifth."""
+    fifth = asyncio.Event()
+
+    async def slow_tasks() -> AsyncIterator[int]:
+        for task in range(12):
+            if task == 4:
+                await fifth.wait()
+            yield task
+
+    policy = tidegate.TailPacking(groups_per_batch=4, factor=1.25)
+    async with tidegate_serve(engines=[tidegate_engine()], policy=policy, group_size=2) as rollouts:
+        batches = rollouts.batches(slow_tasks(), episode=one_turn)
+        await anext(batches)
+        fifth.set()
+        await asyncio.sleep(0.1)
+        await rollouts.publish({})
+        assert len((await anext(batches)).group_ids) == 8
+
+
+async def test_a_task_put_back_is_taken_while_the_iterator_waits_for_the_trainer(
+    tidegate_serve: ServeInTests, tidegate_engine: Engine
+) -> None:
+    waiting: asyncio.Queue[int] = asyncio.Queue()
+
+    async def tasks() -> AsyncIterator[int]:
+        while True:
+            yield await waiting.get()
+
+    async with tidegate_serve(
+        engines=[tidegate_engine()], max_staleness=1, groups_per_batch=2, group_size=2
+    ) as rollouts:
+        batches = rollouts.batches(tasks(), episode=one_turn)
+        for task in range(4):
+            waiting.put_nowait(task)
+        await anext(batches)
+        await rollouts.publish({})
+        await asyncio.sleep(1.0)  # the other two have ended, sampled by version 0 or 1
+        await rollouts.rollback({}, first_bad=1)
+        assert set((await anext(batches)).tasks) == {2, 3}
+
+
+@pytest.mark.parametrize("wait", ["live", "staged", "none"])
+async def test_over_sampling_asks_for_no_publish_that_was_made(
+    tidegate_serve: ServeInTests, tidegate_engine: Engine, wait: Any
+) -> None:
+    policy = tidegate.OverSampling(groups_per_batch=2, factor=2.0)
+    engine = tidegate_engine(staging_s=0.2)
+    async with tidegate_serve(engines=[engine], policy=policy, group_size=2) as rollouts:
+        batches = rollouts.batches(itertools.count(), episode=one_turn)
+        for _ in range(4):
+            await anext(batches)
+            await rollouts.publish({}, wait=wait)
+
+
+async def test_generation_goes_on_after_a_rollback_of_a_run_that_pauses_by_itself(
+    tidegate_serve: ServeInTests, tidegate_engine: Engine
+) -> None:
+    policy = tidegate.OverSampling(groups_per_batch=2, factor=2.0)
+    async with tidegate_serve(engines=[tidegate_engine()], policy=policy, group_size=2) as rollouts:
+        batches = rollouts.batches(itertools.count(), episode=one_turn)
+        await anext(batches)
+        await rollouts.publish({})
+        await anext(batches)
+        await rollouts.rollback({}, first_bad=1)
+        await anext(batches)
+
+
+def test_a_run_whose_policy_could_not_be_made_again_keeps_no_journal(tmp_path: Path) -> None:
+    class Mine(tidegate.Synchronous):
+        """Nobody can import it."""
+
+    settings = run_settings(
+        model=tmp_path, policy=Mine(groups_per_batch=1), journal=True, run_directory=tmp_path
+    )
+    with pytest.raises(ConfigError, match="define them in a module, not in a function"):
+        open_for(settings, None)
+    assert list(tmp_path.iterdir()) == []
