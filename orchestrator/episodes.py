@@ -87,7 +87,11 @@ class EpisodeRunner:
         That fails with an :class:`EpisodeError` if the episode is one failure too many.
         """
         name, number = f"rollout {rollout.rollout_id}", rollout.rollout_id
-        self._going[number] = group.create_task(self._run(rollout, task, function), name=name)
+        playing = self._run(rollout, task, function)
+        try:
+            self._going[number] = group.create_task(playing, name=name)
+        except RuntimeError:  # the group is ending, and the run with it
+            playing.close()
 
     def stop(self, rollout: Rollout) -> None:
         """Cancel the episode of a rollout that is given up; whatever it says changes nothing."""

@@ -55,7 +55,9 @@ def test_the_same_seed_tells_the_same_and_another_another() -> None:
 def check(name: str, workload: Workload, mode: str) -> None:
     outcome = run_once(workload, variant(name, POLICIES[name].etas[0]), mode=mode)
     versions = workload.versions - workload.warm_up_versions
-    assert outcome.tally.rollouts == versions * workload.groups_per_batch * workload.group_size
+    batch = workload.groups_per_batch * workload.group_size
+    parted = batch if name == "split" else 0  # at the end, a few are in no batch yet
+    assert abs(outcome.tally.rollouts - versions * batch) <= parted
     if outcome.bound is not None:
         assert outcome.oldest_ever <= outcome.bound
 

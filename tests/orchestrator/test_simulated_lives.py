@@ -64,11 +64,6 @@ def the_task_of_a_group_that_is_given_up_is_skipped(patch: pytest.MonkeyPatch) -
 
 
 @mutation
-def restored_weights_get_a_number_of_their_own(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Core, "next_version", property(lambda self: self.trainer_version + 1))
-
-
-@mutation
 def new_weights_get_the_number_of_the_restored_ones(patch: pytest.MonkeyPatch) -> None:
     def next_version(self: Core) -> int:
         return self.trainer_version + (not self.is_restoring)

@@ -109,11 +109,15 @@ def test_a_sweep_that_is_killed_leaves_no_process_behind() -> None:
 
 
 def test_without_faults_every_task_is_trained_and_nothing_is_thrown_away() -> None:
-    for seed in range(20):
-        report = simulate(seed, faults=NO_FAULTS)
+    for seed in range(30):
+        report, scenario = simulate(seed, faults=NO_FAULTS), draw_scenario(seed, NO_FAULTS)
         assert report.failure is None
-        assert report.trained_tasks == report.scenario.tasks
-        assert not report.hardships & {Hardship.DROPPED, Hardship.STALE, Hardship.CAME_BACK}
+        assert Hardship.CAME_BACK not in report.hardships
+        is_dropping = scenario.on_deadline == "drop" or scenario.policy == "tail-packing"
+        if not scenario.filters_groups:
+            assert report.trained_tasks == scenario.tasks
+        if not scenario.filters_groups and not is_dropping:
+            assert not report.hardships & {Hardship.DROPPED, Hardship.STALE}
 
 
 @pytest.mark.slow
