@@ -155,8 +155,9 @@ class Watch:
                 self.admitted[task] += 1
             case ev.VersionPublished(version=version):
                 assert version > self._published, f"v{version} after v{self._published}"
+                is_skipping = version > self._published + 1  # a publish between gave way to it
                 self._published = version
-                self._idle_publishes += not self._is_batch_handed
+                self._idle_publishes += is_skipping or not self._is_batch_handed
                 self._is_batch_handed = False
                 self._training = deque((version if v is None else v, n) for v, n in self._training)
                 self.progress += 1

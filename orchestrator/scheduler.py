@@ -335,7 +335,7 @@ class Scheduler:
         if self._feeding is not None:
             self._feeding.cancel()  # it may wait for an iterator that nobody wants any more
         if self._tasks is None or not self._tasks.goes_on_with(tasks):
-            self._tasks = TaskSource(tasks)
+            self._tasks = TaskSource(tasks, self._tasks)
         self._episode = episode
         feed = TaskFeed(
             self.core,

@@ -32,7 +32,8 @@ class Taken:
 class TaskSource:
     """The user's tasks, sync or async, with a few put back at the front."""
 
-    def __init__(self, tasks: Tasks) -> None:
+    def __init__(self, tasks: Tasks, before: "TaskSource | None" = None) -> None:
+        """What another source had left of those that were looked at or put back is given first."""
         self._returned: deque[Taken] = deque()
         self._next: Taken | None = None
         """A new one that was looked at already."""
@@ -45,6 +46,17 @@ class TaskSource:
             self._async = aiter(tasks)
         else:
             self._sync = iter(tasks)
+        if before is not None:
+            self._returned.extend(before._returned)
+            self._next = before._take_coming() or before._next
+
+    def _take_coming(self) -> Taken | None:
+        """What has just come; if nothing has, nothing will."""
+        coming, self._coming = self._coming, None
+        if coming is None or coming.cancel() or coming.cancelled() or coming.exception():
+            return None
+        task = coming.result()
+        return None if task is NO_MORE else Taken(task)
 
     def goes_on_with(self, tasks: Tasks) -> bool:
         """Whether these are the rest of the same iterator: then one that was looked at stays."""
@@ -101,13 +113,15 @@ class TaskSource:
             if not self._returned:
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            self._coming.cancel()  # nobody wants it any more, and an async iterator has one end
+            if self._coming is not None:  # nobody wants it; an async iterator has one end
+                self._coming.cancel()
             raise
         finally:
             put_back.cancel()
-        if not self._coming.done():
+        coming = self._coming
+        if not coming.done():
             return None
-        coming, self._coming = self._coming, None
+        self._coming = None
         return coming.result()
 
     async def next_new(self) -> object:
