@@ -25,14 +25,14 @@ from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.episodes import EpisodeFunction, EpisodeRunner
 from tidegate.orchestrator.fleet import Answer, Fleet, FleetTimes
 from tidegate.orchestrator.model_files import ModelFiles
+from tidegate.orchestrator.offers import Offers
 from tidegate.orchestrator.outbox import Outbox
 from tidegate.orchestrator.publishing import PublishWait
 from tidegate.orchestrator.recording import RunRecorder
 from tidegate.orchestrator.rollout import Rollout
 from tidegate.orchestrator.run_journal import RunJournal
 from tidegate.orchestrator.run_watch import RunWatch
-from tidegate.orchestrator.task_feed import TaskFeed
-from tidegate.orchestrator.tasks import Tasks, TaskSource
+from tidegate.orchestrator.tasks import Tasks
 from tidegate.orchestrator.waiting import Waiting, fail, resolve
 from tidegate.orchestrator.watchdog import Stuck
 from tidegate.orchestrator.wire import Wire
@@ -75,19 +75,15 @@ class Scheduler:
         if journal is not None:
             self.core = journal.core
         else:
-            self.core = Core(
-                settings.rules(),
-            )
+            self.core = Core(settings.rules())
         self.fleet = Fleet(FleetTimes.of(settings), router.send)
         self._waiting = Waiting()
         self.control = EngineControl(settings, init_weights, self._waiting, self)
         failure = self.control.publisher.take_failure
         self._desk = BatchDesk(self._waiting, self.handle, self.when_safe, failure)
         self._episodes = EpisodeRunner(settings, model, self._waiting, self.handle)
-        self._tasks: TaskSource | None = None
-        self._feeding: asyncio.Task[None] | None = None
         self._wants_tasks = asyncio.Event()
-        self._episode: EpisodeFunction | None = None
+        self._offers = Offers(lambda: self.core, self.handle, wants_tasks=self._wants_tasks)
         self._outbox = Outbox(self.fleet.send)
         self.on_engine_silent: Callable[[str], None] = lambda engine: None
         """Told of engines that were given up for their silence."""
@@ -114,6 +110,7 @@ class Scheduler:
                 group.create_task(self._run_watch().run(), name="watchdog")
                 await self._failure
         finally:
+            self._offers.close()
             self._group = None
             self._router.detach()
 
@@ -288,10 +285,9 @@ class Scheduler:
             case ev.EndTurn(turn=turn):
                 resolve(self._waiting.turns.pop(turn.rollout.rollout_id, None), turn)
             case ev.StartEpisode(rollout=rollout, task=task):
-                function = episode or self._episode
                 assert self._group is not None
-                assert function is not None
-                self._episodes.begin(rollout, task, function, self._group)
+                assert episode is not None
+                self._episodes.begin(rollout, task, episode, self._group)
             case ev.StopEpisode(rollout=rollout):
                 self._episodes.stop(rollout)
             case ev.HandOver():
@@ -313,8 +309,7 @@ class Scheduler:
             case ev.Cancel(engine=engine, handle=handle):
                 self._outbox.post(engine, CancelTurn(turn=handle))
             case ev.RequeueTask(task=task, key=key):
-                assert self._tasks is not None
-                self._tasks.put_back(task, key)
+                self._offers.put_back(task, key)
             case ev.Record(rollout=rollout, task=task):
                 if self._recorder is not None:
                     self._recorder.rollout(
@@ -332,20 +327,8 @@ class Scheduler:
     def offer(self, tasks: Tasks, episode: EpisodeFunction) -> None:
         """Take tasks from this iterator from now on, each run by ``episode``."""
         assert self._group is not None
-        if self._feeding is not None:
-            self._feeding.cancel()  # it may wait for an iterator that nobody wants any more
-        if self._tasks is None or not self._tasks.goes_on_with(tasks):
-            self._tasks = TaskSource(tasks, self._tasks)
-        self._episode = episode
-        feed = TaskFeed(
-            self.core,
-            self._tasks,
-            self.handle,
-            wants_tasks=self._wants_tasks,
-            is_journalled=self._journal is not None,
-        )
-        self._feeding = self._group.create_task(feed.run(), name="tasks")
-        self.handle([ev.TasksOffered()])
+        is_journalled = self._journal is not None
+        self._offers.begin(tasks, episode, self._group, is_journalled=is_journalled)
 
     async def next_batch(self) -> ev.HandOver | None:
         """The next batch, or None when the tasks are used up."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from tidegate.errors import ResumeMismatch
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.core import Core
+from tidegate.orchestrator.episodes import EpisodeFunction
 from tidegate.orchestrator.group import TaskKey
 from tidegate.orchestrator.tasks import NO_MORE, TaskSource, task_digest
 
@@ -24,15 +25,18 @@ class TaskFeed:
         self,
         core: Core,
         source: TaskSource,
-        handle: Callable[[Iterable[ev.Event]], None],
+        handle: Callable[[Iterable[ev.Event], EpisodeFunction | None], None],
+        episode_of: Callable[[TaskKey | None], EpisodeFunction | None],
         *,
         wants_tasks: asyncio.Event,
         is_journalled: bool,
     ) -> None:
-        """``wants_tasks`` is set whenever the core may have places again."""
+        """``handle`` feeds the core, and runs a task's episode; ``wants_tasks`` is set whenever the
+        core may have places again."""
         self._core = core
         self.source = source
         self._handle = handle
+        self._episode_of = episode_of
         self._wants_tasks = wants_tasks
         self._wants_digests = is_journalled or core.prompts.filter.uses_history
 
@@ -55,16 +59,17 @@ class TaskFeed:
             prefers_returned = core.policy.prefers_returned(core.groups)
             task = await self.source.next(prefers_returned=prefers_returned)
             if task is None:
-                self._handle([ev.TasksExhausted()])
+                self._handle([ev.TasksExhausted()], None)
                 return
             if not self._core.capacity_groups:  # it was there before the iterator was waited for
                 self.source.give_back(task)
                 return
             digest = task_digest(task.task) if self._wants_digests else b""
-            self._handle([ev.TaskArrived(task.task, task.key, digest)])
+            arrived = ev.TaskArrived(task.task, task.key, digest)
+            self._handle([arrived], self._episode_of(task.key))
             taken += 1
             if self.source.has_ended():
-                self._handle([ev.TasksExhausted()])
+                self._handle([ev.TasksExhausted()], None)
             elif taken % TASKS_PER_TURN == 0:
                 await asyncio.sleep(0)
 
@@ -75,7 +80,7 @@ class TaskFeed:
             task = await self.source.next_new()
             key = TaskKey(self._core.tasks.offer, index)
             self._check(task, key, count)
-            self._handle([ev.TaskFound(task, key)])
+            self._handle([ev.TaskFound(task, key)], self._episode_of(key))
             if index % TASKS_PER_TURN == 0:
                 await asyncio.sleep(0)
 

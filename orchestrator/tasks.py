@@ -32,8 +32,7 @@ class Taken:
 class TaskSource:
     """The user's tasks, sync or async, with a few put back at the front."""
 
-    def __init__(self, tasks: Tasks, before: "TaskSource | None" = None) -> None:
-        """What another source had left of those that were looked at or put back is given first."""
+    def __init__(self, tasks: Tasks) -> None:
         self._returned: deque[Taken] = deque()
         self._next: Taken | None = None
         """A new one that was looked at already."""
@@ -46,9 +45,25 @@ class TaskSource:
             self._async = aiter(tasks)
         else:
             self._sync = iter(tasks)
-        if before is not None:
-            self._returned.extend(before._returned)
-            self._next = before._take_coming() or before._next
+
+    def inherit(self, before: "TaskSource", next_key: TaskKey) -> None:
+        """Take over what another source had left of those that were looked at or put back.
+
+        ``next_key``: where the next new task of that one's iterator stands.
+        """
+        self._returned.extend(before._returned)
+        left = before._take_coming() or before._next
+        if left is not None:
+            self._returned.append(Taken(left.task, next_key))
+
+    @property
+    def offers(self) -> set[int]:
+        """The iterators that what was put back is from."""
+        return {taken.key.offer for taken in self._returned if taken.key is not None}
+
+    def close(self) -> None:
+        """Nobody waits for the iterator any more."""
+        self._take_coming()
 
     def _take_coming(self) -> Taken | None:
         """What has just come; if nothing has, nothing will."""
@@ -110,18 +125,13 @@ class TaskSource:
         put_back = asyncio.ensure_future(self._has_returned.wait())
         either: set[asyncio.Future[Any]] = {self._coming, put_back}
         try:
-            if not self._returned:
+            if not self._returned:  # cancelled, it leaves what is coming for who goes on
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            if self._coming is not None:  # nobody wants it; an async iterator has one end
-                self._coming.cancel()
-            raise
         finally:
             put_back.cancel()
-        coming = self._coming
-        if not coming.done():
+        if not self._coming.done():
             return None
-        self._coming = None
+        coming, self._coming = self._coming, None
         return coming.result()
 
     async def next_new(self) -> object:

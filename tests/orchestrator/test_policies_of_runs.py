@@ -174,3 +174,60 @@ def test_a_run_whose_policy_could_not_be_made_again_keeps_no_journal(tmp_path: P
     with pytest.raises(ConfigError, match="define them in a module, not in a function"):
         open_for(settings, None)
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_an_async_iterator_goes_on_where_it_was_when_it_is_given_again(
+    tidegate_serve: ServeInTests, tidegate_engine: Engine
+) -> None:
+    waiting: asyncio.Queue[int] = asyncio.Queue()
+
+    async def tasks() -> AsyncIterator[int]:
+        while True:
+            yield await waiting.get()
+
+    given = tasks()
+    seen: list[object] = []
+    async with tidegate_serve(
+        engines=[tidegate_engine()], max_staleness=0, groups_per_batch=1, group_size=2
+    ) as rollouts:
+        for task in range(4):
+            waiting.put_nowait(task)
+            seen += (await anext(rollouts.batches(given, episode=one_turn))).tasks
+            await rollouts.publish({})
+            await asyncio.sleep(0.1)  # the feed waits for the iterator again
+    assert seen == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+async def test_a_task_taken_again_runs_the_episode_that_it_was_given_with(
+    tidegate_serve: ServeInTests, tidegate_engine: Engine
+) -> None:
+    """Its group gets too old after the trainer has gone on to other tasks."""
+    ran: list[tuple[str, object]] = []
+
+    async def first(episode: tidegate.Episode, task: object) -> float:
+        ran.append(("first", task))
+        episode.append([5, 6])
+        await episode.generate(max_tokens=2)
+        await asyncio.sleep(5.0)  # its tool is slow
+        return 1.0
+
+    async def second(episode: tidegate.Episode, task: object) -> float:
+        ran.append(("second", task))
+        episode.append([7])
+        await episode.generate(max_tokens=2)
+        return 1.0
+
+    policy = tidegate.BoundedStaleness(
+        max_staleness=1, groups_per_batch=1, order="completion", on_deadline="drop"
+    )
+    engine = tidegate_engine()
+    async with tidegate_serve(engines=[engine], policy=policy, group_size=1) as rollouts:
+        old = rollouts.batches(iter(["slow"]), episode=first)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(old), 1.0)
+        async for _ in rollouts.batches(iter(range(8)), episode=second):
+            await rollouts.publish({})
+    again = [name for name, task in ran if task == "slow"]
+    assert len(again) > 1
+    assert set(again) == {"first"}
+    assert {name for name, task in ran if task != "slow"} == {"second"}
