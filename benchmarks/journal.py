@@ -208,19 +208,27 @@ def compare(name: str, unit: str, ours: Callable[[], float], peer: Callable[[], 
 def rows(bench: Bench) -> list[Row]:
     """All that is measured; a name says the peer where it is not one commit per record."""
     group, small = os.urandom(GROUP_BYTES), os.urandom(SMALL_BYTES)
+    return [
+        *appended_rows(bench, group, small),
+        *latency_rows(bench, group),
+        *size_rows(bench, group, small),
+        compare(
+            "reopened_groups_per_s_beside_unchecked_file",
+            "groups/s",
+            lambda: bench.reopen_records_per_s(group, GROUPS),
+            lambda: bench.read_lines_per_s(group, GROUPS),
+        ),
+    ]
+
+
+def appended_rows(bench: Bench, group: bytes, small: bytes) -> list[Row]:
+    """How fast records are taken."""
 
     def groups() -> float:
         return bench.append_ours(group, GROUPS)
 
     def records() -> float:
         return bench.append_ours(small, SMALL_RECORDS)
-
-    def latency_ms(share: float, groups_per_s: int) -> float:
-        ordered = sorted(bench.latencies_ms(group, groups_per_s))
-        return ordered[int(share * len(ordered))]
-
-    def one_commit_ms() -> float:
-        return 1e3 / bench.insert_each(group)
 
     def put_us() -> float:
         waiting: queue.Queue[bytes] = queue.Queue()
@@ -229,33 +237,46 @@ def rows(bench: Bench) -> list[Row]:
             waiting.put(small)
         return (time.perf_counter() - started_s) / (SMALL_RECORDS // 4) * 1e6
 
-    fill = GROUPS // 2
+    per_s = "appended_groups_per_s"
     return [
-        compare("appended_groups_per_s", "groups/s", groups, lambda: bench.insert_each(group)),
+        compare(per_s, "groups/s", groups, lambda: bench.insert_each(group)),
         compare(
-            "appended_groups_per_s_beside_file_and_fsync",
-            "groups/s",
-            groups,
-            lambda: bench.write_each(group),
+            f"{per_s}_beside_file_and_fsync", "groups/s", groups, lambda: bench.write_each(group)
         ),
         compare(
-            "appended_groups_per_s_beside_bare_disk",
+            f"{per_s}_beside_bare_disk",
             "groups/s",
             groups,
             lambda: bench.write_chunks(group, GROUPS),
         ),
         compare("appended_records_per_s", "records/s", records, lambda: bench.insert_each(small)),
         compare("append_us_beside_queue", "µs", lambda: bench.append_us(small), put_us),
-        *(
-            compare(
-                f"commit_latency_{name}_at_{groups_per_s}_groups_per_s",
-                "ms",
-                partial(latency_ms, share, groups_per_s),
-                one_commit_ms,
-            )
-            for groups_per_s in (1_000, 20_000)
-            for name, share in (("median", 0.5), ("p99", 0.99))
-        ),
+    ]
+
+
+def latency_rows(bench: Bench, group: bytes) -> list[Row]:
+    """How long a record takes until it is safe."""
+
+    def latency_ms(share: float, groups_per_s: int) -> float:
+        ordered = sorted(bench.latencies_ms(group, groups_per_s))
+        return ordered[int(share * len(ordered))]
+
+    return [
+        compare(
+            f"commit_latency_{name}_at_{groups_per_s}_groups_per_s",
+            "ms",
+            partial(latency_ms, share, groups_per_s),
+            lambda: 1e3 / bench.insert_each(group),
+        )
+        for groups_per_s in (1_000, 20_000)
+        for name, share in (("median", 0.5), ("p99", 0.99))
+    ]
+
+
+def size_rows(bench: Bench, group: bytes, small: bytes) -> list[Row]:
+    """How large the file gets."""
+    fill = GROUPS // 2
+    return [
         compare(
             "disk_bytes_per_group_beside_payload",
             "bytes",
@@ -273,12 +294,6 @@ def rows(bench: Bench) -> list[Row]:
             "MB",
             lambda: bench.disk_bytes_after_rounds(group, fill, ROUNDS),
             lambda: bench.disk_bytes_after_rounds(group, fill, 1),
-        ),
-        compare(
-            "reopened_groups_per_s_beside_unchecked_file",
-            "groups/s",
-            lambda: bench.reopen_records_per_s(group, GROUPS),
-            lambda: bench.read_lines_per_s(group, GROUPS),
         ),
     ]
 
