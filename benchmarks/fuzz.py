@@ -7,12 +7,11 @@ run over its socket.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ import torch
 from benchmarks.fuzz_engine import FuzzedEngine
 from benchmarks.fuzz_fleet import FuzzedFleet
 from benchmarks.fuzz_wire import FuzzedRun
+from benchmarks.table import Row, show
 
 FRAMES_DEFAULT = 1_250_000
 """Four in five turn out to be malformed: a million."""
@@ -31,17 +31,6 @@ WARM_UP_SHARE = 0.2
 
 GROWTH_MIB_MAX = 16.0
 """Of the whole process, after the warm-up: what the allocator may round and keep."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table; there is no peer to compare with."""
-
-    name: str
-    value: float
-    unit: str
-    peer: None = None
-    ratio: None = None
 
 
 @dataclass(slots=True)
@@ -155,13 +144,7 @@ def main() -> int:
     for fuzz, frames in ((fuzz_fleet, half), (fuzz_engine, quarter), (fuzz_wire, quarter)):
         outcome = fuzz(frames, arguments.seed)
         outcomes.append(outcome)
-        for row in outcome.rows():
-            text = (
-                json.dumps(asdict(row))
-                if arguments.json
-                else f"{row.name}, {row.value}, {row.unit}"
-            )
-            print(text, flush=True)
+        show(outcome.rows(), as_json=arguments.json)
         sys.stderr.write(outcome.story)
     return 0 if all(outcome.is_harmless for outcome in outcomes) else 1
 

@@ -6,7 +6,6 @@ which disk is measured. A group's record is 8 rollouts of 64 tokens of 8 bytes, 
 """
 
 import argparse
-import json
 import os
 import queue
 import sqlite3
@@ -15,10 +14,10 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.table import Row, compared, show
 from tidegate.orchestrator.journal import Journal
 from tidegate.orchestrator.journal_schema import PAGE_BYTES
 
@@ -35,19 +34,6 @@ TICK_S = 0.001
 ROUNDS = 8
 """Of filling and compacting."""
 TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table."""
-
-    name: str
-    value: float
-    unit: str
-    peer: float
-    """The peer's value, in the same unit and run."""
-    ratio: float
-    """Ours over the peer's."""
 
 
 class Bench:
@@ -202,7 +188,7 @@ def compare(name: str, unit: str, ours: Callable[[], float], peer: Callable[[], 
     pairs = [(ours(), peer()) for _ in range(RUNS)]
     value = statistics.median(pair[0] for pair in pairs)
     peer_value = statistics.median(pair[1] for pair in pairs)
-    return Row(name, value, unit, peer_value, value / peer_value)
+    return compared(name, unit, value, peer_value)
 
 
 def rows(bench: Bench) -> list[Row]:
@@ -305,11 +291,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="on the disk to measure")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        for row in rows(Bench(Path(directory))):
-            if options.json:
-                print(json.dumps(asdict(row)))
-            else:
-                print(f"{row.name}, {row.value:.4g}, {row.unit}, {row.peer:.4g}, {row.ratio:.2f}")
+        show(rows(Bench(Path(directory))), as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ medians. The garbage collector is off, for it looks at all turns, whoever choose
 
 import argparse
 import gc
-import json
 import statistics
 from collections import deque
-from dataclasses import asdict, dataclass
 from time import process_time
 
+from benchmarks.table import Row, compared, show
 from tidegate.orchestrator.events import EngineJoined
 from tidegate.orchestrator.placement import PlacementRules
 from tidegate.orchestrator.rollout import Rollout, Turn
@@ -36,17 +35,6 @@ POLICIES: dict[str, Routing] = {
 TURNS_PER_ENGINE = 50
 TURNS = 20_000
 RUNS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table."""
-
-    name: str
-    value: float
-    unit: str
-    peer: float
-    ratio: float
 
 
 class Crowd:
@@ -83,7 +71,7 @@ def measure(name: str, policy: Routing) -> Row:
     few, many = Crowd(policy, 10), Crowd(policy, 1000)
     samples = [(few.us_per_turn(), many.us_per_turn()) for _ in range(RUNS)]
     peer, value = (statistics.median(column) for column in zip(*samples, strict=True))
-    return Row(f"{name}_1000_engines", value, "us/turn", peer, value / peer)
+    return compared(f"{name}_1000_engines", "us/turn", value, peer)
 
 
 def main() -> None:
@@ -93,11 +81,7 @@ def main() -> None:
     as_json = parser.parse_args().json
     gc.disable()
     for name, policy in POLICIES.items():
-        row = measure(name, policy)
-        if as_json:
-            print(json.dumps(asdict(row)))
-        else:
-            print(f"{row.name:36} {row.value:8.2f} {row.unit:8} {row.peer:8.2f} {row.ratio:6.2f}")
+        show([measure(name, policy)], as_json=as_json)
 
 
 if __name__ == "__main__":

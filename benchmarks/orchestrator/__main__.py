@@ -30,8 +30,9 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from benchmarks.table import Row, compared, show
 
 PEERS = Path(__file__).parent.parent / "peers"
 
@@ -51,19 +52,6 @@ CROWD = ["--group-size", "1", "--batch", "5000", "--rollouts", str(CROWD_ROLLOUT
 
 Measured = dict[str, float]
 Sample = Callable[[], Measured]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table."""
-
-    name: str
-    value: float
-    unit: str
-    peer: float | None = None
-    """The peer's value, in the same unit and run; None if it wasn't run."""
-    ratio: float | None = None
-    """Ours over the peer's."""
 
 
 def subject(*options: str) -> Measured:
@@ -123,9 +111,9 @@ def compare(
 
 
 def row(name: str, unit: str, ours: float | None, peer: float | None) -> Row:
-    """A row, with its ratio if there is a peer."""
+    """A row of something that was run for certain."""
     assert ours is not None
-    return Row(name, ours, unit, peer, ours / peer if peer else None)
+    return compared(name, unit, ours, peer)
 
 
 def rollouts_per_s(runs: int, peers: Peers) -> list[Row]:
@@ -229,14 +217,7 @@ def main() -> None:
     options = parser.parse_args()
     peers = Peers(options.areal_python, options.skyrl_python)
     for part in options.only:
-        for line in PARTS[part](options.runs, peers):
-            print(json.dumps(asdict(line)) if options.json else _text(line), flush=True)
-
-
-def _text(line: Row) -> str:
-    peer = "-" if line.peer is None else f"{line.peer:.4g}"
-    ratio = "-" if line.ratio is None else f"{line.ratio:.2f}"
-    return f"{line.name}, {line.value:.4g}, {line.unit}, {peer}, {ratio}"
+        show(PARTS[part](options.runs, peers), as_json=options.json)
 
 
 if __name__ == "__main__":
