@@ -7,6 +7,7 @@ users' episodes run on it too.
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import itertools
 import logging
 import threading
@@ -175,6 +176,9 @@ class Run:
     # ------------------------------------------------------------ the run's own thread
 
     def _run(self) -> None:
+        # A full collection looks at all that torch brought, some 100 ms in which no rollout gets
+        # on. What there is by now hardly ever becomes garbage; so it is set aside till the end.
+        gc.freeze()
         try:
             uvloop.run(self._serve())
         except asyncio.CancelledError:
@@ -182,6 +186,7 @@ class Run:
         except BaseException as error:  # noqa: BLE001 - told to whoever waits for the run
             self._failure = _cause(error)
         finally:
+            gc.unfreeze()
             self._loop = None
             self._is_up.set()
             self.loop_watch.stop()
