@@ -67,8 +67,13 @@ class Group:
     @property
     def oldest_version(self) -> int | None:
         """The oldest weights that sampled one of its kept tokens."""
-        versions = [v for r in self.kept if (v := r.oldest_version) is not None]
-        return min(versions, default=None)
+        oldest = None  # in one pass: it is asked of every running group at each publish
+        for rollout in self.rollouts:
+            if rollout.turns and rollout.state is not RolloutState.DISCARDED:
+                version = rollout.oldest_version
+                if version is not None and (oldest is None or version < oldest):
+                    oldest = version
+        return oldest
 
     @property
     def newest_version(self) -> int:

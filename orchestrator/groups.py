@@ -95,7 +95,8 @@ class GroupBook:
         """From now on no turn starts under weights older than these."""
         self.revision += 1
         for group in self._going.values():
-            group.version_floor = _floor(group, live_version)
+            if group.version_floor < live_version:
+                group.version_floor = _floor(group, live_version)
 
     def restore(self, groups: Iterable[Group], *, ended: Iterable[int]) -> None:
         """These are all there are, in the order of admission; and some have ended, in an order."""
