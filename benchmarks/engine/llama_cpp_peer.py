@@ -1,0 +1,189 @@
+"""How fast does llama.cpp answer, with all sequences in one batch?
+
+``LLAMA_PYTHON benchmarks/engine/llama_cpp_peer.py MODEL REQUESTS --dtype D`` prints one JSON object
+like :mod:`benchmarks.engine.ours`. It runs in a Python of its own, so it imports nothing of ours;
+see README.md. The weights are the same, written as GGUF beside the model. llama.cpp gives logits; a
+token is drawn from them, and its log-prob computed, with numpy: ``cpu_s`` is with that,
+``model_cpu_s`` without.
+"""
+
+import argparse
+import ctypes
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import numpy as np
+from safetensors import safe_open
+
+PROMPT_TOKENS_PER_BATCH = 1024
+
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    """What llama.cpp calls a tensor."""
+    if name == "model.embed_tokens.weight":
+        return "token_embd.weight"
+    if name == "model.norm.weight":
+        return "output_norm.weight"
+    _, _, layer, rest = name.split(".", 3)
+    part, kind = rest.rsplit(".", 1)
+    return f"blk.{layer}.{NAMES[part]}.{kind}"
+
+
+def write_gguf(model: Path, dtype: str) -> Path:
+    """The same weights; matrices in ``dtype``, vectors in float32, as llama.cpp wants them."""
+    config = json.loads((model / "config.json").read_text())
+    path = model / "model.gguf"
+    writer = gguf.GGUFWriter(path, config["model_type"])
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    head_dim = config.get("head_dim") or hidden // heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    rope = config.get("rope_parameters") or config
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    with safe_open(model / "model.safetensors", framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118  (it is no mapping)
+            tensor = tensors.get_tensor(name).float().numpy()
+            if tensor.ndim == 1 or dtype == "float32":
+                writer.add_tensor(gguf_name(name), tensor)
+            else:
+                kind = gguf.GGMLQuantizationType.BF16
+                data = gguf.quants.quantize(tensor, kind)
+                writer.add_tensor(gguf_name(name), data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+class Llama:
+    """One context with a sequence per request."""
+
+    def __init__(self, path: Path, requests: list[Any], dtype: str) -> None:
+        llama_cpp.llama_backend_init()
+        parameters = llama_cpp.llama_model_default_params()
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
+        options = llama_cpp.llama_context_default_params()
+        options.n_ctx = 256 * -(-sum(len(p) + n for p, n in requests) // 256)
+        options.n_batch = options.n_ubatch = PROMPT_TOKENS_PER_BATCH
+        options.n_seq_max = len(requests)
+        options.n_threads = options.n_threads_batch = 1
+        options.kv_unified = True
+        if dtype == "float32":
+            options.type_k = options.type_v = llama_cpp.GGML_TYPE_F32
+        self._context = llama_cpp.llama_init_from_model(self._model, options)
+        self._batch = llama_cpp.llama_batch_init(PROMPT_TOKENS_PER_BATCH, 0, 1)
+        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._chance = np.random.default_rng(0)
+        self.model_cpu_s = 0.0
+
+    def _decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
+        """Rows of token, position, sequence, and whether its logits are wanted."""
+        batch = self._batch
+        batch.n_tokens = len(rows)
+        for i, (token, position, sequence, wanted) in enumerate(rows):
+            batch.token[i], batch.pos[i] = token, position
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+            batch.logits[i] = wanted
+        began_s = time.process_time()
+        status = llama_cpp.llama_decode(self._context, batch)
+        self.model_cpu_s += time.process_time() - began_s
+        if status:
+            raise SystemExit(f"llama_decode returned {status}")
+
+    def _sample(self, row: int) -> tuple[int, float]:
+        """A token at temperature 1, and its log-prob."""
+        pointer = llama_cpp.llama_get_logits_ith(self._context, row)
+        logits = np.ctypeslib.as_array(pointer, (self._vocab,))
+        largest = logits.max()
+        cumulative = np.exp(logits - largest).cumsum()
+        total = cumulative[-1]
+        token = int(cumulative.searchsorted(self._chance.random() * total, side="right"))
+        token = min(token, self._vocab - 1)
+        return token, float(logits[token] - largest - np.log(total))
+
+    def run(self, requests: list[Any]) -> int:
+        """Prefill all, as many in a batch as fit, then decode those that have not ended."""
+        memory = llama_cpp.llama_get_memory(self._context)
+        llama_cpp.llama_memory_clear(memory, True)
+        last: dict[int, int] = {}
+        waiting = list(enumerate(requests))
+        while waiting:
+            rows: list[tuple[int, int, int, bool]] = []
+            ends: dict[int, int] = {}
+            while waiting and len(rows) + len(waiting[0][1][0]) <= PROMPT_TOKENS_PER_BATCH:
+                sequence, (prompt, _) = waiting.pop(0)
+                rows += [(t, i, sequence, i + 1 == len(prompt)) for i, t in enumerate(prompt)]
+                ends[sequence] = len(rows) - 1
+            self._decode(rows)
+            last |= {sequence: self._sample(row)[0] for sequence, row in ends.items()}
+        tokens, sampled = len(requests), dict.fromkeys(last, 1)
+        while last:
+            for sequence in [s for s in last if sampled[s] == requests[s][1]]:
+                llama_cpp.llama_memory_seq_rm(memory, sequence, -1, -1)
+                del last[sequence]
+            if not last:
+                break
+            self._decode(
+                [(t, len(requests[s][0]) + sampled[s] - 1, s, True) for s, t in last.items()]
+            )
+            for row, sequence in enumerate(last):
+                last[sequence] = self._sample(row)[0]
+                sampled[sequence] += 1
+            tokens += len(last)
+        return tokens
+
+
+def main() -> None:
+    """Warm up on some of the requests, measure all, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("requests", type=Path)
+    parser.add_argument("--dtype", required=True)
+    options = parser.parse_args()
+    quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
+    requests = json.loads(options.requests.read_text())
+    llama = Llama(write_gguf(options.model, options.dtype), requests, options.dtype)
+    llama.run(requests[: len(requests) // 4])
+    llama.model_cpu_s = 0.0
+    cpu_s, wall_s = time.process_time(), time.perf_counter()
+    tokens = llama.run(requests)
+    measured = {
+        "tokens": tokens,
+        "cpu_s": time.process_time() - cpu_s,
+        "wall_s": time.perf_counter() - wall_s,
+        "model_cpu_s": llama.model_cpu_s,
+    }
+    print(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main()

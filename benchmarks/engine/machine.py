@@ -1,0 +1,68 @@
+"""What is the least time that this machine needs for a decode step? Measured, not looked up.
+
+A step reads every weight once and multiplies it with each row: the slower of both is the limit.
+KV and sampling are left out, so a share of it can't reach 1. The rate of multiplication is that of
+large matrices, which the few rows of a decode step never reach either.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.engine.shapes import Shape
+
+READ_BYTES = 256 * 1024 * 1024
+"""More than a core's own caches hold."""
+
+GEMM_SIZE = 2048
+
+RUNS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One core's limits."""
+
+    read_bytes_per_s: float
+    flops_per_s: dict[str, float]
+    """By dtype."""
+
+    @classmethod
+    def measured(cls) -> "Machine":
+        """Measure this machine, on one thread, by CPU time."""
+        torch.set_num_threads(1)
+        numbers = torch.ones(READ_BYTES // 4)
+        read_s = statistics.median(_cpu_s(lambda: numbers.sum()) for _ in range(RUNS))
+        rates = {}
+        for dtype in ("float32", "bfloat16"):
+            square = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=getattr(torch, dtype))
+            gemm_s = statistics.median(_cpu_s(lambda x=square: x @ x) for _ in range(RUNS))
+            rates[dtype] = 2 * GEMM_SIZE**3 / gemm_s
+        return cls(READ_BYTES / read_s, rates)
+
+    def step_us(self, shape: Shape, dtype: str, rows: int) -> float:
+        """The limit of a step of ``rows``; the head counts as stored in the model's dtype."""
+        parameters = _parameters(shape)
+        read_s = parameters * (4 if dtype == "float32" else 2) / self.read_bytes_per_s
+        multiply_s = 2 * parameters * rows / self.flops_per_s[dtype]
+        return 1e6 * max(read_s, multiply_s)
+
+
+def _cpu_s(work: object) -> float:
+    assert callable(work)
+    work()
+    began_s = time.process_time()
+    work()
+    return time.process_time() - began_s
+
+
+def _parameters(shape: Shape) -> int:
+    """Those that a token is multiplied with: the layers, and the head."""
+    fields = shape.fields
+    hidden, inner = fields["hidden_size"], fields["intermediate_size"]
+    head_dim = fields.get("head_dim", hidden // fields["num_attention_heads"])
+    heads = fields["num_attention_heads"] + fields["num_key_value_heads"]
+    layer = 2 * hidden * heads * head_dim + 3 * hidden * inner
+    return int(fields["num_hidden_layers"] * layer + hidden * fields["vocab_size"])

@@ -1,0 +1,218 @@
+"""How fast does our engine answer? A real worker process, driven over its wire.
+
+``python -m benchmarks.engine.ours MODEL REQUESTS [--update]`` prints one JSON object: tokens, and
+the CPU and wall time that the worker's process took for them, its I/O threads included.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import psutil
+
+from benchmarks.engine.shapes import Request, load
+from tidegate.engine.checkpoint import read_tensors
+from tidegate.orchestrator.batches import named_buffers
+from tidegate.transport.messages import (
+    Ack,
+    FinishWeightUpdate,
+    FromEngine,
+    Hello,
+    SamplingParams,
+    StartWeightUpdate,
+    Step,
+    SubmitTurn,
+    TurnRefused,
+    WeightsFailed,
+    WeightsLive,
+    WeightsStaged,
+    Welcome,
+    decode_from_engine,
+)
+from tidegate.transport.sockets import RouterSocket
+from tidegate.transport.weight_channels import sender
+
+CREDIT_STEPS = 256
+TIMEOUT_S = 3600.0
+
+
+class Driver:
+    """The orchestrator's end of one engine, which keeps nothing but counts."""
+
+    def __init__(self, socket: RouterSocket) -> None:
+        self._socket = socket
+        self._peer = b""
+        self.greeted = asyncio.Event()
+        self.finished = asyncio.Event()
+        self.staged = asyncio.Event()
+        self.live = asyncio.Event()
+        self.steps: list[Step] = []
+        self.tokens = 0
+        self._open_turns = 0
+        self._turns = 0
+        socket.attach(asyncio.get_running_loop(), self._on_frames)
+
+    def submit(self, requests: Sequence[Request], seed: int) -> None:
+        """Ask for all answers at once."""
+        self.finished.clear()
+        self._open_turns += len(requests)
+        for one in requests:
+            sampling = SamplingParams(max_tokens=one.output_tokens, seed=seed + self._turns)
+            prompt = np.array(one.prompt, "<i4").tobytes()
+            turn = SubmitTurn(turn=self._turns, token_ids=prompt, sampling=sampling)
+            self._turns += 1
+            self._socket.send(self._peer, turn)
+
+    def send(self, message: StartWeightUpdate | FinishWeightUpdate) -> None:
+        """Say something else."""
+        self._socket.send(self._peer, message)
+
+    async def publish(self, model: Path) -> None:
+        """All four phases of a weight update, through shared memory."""
+        channel = sender("shm", None)
+        try:
+            self._socket.send(self._peer, channel.init())
+            self.send(StartWeightUpdate(version=1))
+            tensors = named_buffers(dict(read_tensors(model)))
+            for update in channel.write(1, tensors):
+                self._socket.send(self._peer, update)
+            await self.staged.wait()
+            self.send(FinishWeightUpdate(version=1, pause_mode="keep", kv_policy="keep"))
+            await self.live.wait()
+        finally:
+            channel.close()
+
+    def _on_frames(self, frames: list[tuple[bytes, bytes]]) -> None:
+        last_seq = None
+        for peer, frame in frames:
+            self._peer = peer
+            message = decode_from_engine(frame)
+            if isinstance(message, Step):
+                last_seq = message.seq
+                self._take(message)
+            else:
+                self._answer(message)
+        if last_seq is not None:
+            self._socket.send(self._peer, Ack(seq=last_seq))
+
+    def _take(self, step: Step) -> None:
+        self.steps.append(step)
+        self.tokens += len(step.token_ids) // 4
+        self._open_turns -= len(step.finish) - step.finish.count(0)
+        if self._open_turns == 0:
+            self.finished.set()
+
+    def _answer(self, message: FromEngine) -> None:
+        match message:
+            case Hello():
+                welcome = Welcome(
+                    heartbeat_interval_s=1.0,
+                    orchestrator_timeout_s=TIMEOUT_S,
+                    credit_steps=CREDIT_STEPS,
+                )
+                self._socket.send(self._peer, welcome)
+                self.greeted.set()
+            case WeightsStaged():
+                self.staged.set()
+            case WeightsLive():
+                self.live.set()
+            case WeightsFailed() | TurnRefused():
+                raise SystemExit(f"the engine refuses: {message}")
+
+
+def measure(model: Path, requests: Sequence[Request], *, update: bool) -> dict[str, float]:
+    """Start a worker, have it answer, and end it."""
+    socket = RouterSocket(None, name="benchmark")
+    with tempfile.TemporaryFile("w+") as errors:
+        worker = subprocess.Popen(_command(socket.address, model, len(requests)), stderr=errors)
+        try:
+            return asyncio.run(drive(socket, worker, errors, requests, model if update else None))
+        finally:
+            worker.kill()
+            worker.wait()
+            socket.close()
+
+
+async def drive(
+    socket: RouterSocket,
+    worker: subprocess.Popen[bytes],
+    errors: IO[str],
+    requests: Sequence[Request],
+    published: Path | None,
+) -> dict[str, float]:
+    """Warm up on some of the requests, then have all of them answered."""
+    driver = Driver(socket)
+    await _until(driver.greeted, worker, errors)
+    driver.submit(requests[: len(requests) // 4], seed=0)
+    await _until(driver.finished, worker, errors)
+    driver.steps.clear()
+    driver.tokens = 0
+    cpu_before_s, began_s = _cpu_s(worker), time.perf_counter()
+    driver.submit(requests, seed=1000)
+    if published is not None:
+        await driver.publish(published)
+    await _until(driver.finished, worker, errors)
+    return {
+        "tokens": float(driver.tokens),
+        "cpu_s": _cpu_s(worker) - cpu_before_s,
+        "wall_s": time.perf_counter() - began_s,
+        **_steps(driver.steps, len(requests)),
+    }
+
+
+def _command(address: str, model: Path, concurrent: int) -> list[str]:
+    command = [sys.executable, "-m", "tidegate.engine.worker", "--connect", address]
+    command += ["--model", str(model), "--engine", "engine-0", "--threads", "1"]
+    return [*command, "--max-running-turns", str(concurrent)]
+
+
+async def _until(event: asyncio.Event, worker: subprocess.Popen[bytes], errors: IO[str]) -> None:
+    """Wait for news of a worker that may die first."""
+    while not event.is_set():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(event.wait(), 1.0)
+        if worker.poll() is not None and not event.is_set():
+            errors.seek(0)
+            raise SystemExit(f"the worker ended with status {worker.returncode}: {errors.read()}")
+
+
+def _cpu_s(worker: subprocess.Popen[bytes]) -> float:
+    times = psutil.Process(worker.pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def _steps(steps: Sequence[Step], concurrent: int) -> dict[str, float]:
+    """How long a step takes while all run, and the longest pause between two."""
+    full = [step.busy_us for step in steps if len(step.turns) // 4 == concurrent]
+    full = full or [step.busy_us for step in steps]
+    ends = [step.started_us + step.busy_us for step in steps]
+    starts = [step.started_us for step in steps]
+    return {
+        "full_step_us": statistics.median(full),
+        "gap_us_max": max(b - a for a, b in zip(ends, starts[1:], strict=False)),
+    }
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("requests", type=Path)
+    parser.add_argument("--update", action="store_true", help="publish weights meanwhile")
+    options = parser.parse_args()
+    requests = load(options.requests.read_text())
+    print(json.dumps(measure(options.model, requests, update=options.update)))
+
+
+if __name__ == "__main__":
+    main()

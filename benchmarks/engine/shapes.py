@@ -1,0 +1,130 @@
+"""Which models and how long answers? The same for everyone who is measured.
+
+Random weights, so nothing is downloaded; their shapes are those of real models.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PROMPT_TOKENS = (16, 64)
+"""Uniform, both included."""
+
+LENGTH_SIGMA = 0.8
+"""Of the answers' log-normal lengths: some are ten times as long as others."""
+
+LENGTH_MIN_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model, and how long its answers are."""
+
+    architecture: str
+    fields: dict[str, Any]
+    """Of its Hugging Face config."""
+    median_tokens: int
+    """Of the answers; large models get short ones, for the run's sake."""
+    longest_tokens: int
+
+
+SHAPES = {
+    "tiny": Shape(
+        "Qwen3",
+        {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+        },
+        median_tokens=64,
+        longest_tokens=512,
+    ),
+    "small": Shape(
+        "Qwen3",
+        {
+            "vocab_size": 8192,
+            "hidden_size": 512,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+        },
+        median_tokens=32,
+        longest_tokens=128,
+    ),
+    "0.5b": Shape(  # of Qwen2.5-0.5B
+        "Qwen2",
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "rope_theta": 1e6,
+        },
+        median_tokens=16,
+        longest_tokens=48,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt, and how long its answer is made."""
+
+    prompt: list[int]
+    output_tokens: int
+
+
+def requests(shape: Shape, count: int, seed: int = 0) -> list[Request]:
+    """Draw ``count`` requests; all are there from the start, so the last run in a thin batch."""
+    chance = np.random.default_rng(seed)
+    low, high = PROMPT_TOKENS
+    prompts = chance.integers(low, high + 1, count)
+    drawn = np.exp(chance.normal(np.log(shape.median_tokens), LENGTH_SIGMA, count))
+    lengths = np.clip(np.round(drawn), LENGTH_MIN_TOKENS, shape.longest_tokens).astype(int)
+    vocab = shape.fields["vocab_size"]
+    return [
+        Request(chance.integers(3, vocab, prompt).tolist(), length)
+        for prompt, length in zip(prompts.tolist(), lengths.tolist(), strict=True)
+    ]
+
+
+def make_directory(path: Path, shape: Shape, dtype: str) -> Path:
+    """Write a random model as Hugging Face does; all who are measured read this one."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config_class = getattr(transformers, f"{shape.architecture}Config")
+    config = config_class(
+        **shape.fields,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    classes: Any = transformers.AutoModelForCausalLM
+    model = classes.from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(path)
+    return path
+
+
+def dump(requests: list[Request]) -> str:
+    """As the processes that are measured read them."""
+    return json.dumps([[one.prompt, one.output_tokens] for one in requests])
+
+
+def load(text: str) -> list[Request]:
+    """What :func:`dump` wrote."""
+    return [Request(prompt, length) for prompt, length in json.loads(text)]

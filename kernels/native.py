@@ -1,0 +1,239 @@
+"""What does a decode step run faster in C++ than as torch calls? All but its matrix products.
+
+native.cpp is compiled once, for this machine's processor, when an engine first wants it: that takes
+some seconds, a C++ compiler and no headers of torch's. Where there is no compiler, the torch
+functions beside which each of these stands compute the same, and nothing else changes.
+
+Letters in shapes: T tokens, R rows (turns), A query heads, K KV heads, D head_dim, B blocks per
+row, H hidden, I inner size, S rows to sample, V vocabulary.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SOURCE = Path(__file__).with_name("native.cpp")
+
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fPIC",
+    "-shared",
+    # Vectors of std::floor and comparisons need these; results stay what the source says.
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+)
+
+BUILD_TIMEOUT_S = 300.0
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128, 256)
+"""What :meth:`Native.attend_last` is compiled for."""
+
+POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+ARGUMENTS: dict[str, list[Any]] = {
+    "tg_norm": [POINTER] * 3 + [INT] * 2 + [FLOAT],
+    "tg_gate": [POINTER] * 2 + [INT] * 2,
+    "tg_rotate_and_write": [POINTER] * 8 + [INT] * 5 + [FLOAT],
+    "tg_attend_last": [POINTER] * 5 + [INT] * 6 + [FLOAT, INT, FLOAT],
+}
+
+
+class Native:
+    """The compiled functions, for tensors of one dtype on the CPU, all contiguous."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        def function(name: str) -> "ctypes._NamedFuncPointer":
+            found = library[f"{name}_{DTYPES[dtype]}"]
+            found.argtypes, found.restype = ARGUMENTS[name], None
+            return found
+
+        self._norm = function("tg_norm")
+        self._gate = function("tg_gate")
+        self._rotate_and_write = function("tg_rotate_and_write")
+        self._attend_last = function("tg_attend_last")
+        self._draw = library["tg_draw"]
+        self._draw.argtypes, self._draw.restype = [POINTER] * 5 + [INT] * 2, None
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """:func:`tidegate.kernels.norm.rms_norm` of ``x`` [T, H] with ``weight`` [H]."""
+        out = torch.empty_like(x)
+        rows, size = x.shape
+        self._norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, epsilon)
+        return out
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` of ``gate_up`` [T, 2I], its halves: [T, I]."""
+        rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty((rows, inner))
+        self._gate(gate_up.data_ptr(), out.data_ptr(), rows, inner)
+        return out
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        qk_norm: torch.Tensor | None,
+        table: torch.Tensor,
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        cache: torch.Tensor,
+        epsilon: float,
+    ) -> torch.Tensor:
+        """Norm and turn a step's queries and keys, and write its keys and values to the cache.
+
+        Args:
+            qkv: [T, A + 2K, D].
+            qk_norm: [A + K, D], or None.
+            table: of :func:`tidegate.kernels.rope.rope_table`.
+            places: positions, blocks and offsets in them, each [T], int64.
+            cache: one layer's, [blocks, 2, K, block_tokens, D].
+            epsilon: of the norm.
+
+        Returns:
+            The queries [T, A, D].
+        """
+        kv_heads, block_tokens, head_dim = cache.shape[2:]
+        tokens, heads = qkv.shape[0], qkv.shape[1] - 2 * kv_heads
+        query = qkv.new_empty((tokens, heads, head_dim))
+        positions, blocks, offsets = places
+        self._rotate_and_write(
+            qkv.data_ptr(),
+            None if qk_norm is None else qk_norm.data_ptr(),
+            table.data_ptr(),
+            positions.data_ptr(),
+            blocks.data_ptr(),
+            offsets.data_ptr(),
+            query.data_ptr(),
+            cache.data_ptr(),
+            tokens,
+            heads,
+            kv_heads,
+            head_dim,
+            block_tokens,
+            epsilon,
+        )
+        return query
+
+    def attend_last(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        tables: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        soft_cap: float = 0.0,
+    ) -> torch.Tensor:
+        """Let each row's last token attend to its context: a decode step's attention.
+
+        Args:
+            query: [R, A, D], one token per row, with D one of :data:`HEAD_DIMS`.
+            cache: one layer's, [blocks, 2, K, block_tokens, D], the tokens' own KV included.
+            tables: [R, B], int64: the blocks of each row's context.
+            lengths: [R], int64: positions of it, the token's own included.
+            scale: of the dot products.
+            window: so many positions are seen, 0 for all.
+            soft_cap: scores are squeezed to within it, 0 for not at all.
+
+        Returns:
+            [R, A * D].
+        """
+        rows, heads, head_dim = query.shape
+        out = query.new_empty((rows, heads * head_dim))
+        self._attend_last(
+            query.data_ptr(),
+            cache.data_ptr(),
+            tables.data_ptr(),
+            lengths.data_ptr(),
+            out.data_ptr(),
+            rows,
+            heads,
+            cache.shape[2],
+            head_dim,
+            cache.shape[3],
+            tables.shape[1],
+            scale,
+            window,
+            soft_cap,
+        )
+        return out
+
+    def draw(
+        self, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:func:`tidegate.kernels.sampling.sample` for rows that ask for a temperature only.
+
+        Args:
+            logits: [S, V], float32.
+            temperatures: [S], float32.
+            uniforms: [S], float64.
+
+        Returns:
+            Token ids [S], int64, and log-probs [S], float32.
+        """
+        rows, vocab = logits.shape
+        ids, logprobs = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
+        self._draw(
+            logits.data_ptr(),
+            temperatures.data_ptr(),
+            uniforms.data_ptr(),
+            ids.data_ptr(),
+            logprobs.data_ptr(),
+            rows,
+            vocab,
+        )
+        return ids, logprobs
+
+
+def native(dtype: torch.dtype) -> Native | None:
+    """The compiled functions for ``dtype``; None where nothing can be compiled."""
+    library = _library()
+    return None if library is None or dtype not in DTYPES else Native(library, dtype)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    compiler = os.environ.get("CXX", "g++")
+    path = _cache_directory() / f"native-{_fingerprint(compiler)}.so"
+    try:
+        if not path.exists():
+            _build(compiler, path)
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _build(compiler: str, path: Path) -> None:
+    """Compile beside ``path`` and rename: engines that start together don't see half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        built = Path(directory) / path.name
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+        subprocess.run(command, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S)
+        built.replace(path)
+
+
+def _fingerprint(compiler: str) -> str:
+    """Changes with the source, the flags, the compiler and the processor."""
+    processor = platform.processor() + platform.machine()
+    with Path("/proc/cpuinfo").open() as lines:
+        processor += "".join(line for line in lines if line.startswith("flags"))[:4096]
+    parts = (SOURCE.read_text(), " ".join(FLAGS), compiler, processor)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _cache_directory() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "tidegate"

@@ -1,0 +1,209 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tidegate.kernels.native import HEAD_DIMS, Native, native
+from tidegate.kernels.norm import rms_norm
+from tidegate.kernels.rope import apply_rope, rope_table
+from tidegate.kernels.sampling import sample
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+EPSILON = 1e-6
+
+SEEN = [(0, 0.0), (3, 0.0), (20, 0.0), (0, 2.0)]
+"""Windows and soft caps; 0 for none."""
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_each_time() -> None:
+    torch.manual_seed(0)
+
+
+def compiled(dtype: torch.dtype) -> Native:
+    found = native(dtype)
+    assert found is not None, "there is a compiler wherever these tests run"
+    return found
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Of numbers about 1: a few roundings of float32, or one of bfloat16."""
+    return 4e-6 if dtype == torch.float32 else 2**-7
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 7, 8, 65, 512])
+def test_a_norm_is_torchs(dtype: torch.dtype, size: int) -> None:
+    x, weight = torch.randn(5, size).to(dtype), torch.randn(size).to(dtype)
+    ours, theirs = compiled(dtype).norm(x, weight, EPSILON), rms_norm(x, weight, EPSILON)
+    torch.testing.assert_close(ours, theirs, atol=tolerance(dtype), rtol=tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [1, 9, 192])
+def test_a_gate_is_torchs_however_large_its_numbers(dtype: torch.dtype, inner: int) -> None:
+    gate_up = (torch.randn(6, 2 * inner) * torch.tensor([1e-3, 1, 10, 80, 200, 1e4])[:, None]).to(
+        dtype
+    )
+    gate, up = gate_up.chunk(2, -1)
+    torch.testing.assert_close(
+        compiled(dtype).gate(gate_up), F.silu(gate) * up, atol=1e-6, rtol=4 * tolerance(dtype)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 3, 8), (6, 1, 64)])
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_queries_are_turned_and_keys_and_values_stand_where_they_belong(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, has_norm: bool
+) -> None:
+    tokens, block_tokens = 7, 4
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim).to(dtype)
+    weight = torch.randn(heads + kv_heads, head_dim).to(dtype) if has_norm else None
+    table = rope_table(1.0 / 1e4 ** torch.linspace(0, 1, head_dim // 2), 40, dtype)
+    positions = torch.tensor([0, 39, 3, 4, 5, 17, 1])
+    places = torch.randperm(6 * block_tokens)[:tokens]
+    blocks, offsets = places // block_tokens, places % block_tokens
+    cache = torch.full((6, 2, kv_heads, block_tokens, head_dim), 7.0, dtype=dtype)
+    untouched = cache.clone()
+
+    query = compiled(dtype).rotate_and_write(
+        qkv, weight, table, (positions, blocks, offsets), cache, EPSILON
+    )
+
+    turned = qkv[:, : heads + kv_heads]
+    turned = turned if weight is None else rms_norm(turned, weight, EPSILON)
+    turned = apply_rope(turned, table[positions, :1], table[positions, 1:])
+
+    def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        near = 4 * tolerance(dtype)
+        torch.testing.assert_close(ours, theirs, atol=near, rtol=near)
+
+    assert_close(query, turned[:, :heads])
+    for t, (block, offset) in enumerate(zip(blocks.tolist(), offsets.tolist(), strict=True)):
+        assert_close(cache[block, 0, :, offset], turned[t, heads:])
+        assert torch.equal(cache[block, 1, :, offset], qkv[t, heads + kv_heads :])
+        untouched[block, :, :, offset] = cache[block, :, :, offset]
+    assert torch.equal(cache, untouched)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (5, 1)])
+def test_the_last_token_attends_to_its_context_and_nothing_else(
+    dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int
+) -> None:
+    lengths, block_tokens, scale = torch.tensor([1, 4, 5, 33]), 4, head_dim**-0.5
+    tables = torch.randperm(4 * 9).view(4, 9)
+    cache = torch.full((36, 2, kv_heads, block_tokens, head_dim), 1e4, dtype=dtype)
+    query = torch.randn(4, heads, head_dim).to(dtype)
+    contexts = [torch.randn(2, kv_heads, length, head_dim).to(dtype) for length in lengths]
+    for table, context in zip(tables, contexts, strict=True):
+        for position in range(context.shape[2]):
+            block, offset = table[position // block_tokens], position % block_tokens
+            cache[block, :, :, offset] = context[:, :, position]
+    for window, soft_cap in SEEN:
+        ours = compiled(dtype).attend_last(
+            query, cache, tables, lengths, scale=scale, window=window, soft_cap=soft_cap
+        )
+        expected = torch.stack(
+            [
+                attended(q.float(), context[:, :, -window:].float(), scale, soft_cap)
+                for q, context in zip(query, contexts, strict=True)
+            ]
+        )
+        torch.testing.assert_close(ours.float(), expected, atol=tolerance(dtype), rtol=0.02)
+
+
+def attended(
+    query: torch.Tensor, context: torch.Tensor, scale: float, soft_cap: float
+) -> torch.Tensor:
+    """One token's heads [A, D] over the keys and values [2, K, C, D] that it sees."""
+    keys, values = context.repeat_interleave(len(query) // context.shape[1], 1)
+    scores = (keys @ query[:, :, None]).squeeze(-1) * scale
+    scores = soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
+    mixed: torch.Tensor = torch.softmax(scores, -1)[:, None] @ values
+    return mixed.flatten()
+
+
+def test_a_row_alone_comes_out_bit_for_bit_as_in_a_batch() -> None:
+    functions = compiled(torch.float32)
+    x, weight, gate_up = torch.randn(9, 40), torch.randn(40), torch.randn(9, 34)
+    query, cache = torch.randn(9, 4, 16), torch.randn(30, 2, 2, 4, 16)
+    tables, lengths = torch.randint(0, 30, (9, 5)), torch.randint(1, 21, (9,))
+    logits, uniforms = torch.randn(9, 1000), torch.rand(9, dtype=torch.float64)
+    for row in range(9):
+        one = slice(row, row + 1)
+        pairs = [
+            (functions.norm(x, weight, EPSILON), functions.norm(x[one], weight, EPSILON)),
+            (functions.gate(gate_up), functions.gate(gate_up[one])),
+            (
+                functions.attend_last(query, cache, tables, lengths, scale=0.25),
+                functions.attend_last(query[one], cache, tables[one], lengths[one], scale=0.25),
+            ),
+            *zip(
+                functions.draw(logits, torch.ones(9), uniforms),
+                functions.draw(logits[one], torch.ones(1), uniforms[one]),
+                strict=True,
+            ),
+        ]
+        assert all(torch.equal(batch[row], alone[0]) for batch, alone in pairs)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 512, 513, 3000])
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 4.0])
+def test_a_draw_is_the_samplers(vocab: int, temperature: float) -> None:
+    rows = 64
+    logits = torch.randn(rows, vocab) * 3
+    uniforms = torch.rand(rows, dtype=torch.float64)
+    temperatures = torch.full((rows,), temperature)
+    ids, logprobs = compiled(torch.float32).draw(logits, temperatures, uniforms)
+    none = np.zeros(rows, np.int64), np.ones(rows, np.float32)
+    expected, expected_logprobs = sample(logits, temperatures.numpy(), *none, uniforms.numpy())
+    # Where a uniform falls within a rounding of the border of two tokens, either is right.
+    assert (ids == expected).sum() >= rows - 1
+    same = ids == expected
+    torch.testing.assert_close(logprobs[same], expected_logprobs[same], atol=5e-6, rtol=1e-5)
+
+
+def test_extremes_draw_a_token_that_is_possible_and_nothing_crashes() -> None:
+    logits = torch.full((5, 600), -torch.inf)
+    logits[0, 599] = logits[1, 0] = logits[2, 300] = 0.0
+    logits[3] = torch.nan
+    logits[4, 100:] = 3e38
+    almost_one = torch.full((5,), 1.0 - 2.0**-53, dtype=torch.float64)
+    ids, logprobs = compiled(torch.float32).draw(logits, torch.ones(5), almost_one)
+    assert ids[:3].tolist() == [599, 0, 300]
+    assert logprobs[:3].tolist() == [0.0, 0.0, 0.0]
+    assert logprobs[3].isnan()
+    assert (ids >= 0).all()
+    assert (ids < 600).all()
+
+
+COMPILE = "import torch; from tidegate.kernels.native import native; print(native(torch.float32))"
+
+
+def compile_in(cache: Path, compiler: str) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "CXX": compiler}
+    return subprocess.Popen(
+        [sys.executable, "-c", COMPILE], env=environment, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_engines_that_start_together_all_get_a_whole_library(tmp_path: Path) -> None:
+    engines = [compile_in(tmp_path, "g++") for _ in range(3)]
+    assert all("Native object" in engine.communicate()[0] for engine in engines)
+    assert len(list((tmp_path / "tidegate").iterdir())) == 1
+
+
+@pytest.mark.parametrize("compiler", ["there-is-none", "false"])
+def test_without_a_compiler_there_is_nothing_and_no_error(tmp_path: Path, compiler: str) -> None:
+    engine = compile_in(tmp_path, compiler)
+    assert engine.communicate()[0].strip() == "None"
+    assert engine.returncode == 0
