@@ -107,8 +107,8 @@ class EngineLoop:
                 self._submit(message)
             case CancelTurn(turn=turn):
                 self._scheduler.cancel(turn)
-            case Pause(mode=mode):
-                self._scheduler.pause(mode)
+            case Pause(mode=mode, clear_cache=clear_cache):
+                self._scheduler.pause(mode, clear_cache=clear_cache)
             case Resume():
                 self._scheduler.resume()
             case InitWeights():

@@ -1,24 +1,16 @@
 """Which turns run in the next step, and what came of it? Opens no socket, reads no clock.
 
 It decides and the worker moves: ``plan`` says which rows to compute, ``complete`` takes what was
-sampled. Same calls in, same answers out.
-
-Turns are ranked by priority, then arrival. The best running turn can always go on, for the worst
-one gives up its blocks when there are none left, and no turn larger than the whole cache gets in;
-so something always finishes.
+sampled. Same calls in, same answers out. Who runs at all, and in which blocks, is seats' business.
 """
 
-import heapq
-from bisect import insort
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 import numpy as np
 
-from tidegate.engine.kv_cache import BlockPool
 from tidegate.engine.pauses import PauseGate
 from tidegate.engine.runner import Row, StepOutput
+from tidegate.engine.seats import Seats
 from tidegate.engine.turns import EngineLimits, TurnState, admit
 from tidegate.errors import TurnRefused
 from tidegate.transport.messages import (
@@ -32,8 +24,6 @@ from tidegate.transport.messages import (
     Resumed,
     SubmitTurn,
 )
-
-_rank = attrgetter("rank")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +50,20 @@ class EndedTurn:
 class Scheduler:
     """All turns of one engine, and its weights' version."""
 
-    def __init__(self, limits: EngineLimits, version: int = 0) -> None:
+    def __init__(
+        self, limits: EngineLimits, version: int = 0, *, shares_prefixes: bool = True
+    ) -> None:
+        """``shares_prefixes`` costs and changes nothing but speed; tests compare it with none."""
         self.version = version
         """The live weights'."""
         self._limits = limits
-        self._pool = BlockPool(limits.num_blocks)
+        self._seats = Seats(limits, shares_prefixes=shares_prefixes)
+        self._prefixes = self._seats.prefixes
         self._gate = PauseGate()
+        self._clears_cache = False
+        """Whether a pause that is yet to take effect is to."""
         self._turns: dict[int, TurnState] = {}
-        """Every turn by its handle: those running, and those in the waiting heap."""
-        self._running: list[TurnState] = []
-        """Those that hold blocks, best rank first."""
-        self._waiting: list[tuple[tuple[int, int], TurnState]] = []
+        """Every turn by its handle, running or waiting."""
         self._arrivals = 0
         self._planned: list[TurnState] = []
         self._ended: list[EndedTurn] = []
@@ -92,29 +85,26 @@ class Scheduler:
         turn = admit(message, self._limits, self._arrivals)
         self._arrivals += 1
         self._turns[turn.handle] = turn
-        heapq.heappush(self._waiting, (turn.rank, turn))
+        self._seats.queue(turn)
 
     def cancel(self, handle: int) -> None:
         """End a turn; unknown handles are ignored, for it may just have finished."""
         turn = self._turns.get(handle)
-        if turn is None:
-            return
-        if turn.blocks:
-            self._running.remove(turn)
-        else:
-            self._waiting.remove((turn.rank, turn))
-            heapq.heapify(self._waiting)
-        self._end(turn, CANCELLED)
+        if turn is not None:
+            self._seats.remove(turn)
+            self._end(turn, CANCELLED)
 
-    def pause(self, mode: PauseMode) -> None:
+    def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
         """Stop turns as ``mode`` says; ``take_answers`` tells when it has taken effect."""
         self._gate.pause(mode)
+        self._clears_cache |= clear_cache
         if mode == "abort":
             self._abort_running()
 
     def resume(self) -> None:
         """Let turns run again, whatever pause there was or was to be."""
         self._gate.resume()
+        self._clears_cache = False
         self._answers.append(Resumed())
 
     def ask_swap(self, update: FinishWeightUpdate) -> None:
@@ -130,28 +120,35 @@ class Scheduler:
     def start_over(self) -> None:
         """Whoever asked for pauses and swaps is gone; what turns there are stays, and goes on."""
         self._gate = PauseGate()
+        self._clears_cache = False
         self._answers.clear()
 
     # ------------------------------------------------------------ what the worker moves
 
     def swap_due(self) -> FinishWeightUpdate | None:
         """The swap to do now, before any other step."""
-        return self._gate.swap_due(len(self._running))
+        return self._gate.swap_due(self.running_turns)
 
     def weights_swapped(self, update: FinishWeightUpdate) -> int:
         """The runner computes with other weights now; return how many turns lose KV to that."""
         recomputed = 0
-        for turn in self._running:
+        for turn in self._seats.running:
             turn.history.swap(self.version, turn.computed)
             if update.kv_policy == "recompute":
-                recomputed += turn.recompute_kv(update.version)
+                recomputed += self._seats.recompute(turn, update.version)
         self.version = update.version
+        # Whatever its number: a process that went on for another's may use one again.
+        self._prefixes.forget(self._seats.running, self.version)
         self._gate.end_swap()
         return recomputed
 
     def take_answers(self) -> list[Message]:
         """Answers to pauses and resumes that are due, each told once."""
-        answers = [*self._answers, *self._gate.take_effective(len(self._running))]
+        paused = self._gate.take_effective(self.running_turns)
+        if paused and self._clears_cache:
+            self._clears_cache = False
+            self._prefixes.forget(self._seats.running, self.version)
+        answers = [*self._answers, *paused]
         self._answers.clear()
         return answers
 
@@ -181,11 +178,11 @@ class Scheduler:
         if not self._gate.turns_run:
             return []
         left = self._limits.max_step_tokens - self._plan_decodes()
-        for turn in self._running:
+        for turn in self._seats.running:
             if turn.is_prefilling and left > 0:
                 left -= self._plan_chunk(turn, left)
         if left > 0 and self._gate.turns_start:
-            for turn in self._start_waiting():
+            for turn in self._seats.start_waiting(self.version):
                 left -= self._plan_chunk(turn, left)
                 if left == 0:
                     break
@@ -199,6 +196,8 @@ class Scheduler:
         prefills: list[Prefill] = []
         for turn in self._planned:
             turn.computed += turn.chunk_tokens
+            if turn.computed >= turn.share_at:
+                self._prefixes.share(turn, turn.computed)
             if turn.computed < turn.length:
                 continue
             if turn.is_prefilling:
@@ -230,108 +229,71 @@ class Scheduler:
 
     @property
     def running_turns(self) -> int:
-        """Turns that hold KV, frozen or not."""
-        return len(self._running)
+        """Turns that have started, frozen or not."""
+        return len(self._seats.running)
 
     @property
     def waiting_turns(self) -> int:
-        """Turns that hold none."""
-        return len(self._waiting)
+        """Turns that hold no KV."""
+        return self._seats.waiting_turns
 
     @property
     def free_blocks(self) -> int:
         """KV blocks that no turn holds."""
-        return self._pool.free_blocks
+        return self._seats.free_blocks
 
     @property
     def can_step(self) -> bool:
         """Whether ``plan`` would find a row."""
-        if self._running:
+        if self._seats.running:
             return self._gate.turns_run
-        return bool(self._waiting) and self._gate.turns_start
+        return self._seats.waiting_turns > 0 and self._gate.turns_start
 
     # ------------------------------------------------------------ planning
 
     def _plan_decodes(self) -> int:
         """Plan one token for each turn that is past its prefill and has room for it."""
         planned = self._planned
-        for turn in self._running.copy():
+        for turn in self._seats.running.copy():
             if turn.is_prefilling:
-                # Recomputed turns can lack the place of their last token. They get it here, in
-                # the order of rank, for nobody may be thrown out who is planned already.
-                if turn.length > turn.block_tokens_held:
-                    self._grow(turn)
+                # Recomputed turns can lack blocks. They get a first one here, in the order of
+                # rank, for nobody may be thrown out who is planned already.
+                if turn.computed >= turn.block_tokens_held:
+                    self._seats.grow(turn)
                 continue
-            if turn.computed < turn.block_tokens_held or self._grow(turn):
+            if turn.computed < turn.block_tokens_held or self._seats.grow(turn):
                 turn.chunk_tokens = 1
                 planned.append(turn)
         return len(planned)
 
     def _plan_chunk(self, turn: TurnState, tokens_left: int) -> int:
-        has_room_for = min(turn.length, turn.block_tokens_held)
-        turn.chunk_tokens = min(tokens_left, has_room_for - turn.computed)
+        """Plan what is left of a prefill, as far as it has room and the step has tokens."""
+        self._prefixes.take(turn, self._prefixes.find(turn))
+        end = min(turn.length, turn.computed + tokens_left)
+        self._seats.grow_freely(turn, end)
+        turn.chunk_tokens = min(end, turn.block_tokens_held) - turn.computed
         if turn.chunk_tokens > 0:
             self._planned.append(turn)
+            self._prefixes.share_planned(turn)
         return turn.chunk_tokens
-
-    def _start_waiting(self) -> Iterator[TurnState]:
-        """Start waiting turns, best first, while there is room for them.
-
-        A turn gets the blocks of all its known tokens at once, so that a prefill never waits half
-        way. And one block must stay free for each turn that runs, or the next decodes would throw
-        out again what has just started.
-        """
-        while self._waiting and len(self._running) < self._limits.max_running_turns:
-            turn = self._waiting[0][1]
-            needed = self._limits.blocks_for(turn.length)
-            if needed + len(self._running) > self._pool.free_blocks:
-                return
-            heapq.heappop(self._waiting)
-            self._give_blocks(turn, needed)
-            insort(self._running, turn, key=_rank)
-            yield turn
-
-    def _grow(self, turn: TurnState) -> bool:
-        """Give a turn one more block, from the worst running turn if need be.
-
-        False if it is the worst itself, or was thrown out for a better one: then it waits. Keeping
-        what it has costs nothing, for whoever needs those blocks throws it out.
-        """
-        while turn.blocks:
-            if self._give_blocks(turn, 1):
-                return True
-            if self._running[-1] is turn:
-                return False
-            self._preempt(self._running.pop())
-        return False
-
-    def _give_blocks(self, turn: TurnState, blocks: int) -> bool:
-        given = self._pool.allocate(blocks)
-        if given is None:
-            return False
-        turn.blocks.extend(given)
-        turn.block_tokens_held = len(turn.blocks) * self._limits.block_tokens
-        return True
 
     # ------------------------------------------------------------ leaving
 
-    def _preempt(self, turn: TurnState) -> None:
-        """Back to the queue, in its old place; its tokens stay, to be prefilled again."""
-        self._pool.free(turn.drop_kv())
-        heapq.heappush(self._waiting, (turn.rank, turn))
-
     def _finish(self, turn: TurnState) -> None:
-        self._running.remove(turn)
+        self._seats.remove(turn)
         del self._turns[turn.handle]
-        self._pool.free(turn.drop_kv())
 
     def _end(self, turn: TurnState, finish: int) -> None:
-        """End a turn that is in neither list any more, and have it told."""
+        """End a turn that is removed already, and have it told."""
         del self._turns[turn.handle]
-        self._pool.free(turn.drop_kv())
         self._ended.append(EndedTurn(turn.handle, finish))
 
     def _abort_running(self) -> None:
-        running, self._running = self._running, []
-        for turn in running:
+        for turn in self._seats.remove_running():
             self._end(turn, ABORT)
+
+    # ------------------------------------------------------------ for tests
+
+    def check(self) -> None:
+        """Raise AssertionError unless turns and blocks agree, and no two turns write to one."""
+        self._seats.check()

@@ -30,6 +30,9 @@ TEMPERATURE_MAX = 1e6
 TOP_K_MAX = 2**31 - 1
 """More than any vocabulary has, and an int64 column holds it."""
 
+NEVER = 2**63
+"""A context position that no turn reaches."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
@@ -64,18 +67,23 @@ class TurnState:
     __slots__ = (
         "block_tokens_held",
         "blocks",
+        "cached_tokens",
         "chunk_tokens",
         "computed",
         "handle",
         "history",
         "is_prefilling",
+        "is_running",
         "length",
         "length_max",
+        "node",
         "prompt_tokens",
         "rank",
         "row",
         "sampled_before",
         "sampling",
+        "share_at",
+        "shared_blocks",
         "stop_ids",
         "tokens",
     )
@@ -92,11 +100,22 @@ class TurnState:
         self.length_max = len(prompt) + message.sampling.max_tokens
         self.tokens = np.empty(self.length_max, dtype=np.int32)
         self.tokens[: self.length] = prompt
+        self.is_running = False
+        """Whether it is among those that may hold blocks."""
         self.blocks: list[int] = []
         self.block_tokens_held = 0
         """Positions that ``blocks`` have room for."""
+        self.shared_blocks = 0
+        """So many leading blocks are in the cache's tree, or were; it never writes to them."""
+        self.node = 0
+        """Where in the tree they end."""
+        self.share_at = NEVER
+        """With so many positions computed, its next block is full and joins the tree; ``NEVER``
+        while not all of its KV is the live weights', or nothing is shared."""
         self.computed = 0
         """Leading positions whose KV is in the cache; less than ``length``."""
+        self.cached_tokens = 0
+        """Of them, those that it need not compute in this prefill, for their KV was there."""
         self.chunk_tokens = 0
         """Positions that the step under way computes."""
         self.is_prefilling = True
@@ -139,26 +158,37 @@ class TurnState:
         """All known tokens are computed: say by whose weights."""
         self.is_prefilling = False
         spans: list[KvSpan] = self.history.spans(live_version, self.length)
-        return Prefill(self.handle, self.output_tokens, spans)
+        return Prefill(self.handle, self.output_tokens, spans, self.cached_tokens)
 
     def drop_kv(self) -> list[int]:
         """Forget the KV; return the blocks that held it."""
         blocks = self.blocks.copy()
         self.blocks.clear()  # not replaced, for the row refers to it
         self.block_tokens_held = 0
+        self.shared_blocks = 0
+        self.share_at = NEVER
         self.computed = 0
+        self.cached_tokens = 0
         self.is_prefilling = True
         self.history.clear()
         return blocks
 
-    def recompute_kv(self, version: int) -> bool:
-        """Mark KV of other versions for computing again, in place; return whether there is any."""
+    def drop_kv_of_others(self, version: int, block_tokens: int) -> list[int] | None:
+        """Forget all KV but the leading positions of ``version``; return the blocks past those.
+
+        None if there is none to forget. It can't be computed again where it is, for other turns
+        may hold the same blocks.
+        """
         fresh = self.history.drop_other_than(version)
         if fresh == self.computed:
-            return False
-        self.computed = fresh
+            return None
+        blocks_kept = -(-fresh // block_tokens)
+        blocks = self.blocks[blocks_kept:]
+        del self.blocks[blocks_kept:]
+        self.block_tokens_held = blocks_kept * block_tokens
+        self.computed = self.cached_tokens = fresh
         self.is_prefilling = True
-        return True
+        return blocks
 
 
 def admit(message: SubmitTurn, limits: EngineLimits, arrival: int) -> TurnState:

@@ -245,6 +245,8 @@ class RunClient:
             stuck=(*filter(None, [self._running.loop_watch.blocked]), *scheduler.stuck),
             discards=core.groups.discards.by_reason(generated_tokens=ledger.generated),
             length_bias=core.groups.discards.length_bias(),
+            prefilled_tokens=scheduler.fleet.prefilled_tokens,
+            cached_tokens=scheduler.fleet.cached_tokens,
             forecast=self._forecaster.forecast(
                 ledger,
                 outstanding_groups_max=core.policy.outstanding_groups_max,

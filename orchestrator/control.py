@@ -105,20 +105,20 @@ class EngineControl:
         self.publisher.advance()
         return True
 
-    async def pause(self, mode: PauseMode | None) -> None:
+    async def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:
         """As the user asks: :meth:`Pauses.pause`; None resumes, as :meth:`Pauses.resume`."""
         self._users_mode = mode
-        await self._pause(mode)
+        await self._pause(mode, clear_cache=clear_cache)
 
     async def stand_still(self, is_still: bool) -> None:
         """As the run itself wants it; afterwards what the user asked for holds again."""
         await self._pause("abort" if is_still else self._users_mode)
 
-    async def _pause(self, mode: PauseMode | None) -> None:
+    async def _pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:
         try:
             if mode is None:
                 await self.pauses.resume()
             else:
-                await self.pauses.pause(mode)
+                await self.pauses.pause(mode, clear_cache=clear_cache)
         finally:
             self.publisher.advance()  # swaps may have waited for it

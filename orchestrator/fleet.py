@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from tidegate.errors import BadFrame
 from tidegate.orchestrator.config import RunSettings
+from tidegate.orchestrator.engine_record import Engine
 from tidegate.orchestrator.events import EngineJoined, EngineLeft, Event, TurnRejected
 from tidegate.orchestrator.statistics import EngineStatistics
 from tidegate.orchestrator.step_checks import check_step, step_arrived
@@ -51,30 +52,6 @@ HELLOS_PER_S_MAX = 8
 
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Engine:
-    """One engine of the fleet."""
-
-    hello: Hello
-    window: ReceiveWindow
-    heard_s: float
-    """When it last said anything, on the orchestrator's clock."""
-    weight_version: int
-    tokens: int = 0
-    busy_us: int = 0
-    steps: int = 0
-    rows: int = 0
-    rows_squared: int = 0
-    rows_busy_us: int = 0
-    """Each step's rows times its time, added up."""
-    running_turns: int = 0
-    waiting_turns: int = 0
-    stuck_since_s: float | None = None
-    """Since when its next step is missing, or is refused whenever it comes."""
-    may_return: bool = False
-    """It was given up for its silence only, and is welcome again if it says hello."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +103,10 @@ class Fleet:
         self._send = send
         self.engines: dict[str, Engine] = {}
         self.malformed_frames = 0
+        self.prefilled_tokens = 0
+        """Context positions of all prefills so far, of engines that left too."""
+        self.cached_tokens = 0
+        """Of them, those that engines had computed before."""
         self.refused_engines: dict[str, str] = {}
         """Name -> why it could not join."""
         self.departed: dict[str, str] = {}
@@ -270,14 +251,11 @@ class Fleet:
             raise
         verdict = engine.window.accept(engine.hello.epoch, step.seq)
         if verdict is Verdict.NEW:
-            engine.tokens += len(event.token_ids)
-            engine.busy_us += step.busy_us
-            rows = len(event.turns)
-            engine.steps += 1
-            engine.rows += rows
-            engine.rows_squared += rows * rows
-            engine.rows_busy_us += rows * step.busy_us
+            engine.count(event)
             engine.stuck_since_s = None
+            for prefill in event.prefills:
+                self.prefilled_tokens += prefill.spans[-1].end
+                self.cached_tokens += prefill.cached
             heard.append(event)
         elif verdict is Verdict.GAP:
             engine.stuck_since_s = engine.stuck_since_s or engine.heard_s
@@ -360,22 +338,7 @@ class Fleet:
 
     def statistics(self) -> tuple[EngineStatistics, ...]:
         """A snapshot of every engine."""
-        return tuple(
-            EngineStatistics(
-                name=name,
-                weight_version=engine.weight_version,
-                running_turns=engine.running_turns,
-                waiting_turns=engine.waiting_turns,
-                tokens=engine.tokens,
-                busy_s=engine.busy_us / 1e6,
-                max_running_turns=engine.hello.max_running_turns,
-                steps=engine.steps,
-                rows=engine.rows,
-                rows_squared=engine.rows_squared,
-                rows_busy_s=engine.rows_busy_us / 1e6,
-            )
-            for name, engine in sorted(self.engines.items())
-        )
+        return tuple(engine.statistics(name) for name, engine in sorted(self.engines.items()))
 
 
 def _remember(memory: dict[str, T], name: str, what: T) -> None:

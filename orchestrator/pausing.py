@@ -49,6 +49,8 @@ class Pauses:
         self._timeout_s = timeout_s
         self.mode: PauseMode | None = None
         """As asked for last; None: engines run."""
+        self._clears_cache = False
+        """Whether engines forget the KV that they keep for later turns."""
         self._engines: set[str] = set()
         self._unconfirmed: set[str] = set()
         """Engines that have not said yet that this is so."""
@@ -63,26 +65,28 @@ class Pauses:
 
     # ------------------------------------------------------------ for the trainer
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Return once no turn runs on any engine.
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
+        """Return once no turn runs on any engine, and with ``clear_cache`` no KV waits for one.
 
         ``wait`` takes as long as the longest turn. An engine that doesn't stop in time, though it
         could, is given up, as one that is silent. If it is cancelled, the pause may hold all the
         same; resume to be sure.
         """
         limit_s = None if mode == "wait" else self._timeout_s
-        await self._ask(mode, limit_s)
+        await self._ask(mode, limit_s, clear_cache=clear_cache)
 
     async def resume(self) -> None:
         """Return once every engine runs its turns again."""
         await self._ask(None, self._timeout_s)
 
-    async def _ask(self, mode: PauseMode | None, limit_s: float | None) -> None:
+    async def _ask(
+        self, mode: PauseMode | None, limit_s: float | None, *, clear_cache: bool = False
+    ) -> None:
         async with self._one_at_a_time:
             await self._waiting.until(lambda: not self._is_swapping())
             if mode is None and self.mode is None:
                 return
-            self.mode = mode
+            self.mode, self._clears_cache = mode, clear_cache
             self._shell.stand_still(mode is not None)
             self._unconfirmed = set(self._engines)
             self._shell.send([out for name in sorted(self._engines) for out in self._word(name)])
@@ -97,7 +101,7 @@ class Pauses:
 
     def _word(self, engine: str) -> list[tuple[str, Message]]:
         if self.mode is not None:
-            return [(engine, Pause(mode=self.mode))]
+            return [(engine, Pause(mode=self.mode, clear_cache=self._clears_cache))]
         self._resumes_due[engine] += 1
         return [(engine, Resume())]
 

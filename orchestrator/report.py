@@ -67,6 +67,10 @@ class Facts:
     """By reason: how long they were, and of which tasks."""
     length_bias: Mapping[str, Any] | None
     """Whether what was trained last is as long as what was generated."""
+    prefilled_tokens: int
+    """Context that turns started from; 0 where engines don't say."""
+    cached_tokens: int
+    """Of it, what engines had computed before."""
 
 
 def write_report(directory: Path) -> Path:
@@ -134,6 +138,8 @@ def read_facts(directory: Path) -> Facts:
         forecast=statistics.get("forecast"),
         discards=statistics.get("discards") or {},
         length_bias=statistics.get("length_bias"),
+        prefilled_tokens=statistics.get("prefilled_tokens", 0),
+        cached_tokens=statistics.get("cached_tokens", 0),
     )
 
 
@@ -250,12 +256,22 @@ def _results(facts: Facts) -> list[str]:
         ("tokens per second", f"{facts.tokens_per_s:.0f}"),
         ("trainer idle", f"{facts.trainer_idle_share:.1%}"),
         ("engines idle", f"{facts.engine_idle_share:.1%}"),
+        ("context found in engines' caches", _cached(facts)),
     ]
     return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
 
 
 def _how(facts: Facts) -> str:
     return "; ".join(value or "-" for value in (facts.mode, facts.pause_mode, facts.kv_policy))
+
+
+def _cached(facts: Facts) -> str:
+    if not facts.prefilled_tokens:
+        return "-"
+    share = facts.cached_tokens / facts.prefilled_tokens
+    sampled = facts.ledger["generated"] + facts.evaluation_ledger["generated"]
+    computed = (facts.prefilled_tokens - facts.cached_tokens) / max(1, sampled)
+    return f"{share:.1%}; {computed:.2f} tokens computed for each one sampled"
 
 
 def _bound(bound: int | None) -> str:

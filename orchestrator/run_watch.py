@@ -10,8 +10,9 @@ import reprlib
 from collections.abc import Callable
 
 from tidegate.orchestrator.core import Core
+from tidegate.orchestrator.engine_record import Engine
 from tidegate.orchestrator.episodes import LeftBehind
-from tidegate.orchestrator.fleet import Engine, Fleet
+from tidegate.orchestrator.fleet import Fleet
 from tidegate.orchestrator.group import Group
 from tidegate.orchestrator.rollout import Rollout, Turn
 from tidegate.orchestrator.turns import EngineTurns

@@ -125,14 +125,17 @@ class Rollouts(RunClient):
         finally:
             self._published(call)
 
-    async def pause(self, mode: PauseMode = "abort") -> None:
+    async def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = False) -> None:
         """Have all engines stop generating; return once no turn runs on any, late joiners included.
 
         ``abort`` ends running turns now; they wait with the tokens they have, and go on from there.
         ``keep`` freezes them, KV intact; ``wait`` lets them finish. Asked again, the newer mode
         holds. Weights can be published meanwhile, and no episode's time runs.
+
+        ``clear_cache`` has engines forget the contexts that they keep for later turns. There is no
+        need to before a publish: nothing that old weights computed is used by a turn of new ones.
         """
-        await self._do(_pause(mode))
+        await self._do(_pause(mode, clear_cache=clear_cache))
 
     async def resume(self) -> None:
         """Have all engines go on; return once they do. Harmless if they weren't paused."""
@@ -228,9 +231,9 @@ class SyncRollouts(RunClient):
         finally:
             self._published(call)
 
-    def pause(self, mode: PauseMode = "abort") -> None:
+    def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = False) -> None:
         """As :meth:`Rollouts.pause`."""
-        self._do(_pause(mode))
+        self._do(_pause(mode, clear_cache=clear_cache))
 
     def resume(self) -> None:
         """As :meth:`Rollouts.resume`."""
@@ -302,12 +305,12 @@ async def _next_batch(scheduler: Scheduler) -> ev.HandOver | None:
     return await scheduler.next_batch()
 
 
-def _pause(mode: PauseMode | None) -> Work[None]:
+def _pause(mode: PauseMode | None, *, clear_cache: bool = False) -> Work[None]:
     if mode is not None and mode not in get_args(PauseMode):
         raise ConfigError(f"a pause's mode is 'abort', 'keep' or 'wait', got {mode!r}")
 
     async def work(scheduler: Scheduler) -> None:
-        await scheduler.control.pause(mode)
+        await scheduler.control.pause(mode, clear_cache=clear_cache)
 
     return work
 

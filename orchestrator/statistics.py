@@ -175,8 +175,18 @@ class RunStatistics:
     """By reason: how long they were, and of which tasks."""
     length_bias: LengthBiasStatistics | None = None
     """None before anything was trained."""
+    prefilled_tokens: int = 0
+    """Context that turns started from, or that was computed again for one; since this process
+    began."""
+    cached_tokens: int = 0
+    """Of it, what engines needed not compute, for another turn had, with the same weights."""
 
     @property
     def mixed_version_share(self) -> float:
         """Share of trained rollouts that span two or more versions."""
         return self.mixed_version_rollouts / max(1, self.trained_rollouts)
+
+    @property
+    def cached_share(self) -> float:
+        """Share of the context that engines needed not compute."""
+        return self.cached_tokens / max(1, self.prefilled_tokens)

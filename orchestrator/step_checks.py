@@ -122,3 +122,8 @@ def _check_prefill(step: StepArrived, prefill: Prefill, tokens: int, newest_vers
             f"step {step.seq}: turn {prefill.turn} was prefilled over {end} positions, after "
             f"{prefill.at} tokens of output and a prompt"
         )
+    if prefill.cached >= end:
+        raise BadFrame(
+            f"step {step.seq}: turn {prefill.turn} says {prefill.cached} of its {end} positions "
+            f"were computed before, but the last one never is"
+        )

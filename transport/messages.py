@@ -88,6 +88,8 @@ class Prefill(msgspec.Struct, frozen=True, array_like=True):
     on attend to this history, until the turn's next ``Prefill``."""
     spans: list[KvSpan]
     """Over all context positions (prompt, then ``at`` output tokens), gapless, in order."""
+    cached: Count = 0
+    """How many of these positions the engine need not compute, for it had their KV already."""
 
 
 class Step(Message, frozen=True, kw_only=True, tag="step"):
@@ -252,6 +254,8 @@ class Pause(Message, frozen=True, kw_only=True, tag="pause"):
     """Stop running turns as ``mode`` says; answered by ``Paused`` once it has taken effect."""
 
     mode: PauseMode
+    clear_cache: bool = False
+    """By then, forget all KV that no turn holds: what comes after computes its context anew."""
 
 
 class Resume(Message, frozen=True, kw_only=True, tag="resume"):

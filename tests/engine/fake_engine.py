@@ -1,5 +1,7 @@
 """What would an engine say whose model is a hash? The scheduler's shell, small enough to read.
 
+:class:`DrivenEngine` is the same shell around real weights.
+
 The fake model's KV cache holds (token, position, version) where a real one has numbers. So it sees
 when the scheduler mixes up blocks, and knows whose weights computed what a token attended to.
 """
@@ -10,9 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tidegate.engine.runner import Row, StepOutput
+from tidegate.engine.runner import ModelRunner, Row, StepOutput
 from tidegate.engine.scheduler import Scheduler, StepColumns
 from tidegate.engine.turns import EngineLimits
+from tidegate.engine.weights import Weights
 from tidegate.transport.messages import (
     LENGTH,
     RUNNING,
@@ -49,12 +52,14 @@ class FakeRunner:
         self.version = 0
         self._limits = limits
         self._kv: dict[int, FakeKv] = {}
+        self._written: set[int] = set()
         self.attended: list[list[int]] = []
         """For each token of the last step: the versions that computed its context's KV."""
 
     def step(self, rows: list[Row]) -> StepOutput:
         assert 0 < sum(len(row.token_ids) for row in rows) <= self._limits.max_step_tokens
         self.attended = []
+        self._written.clear()
         token_ids = [token for row in rows for token in self._run(row)]
         logprobs = [-float(token) for token in token_ids]
         return StepOutput(np.array(token_ids, np.int32), np.array(logprobs, np.float32))
@@ -63,7 +68,10 @@ class FakeRunner:
         end = row.start + len(row.token_ids)
         assert end > row.start
         for position, token_id in enumerate(row.token_ids.tolist(), row.start):
-            self._kv[self._slot(row, position)] = FakeKv(token_id, position, self.version)
+            slot = self._slot(row, position)
+            assert slot not in self._written, f"two rows of a step write to slot {slot}"
+            self._written.add(slot)
+            self._kv[slot] = FakeKv(token_id, position, self.version)
         if row.sampling is None:
             return
         context = [self._kv[self._slot(row, position)] for position in range(end)]
@@ -88,6 +96,7 @@ class ToldTurn:
     sampling: SamplingParams
     sampled_before: int
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kv: list[int] = field(default_factory=list)
     """Versions of the KV of its context so far, as the provenance claims."""
@@ -113,7 +122,7 @@ class ToldTurn:
 class FakeEngine:
     """Scheduler and fake runner, driven as the worker drives the real ones."""
 
-    def __init__(self, **limits: int) -> None:
+    def __init__(self, *, shares_prefixes: bool = True, **limits: int) -> None:
         self.limits = EngineLimits(
             **(
                 {
@@ -127,11 +136,18 @@ class FakeEngine:
                 | limits
             )
         )
-        self.scheduler = Scheduler(self.limits)
-        self.runner = FakeRunner(self.limits)
+        self.scheduler = Scheduler(self.limits, shares_prefixes=shares_prefixes)
+        self.runner = self._make_runner()
         self.turns: dict[int, ToldTurn] = {}
         self.answers: list[Message] = []
         self.recomputed_turns = 0
+
+    def _make_runner(self) -> FakeRunner | ModelRunner:
+        return FakeRunner(self.limits)
+
+    def _swap_weights(self, version: int) -> None:
+        assert isinstance(self.runner, FakeRunner)
+        self.runner.version = version
 
     def submit(
         self,
@@ -141,9 +157,13 @@ class FakeEngine:
         priority: int = 0,
         sampled_before: int = 0,
         stop: Sequence[int] = (),
+        seed: int = 9,
+        temperature: float = 1.0,
     ) -> int:
         turn = len(self.turns)
-        sampling = SamplingParams(max_tokens=max_tokens, seed=9, stop_token_ids=list(stop))
+        sampling = SamplingParams(
+            max_tokens=max_tokens, seed=seed, temperature=temperature, stop_token_ids=list(stop)
+        )
         self.scheduler.submit(
             SubmitTurn(
                 turn=turn,
@@ -169,7 +189,7 @@ class FakeEngine:
         self.answers += self.scheduler.take_answers()
         update = self.scheduler.swap_due()
         if update is not None:
-            self.runner.version = update.version
+            self._swap_weights(update.version)
             self.recomputed_turns += self.scheduler.weights_swapped(update)
 
     def step(self) -> dict[int, int]:
@@ -198,7 +218,8 @@ class FakeEngine:
         handles = np.frombuffer(columns.turns, "<u4").tolist()
         counts = np.frombuffer(columns.counts, "<u4").tolist() or [1] * len(handles)
         tokens = iter(np.frombuffer(columns.token_ids, "<i4").tolist())
-        attended = iter(self.runner.attended)
+        logprobs = iter(np.frombuffer(columns.logprobs, "<f4").tolist())
+        attended = iter(self.runner.attended if isinstance(self.runner, FakeRunner) else ())
         prefills = {prefill.turn: prefill for prefill in columns.prefills}
         assert len(set(handles)) == len(handles)
         assert prefills.keys() <= set(handles)
@@ -210,7 +231,8 @@ class FakeEngine:
             turn.finish = code
             if count:
                 self._take_token(turn, next(tokens), columns.version, prefills.get(handle))
-                assert turn.kv == next(attended)
+                turn.logprobs.append(next(logprobs))
+                assert turn.kv == next(attended, turn.kv)
         assert next(tokens, None) is None
 
     def _take_token(
@@ -228,6 +250,30 @@ class FakeEngine:
         assert len(turn.kv) == len(turn.prompt) + len(turn.token_ids)
         turn.token_ids.append(token_id)
         turn.versions.append(version)
+
+
+class DrivenEngine(FakeEngine):
+    """The same with a real model and its real KV cache; version n is the n-th of its weights."""
+
+    def __init__(
+        self, weights: Sequence[Weights], *, shares_prefixes: bool = True, **limits: int
+    ) -> None:
+        self._weights = weights
+        super().__init__(
+            shares_prefixes=shares_prefixes, vocab_size=weights[0].config.vocab_size, **limits
+        )
+
+    def _make_runner(self) -> ModelRunner:
+        return ModelRunner(
+            self._weights[0].config,
+            self._weights[0],
+            num_blocks=self.limits.num_blocks,
+            block_tokens=self.limits.block_tokens,
+        )
+
+    def _swap_weights(self, version: int) -> None:
+        assert isinstance(self.runner, ModelRunner)
+        self.runner.weights = self._weights[version]
 
 
 def uninterrupted(prompt: list[int], max_tokens: int, *, sampled_before: int = 0) -> list[int]:

@@ -62,6 +62,22 @@ def test_a_turn_continued_elsewhere_samples_what_it_would_have_here(model: Path)
     assert sampled == whole.sampled
 
 
+def test_a_row_attends_to_blocks_that_rows_before_it_fill_in_the_same_step(model: Path) -> None:
+    prompt = np.array([n % 24 for n in range(5, 150)], np.int32)
+    sampling = [RowSampling(1.0, 0, 1.0, seed, 0) for seed in range(5)]
+    alone = [make_runner(model).step([Row(prompt, 0, list(range(37)), each)]) for each in sampling]
+
+    own = [[*range(36), 36 + n] for n in range(5)]  # all but the last block are the first row's
+    rows = [Row(prompt, 0, own[0], sampling[0])]
+    rows += [Row(prompt[144:], 144, own[n], sampling[n]) for n in range(1, 5)]
+    together = make_runner(model).step(rows)
+
+    assert together.token_ids.tolist() == [int(one.token_ids[0]) for one in alone]
+    assert together.logprobs.tolist() == pytest.approx(
+        [float(one.logprobs[0]) for one in alone], abs=1e-4
+    )
+
+
 def test_samples_follow_the_reported_probabilities(model: Path) -> None:
     runner = make_runner(model, num_blocks=1024)
     prompt = np.array(PROMPT, np.int32) % 24

@@ -103,9 +103,9 @@ def test_the_worst_turn_gives_up_its_blocks_and_later_goes_on_where_it_was() -> 
     told = engine.turns[worse]
     assert told.token_ids == uninterrupted([1] * 8, 8)
     assert [prefill.at for prefill in told.prefills] == [0, told.prefills[1].at]
-    assert told.prefills[1] == Prefill(
-        worse, told.prefills[1].at, [KvSpan(0, 0, 8 + told.prefills[1].at)]
-    )
+    positions = 8 + told.prefills[1].at
+    # Its first two blocks are still there; the next went to the turn it gave way to.
+    assert told.prefills[1] == Prefill(worse, positions - 8, [KvSpan(0, 0, positions)], cached=8)
     assert [prefill.at for prefill in engine.turns[best].prefills] == [0]
 
 
@@ -204,6 +204,17 @@ MODES: tuple[PauseMode, ...] = ("abort", "keep", "wait")
 POLICIES: tuple[KvPolicy, ...] = ("keep", "recompute")
 
 
+PROMPTS = st.one_of(
+    st.lists(st.integers(0, 49), min_size=1, max_size=14),
+    st.builds(
+        lambda shared, own: [*range(shared), *own],
+        st.integers(1, 14),
+        st.lists(st.integers(0, 49), max_size=2),
+    ),
+)
+"""Many begin alike, so that turns share blocks."""
+
+
 class AnythingAtAll(RuleBasedStateMachine):
     """Random submissions, cancels, pauses and swaps, in a cache that is too small for them."""
 
@@ -216,13 +227,26 @@ class AnythingAtAll(RuleBasedStateMachine):
         self.resumes = 0
 
     @rule(
-        prompt=st.lists(st.integers(0, 49), min_size=1, max_size=14),
-        max_tokens=st.integers(1, 14),
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 12),
         priority=st.integers(-1, 1),
         stop=st.lists(st.integers(0, 49), max_size=3),
     )
     def submit(self, prompt: list[int], max_tokens: int, priority: int, stop: list[int]) -> None:
         self.engine.submit(prompt, max_tokens, priority=priority, stop=stop)
+
+    @rule(copies=st.integers(2, 4), prompt=PROMPTS, max_tokens=st.integers(1, 12))
+    def submit_samples_of_one_prompt(self, copies: int, prompt: list[int], max_tokens: int) -> None:
+        for _ in range(copies):
+            self.engine.submit(prompt, max_tokens)
+
+    @precondition(lambda self: self.engine.turns)
+    @rule(data=st.data(), said_between=st.lists(st.integers(0, 49), max_size=3))
+    def go_on_from_what_a_turn_has(self, data: st.DataObject, said_between: list[int]) -> None:
+        before = self.engine.turns[data.draw(st.sampled_from(sorted(self.engine.turns)))]
+        context = [*before.prompt, *before.token_ids, *said_between]
+        if len(context) < self.engine.limits.context_tokens_max:
+            self.engine.submit(context, 1)
 
     @precondition(lambda self: self.engine.turns)
     @rule(data=st.data())
@@ -233,9 +257,9 @@ class AnythingAtAll(RuleBasedStateMachine):
         self.engine.settle()
         assert self.engine.turns[turn].finish == (before or CANCELLED)
 
-    @rule(mode=st.sampled_from(MODES))
-    def pause(self, mode: PauseMode) -> None:
-        self.engine.scheduler.pause(mode)
+    @rule(mode=st.sampled_from(MODES), clear_cache=st.booleans())
+    def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        self.engine.scheduler.pause(mode, clear_cache=clear_cache)
         self.engine.settle()
 
     @rule()
@@ -259,6 +283,10 @@ class AnythingAtAll(RuleBasedStateMachine):
     def step(self, steps: int) -> None:
         for _ in range(steps):
             self.engine.step()
+
+    @invariant()
+    def every_block_is_somewhere_and_none_that_is_shared_is_written(self) -> None:
+        self.engine.scheduler.check()
 
     @invariant()
     def every_turn_is_somewhere(self) -> None:

@@ -158,6 +158,21 @@ def test_abort_ends_turns_before_it_is_answered_and_resubmitting_loses_nothing(
     assert done + engine.finish(rest).token_ids == undisturbed.token_ids
 
 
+def test_samples_of_one_prompt_share_its_prefill_until_a_pause_clears_the_cache(
+    engine: Orchestra,
+) -> None:
+    prompt = list(range(30, 90))
+    group = [engine.submit(prompt, SamplingParams(max_tokens=4, seed=n)) for n in range(4)]
+    cached = [engine.finish(turn).prefills[0].cached for turn in group]
+    assert cached == [0, 48, 48, 48]
+    assert engine.await_heartbeat(2).free_blocks == 128
+
+    engine.send(Pause(mode="abort", clear_cache=True))
+    engine.await_one(Paused)
+    engine.send(Resume())
+    assert engine.generate(prompt, GREEDY).prefills[0].cached == 0
+
+
 def test_wait_lets_turns_finish_and_starts_none(engine: Orchestra) -> None:
     turn = engine.submit(PROMPT, SamplingParams(max_tokens=30))
     engine.read_tokens(turn, 2)

@@ -137,7 +137,7 @@ def test_a_prompt_prefilled_across_a_swap_says_whose_weights_computed_which_part
     companion = engine.submit(PROMPT, LONG)  # tells of each step, and so uses credit
     engine.acknowledges = False
     engine.read_tokens(companion, 4)
-    prompt = [1 + n % 90 for n in range(400)]
+    prompt = [90 - n % 90 for n in range(400)]  # nothing that another turn computed
     turn = engine.submit(prompt, SamplingParams(max_tokens=10))
     engine.acknowledge()
     engine.read_tokens(companion, 4)  # four steps, which prefill 31 tokens each

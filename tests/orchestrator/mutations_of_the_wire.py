@@ -6,7 +6,8 @@ import pytest
 from tests.orchestrator.mutations import MUTATIONS, mutation
 from tidegate.errors import WeightsRefused
 from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.fleet import Engine, Fleet, Heard
+from tidegate.orchestrator.engine_record import Engine
+from tidegate.orchestrator.fleet import Fleet, Heard
 from tidegate.orchestrator.publishing import Publisher, PublishWait
 from tidegate.orchestrator.step_checks import step_arrived
 from tidegate.orchestrator.weights import Outgoing, WeightCoordinator

@@ -70,6 +70,7 @@ IMPOSSIBLE: list[tuple[dict[str, object], str]] = [
     (prefill(), "prefilled over 0 positions"),
     (prefill(KvSpan(0, 0, 3), at=3), "prefilled over 3 positions, after 3 tokens"),
     ({"prefills": [Prefill(0, 0, [KvSpan(0, 0, 3)])] * 2}, "or a second prefill"),
+    ({"prefills": [Prefill(0, 0, [KvSpan(0, 0, 3)], 3)]}, "3 of its 3 positions were computed"),
 ]
 
 

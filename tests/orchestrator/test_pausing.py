@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 import tidegate
 from tidegate.errors import ConfigError
+from tidegate.orchestrator.pausing import Pauses
+from tidegate.orchestrator.waiting import Waiting
 from tidegate.testing import ScriptedEngine, ServeInTests, VirtualTime
+from tidegate.transport.messages import Message, Pause, Paused, Resume, Resumed
 
 SMALL: dict[str, Any] = {"group_size": 1, "groups_per_batch": 1, "max_staleness": 1}
 SAID = "abcdefghijklmnopqrstuvwxyz"
@@ -210,3 +213,47 @@ def test_a_trainer_that_is_not_async_pauses_and_resumes_as_well(
             rollouts.publish({}, wait="staged")
             rollouts.resume()
         assert rollouts.statistics().trained_rollouts == 4
+
+
+class Listening:
+    """What engines are told of pauses; they do as they are told at once."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Message]] = []
+        self._waiting = Waiting()
+        self.pauses = Pauses(self._waiting, self, is_swapping=lambda: False, timeout_s=1.0)
+
+    def send(self, outgoing: Sequence[tuple[str, Message]]) -> None:
+        self.told += outgoing
+        asyncio.get_running_loop().call_soon(self._answer, outgoing)
+
+    def _answer(self, outgoing: Sequence[tuple[str, Message]]) -> None:
+        for engine, message in outgoing:
+            answer = Paused(mode=message.mode) if isinstance(message, Pause) else Resumed()
+            self.pauses.heard(engine, answer)
+        self._waiting.notify()
+
+    def give_up_engine(self, engine: str, why: str) -> None:
+        raise AssertionError(f"{engine}: {why}")
+
+    def stand_still(self, is_still: bool) -> None:
+        pass
+
+
+async def test_a_pause_that_clears_caches_says_so_to_every_engine_and_later_ones_do_not() -> None:
+    engines = Listening()
+    engines.pauses.joined("a")
+    engines.pauses.joined("b")
+
+    await engines.pauses.pause("keep", clear_cache=True)
+    assert engines.pauses.joined("late") == [("late", Pause(mode="keep", clear_cache=True))]
+    engines.pauses.heard("late", Paused(mode="keep"))
+    await engines.pauses.resume()
+    await engines.pauses.pause("abort")
+
+    clears, plain = Pause(mode="keep", clear_cache=True), Pause(mode="abort")
+    assert engines.told == [
+        *(("a", clears), ("b", clears)),
+        *((engine, Resume()) for engine in ("a", "b", "late")),
+        *((engine, plain) for engine in ("a", "b", "late")),
+    ]

@@ -69,6 +69,10 @@ def report_of(directory: Path) -> dict[str, Any]:
     return body
 
 
+def page_of(directory: Path, model: Path, statistics: RunStatistics) -> str:
+    return write_report(a_run(directory, model, statistics=statistics)).read_text()
+
+
 def test_report_json_has_the_numbers_of_the_run(tmp_path: Path, model: Path) -> None:
     run = a_run(tmp_path / "runs" / "one", model, reward_before=0.25, reward_after=0.75)
 
@@ -108,6 +112,16 @@ def test_the_page_tells_warm_up_from_what_rl_added(tmp_path: Path, model: Path) 
     assert "warmed up by supervised training (steps 200, wall s 28.4)" in page
     assert "from 0.250 to 0.750 (+0.500)" in page
     assert "| discarded: episode_error | 2 |" in page
+
+
+def test_the_page_says_how_much_context_was_found_in_caches(tmp_path: Path, model: Path) -> None:
+    plain = some_statistics()
+    assert "| context found in engines' caches | - |" in page_of(tmp_path / "one", model, plain)
+
+    sampled = plain.ledger.generated + plain.evaluation_ledger.generated
+    told = dataclasses.replace(plain, prefilled_tokens=8 * sampled, cached_tokens=6 * sampled)
+    page = page_of(tmp_path / "two", model, told)
+    assert "caches | 75.0%; 2.00 tokens computed for each one sampled |" in page
     assert "| unaccounted for | 0 |" in page
     assert "bound 2: kept." in page
     assert "Not audited yet" in page

@@ -1,0 +1,243 @@
+"""How much prefill do shared prefixes save, and what does their bookkeeping cost?
+
+``python -m benchmarks.prefixes [--json]`` prints ``name, value, unit, peer, ratio``. The engine's
+real scheduler runs without a model, so only decisions are measured: tokens are drawn at random.
+The peer is the same scheduler without shared prefixes.
+
+``demo``: groups of 8 that answer in turns of a few tokens, as the example's calculator does.
+``agents``: long prompts, and three turns with what tools say in between. Weights are swapped now and
+then, and all KV computed again. ``us_per_token``: CPU time to plan a step and take it in, per
+token, with 128 turns that decode; the median of several runs of each by turns.
+"""
+
+import argparse
+import json
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from time import process_time
+
+import numpy as np
+
+from tidegate.engine.runner import Row as EngineRow
+from tidegate.engine.runner import StepOutput
+from tidegate.engine.scheduler import Scheduler
+from tidegate.engine.turns import EngineLimits
+from tidegate.transport.messages import FinishWeightUpdate, SamplingParams, SubmitTurn
+
+VOCAB = 32_000
+GROUP_SIZE = 8
+DECODING_TURNS = 128
+DECODED_TOKENS = 400
+RUNS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    value: float
+    unit: str
+    peer: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is asked of an engine; means of geometric draws, in tokens."""
+
+    groups: int
+    prompt_tokens: int
+    turns: int
+    turn_tokens: int
+    said_between_tokens: int
+    steps_per_swap: int
+    limits: EngineLimits
+
+
+def _limits(running: int, blocks: int) -> EngineLimits:
+    return EngineLimits(
+        max_running_turns=running,
+        max_step_tokens=1024,
+        num_blocks=blocks,
+        block_tokens=16,
+        context_tokens_max=16_384,
+        vocab_size=VOCAB,
+    )
+
+
+WORKLOADS = {
+    "demo": Workload(
+        groups=64,
+        prompt_tokens=24,
+        turns=3,
+        turn_tokens=5,
+        said_between_tokens=4,
+        steps_per_swap=60,
+        limits=_limits(16, 512),
+    ),
+    "agents": Workload(
+        groups=32,
+        prompt_tokens=600,
+        turns=3,
+        turn_tokens=100,
+        said_between_tokens=50,
+        steps_per_swap=500,
+        limits=_limits(64, 8192),
+    ),
+}
+
+
+class Session:
+    """One rollout: its context, and the turns it still has."""
+
+    def __init__(self, prompt: list[int], turns: int) -> None:
+        self.context = prompt
+        self.turns_left = turns
+
+
+class Engine:
+    """A scheduler whose model says anything, in no time."""
+
+    def __init__(self, limits: EngineLimits, *, shares_prefixes: bool) -> None:
+        self.scheduler = Scheduler(limits, shares_prefixes=shares_prefixes)
+        self.prefilled_tokens = 0
+        self.sampled_tokens = 0
+        self._chance = np.random.default_rng(0)
+        self._handles = 0
+
+    def submit(self, context: list[int], max_tokens: int) -> int:
+        """Queue a turn; its handle."""
+        self._handles += 1
+        self.scheduler.submit(
+            SubmitTurn(
+                turn=self._handles,
+                token_ids=np.array(context, "<i4").tobytes(),
+                sampling=SamplingParams(max_tokens=max_tokens),
+            )
+        )
+        return self._handles
+
+    def step(self) -> Iterator[tuple[int, int, bool]]:
+        """(handle, token, whether it was the turn's last) of each row that sampled."""
+        rows = self.scheduler.plan()
+        output = self.sample(rows)
+        columns = self.scheduler.complete(output)
+        if columns is None:
+            return
+        self.prefilled_tokens += sum(p.spans[-1].end - p.cached for p in columns.prefills)
+        handles = np.frombuffer(columns.turns, "<u4").tolist()
+        self.sampled_tokens += len(handles)
+        finish = columns.finish or bytes(len(handles))
+        for handle, token, code in zip(handles, output.token_ids.tolist(), finish, strict=True):
+            yield handle, token, code != 0
+
+    def sample(self, rows: list[EngineRow]) -> StepOutput:
+        """Any tokens, for the rows that want one."""
+        count = sum(row.sampling is not None for row in rows)
+        tokens = self._chance.integers(0, VOCAB, count).astype(np.int32)
+        return StepOutput(tokens, np.zeros(count, np.float32))
+
+    def swap(self) -> None:
+        """Have other weights, and all KV computed again."""
+        update = FinishWeightUpdate(
+            version=self.scheduler.version + 1, pause_mode="keep", kv_policy="recompute"
+        )
+        self.scheduler.weights_swapped(update)
+
+
+def prefilled_per_sampled(work: Workload, *, shares_prefixes: bool) -> float:
+    """Tokens that prefills compute for each one sampled."""
+    chance = np.random.default_rng(1)
+    engine = Engine(work.limits, shares_prefixes=shares_prefixes)
+    sessions = _sessions(work, chance)
+    running: dict[int, Session] = {}
+    steps = 0
+    while True:
+        while len(running) < 2 * work.limits.max_running_turns and sessions:
+            _submit(engine, sessions.popleft(), running, work, chance)
+        if not running:
+            return engine.prefilled_tokens / engine.sampled_tokens
+        for handle, token, is_last in list(engine.step()):
+            session = running[handle]
+            session.context.append(token)
+            if is_last:
+                del running[handle]
+                session.turns_left -= 1
+                if session.turns_left:
+                    said = chance.geometric(1 / work.said_between_tokens)
+                    session.context += chance.integers(0, VOCAB, said).tolist()
+                    _submit(engine, session, running, work, chance)
+        steps += 1
+        if steps % work.steps_per_swap == 0:
+            engine.swap()
+
+
+def _sessions(work: Workload, chance: np.random.Generator) -> deque[Session]:
+    sessions: deque[Session] = deque()
+    for _ in range(work.groups):
+        prompt = chance.integers(0, VOCAB, work.prompt_tokens).tolist()
+        sessions += [Session(list(prompt), work.turns) for _ in range(GROUP_SIZE)]
+    return sessions
+
+
+def _submit(
+    engine: Engine,
+    session: Session,
+    running: dict[int, Session],
+    work: Workload,
+    chance: np.random.Generator,
+) -> None:
+    tokens = int(chance.geometric(1 / work.turn_tokens))
+    running[engine.submit(session.context, tokens)] = session
+
+
+def us_per_token(*, shares_prefixes: bool) -> float:
+    """CPU time of the scheduler alone, for a token of a turn that decodes."""
+    engine = Engine(_limits(DECODING_TURNS, 8192), shares_prefixes=shares_prefixes)
+    for number in range(DECODING_TURNS):
+        engine.submit([number] * 8, DECODED_TOKENS)
+    list(engine.step())
+    scheduler, sampled, spent_s = engine.scheduler, 0, 0.0
+    while scheduler.running_turns:
+        began_s = process_time()
+        rows = scheduler.plan()
+        spent_s += process_time() - began_s
+        output = engine.sample(rows)
+        began_s = process_time()
+        scheduler.complete(output)
+        spent_s += process_time() - began_s
+        sampled += len(rows)
+    return spent_s / sampled * 1e6
+
+
+def measure() -> Iterator[Row]:
+    """Every row of the table."""
+    for name, work in WORKLOADS.items():
+        peer = prefilled_per_sampled(work, shares_prefixes=False)
+        value = prefilled_per_sampled(work, shares_prefixes=True)
+        yield Row(f"{name}_prefilled_per_sampled", value, "tokens", peer, value / peer)
+    samples = [
+        (us_per_token(shares_prefixes=False), us_per_token(shares_prefixes=True))
+        for _ in range(RUNS)
+    ]
+    peer, value = (statistics.median(column) for column in zip(*samples, strict=True))
+    yield Row("us_per_token", value, "us", peer, value / peer)
+
+
+def main() -> None:
+    """Measure all, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one object a line")
+    as_json = parser.parse_args().json
+    for row in measure():
+        if as_json:
+            print(json.dumps(asdict(row)))
+        else:
+            print(f"{row.name:28} {row.value:8.3f} {row.unit:8} {row.peer:8.3f} {row.ratio:6.2f}")
+
+
+if __name__ == "__main__":
+    main()

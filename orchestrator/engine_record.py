@@ -1,0 +1,58 @@
+"""What has one engine said so far? Counts; it knows no other engine, and decides nothing."""
+
+from dataclasses import dataclass
+
+from tidegate.orchestrator.events import StepArrived
+from tidegate.orchestrator.statistics import EngineStatistics
+from tidegate.transport.messages import Hello
+from tidegate.transport.streams import ReceiveWindow
+
+
+@dataclass(slots=True)
+class Engine:
+    """One engine of the fleet."""
+
+    hello: Hello
+    window: ReceiveWindow
+    heard_s: float
+    """When it last said anything, on the orchestrator's clock."""
+    weight_version: int
+    tokens: int = 0
+    busy_us: int = 0
+    steps: int = 0
+    rows: int = 0
+    rows_squared: int = 0
+    rows_busy_us: int = 0
+    """Each step's rows times its time, added up."""
+    running_turns: int = 0
+    waiting_turns: int = 0
+    stuck_since_s: float | None = None
+    """Since when its next step is missing, or is refused whenever it comes."""
+    may_return: bool = False
+    """It was given up for its silence only, and is welcome again if it says hello."""
+
+    def count(self, step: StepArrived) -> None:
+        """Take a new step into its figures."""
+        rows = len(step.turns)
+        self.tokens += len(step.token_ids)
+        self.busy_us += step.busy_us
+        self.steps += 1
+        self.rows += rows
+        self.rows_squared += rows * rows
+        self.rows_busy_us += rows * step.busy_us
+
+    def statistics(self, name: str) -> EngineStatistics:
+        """A snapshot."""
+        return EngineStatistics(
+            name=name,
+            weight_version=self.weight_version,
+            running_turns=self.running_turns,
+            waiting_turns=self.waiting_turns,
+            tokens=self.tokens,
+            busy_s=self.busy_us / 1e6,
+            max_running_turns=self.hello.max_running_turns,
+            steps=self.steps,
+            rows=self.rows,
+            rows_squared=self.rows_squared,
+            rows_busy_s=self.rows_busy_us / 1e6,
+        )
