@@ -5,8 +5,8 @@ real scheduler runs without a model, so only decisions are measured: tokens are 
 The peer is the same scheduler without shared prefixes.
 
 ``demo``: groups of 8 that answer in turns of a few tokens, as the example's calculator does.
-``agents``: long prompts, and three turns with what tools say in between. Weights are swapped now and
-then, and all KV computed again. ``us_per_token``: CPU time to plan a step and take it in, per
+``agents``: long prompts, and three turns with what tools say in between. Weights are swapped now
+and then, and all KV computed again. ``us_per_token``: CPU time to plan a step and take it in, per
 token, with 128 turns that decode; the median of several runs of each by turns.
 """
 

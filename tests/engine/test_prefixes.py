@@ -3,7 +3,14 @@
 import pytest
 
 from tests.engine.fake_engine import FakeEngine, uninterrupted
-from tidegate.transport.messages import KvPolicy, KvSpan, PauseMode, Prefill
+from tidegate.transport.messages import (
+    LENGTH,
+    RUNNING,
+    KvPolicy,
+    KvSpan,
+    PauseMode,
+    Prefill,
+)
 
 PROMPT = list(range(10))
 """Two blocks of four, and half of one."""
@@ -166,6 +173,36 @@ def test_a_turn_starts_where_only_shared_blocks_make_room_for_it() -> None:
         assert engine.turns[turn].token_ids == uninterrupted(prompt, 3)
 
 
+def test_a_turn_does_not_start_where_taking_what_it_finds_leaves_no_room_for_those_that_run() -> (
+    None
+):
+    engine = FakeEngine(num_blocks=4, max_running_turns=2)
+    engine.submit(PROMPT[:9], 1)
+    engine.run()  # two blocks are cached, and nobody holds them
+    first = engine.submit([1] * 2, 6)
+    engine.step()
+    late = engine.submit(PROMPT[:9], 4)
+    while engine.turns[first].finish == RUNNING:
+        assert engine.scheduler.running_turns <= 1
+        engine.step()
+    engine.run()
+    assert engine.turns[late].prefills[0].cached == 8
+
+
+def test_each_prefill_of_a_turn_tells_what_was_cached_for_itself() -> None:
+    engine = FakeEngine(num_blocks=5, max_running_turns=2)
+    engine.submit([1] * 8, 1)
+    engine.run()
+    worse = engine.submit([1] * 8, 8, priority=1)
+    engine.step()
+    best = engine.submit([2] * 4, 8)
+    while not engine.scheduler.waiting_turns or len(engine.turns[best].token_ids) < 2:
+        engine.step()
+    engine.run()
+
+    assert [prefill.cached for prefill in engine.turns[worse].prefills] == [4, 8]
+
+
 # ---------------------------------------------------------------- new weights
 
 
@@ -250,6 +287,23 @@ def test_turns_recomputed_where_memory_is_short_all_end_as_they_should() -> None
     for told in engine.turns.values():
         told.check(vocab=50)
         assert len(told.token_ids) == 9
+
+
+def test_a_turn_that_lacks_a_block_for_what_is_recomputed_gets_it_from_a_worse_one() -> None:
+    engine = FakeEngine(num_blocks=4, max_running_turns=2, max_step_tokens=16)
+    best = engine.submit([1] * 7, 8)
+    worse = engine.submit([2] * 2, 8)
+    engine.step()
+    engine.ask_swap(1, "keep", "keep")
+    while len(engine.turns[best].token_ids) < 6:
+        engine.step()  # now one has three blocks and the other one: all there are, and all full
+    engine.ask_swap(0, "keep", "recompute")  # each keeps what version 0 computed of its KV
+
+    run(engine)
+
+    for turn in (best, worse):
+        assert engine.turns[turn].finish == LENGTH
+        engine.turns[turn].check(vocab=50)
 
 
 def test_weights_under_a_number_that_was_used_before_find_nothing() -> None:
