@@ -239,7 +239,8 @@ class FrameMaker:
                 KvSpan(choice(number), choice(number), choice(number))
                 for _ in range(choice((0, 1, 1, 3)))
             ]
-            prefills.append(Prefill(choice([*handles, 2**40]), choice(number), spans))
+            handle = choice([*handles, 2**40])
+            prefills.append(Prefill(handle, choice(number), spans, choice(number)))
         return {"prefills": prefills}
 
 

@@ -1,5 +1,7 @@
 """Does the scheduler lose, repeat, mix up or mislabel a turn, whatever is asked of it?"""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -181,7 +183,7 @@ def test_more_tokens_sampled_before_than_there_are_is_refused(sampled_before: in
         ("max_step_tokens", 3, "less than one token for each of max_running_turns=4"),
     ],
 )
-def test_limits_that_can_never_work_are_refused(name: str, value: int, told: str) -> None:
+def test_limits_that_can_never_work_are_refused(name: str, value: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         FakeEngine(**{name: value})
 

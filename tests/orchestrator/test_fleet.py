@@ -14,8 +14,10 @@ from tidegate.transport.messages import (
     EngineHeartbeat,
     Goodbye,
     Hello,
+    KvSpan,
     Message,
     OrchestratorHeartbeat,
+    Prefill,
     Refused,
     Step,
     TurnRefused,
@@ -133,6 +135,15 @@ def test_a_step_is_taken_in_once_whatever_is_repeated(wire: Wire) -> None:
     heard = wire.hear(make_step(0), make_step(0), make_step(1))
     assert [type(item) for item in heard] == [ev.StepArrived, ev.StepArrived]
     assert wire.fleet.engines["a"].tokens == 2
+
+
+def test_context_found_in_caches_is_counted_once_and_outlives_the_engine(wire: Wire) -> None:
+    wire.hear(hello())
+    found = Prefill(0, 0, [KvSpan(0, 0, 20)], cached=16)
+    step = msgspec.structs.replace(make_step(0, rows=2), prefills=[found])
+    wire.hear(step, step, Goodbye(reason="done"))
+
+    assert (wire.fleet.prefilled_tokens, wire.fleet.cached_tokens) == (20, 16)
 
 
 def test_steps_are_acknowledged_by_the_quarter_of_the_credit(wire: Wire) -> None:
