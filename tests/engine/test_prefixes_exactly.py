@@ -9,8 +9,8 @@ from tests.engine.fake_engine import DrivenEngine, ToldTurn
 from tests.engine.orchestra import Models, SeenTurn, replay
 from tidegate.transport.messages import ABORT, RUNNING, KvPolicy, PauseMode
 
-ROUNDING_NATS = 1e-5
-"""Between two batches of the same float32 numbers; ten times what was seen."""
+ROUNDING_NATS = 2e-5
+"""Between two batches of the same float32 numbers; four times the most seen in 20,000 tokens."""
 
 MODES: tuple[PauseMode, ...] = ("abort", "keep", "wait")
 POLICIES: tuple[KvPolicy, ...] = ("keep", "recompute")
