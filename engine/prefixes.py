@@ -5,8 +5,8 @@ and adds to it each block that it fills. It leaves the tree when its KV is not a
 weights any more, and computes on in blocks of its own.
 
 Blocks of a prefill are added when the step that computes them is planned. So turns planned after it
-in the same step find them: a model runner writes the keys and values of all rows before any row
-attends. Samples of one prompt that start together share its prefill without waiting for each other.
+in the same step find them: a runner's rows see what the rows before them in a step write. Samples
+of one prompt that start together share its prefill without waiting for each other.
 """
 
 from tidegate.engine.kv_cache import KvCache

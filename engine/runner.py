@@ -100,8 +100,8 @@ class ModelRunner:
     def step(self, rows: Sequence[Row]) -> StepOutput:
         """Run every row's tokens, and sample after the last of those that ask for it.
 
-        A row may attend to blocks that rows before it fill in this very step: in each layer all
-        keys and values are written before any row attends.
+        A row may attend to blocks that rows before it fill in this very step. Here, because each
+        layer writes all keys and values before any row attends.
         """
         if not rows:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
