@@ -9,6 +9,7 @@ TidegateError
 ├── TurnRefused             an engine can never serve this turn         (also ValueError)
 ├── OutOfBlocks             a turn can never fit the KV cache           (also MemoryError)
 ├── OutOfMemory             the machine has no memory for an engine     (also MemoryError)
+├── TritonMissing           a GPU's kernel was launched without Triton  (also ImportError)
 ├── NotUnderstood           what an engine says is refused each time    (also ConnectionError)
 ├── EngineLost              an engine stopped answering                 (also ConnectionError)
 ├── EngineStartFailed       an engine process ended before it was ready (also RuntimeError)
@@ -93,6 +94,17 @@ class OutOfMemory(TidegateError, MemoryError):
     def __init__(self, *, doing: str, remedy: str, why: str) -> None:
         self.doing = doing
         super().__init__(f"out of memory {doing}; {remedy} ({why})")
+
+
+class TritonMissing(TidegateError, ImportError):
+    """A kernel was launched on a GPU, and Triton, which compiles it, is not installed."""
+
+    def __init__(self, kernel: str) -> None:
+        self.kernel = kernel
+        super().__init__(
+            f"{kernel} runs on a GPU by Triton, which is not installed; install it with "
+            f"pip install 'tidegate[gpu]', or keep the tensors on the CPU"
+        )
 
 
 class NotUnderstood(TidegateError, ConnectionError):

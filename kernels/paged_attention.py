@@ -1,0 +1,301 @@
+"""What does a GPU compute where tokens attend to a paged KV cache? One kernel for all rows.
+
+It knows blocks and positions, not turns. Decode and chunked prefill differ only in how many query
+tokens a row has. The cache is that of :mod:`tidegate.kernels.attention`, which does this on a CPU.
+
+A program takes one row, one KV head and a few query tokens, and folds the context into a running
+softmax a tile of keys at a time: scores are never stored. The query heads that share a KV head are
+rows of the same matrix product, so each key is read once for all of them. Where rows have few
+query tokens, the context is split besides, and the shares are merged by their log-sum-exps. Where a
+split or a tile begins depends on positions alone, not on the batch: the order in which a token's
+context is summed is the same in any company.
+
+Sources: online softmax, Milakov & Gimelshein, arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691,
+section 3.1; paging, arXiv:2309.06180; the split, "Flash-Decoding", Dao et al. 2023.
+
+Letters in shapes: T query tokens of all rows, R rows, B blocks per row, A query heads, K KV heads,
+G = A / K, D head_dim, Z splits of the context.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tidegate.kernels.optional_triton import jit, next_power_of_2, tl
+from tidegate.kernels.triton_math import capped, product
+
+TILE_BYTES = 128
+"""Keys of one step times the bytes of a number: 64 of bfloat16, 16 KB with D = 128, of which a
+GPU's core holds several. Also the score tile's rows at most, query tokens times G. float32, half
+as many, is multiplied without tensor cores, in registers: 64 would not fit."""
+
+SPLIT_TOKENS = 1024
+"""Context positions of one split: whole tiles, 16 of bfloat16, beside which merging is little."""
+
+SPLIT_QUERIES_MAX = 16
+"""Rows with more query tokens fill a GPU without splits, whose partial results would be large."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Where each row's query tokens and context lie; tensors are int32, on the cache's device."""
+
+    token_offsets: torch.Tensor
+    """[R + 1]: row r's query tokens are ``[token_offsets[r], token_offsets[r + 1])`` of the T."""
+    starts: torch.Tensor
+    """[R], context position of each row's first query token."""
+    tables: torch.Tensor
+    """[R, B], the blocks of each row's context, padded with any valid block."""
+    count_max: int
+    """Query tokens of the longest row: known on the host, so that a launch waits for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How a score is made of a query and a key, and which keys count."""
+
+    scale: float
+    window_tokens: int | None = None
+    """A query sees this many positions, its own the last; None: all up to its own."""
+    soft_cap: float | None = None
+    """Scores become ``soft_cap * tanh(score / soft_cap)``, as in Gemma 2, arXiv:2408.00118."""
+
+
+def paged_attention_reference(
+    query: torch.Tensor, cache: torch.Tensor, rows: PagedRows, rule: AttentionRule
+) -> torch.Tensor:
+    """What :func:`paged_attention` computes, token by token. Slow and obviously right."""
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    offsets = rows.token_offsets.tolist()
+    for row, start in enumerate(rows.starts.tolist()):
+        context = cache[rows.tables[row].long()].float()  # [B, 2, K, block_tokens, D]
+        keys, values = context.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [K, C, D]
+        for position, token in enumerate(range(offsets[row], offsets[row + 1]), start):
+            window = rule.window_tokens or position + 1
+            seen = slice(max(0, position + 1 - window), position + 1)
+            grouped = query[token].float().view(keys.shape[0], -1, keys.shape[2])  # [K, G, D]
+            scores = rule.scale * grouped @ keys[:, seen].mT
+            if rule.soft_cap is not None:
+                scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
+            out[token] = (torch.softmax(scores, -1) @ values[:, seen]).flatten(0, 1)
+    return out
+
+
+def paged_attention(
+    query: torch.Tensor, cache: torch.Tensor, rows: PagedRows, rule: AttentionRule
+) -> torch.Tensor:
+    """Let every row's query tokens attend to its context, theirs included.
+
+    Args:
+        query: [T, A, D], rotated, each token's heads contiguous.
+        cache: [blocks, 2, K, block_tokens, D] of one layer, contiguous, of ``query``'s dtype, with
+            the query tokens' own keys and values in it.
+        rows: in the order of their tokens.
+        rule: of the layer.
+
+    Returns:
+        [T, A, D] of ``query``'s dtype; softmax and sums are float32.
+    """
+    if query.is_cuda:
+        return paged_attention_triton(query, cache, rows, rule)
+    return paged_attention_reference(query, cache, rows, rule)
+
+
+def paged_attention_triton(
+    query: torch.Tensor, cache: torch.Tensor, rows: PagedRows, rule: AttentionRule
+) -> torch.Tensor:
+    """:func:`paged_attention` as a kernel; on a CPU in Triton's interpreter only."""
+    _refuse_shapes(query, cache, rows, rule)
+    tokens, heads, head_dim = query.shape
+    _, _, kv_heads, block_tokens, _ = cache.shape
+    share = heads // kv_heads
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if out.numel() == 0:
+        return out
+    splits = 1
+    if rows.count_max <= SPLIT_QUERIES_MAX:
+        splits = -(-rows.tables.shape[1] * block_tokens // SPLIT_TOKENS)
+    partial, log_sums = out, out  # not used by a single split
+    if splits > 1:
+        partial = query.new_empty((splits, tokens, heads, head_dim), dtype=torch.float32)
+        log_sums = query.new_empty((splits, tokens, heads), dtype=torch.float32)
+    wanted = next_power_of_2(share * rows.count_max)
+    tile = TILE_BYTES // query.element_size()
+    query_rows = max(min(wanted, tile), next_power_of_2(share), 16)  # tl.dot takes 16 or more
+    tiles = -(-rows.count_max // (query_rows // share))
+    _attend_kernel[(rows.starts.numel() * tiles, kv_heads, splits)](
+        query, cache, rows.tables, rows.token_offsets, rows.starts, partial, log_sums,
+        tokens, tiles, rows.tables.stride(0), query.stride(0),
+        rule.scale, rule.window_tokens or 0, rule.soft_cap or 0.0,
+        KV_HEADS=kv_heads, SHARE=share, D=head_dim, BLOCK_TOKENS=block_tokens,
+        QUERY_ROWS=query_rows, KEYS=tile, DIMS=max(16, next_power_of_2(head_dim)),
+        SPLIT=SPLIT_TOKENS if splits > 1 else 0,
+        WINDOWED=rule.window_tokens is not None, CAPPED=rule.soft_cap is not None,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(tokens * heads,)](
+            partial, log_sums, out, tokens * heads, splits,
+            D=head_dim, DIMS=next_power_of_2(head_dim),
+        )  # fmt: skip
+    return out
+
+
+def _refuse_shapes(
+    query: torch.Tensor, cache: torch.Tensor, rows: PagedRows, rule: AttentionRule
+) -> None:
+    """Insist on what the kernel takes for granted: a wrong address is no error on a GPU."""
+    if query.ndim != 3 or cache.ndim != 5 or query.shape[2] != cache.shape[4]:
+        raise ValueError(
+            f"expected query [T, A, D] and cache [blocks, 2, K, block_tokens, D], "
+            f"got {list(query.shape)} and {list(cache.shape)}"
+        )
+    if query.shape[1] % cache.shape[2]:
+        raise ValueError(
+            f"{query.shape[1]} query heads can't share {cache.shape[2]} KV heads evenly"
+        )
+    if query.dtype != cache.dtype:
+        raise ValueError(f"query is {query.dtype} and the cache {cache.dtype}; both must agree")
+    if not cache.is_contiguous() or query.stride()[1:] != (query.shape[2], 1):
+        raise ValueError("cache must be contiguous, and so must each token's heads in query")
+    if rows.tables.stride(1) != 1 or rows.token_offsets.numel() != rows.starts.numel() + 1:
+        raise ValueError(
+            f"rows of tables must be contiguous, and token_offsets one longer than starts; got "
+            f"{rows.token_offsets.numel()} offsets and {rows.starts.numel()} starts"
+        )
+    if rule.window_tokens is not None and rule.window_tokens < 1:
+        raise ValueError(f"window_tokens must be at least 1, got {rule.window_tokens}")
+
+
+@jit
+def _cached(cache_ptr, vector, is_key, D: tl.constexpr, DIMS: tl.constexpr):
+    """The vectors of D numbers at these places of the cache, 0 for what is no key. [KEYS, DIMS]"""
+    d = tl.arange(0, DIMS)
+    inside = is_key[:, None] & (d < D)[None, :]
+    return tl.load(cache_ptr + vector[:, None] * D + d[None, :], mask=inside, other=0.0)
+
+
+@jit
+def _folded(state, score, value):
+    """The running softmax after another tile of keys: their scores [M, KEYS], -inf if not seen."""
+    peak, total, summed = state
+    new_peak = tl.maximum(peak, tl.max(score, axis=1))
+    # A query may see nothing of a tile: -inf minus -inf would be NaN.
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weight = tl.exp(score - base[:, None])
+    shrink = tl.exp(peak - base)
+    total = total * shrink + tl.sum(weight, axis=1)
+    summed = summed * shrink[:, None] + product(weight.to(value.dtype), value)
+    return new_peak, total, summed
+
+
+@jit
+def _attend_kernel(
+    query_ptr,  # [T, A, D]
+    cache_ptr,  # [blocks, 2, K, BLOCK_TOKENS, D]
+    tables_ptr,  # [R, B]
+    offsets_ptr,  # [R + 1]
+    starts_ptr,  # [R]
+    out_ptr,  # [T, A, D], or [Z, T, A, D] float32 with SPLIT
+    log_sums_ptr,  # [Z, T, A] float32, with SPLIT
+    tokens,  # T
+    tiles,  # of the longest row's query tokens
+    table_stride,
+    token_stride,
+    scale,
+    window,
+    soft_cap,
+    KV_HEADS: tl.constexpr,
+    SHARE: tl.constexpr,  # G
+    D: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+    SPLIT: tl.constexpr,  # context positions of a split; 0: there is one
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """One program per row and tile of query tokens, KV head, and split."""
+    row = tl.program_id(0) // tiles
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    queries: tl.constexpr = QUERY_ROWS // SHARE
+    first_query = (tl.program_id(0) % tiles) * queries
+    first_token = tl.load(offsets_ptr + row)
+    count = tl.load(offsets_ptr + row + 1) - first_token
+    if first_query >= count:
+        return
+    start = tl.load(starts_ptr + row)
+    m = tl.arange(0, QUERY_ROWS)
+    d = tl.arange(0, DIMS)
+    place = first_query + m // SHARE
+    head = kv_head * SHARE + m % SHARE
+    is_query = (m // SHARE < queries) & (place < count)
+    is_element = is_query[:, None] & (d < D)[None, :]
+    token = (first_token + place).to(tl.int64)  # int64: T * A * D may pass 2^31
+    query_at = query_ptr + (token * token_stride + head * D)[:, None] + d[None, :]
+    query = tl.load(query_at, mask=is_element, other=0.0)
+
+    low = 0
+    high = start + tl.minimum(first_query + queries, count)  # past the last query's position
+    if WINDOWED:
+        low = tl.maximum(start + first_query - window + 1, 0)
+    if SPLIT > 0:
+        low = tl.maximum(low, split * SPLIT)
+        high = tl.minimum(high, (split + 1) * SPLIT)
+    peak = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([QUERY_ROWS], tl.float32)
+    summed = tl.zeros([QUERY_ROWS, DIMS], tl.float32)
+    for tile in range(low // KEYS * KEYS, high, KEYS):
+        position = tile + tl.arange(0, KEYS)
+        is_key = position < high
+        block_at = tables_ptr + row * table_stride + position // BLOCK_TOKENS
+        block = tl.load(block_at, mask=is_key, other=0).to(tl.int64)
+        vector = (block * 2 * KV_HEADS + kv_head) * BLOCK_TOKENS + position % BLOCK_TOKENS
+        key = _cached(cache_ptr, vector, is_key, D, DIMS)
+        value = _cached(cache_ptr, vector + KV_HEADS * BLOCK_TOKENS, is_key, D, DIMS)
+        score = product(query, tl.trans(key)) * scale
+        if CAPPED:
+            score = capped(score, soft_cap)
+        behind = (start + place)[:, None] - position[None, :]
+        sees = (behind >= 0) & is_key[None, :]
+        if WINDOWED:
+            sees = sees & (behind < window)
+        score = tl.where(sees, score, float("-inf"))
+        peak, total, summed = _folded((peak, total, summed), score, value)
+    total = tl.where(total > 0, total, 1.0)  # a split may hold nothing that a query sees
+    vector = (split.to(tl.int64) * tokens + token) * (KV_HEADS * SHARE) + head
+    out_at = out_ptr + vector[:, None] * D + d[None, :]
+    tl.store(out_at, (summed / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_element)
+    if SPLIT > 0:
+        tl.store(log_sums_ptr + vector, peak + tl.log(total), mask=is_query)
+
+
+@jit
+def _merge_kernel(
+    partial_ptr,  # [Z, vectors, D]
+    log_sums_ptr,  # [Z, vectors], -inf where a split held nothing that is seen
+    out_ptr,  # [vectors, D]
+    vectors,  # T * A
+    splits,
+    D: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """One program per token and head: the mean of the splits, by their shares of the softmax."""
+    vector = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, DIMS)
+    peak = float("-inf")
+    total = 0.0
+    summed = tl.zeros([DIMS], tl.float32)
+    for split in range(0, splits):
+        at = vector + split * vectors
+        log_sum = tl.load(log_sums_ptr + at)
+        if log_sum > float("-inf"):
+            mean = tl.load(partial_ptr + at * D + d, mask=d < D, other=0.0)
+            new_peak = tl.maximum(peak, log_sum)
+            shrink = tl.exp(peak - new_peak)
+            weight = tl.exp(log_sum - new_peak)
+            summed = summed * shrink + mean * weight
+            total = total * shrink + weight
+            peak = new_peak
+    tl.store(out_ptr + vector * D + d, (summed / total).to(out_ptr.dtype.element_ty), mask=d < D)
