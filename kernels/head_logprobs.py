@@ -1,0 +1,222 @@
+"""How likely was each given token? From hidden states, without keeping the logits in between.
+
+What scoring needs: a trainer's or reference model's log-probabilities of tokens known already. At
+T = 8192 and V = 151,936 the float32 logits alone are 5 GB, for 32 KB of answer. It knows no model.
+
+A GPU's program multiplies a tile of tokens with a part of the head, a tile of the vocabulary at a
+time, and keeps per token the running maximum and sums; the parts are merged after. A part begins
+where it does whatever T is, so a token's sum has one order in any company. Products of bfloat16
+numbers are exact in float32, in which they are summed: a bfloat16 head on bfloat16 hidden states
+gives what both, widened to float32, would.
+
+Sources: online softmax, Milakov & Gimelshein, arXiv:1805.02867; not keeping the logits, Wijmans et
+al., arXiv:2411.09009 (there for a loss). Letters in shapes: T tokens, H hidden, V vocabulary, Z
+parts of the vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tidegate.kernels.optional_triton import jit, tl
+from tidegate.kernels.triton_math import capped, product
+
+CHUNK_LOGITS = 2**24
+"""Logits a CPU computes at a time: 64 MB, so 110 tokens share a read of a head of V = 151,936."""
+
+VOCAB_PART = 4096
+"""Of one program: 38 for V = 151,936, enough to fill a GPU from 256 tokens on."""
+
+TOKEN_TILE = 64
+VOCAB_TILE = 128
+"""With TOKEN_TILE, 64 float32 sums for each of 128 threads."""
+
+HIDDEN_TILE_BYTES = 128
+"""64 hidden numbers of bfloat16: with both tiles 24 KB a step, several of which are in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What is told of each given token."""
+
+    logprobs: torch.Tensor
+    """[T], float32, natural log."""
+    entropies: torch.Tensor
+    """[T], float32, nats: of the distribution that the token's log-probability is from."""
+
+
+def head_logprobs_reference(
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    token_ids: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    soft_cap: float | None = None,
+) -> TokenLogprobs:
+    """What :func:`head_logprobs` computes, in a few lines of torch. Slow and obviously right."""
+    logits = hidden.float() @ head.float().t()
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    logprobs = torch.log_softmax(logits / temperature, -1)
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    return TokenLogprobs(logprobs.gather(-1, token_ids[:, None]).squeeze(-1), entropies)
+
+
+def head_logprobs(
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    token_ids: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    soft_cap: float | None = None,
+) -> TokenLogprobs:
+    """Return ``log p(token_ids[t])`` under ``softmax(head @ hidden[t] / temperature)``.
+
+    Args:
+        hidden: [T, H], normed.
+        head: [V, H]; on a GPU of ``hidden``'s dtype, both contiguous.
+        token_ids: [T], int64, each in [0, V).
+        temperature: above 0; logits are divided by it.
+        soft_cap: logits first become ``soft_cap * tanh(logit / soft_cap)``, as in Gemma 2.
+
+    Returns:
+        Both columns; products and sums are float32 whatever the dtypes. No gradient.
+    """
+    how = head_logprobs_triton if hidden.is_cuda else head_logprobs_chunked
+    return how(hidden, head, token_ids, temperature=temperature, soft_cap=soft_cap)
+
+
+@torch.no_grad()
+def head_logprobs_chunked(
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    token_ids: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    soft_cap: float | None = None,
+) -> TokenLogprobs:
+    """:func:`head_logprobs` a few tokens at a time: what a CPU does."""
+    _refuse(hidden, head, token_ids, temperature)
+    logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
+    entropies = torch.empty_like(logprobs)
+    matrix = head.float().t()
+    chunk_tokens = max(1, CHUNK_LOGITS // head.shape[0])
+    for first in range(0, len(hidden), chunk_tokens):
+        chunk = slice(first, first + chunk_tokens)
+        logits = hidden[chunk].float() @ matrix
+        if soft_cap is not None:
+            logits.div_(soft_cap).tanh_().mul_(soft_cap)
+        logits.div_(temperature).sub_(logits.amax(-1, keepdim=True))
+        weights = logits.exp()
+        totals = weights.sum(-1)
+        log_totals = totals.log()
+        chosen = logits.gather(-1, token_ids[chunk, None]).squeeze(-1)
+        logprobs[chunk] = chosen - log_totals
+        entropies[chunk] = log_totals - torch.linalg.vecdot(weights, logits) / totals
+    return TokenLogprobs(logprobs, entropies)
+
+
+@torch.no_grad()
+def head_logprobs_triton(
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    token_ids: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    soft_cap: float | None = None,
+) -> TokenLogprobs:
+    """:func:`head_logprobs` as a kernel; on a CPU in Triton's interpreter only."""
+    _refuse(hidden, head, token_ids, temperature)
+    if hidden.dtype != head.dtype or not (hidden.is_contiguous() and head.is_contiguous()):
+        raise ValueError(
+            f"hidden and head must be contiguous and of one dtype, "
+            f"got {hidden.dtype} and {head.dtype}"
+        )
+    (tokens, width), vocab = hidden.shape, head.shape[0]
+    parts = -(-vocab // VOCAB_PART)
+    peaks, totals, weighted, chosen = hidden.new_empty((4, parts, tokens), dtype=torch.float32)
+    if tokens:
+        # Tokens are the fast axis: programs of one part run together and share its reads.
+        _head_logprobs_kernel[(-(-tokens // TOKEN_TILE), parts)](
+            hidden, head, token_ids, peaks, totals, weighted, chosen,
+            tokens, vocab, 1.0 / temperature, soft_cap or 0.0,
+            WIDTH=width, PART=VOCAB_PART, TOKENS=TOKEN_TILE, VOCAB=VOCAB_TILE,
+            HIDDEN=HIDDEN_TILE_BYTES // hidden.element_size(), CAPPED=soft_cap is not None,
+        )  # fmt: skip
+    peak = peaks.amax(0)
+    shares = torch.exp(peaks - peak)
+    total = (totals * shares).sum(0)
+    log_z = peak + total.log()
+    return TokenLogprobs(chosen.sum(0) - log_z, log_z - (weighted * shares).sum(0) / total)
+
+
+def _refuse(
+    hidden: torch.Tensor, head: torch.Tensor, token_ids: torch.Tensor, temperature: float
+) -> None:
+    shapes = list(hidden.shape), list(head.shape), list(token_ids.shape)
+    if hidden.ndim != 2 or hidden.shape[1:] != head.shape[1:] or len(shapes[0]) != len(shapes[1]):
+        raise ValueError(f"expected hidden [T, H] and head [V, H], got {shapes[0]} and {shapes[1]}")
+    if token_ids.shape != hidden.shape[:1]:
+        raise ValueError(f"expected one of token_ids for each of {shapes[0][0]}, got {shapes[2]}")
+    if not temperature > 0:
+        raise ValueError(f"temperature divides logits and must be > 0, got {temperature}")
+
+
+@jit
+def _head_logprobs_kernel(
+    hidden_ptr,  # [T, WIDTH]
+    head_ptr,  # [V, WIDTH]
+    token_ids_ptr,  # [T]
+    peaks_ptr,  # [Z, T] out: the largest logit of a part
+    totals_ptr,  # [Z, T] out: sum of exp(logit - peak)
+    weighted_ptr,  # [Z, T] out: sum of logit * exp(logit - peak)
+    chosen_ptr,  # [Z, T] out: the given token's logit, 0 where another part has it
+    tokens,
+    vocab,
+    inverse_temperature,
+    soft_cap,
+    WIDTH: tl.constexpr,  # H
+    PART: tl.constexpr,
+    TOKENS: tl.constexpr,
+    VOCAB: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """One program per tile of tokens and part of the vocabulary."""
+    part = tl.program_id(1)
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_token = t < tokens
+    h = tl.arange(0, HIDDEN)
+    token_id = tl.load(token_ids_ptr + t, mask=is_token, other=-1)
+    hidden_at = hidden_ptr + t.to(tl.int64)[:, None] * WIDTH + h[None, :]
+    peak = tl.full([TOKENS], float("-inf"), tl.float32)
+    total = tl.zeros([TOKENS], tl.float32)
+    weighted = tl.zeros([TOKENS], tl.float32)
+    chosen = tl.zeros([TOKENS], tl.float32)
+    for first in range(part * PART, tl.minimum((part + 1) * PART, vocab), VOCAB):
+        v = first + tl.arange(0, VOCAB)
+        is_word = v < vocab
+        head_at = head_ptr + v.to(tl.int64)[None, :] * WIDTH + h[:, None]
+        logit = tl.zeros([TOKENS, VOCAB], tl.float32)
+        for begin in range(0, WIDTH, HIDDEN):
+            inside = h < WIDTH - begin
+            a = tl.load(hidden_at + begin, mask=is_token[:, None] & inside[None, :], other=0.0)
+            b = tl.load(head_at + begin, mask=inside[:, None] & is_word[None, :], other=0.0)
+            logit += product(a, b)
+        if CAPPED:
+            logit = capped(logit, soft_cap)
+        logit = logit * inverse_temperature
+        is_chosen = v[None, :] == token_id[:, None]
+        chosen += tl.sum(tl.where(is_chosen, logit, 0.0), axis=1)
+        bounded = tl.where(is_word[None, :], logit, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(bounded, axis=1))
+        weight = tl.exp(bounded - new_peak[:, None])
+        shrink = tl.exp(peak - new_peak)
+        total = total * shrink + tl.sum(weight, axis=1)
+        weighted = weighted * shrink + tl.sum(weight * logit, axis=1)
+        peak = new_peak
+    at = part.to(tl.int64) * tokens + t
+    tl.store(peaks_ptr + at, peak, mask=is_token)
+    tl.store(totals_ptr + at, total, mask=is_token)
+    tl.store(weighted_ptr + at, weighted, mask=is_token)
+    tl.store(chosen_ptr + at, chosen, mask=is_token)
