@@ -1,0 +1,305 @@
+"""Which token comes next, on a GPU? All of :mod:`tidegate.kernels.sampling` in one launch.
+
+It sorts nothing: a limit is a threshold, found a bit at a time. Floats are mapped to integers of
+the same order; how many tokens (top-k), or how much probability (top-p), lies at or above a
+candidate decides one bit of the threshold, in a pass over a row that the GPU's cache holds. Rows
+without limits need three passes. It knows nothing of turns or seeds.
+
+A draw inverts the cumulative distribution, with the same uniform number that a CPU would take, so
+both draw the same token but where rounding decides. Adding Gumbel noise and taking the largest
+needs no cumulative sum, but a number per token of the vocabulary and not per row, and its draws
+would not be those of a CPU: a turn that moves between the two would be sampled by another rule. A
+row is one program's, summed in one order: a draw does not depend on the batch.
+
+Sources: radix selection, Alabi et al. 2012, doi:10.1145/2133803.2345676; the draw, Devroye 1986,
+section III.2. Letters in shapes: S rows to sample, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tidegate.kernels.optional_triton import jit, next_power_of_2, tl
+
+VOCAB_TILE = 4096
+"""Logits of one step: 16 for each of 256 threads. 38 tiles for V = 151,936."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """How each row is drawn, on the logits' device; the meaning is that of ``SamplingParams``."""
+
+    temperature: torch.Tensor
+    """[S], float32; 0 takes the most likely token."""
+    top_k: torch.Tensor
+    """[S], int64; 0 keeps all."""
+    top_p: torch.Tensor
+    """[S], float32; 1 keeps all."""
+    min_p: torch.Tensor
+    """[S], float32; 0 keeps all."""
+    uniforms: torch.Tensor
+    """[S], float64, in [0, 1)."""
+    allowed: torch.Tensor | None = None
+    """[S, ceil(V / 32)], int32: bit ``v % 32`` of word ``v // 32`` says whether token v may be."""
+
+
+def fused_sample_reference(
+    logits: torch.Tensor, columns: SamplingColumns
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What :func:`fused_sample` computes, row by row in float64. Slow and obviously right."""
+    tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    logprobs = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
+    for row, uniform in enumerate(columns.uniforms.tolist()):
+        row_logprobs = _processed(logits[row], columns, row)
+        cumulative = row_logprobs.exp().cumsum(-1)
+        last = int(row_logprobs.isfinite().nonzero()[-1])
+        token = min(int((cumulative <= uniform * cumulative[-1]).sum()), last)
+        if columns.temperature[row] == 0:
+            token = int(row_logprobs.argmax())
+        tokens[row], logprobs[row] = token, row_logprobs[token]
+    return tokens, logprobs
+
+
+def _processed(logits: torch.Tensor, columns: SamplingColumns, row: int) -> torch.Tensor:
+    """One row's log-probabilities after all options, -inf where a token can't be drawn. [V]"""
+    logits, vocab = logits.double(), len(logits)
+    if columns.allowed is not None:
+        words = columns.allowed[row].repeat_interleave(32)[:vocab]
+        bits = words >> (torch.arange(vocab, device=words.device) % 32) & 1
+        logits = logits.masked_fill(bits == 0, -torch.inf)
+    if (temperature := float(columns.temperature[row])) == 0:
+        return torch.log_softmax(logits, -1)
+    logits = logits / temperature
+    floor = logits.amax() + columns.min_p[row].double().log()
+    logits = logits.masked_fill(logits < floor, -torch.inf)
+    ranked = logits.sort(descending=True).values[: int(columns.top_k[row]) or vocab]
+    probabilities = torch.softmax(ranked, -1)
+    if (top_p := float(columns.top_p[row])) < 1:
+        ranked = ranked[probabilities.cumsum(-1) - probabilities < top_p]
+    return torch.log_softmax(logits.masked_fill(logits < ranked[-1], -torch.inf), -1)
+
+
+def fused_sample(
+    logits: torch.Tensor, columns: SamplingColumns
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per row.
+
+    The order is temperature, min-p, top-k, top-p; each limits what the ones before have left, and
+    tokens that tie with the last one kept are kept too. Bias and penalties touch few logits: add
+    them before.
+
+    Args:
+        logits: [S, V], float32, each row contiguous.
+        columns: of the same S rows.
+
+    Returns:
+        Token ids [S], int64, and their log-probabilities [S], float32, under the distribution
+        drawn from; at temperature 0, under the plain one.
+    """
+    if logits.is_cuda:
+        return fused_sample_triton(logits, columns)
+    return fused_sample_reference(logits, columns)
+
+
+def fused_sample_triton(
+    logits: torch.Tensor, columns: SamplingColumns
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`fused_sample` as a kernel; on a CPU in Triton's interpreter only."""
+    _refuse_shapes(logits, columns)
+    rows, vocab = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    allowed = columns.allowed
+    if rows:
+        _sample_kernel[(rows,)](
+            logits, logits if allowed is None else allowed, columns.temperature, columns.top_k,
+            columns.top_p, columns.min_p, columns.uniforms, tokens, logprobs,
+            vocab, logits.stride(0), 0 if allowed is None else allowed.stride(0),
+            TILE=VOCAB_TILE, TILES=next_power_of_2(-(-vocab // VOCAB_TILE)),
+            MASKED=allowed is not None, num_warps=8,
+        )  # fmt: skip
+    return tokens, logprobs
+
+
+def _refuse_shapes(logits: torch.Tensor, columns: SamplingColumns) -> None:
+    """Insist on what the kernel takes for granted: a wrong address is no error on a GPU."""
+    if logits.ndim != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1:
+        raise ValueError(
+            f"expected logits [S, V], float32, with contiguous rows; "
+            f"got {list(logits.shape)}, {logits.dtype}"
+        )
+    rows, vocab = logits.shape
+    wanted = {"top_k": torch.int64, "uniforms": torch.float64}
+    for name in ("temperature", "top_k", "top_p", "min_p", "uniforms"):
+        column, dtype = getattr(columns, name), wanted.get(name, torch.float32)
+        if column.shape != (rows,) or column.dtype != dtype:
+            raise ValueError(
+                f"{name} must be {dtype} with one entry for each of {rows} rows, "
+                f"got {list(column.shape)}, {column.dtype}"
+            )
+    words = -(-vocab // 32)
+    if columns.allowed is not None and columns.allowed.shape != (rows, words):
+        raise ValueError(
+            f"allowed holds {words} words of 32 tokens for each of {rows} rows, "
+            f"got {list(columns.allowed.shape)}"
+        )
+
+
+# Below, ``row`` is (its logits' pointer, its mask's pointer, V), and ``rule`` (peak, divisor,
+# floor): a token's scaled logit is (logit - peak) / divisor, at most 0, and at least floor.
+
+
+@jit
+def _read(row, first, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """The logits of a tile of tokens, -inf for those that may not be or are none."""
+    logits_ptr, allowed_ptr, vocab = row
+    v = first + tl.arange(0, TILE)
+    x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf"))
+    if MASKED:
+        word = tl.load(allowed_ptr + v // 32, mask=v < vocab, other=0)
+        x = tl.where(((word >> (v % 32)) & 1) == 1, x, float("-inf"))
+    return x
+
+
+@jit
+def _key(x):
+    """Integers in the order of the floats x: with the sign bit flipped, or all bits if negative."""
+    bits = (x + 0.0).to(tl.uint32, bitcast=True)  # + 0.0: the two zeros are one
+    return tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
+
+
+@jit
+def _weigh(row, rule, threshold, first, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """A tile's scaled logits, which of them are kept, and the weights of these in a draw."""
+    peak, divisor, floor = rule
+    x = _read(row, first, TILE, MASKED)
+    scaled = (x - peak) / divisor
+    kept = (_key(x) >= threshold) & ~(scaled < floor)  # not >=: a NaN is kept, and shows
+    return scaled, kept, tl.where(kept, tl.exp(scaled), 0.0)
+
+
+@jit
+def _peak(row, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """The largest logit, and the first token that has it."""
+    peak = tl.full((), float("-inf"), tl.float32)
+    best = tl.full((), 0, tl.int32)
+    for first in range(0, row[2], TILE):
+        tile_peak, place = tl.max(_read(row, first, TILE, MASKED), axis=0, return_indices=True)
+        best = tl.where(tile_peak > peak, first + place, best)
+        peak = tl.maximum(peak, tile_peak)
+    return peak, best
+
+
+@jit
+def _threshold(row, rule, target, COUNTS: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """The largest key such that tokens at or above it, and the floor, reach the target together.
+
+    With COUNTS each weighs 1, else exp(its scaled logit). 0, below all keys, if nothing does.
+    """
+    threshold = tl.full((), 0, tl.uint32)
+    bit = tl.full((), 0x80000000, tl.uint32)
+    for _ in range(0, 32):
+        candidate = threshold | bit
+        reached = tl.full((), 0.0, tl.float64)
+        for first in range(0, row[2], TILE):
+            _scaled, kept, weight = _weigh(row, rule, candidate, first, TILE, MASKED)
+            if COUNTS:
+                weight = kept.to(tl.float32)
+            reached += tl.sum(weight, axis=0).to(tl.float64)
+        threshold = tl.where(reached >= target, candidate, threshold)
+        bit = bit >> 1
+    return threshold
+
+
+@jit
+def _mass(row, rule, threshold, top_k, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """What the tokens that top-k leaves weigh together.
+
+    Of those that tie for the last of the k, only as many as make up k have a share.
+    """
+    count = tl.full((), 0, tl.int32)
+    lowest = tl.full((), 0.0, tl.float32)
+    mass = tl.full((), 0.0, tl.float64)
+    for first in range(0, row[2], TILE):
+        scaled, kept, weight = _weigh(row, rule, threshold, first, TILE, MASKED)
+        count += tl.sum(kept.to(tl.int32), axis=0)
+        lowest = tl.minimum(lowest, tl.min(tl.where(kept, scaled, 0.0), axis=0))
+        mass += tl.sum(weight, axis=0).to(tl.float64)
+    surplus = tl.where((top_k > 0) & (count > top_k), count - top_k, 0)
+    return mass - surplus.to(tl.float64) * tl.exp(lowest).to(tl.float64)
+
+
+@jit
+def _draw(
+    row,
+    rule,
+    threshold,
+    uniform,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The token whose interval holds the uniform number, and the sum of all weights."""
+    tiles = tl.arange(0, TILES)
+    sums = tl.zeros([TILES], tl.float64)
+    for first in range(0, row[2], TILE):
+        _scaled, _kept, weight = _weigh(row, rule, threshold, first, TILE, MASKED)
+        sums = tl.where(tiles == first // TILE, tl.sum(weight, axis=0).to(tl.float64), sums)
+    total = tl.sum(sums, axis=0)
+    target = uniform * total
+    # The first tile whose cumulative sum exceeds the target; rounding may leave none.
+    tile = tl.sum((tl.cumsum(sums, axis=0) <= target).to(tl.int32), axis=0)
+    tile = tl.minimum(tile, tl.max(tl.where(sums > 0, tiles, 0), axis=0))
+    target -= tl.sum(tl.where(tiles < tile, sums, 0.0), axis=0)
+    places = tl.arange(0, TILE)
+    _scaled, _kept, weight = _weigh(row, rule, threshold, tile * TILE, TILE, MASKED)
+    cumulative = tl.cumsum(weight.to(tl.float64), axis=0)
+    place = tl.sum((cumulative <= target).to(tl.int32), axis=0)
+    place = tl.minimum(place, tl.max(tl.where(weight > 0, places, 0), axis=0))
+    return tl.minimum(tile * TILE + place, row[2] - 1), total.to(tl.float32)
+
+
+@jit
+def _sample_kernel(
+    logits_ptr,  # [S, V]
+    allowed_ptr,  # [S, words], if MASKED
+    temperature_ptr,  # [S], as are the next four
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    uniforms_ptr,
+    tokens_ptr,  # [S] out
+    logprobs_ptr,  # [S] out
+    vocab,
+    row_stride,
+    allowed_stride,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One program per row: its peak, its thresholds, its sums by tile, then the draw."""
+    s = tl.program_id(0).to(tl.int64)
+    row = (logits_ptr + s * row_stride, allowed_ptr + s * allowed_stride, vocab)
+    temperature = tl.load(temperature_ptr + s)
+    is_greedy = temperature == 0
+    divisor = tl.where(is_greedy, 1.0, temperature)
+    top_k = tl.where(is_greedy, 0, tl.load(top_k_ptr + s))
+    top_p = tl.where(is_greedy, 1.0, tl.load(top_p_ptr + s))
+    min_p = tl.where(is_greedy, 0.0, tl.load(min_p_ptr + s))
+    floor = tl.where(min_p > 0, tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))
+
+    peak, best = _peak(row, TILE, MASKED)
+    rule = (peak, divisor, floor)
+    threshold = tl.full((), 0, tl.uint32)
+    if (top_k > 0) & (top_k < vocab):
+        threshold = _threshold(row, rule, top_k.to(tl.float64), True, TILE, MASKED)
+    if top_p < 1:
+        target = top_p.to(tl.float64) * _mass(row, rule, threshold, top_k, TILE, MASKED)
+        by_mass = _threshold(row, rule, target, False, TILE, MASKED)
+        threshold = tl.maximum(threshold, by_mass)
+    uniform = tl.load(uniforms_ptr + s)
+    drawn, total = _draw(row, rule, threshold, uniform, TILE, TILES, MASKED)
+    token = tl.where(is_greedy, best, drawn)
+    scaled = (tl.load(logits_ptr + s * row_stride + token) - peak) / divisor
+    tl.store(tokens_ptr + s, token.to(tl.int64))
+    tl.store(logprobs_ptr + s, scaled - tl.log(total))

@@ -1,0 +1,202 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tidegate.kernels import fused_sampling as module
+from tidegate.kernels.fused_sampling import (
+    SamplingColumns,
+    fused_sample,
+    fused_sample_reference,
+    fused_sample_triton,
+)
+from tidegate.kernels.sampling import sample
+from tidegate.kernels.uniforms import uniforms
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TILE = 256
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else no vocabulary that is quick to interpret has several."""
+    monkeypatch.setattr(module, "VOCAB_TILE", TILE)
+
+
+def make_columns(rows: int, **given: float) -> SamplingColumns:
+    """The defaults of an unlimited draw, with other values for all rows where given."""
+    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | given
+    numbers = uniforms(np.arange(rows, dtype=np.uint64), np.zeros(rows, np.uint64))
+    return SamplingColumns(
+        temperature=torch.full((rows,), values["temperature"], device=DEVICE),
+        top_k=torch.full((rows,), int(values["top_k"]), dtype=torch.int64, device=DEVICE),
+        top_p=torch.full((rows,), values["top_p"], device=DEVICE),
+        min_p=torch.full((rows,), values["min_p"], device=DEVICE),
+        uniforms=torch.from_numpy(numbers).to(DEVICE),
+    )
+
+
+def make_logits(rows: int, vocab: int, spread: float = 2.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(vocab)
+    return (spread * torch.randn(rows, vocab, generator=generator)).to(DEVICE)
+
+
+def assert_drawn_alike(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
+    tokens, logprobs = fused_sample_triton(logits, columns)
+    expected_tokens, expected_logprobs = fused_sample_reference(logits, columns)
+    assert tokens.tolist() == expected_tokens.tolist()
+    torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-5, atol=1e-5)
+    return tokens
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 33, TILE - 1, TILE, TILE + 1, 3 * TILE, 5 * TILE + 9])
+def test_without_limits_a_draw_inverts_the_whole_distribution(vocab: int) -> None:
+    assert_drawn_alike(make_logits(4, vocab), make_columns(4))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"top_k": 1},
+        {"top_k": 5},
+        {"top_k": 10_000},
+        {"top_p": 0.3},
+        {"top_p": 0.95},
+        {"top_p": 1e-9},
+        {"min_p": 0.2},
+        {"top_k": 20, "top_p": 0.8, "temperature": 0.7},
+        {"top_k": 50, "top_p": 0.9, "min_p": 0.05, "temperature": 1.5},
+        {"temperature": 0.0, "top_k": 3, "top_p": 0.1},
+    ],
+    ids=str,
+)
+def test_each_limit_and_all_together_leave_what_the_reference_leaves(
+    given: dict[str, float],
+) -> None:
+    assert_drawn_alike(make_logits(2, TILE + 5), make_columns(2, **given))
+
+
+def test_rows_with_different_options_share_a_launch() -> None:
+    columns = make_columns(4)
+    columns.temperature.copy_(torch.tensor([1.0, 0.0, 0.5, 2.0]))
+    columns.top_k.copy_(torch.tensor([0, 4, 7, 0]))
+    columns.top_p.copy_(torch.tensor([1.0, 0.5, 1.0, 0.8]))
+
+    assert_drawn_alike(make_logits(4, 300), columns)
+
+
+def test_a_draw_is_the_one_that_the_cpu_engine_makes() -> None:
+    rows, vocab = 8, 200
+    logits = make_logits(rows, vocab)
+    columns = make_columns(rows, top_k=40, top_p=0.9, temperature=0.8)
+
+    expected, expected_logprobs = sample(
+        logits.cpu(),
+        columns.temperature.cpu().numpy(),
+        columns.top_k.cpu().numpy(),
+        columns.top_p.cpu().numpy(),
+        columns.uniforms.cpu().numpy(),
+    )
+
+    tokens, logprobs = fused_sample_triton(logits, columns)
+    assert tokens.tolist() == expected.tolist()
+    torch.testing.assert_close(logprobs.cpu(), expected_logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_that_tie_with_the_last_one_kept_are_kept_and_counted_once() -> None:
+    # 0.0 and -0.0 tie. Of top_k = 2, the share for top_p is of two tokens, though three are kept.
+    logits = torch.tensor([[1.0, 0.0, -0.0, -5.0]], device=DEVICE).expand(5, -1).contiguous()
+    columns = make_columns(5, top_k=2, top_p=0.74)
+    columns.uniforms.copy_(torch.arange(5) / 5)
+
+    tokens = assert_drawn_alike(logits, columns)
+
+    assert set(tokens.tolist()) == {0, 1, 2}
+
+
+def test_what_a_mask_forbids_is_never_drawn_and_has_no_share() -> None:
+    vocab = 200
+    logits = make_logits(3, vocab)
+    logits[:, 3] = 50.0
+    allowed = np.random.default_rng(0).random((3, vocab)) < 0.3
+    allowed[:, 3] = False
+    allowed[:, 7] = True
+    padded = np.zeros((3, -(-vocab // 32) * 32), bool)
+    padded[:, :vocab] = allowed
+    words = np.packbits(padded, axis=-1, bitorder="little").view(np.int32)
+    for given in ({}, {"top_k": 4, "top_p": 0.9}, {"temperature": 0.0}):
+        columns = replace(make_columns(3, **given), allowed=torch.from_numpy(words).to(DEVICE))
+        tokens = assert_drawn_alike(logits, columns)
+        assert allowed[np.arange(3), tokens.cpu().numpy()].all()
+
+
+def test_the_ends_of_the_unit_interval_draw_tokens_that_may_be() -> None:
+    logits = make_logits(2, 3 * TILE)
+    logits[:, :5] = -torch.inf
+    logits[:, -5:] = -torch.inf
+    columns = make_columns(2)
+    columns.uniforms.copy_(torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64))
+
+    tokens, logprobs = fused_sample_triton(logits, columns)
+
+    assert logprobs.isfinite().all()
+    assert tokens.tolist() == [5, 3 * TILE - 6]
+
+
+def test_a_row_draws_the_same_whatever_rows_are_beside_it() -> None:
+    logits = make_logits(5, 200)
+    columns = make_columns(5, top_p=0.9)
+
+    together = fused_sample_triton(logits, columns)
+
+    one = SamplingColumns(
+        *(getattr(columns, name)[3:4] for name in SamplingColumns.__slots__ if name != "allowed")
+    )
+    alone = fused_sample_triton(logits[3:4], one)
+    assert torch.equal(alone[0], together[0][3:4])
+    assert torch.equal(alone[1], together[1][3:4])
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # which is what it is about: numpy's, interpreting
+def test_a_temperature_near_zero_takes_the_likeliest_token() -> None:
+    logits = torch.tensor([[30.0, -20.0, 29.0]], device=DEVICE)
+
+    tokens, logprobs = fused_sample_triton(logits, make_columns(1, temperature=1e-38))
+
+    assert (tokens.tolist(), logprobs.tolist()) == ([0], [0.0])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, interpreting
+def test_a_logit_that_is_no_number_leaves_no_logprob_that_is_one() -> None:
+    logits = make_logits(2, 300)
+    logits[0, 7] = torch.nan
+    logits[1, 280] = torch.nan
+
+    tokens, logprobs = fused_sample_triton(logits, make_columns(2))
+
+    assert logprobs.isnan().all()
+    assert ((tokens >= 0) & (tokens < 300)).all()
+
+
+def test_columns_that_do_not_fit_are_refused() -> None:
+    logits, columns = make_logits(2, 40), make_columns(2)
+
+    with pytest.raises(ValueError, match=r"top_k must be torch.int64 with one entry for each of 2"):
+        fused_sample_triton(logits, replace(columns, top_k=columns.top_k.int()))
+    with pytest.raises(ValueError, match="allowed holds 2 words of 32 tokens for each of 2 rows"):
+        fused_sample_triton(logits, replace(columns, allowed=columns.top_k[:, None].int()))
+    with pytest.raises(ValueError, match=r"torch\.bfloat16"):
+        fused_sample_triton(logits.bfloat16(), columns)
+
+
+def test_on_a_cpu_the_reference_is_what_runs() -> None:
+    logits, columns = make_logits(2, 40).cpu(), make_columns(2)
+    columns = SamplingColumns(
+        *(getattr(columns, name).cpu() for name in SamplingColumns.__slots__ if name != "allowed")
+    )
+
+    for actual, expected in zip(
+        fused_sample(logits, columns), fused_sample_reference(logits, columns), strict=True
+    ):
+        assert torch.equal(actual, expected)
