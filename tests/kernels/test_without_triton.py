@@ -1,0 +1,43 @@
+import subprocess
+import sys
+
+HIDDEN = "import sys; sys.modules['triton'] = None\n"
+"""Makes every import of it fail, as where it is not installed."""
+
+CPU = """
+import torch
+import tidegate.engine.worker
+from tidegate.errors import TritonMissing
+from tidegate.kernels import fused_sampling, paged_attention, rope_write, segment_weights
+from tidegate.kernels.head_logprobs import head_logprobs
+from tidegate.kernels.residual_norm import residual_norm, residual_norm_triton
+
+x = torch.ones(2, 8)
+print(head_logprobs(x, torch.ones(4, 8), torch.tensor([0, 3])).entropies.tolist())
+print(residual_norm(x, None, x[0], 1e-6).tolist())
+try:
+    residual_norm_triton(x, None, x[0], 1e-6)
+except TritonMissing as error:
+    print(error)
+"""
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr[-1000:]
+    return done.stdout
+
+
+def test_all_runs_on_a_cpu_without_triton_and_a_kernel_says_what_to_install() -> None:
+    entropies, norms, message = run(HIDDEN + CPU).splitlines()
+
+    assert entropies.startswith("[1.386")  # log 4
+    assert norms.startswith("[[0.9999")
+    assert "_residual_norm_kernel runs on a GPU by Triton" in message
+    assert "pip install 'tidegate[gpu]'" in message
+
+
+def test_an_engine_on_a_cpu_does_not_load_triton_even_if_it_is_there() -> None:
+    assert run("import tidegate.engine.worker, sys; print('triton' in sys.modules)") == "False\n"
