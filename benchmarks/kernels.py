@@ -1,0 +1,134 @@
+"""How fast are the kernels on this GPU, beside torch and beside what the hardware allows?
+
+``python -m benchmarks.kernels [--json]`` prints ``name, value, unit, peer, ratio``, and writes the
+same with the device's name to benchmarks/results/kernels.jsonl. ``peer`` is the time of torch's own
+operations, ``ratio`` how many times ours it is. ``roofline_share`` is the least time that the bytes
+and operations take, at the rates that a copy and a large matrix product reach here, over ours.
+``error_max`` is the largest difference from torch's result. Without a GPU it ends with status 2.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.kernel_cases import REAL, Case, cases
+
+RESULTS = Path(__file__).parent / "results" / "kernels.jsonl"
+RUNS = 50
+WARMUP_RUNS = 5
+"""The first compiles."""
+COPY_BYTES = 2**30
+GEMM_SIDE = 8192
+FLUSH_BYTES = 2**28
+"""More than any GPU's cache: what a run reads is in its memory, as in a step of many layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What this GPU reaches where nothing else is asked of it."""
+
+    bytes_per_us: float
+    flops_per_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    value: float
+    unit: str
+    peer: float
+    ratio: float
+    spread: float
+    """The middle half of our times, as a share of their median."""
+    roofline_share: float
+    error_max: float
+    device: str
+    torch: str
+
+
+def times_us(work: Callable[[], torch.Tensor]) -> list[float]:
+    """GPU time of each run, out of a cold cache."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    for _ in range(WARMUP_RUNS):
+        work()
+    marks = [(_mark(), _mark()) for _ in range(RUNS)]
+    for begun, ended in marks:
+        flush.zero_()
+        begun.record()
+        work()
+        ended.record()
+    torch.cuda.synchronize()
+    return [1e3 * begun.elapsed_time(ended) for begun, ended in marks]
+
+
+def _mark() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def rates() -> Rates:
+    """Measure them."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    copy_us = statistics.median(times_us(lambda: target.copy_(source)))
+    matrix = torch.randn(GEMM_SIDE, GEMM_SIDE, device="cuda").to(REAL.dtype)
+    gemm_us = statistics.median(times_us(lambda: matrix @ matrix))
+    return Rates(2 * COPY_BYTES / copy_us, 2 * GEMM_SIDE**3 / gemm_us)
+
+
+def measure(case: Case, limits: Rates) -> Row:
+    """Compare first, then time both."""
+    error_max = float((case.ours().float() - case.peer().float()).abs().max())
+    ours, peer = times_us(case.ours), statistics.median(times_us(case.peer))
+    value = statistics.median(ours)
+    low, _, high = statistics.quantiles(ours, n=4)
+    least = max(case.moved_bytes / limits.bytes_per_us, case.flops / limits.flops_per_us)
+    return Row(
+        name=case.name,
+        value=value,
+        unit="us",
+        peer=peer,
+        ratio=peer / value,
+        spread=(high - low) / value,
+        roofline_share=least / value,
+        error_max=error_max,
+        device=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+    )
+
+
+def main() -> int:
+    """Measure all, print, and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one object a line")
+    as_json = parser.parse_args().json
+    if not torch.cuda.is_available():
+        print("benchmarks.kernels measures a GPU, and torch sees none here", file=sys.stderr)
+        return 2
+    limits = rates()
+    lines = []
+    for case in cases(REAL, "cuda"):
+        row = measure(case, limits)
+        lines.append(json.dumps(asdict(row)))
+        print(lines[-1] if as_json else _line(row), flush=True)
+    RESULTS.write_text("\n".join(lines) + "\n")
+    return 0
+
+
+def _line(row: Row) -> str:
+    return (
+        f"{row.name:28} {row.value:10.1f} {row.unit} {row.peer:10.1f} {row.ratio:6.2f}"
+        f"   roofline {row.roofline_share:5.0%}   spread {row.spread:4.0%}   "
+        f"error {row.error_max:.1e}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
