@@ -102,6 +102,9 @@ def _attention(
     def peer() -> torch.Tensor:
         """Gather the context, then attend: torch has no paged attention of its own."""
         context = cache[tables.long()].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)  # [2, R, K, C, D]
+        if counts == 1:  # the heads that share a KV head take the place of query tokens
+            asked = query.view(rows, sizes.kv_heads, -1, sizes.head_dim)
+            return F.scaled_dot_product_attention(asked, context[0], context[1]).view_as(query)
         asked = query.view(rows, counts, *query.shape[1:]).transpose(1, 2)
         out = F.scaled_dot_product_attention(
             asked, context[0], context[1], attn_mask=mask, enable_gqa=True

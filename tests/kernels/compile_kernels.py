@@ -1,0 +1,115 @@
+"""Do the kernels compile for a GPU that is not here, and how much shared memory would they take?
+
+``python -m tests.kernels.compile_kernels TARGET DTYPE`` makes every launch compile instead, and
+prints one JSON object a line. It runs nothing, so shapes can be those of real models; without
+``TRITON_INTERPRET``.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tidegate.kernels.fused_sampling import SamplingColumns, fused_sample_triton
+from tidegate.kernels.head_logprobs import head_logprobs_triton
+from tidegate.kernels.paged_attention import AttentionRule, PagedRows, paged_attention_triton
+from tidegate.kernels.residual_norm import residual_norm_triton
+from tidegate.kernels.rope_write import rope_write_triton
+from tidegate.kernels.segment_weights import WeightRule, segment_weights_triton
+
+TARGETS = {
+    "a100": GPUTarget("cuda", 80, 32),
+    "h100": GPUTarget("cuda", 90, 32),
+    "mi300": GPUTarget("hip", "gfx942", 64),
+}
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+
+
+def compile_launches(target: GPUTarget) -> None:
+    """Make Triton compile a kernel where it would launch it."""
+
+    def compile_it(kernel: Any, *args: Any, grid: object, warmup: bool, **named: Any) -> None:
+        options = {"num_warps": named.pop("num_warps", 4)}
+        given = dict(zip(kernel.arg_names, args, strict=False)) | named
+        # Triton compiles anew where an integer is 1, as if it were a constant.
+        ones = {name for name, value in given.items() if type(value) is int and value == 1}
+        ones |= {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+        constants = {name: given[name] for name in given if name in ones}
+        signature = {n: "constexpr" if n in constants else _type(v) for n, v in given.items()}
+        aligned = {
+            (place,): [["tt.divisibility", 16]]
+            for place, (name, value) in enumerate(given.items())
+            if isinstance(value, torch.Tensor)
+        }
+        source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+        built = triton.compile(source, target=target, options=options)
+        line = {"kernel": kernel.__name__, "shared_bytes": built.metadata.shared}
+        sys.stdout.write(json.dumps(line) + "\n")
+
+    triton.JITFunction.run = compile_it
+
+
+def _type(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def attention(dtype: torch.dtype, counts: list[int], rule: AttentionRule) -> None:
+    """32 query heads on 8 KV heads of 128, as in Llama 3 8B."""
+    rows = PagedRows(
+        token_offsets=torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int(),
+        starts=torch.zeros(len(counts), dtype=torch.int32),
+        tables=torch.zeros(len(counts), 256, dtype=torch.int32),
+        count_max=max(counts),
+    )
+    query = torch.zeros(sum(counts), 32, 128, dtype=dtype)
+    paged_attention_triton(query, torch.zeros(2, 2, 8, 16, 128, dtype=dtype), rows, rule)
+
+
+def layers(dtype: torch.dtype) -> None:
+    """What a step does between its projections, and scoring after the last layer."""
+    cache = torch.zeros(2, 2, 8, 16, 128, dtype=dtype)
+    ids = torch.zeros(4, dtype=torch.int64)
+    table = torch.zeros(64, 2, 128, dtype=dtype)
+    qkv = torch.zeros(4, 48, 128, dtype=dtype)
+    rope_write_triton(qkv, cache, table=table, positions=ids, slots=ids)
+    hidden = torch.zeros(4, 4096, dtype=dtype)
+    residual_norm_triton(hidden, hidden, hidden[0], 1e-6)
+    residual_norm_triton(qkv, None, table[0, 0], 1e-6, gemma=True)
+    head_logprobs_triton(hidden, torch.zeros(5000, 4096, dtype=dtype), ids, soft_cap=30.0)
+
+
+def columns() -> None:
+    """What has one entry per row or token."""
+    ids, ones, allowed = torch.zeros(4, dtype=torch.int64), torch.ones(4), torch.zeros(4, 4748)
+    rows = SamplingColumns(ones, ids, ones, ones, ones.double(), allowed.int())
+    fused_sample_triton(torch.zeros(4, 151_936), rows)
+    rule = WeightRule(mean=True, outside="drop", weight_max=2.0)
+    segment_weights_triton(ones, ones > 0, ids, rule)
+
+
+def main() -> None:
+    """Launch everything once."""
+    target, dtype = sys.argv[1:]
+    compile_launches(TARGETS[target])
+    numbers = getattr(torch, dtype)
+    attention(numbers, [1, 1], AttentionRule(scale=0.1))
+    attention(numbers, [1, 100], AttentionRule(scale=0.1, window_tokens=512, soft_cap=50.0))
+    layers(numbers)
+    columns()
+
+
+if __name__ == "__main__":
+    main()
