@@ -167,6 +167,44 @@ def _refuse_shapes(
 
 
 @jit
+def _bounds(
+    first, end, window, split, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr
+):
+    """The positions that queries at [first, end) may see of a split, from a tile's first on."""
+    low = 0
+    high = end
+    if WINDOWED:
+        low = tl.maximum(first - window + 1, 0)
+    if SPLIT > 0:
+        low = tl.maximum(low, split * SPLIT)
+        high = tl.minimum(high, (split + 1) * SPLIT)
+    return low // KEYS * KEYS, high
+
+
+@jit
+def _scores(
+    query, key, behind, window, scale, soft_cap, WINDOWED: tl.constexpr, CAPPED: tl.constexpr
+):
+    """Scores of keys that lie so many positions behind each query; -inf if not seen. [M, KEYS]"""
+    score = product(query, tl.trans(key)) * scale
+    if CAPPED:
+        score = capped(score, soft_cap)
+    sees = behind >= 0
+    if WINDOWED:
+        sees = sees & (behind < window)
+    return tl.where(sees, score, float("-inf"))
+
+
+@jit
+def _vectors(
+    table_ptr, position, is_key, kv_head, KV_HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr
+):
+    """Where keys lie in the cache, in vectors of D; their values lie KV_HEADS blocks further."""
+    block = tl.load(table_ptr + position // BLOCK_TOKENS, mask=is_key, other=0).to(tl.int64)
+    return (block * 2 * KV_HEADS + kv_head) * BLOCK_TOKENS + position % BLOCK_TOKENS
+
+
+@jit
 def _cached(cache_ptr, vector, is_key, D: tl.constexpr, DIMS: tl.constexpr):
     """The vectors of D numbers at these places of the cache, 0 for what is no key. [KEYS, DIMS]"""
     d = tl.arange(0, DIMS)
@@ -236,32 +274,23 @@ def _attend_kernel(
     query_at = query_ptr + (token * token_stride + head * D)[:, None] + d[None, :]
     query = tl.load(query_at, mask=is_element, other=0.0)
 
-    low = 0
-    high = start + tl.minimum(first_query + queries, count)  # past the last query's position
-    if WINDOWED:
-        low = tl.maximum(start + first_query - window + 1, 0)
-    if SPLIT > 0:
-        low = tl.maximum(low, split * SPLIT)
-        high = tl.minimum(high, (split + 1) * SPLIT)
+    end_query = tl.minimum(first_query + queries, count)
+    low, high = _bounds(
+        start + first_query, start + end_query, window, split, KEYS, SPLIT, WINDOWED
+    )
+    table_ptr = tables_ptr + row * table_stride
     peak = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_ROWS], tl.float32)
     summed = tl.zeros([QUERY_ROWS, DIMS], tl.float32)
-    for tile in range(low // KEYS * KEYS, high, KEYS):
+    for tile in range(low, high, KEYS):
         position = tile + tl.arange(0, KEYS)
         is_key = position < high
-        block_at = tables_ptr + row * table_stride + position // BLOCK_TOKENS
-        block = tl.load(block_at, mask=is_key, other=0).to(tl.int64)
-        vector = (block * 2 * KV_HEADS + kv_head) * BLOCK_TOKENS + position % BLOCK_TOKENS
+        vector = _vectors(table_ptr, position, is_key, kv_head, KV_HEADS, BLOCK_TOKENS)
         key = _cached(cache_ptr, vector, is_key, D, DIMS)
         value = _cached(cache_ptr, vector + KV_HEADS * BLOCK_TOKENS, is_key, D, DIMS)
-        score = product(query, tl.trans(key)) * scale
-        if CAPPED:
-            score = capped(score, soft_cap)
-        behind = (start + place)[:, None] - position[None, :]
-        sees = (behind >= 0) & is_key[None, :]
-        if WINDOWED:
-            sees = sees & (behind < window)
-        score = tl.where(sees, score, float("-inf"))
+        # What lies past the split is the next one's: here it counts as ahead of every query.
+        behind = tl.where(is_key[None, :], (start + place)[:, None] - position[None, :], -1)
+        score = _scores(query, key, behind, window, scale, soft_cap, WINDOWED, CAPPED)
         peak, total, summed = _folded((peak, total, summed), score, value)
     total = tl.where(total > 0, total, 1.0)  # a split may hold nothing that a query sees
     vector = (split.to(tl.int64) * tokens + token) * (KV_HEADS * SHARE) + head
