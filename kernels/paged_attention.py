@@ -255,8 +255,7 @@ def _attend_kernel(
 ):
     """One program per row and tile of query tokens, KV head, and split."""
     row = tl.program_id(0) // tiles
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    kv_head, split = tl.program_id(1), tl.program_id(2)
     queries: tl.constexpr = QUERY_ROWS // SHARE
     first_query = (tl.program_id(0) % tiles) * queries
     first_token = tl.load(offsets_ptr + row)
