@@ -287,8 +287,7 @@ def _attend_kernel(
         vector = _vectors(table_ptr, position, is_key, kv_head, KV_HEADS, BLOCK_TOKENS)
         key = _cached(cache_ptr, vector, is_key, D, DIMS)
         value = _cached(cache_ptr, vector + KV_HEADS * BLOCK_TOKENS, is_key, D, DIMS)
-        # What lies past the split is the next one's: here it counts as ahead of every query.
-        behind = tl.where(is_key[None, :], (start + place)[:, None] - position[None, :], -1)
+        behind = (start + place)[:, None] - position[None, :]
         score = _scores(query, key, behind, window, scale, soft_cap, WINDOWED, CAPPED)
         peak, total, summed = _folded((peak, total, summed), score, value)
     total = tl.where(total > 0, total, 1.0)  # a split may hold nothing that a query sees
