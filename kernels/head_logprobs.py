@@ -3,9 +3,9 @@
 What scoring needs: a trainer's or reference model's log-probabilities of tokens known already. At
 T = 8192 and V = 151,936 the float32 logits alone are 5 GB, for 32 KB of answer. It knows no model.
 
-A GPU's program multiplies a tile of tokens with a part of the head, a tile of the vocabulary at a
-time, and keeps per token the running maximum and sums; the parts are merged after. A part begins
-where it does whatever T is, so a token's sum has one order in any company. Products of bfloat16
+The vocabulary is cut into parts, which are merged after: of each, per token, the maximum and sums.
+A GPU's program takes a part for a tile of tokens, a tile of the part at a time. A part begins where
+it does whatever T is, so there a token's sum has one order in any company. Products of bfloat16
 numbers are exact in float32, in which they are summed: a bfloat16 head on bfloat16 hidden states
 gives what both, widened to float32, would.
 
@@ -21,11 +21,11 @@ import torch
 from tidegate.kernels.optional_triton import jit, tl
 from tidegate.kernels.triton_math import capped, product
 
-CHUNK_LOGITS = 2**24
-"""Logits a CPU computes at a time: 64 MB, so 110 tokens share a read of a head of V = 151,936."""
-
 VOCAB_PART = 4096
 """Of one program: 38 for V = 151,936, enough to fill a GPU from 256 tokens on."""
+
+CHUNK_TOKENS = 256
+"""Of a CPU's products: with VOCAB_PART 4 MB of logits, which its caches hold for the sums."""
 
 TOKEN_TILE = 64
 VOCAB_TILE = 128
@@ -95,25 +95,27 @@ def head_logprobs_chunked(
     temperature: float = 1.0,
     soft_cap: float | None = None,
 ) -> TokenLogprobs:
-    """:func:`head_logprobs` a few tokens at a time: what a CPU does."""
+    """:func:`head_logprobs` a part of the vocabulary at a time: what a CPU does."""
     _refuse(hidden, head, token_ids, temperature)
-    logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
-    entropies = torch.empty_like(logprobs)
-    matrix = head.float().t()
-    chunk_tokens = max(1, CHUNK_LOGITS // head.shape[0])
-    for first in range(0, len(hidden), chunk_tokens):
-        chunk = slice(first, first + chunk_tokens)
-        logits = hidden[chunk].float() @ matrix
-        if soft_cap is not None:
-            logits.div_(soft_cap).tanh_().mul_(soft_cap)
-        logits.div_(temperature).sub_(logits.amax(-1, keepdim=True))
-        weights = logits.exp()
-        totals = weights.sum(-1)
-        log_totals = totals.log()
-        chosen = logits.gather(-1, token_ids[chunk, None]).squeeze(-1)
-        logprobs[chunk] = chosen - log_totals
-        entropies[chunk] = log_totals - torch.linalg.vecdot(weights, logits) / totals
-    return TokenLogprobs(logprobs, entropies)
+    starts = range(0, head.shape[0], VOCAB_PART)
+    sums = hidden.new_empty((4, len(starts), len(hidden)), dtype=torch.float32)
+    for first in range(0, len(hidden), CHUNK_TOKENS):
+        chunk = slice(first, first + CHUNK_TOKENS)
+        wide = hidden[chunk].float()
+        for part, start in enumerate(starts):
+            logits = wide @ head[start : start + VOCAB_PART].float().t()
+            if soft_cap is not None:
+                logits.div_(soft_cap).tanh_().mul_(soft_cap)
+            logits.div_(temperature)
+            place = token_ids[chunk] - start
+            is_here = (place >= 0) & (place < logits.shape[1])
+            chosen = logits.gather(-1, place.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(-1)
+            peaks = logits.amax(-1)
+            weights = (logits - peaks[:, None]).exp_()
+            weighted = torch.linalg.vecdot(weights, logits)
+            chosen = chosen.where(is_here, 0.0)
+            sums[:, part, chunk] = torch.stack([peaks, weights.sum(-1), weighted, chosen])
+    return _merged(sums)
 
 
 @torch.no_grad()
@@ -134,15 +136,21 @@ def head_logprobs_triton(
         )
     (tokens, width), vocab = hidden.shape, head.shape[0]
     parts = -(-vocab // VOCAB_PART)
-    peaks, totals, weighted, chosen = hidden.new_empty((4, parts, tokens), dtype=torch.float32)
+    sums = hidden.new_empty((4, parts, tokens), dtype=torch.float32)
     if tokens:
         # Tokens are the fast axis: programs of one part run together and share its reads.
         _head_logprobs_kernel[(-(-tokens // TOKEN_TILE), parts)](
-            hidden, head, token_ids, peaks, totals, weighted, chosen,
+            hidden, head, token_ids, *sums,
             tokens, vocab, 1.0 / temperature, soft_cap or 0.0,
             WIDTH=width, PART=VOCAB_PART, TOKENS=TOKEN_TILE, VOCAB=VOCAB_TILE,
             HIDDEN=HIDDEN_TILE_BYTES // hidden.element_size(), CAPPED=soft_cap is not None,
         )  # fmt: skip
+    return _merged(sums)
+
+
+def _merged(sums: torch.Tensor) -> TokenLogprobs:
+    """Put the parts together: peaks, totals, weighted logits and chosen logits. [4, Z, T]"""
+    peaks, totals, weighted, chosen = sums
     peak = peaks.amax(0)
     shares = torch.exp(peaks - peak)
     total = (totals * shares).sum(0)

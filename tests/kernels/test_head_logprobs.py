@@ -22,7 +22,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize("function", [head_logprobs_chunked, he
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else no vocabulary that is quick to interpret has two, and no chunk is ever full."""
     monkeypatch.setattr(module, "VOCAB_PART", 2 * VOCAB_TILE)
-    monkeypatch.setattr(module, "CHUNK_LOGITS", 3000)
+    monkeypatch.setattr(module, "CHUNK_TOKENS", 3)
 
 
 def make_case(

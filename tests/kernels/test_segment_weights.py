@@ -82,13 +82,13 @@ def test_ratios_that_would_overflow_are_truncated_or_dropped() -> None:
 def test_small_terms_of_a_long_segment_are_not_lost() -> None:
     tokens = 20_000
     log_ratio = torch.full((tokens,), 1e-5, device=DEVICE)
-    log_ratio[0] = 1.0
+    log_ratio[0], log_ratio[1] = 1000.0, -999.0
     rule = WeightRule(mean=False, outside="truncate", weight_max=100.0)
     offsets = torch.tensor([0, tokens], device=DEVICE)
 
-    weights = segment_weights_triton(log_ratio, log_ratio > 0, offsets, rule)
+    weights = segment_weights_triton(log_ratio, log_ratio != 0, offsets, rule)
 
-    assert weights[5].item() == pytest.approx(math.exp(1 + 1e-5 * (tokens - 1)), rel=1e-6)
+    assert weights[5].item() == pytest.approx(math.exp(1 + 1e-5 * (tokens - 2)), rel=1e-6)
 
 
 def test_rules_that_contradict_themselves_are_refused() -> None:
