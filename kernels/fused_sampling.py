@@ -1,9 +1,9 @@
 """Which token comes next, on a GPU? All of :mod:`tidegate.kernels.sampling` in one launch.
 
-It sorts nothing: a limit is a threshold, found a bit at a time. Floats are mapped to integers of
-the same order; how many tokens (top-k), or how much probability (top-p), lies at or above a
-candidate decides one bit of the threshold, in a pass over a row that the GPU's cache holds. Rows
-without limits need three passes. It knows nothing of turns or seeds.
+It knows nothing of turns or seeds. It sorts nothing: a limit is a threshold, found a bit at a time.
+Floats are mapped to integers of the same order; how many tokens (top-k), or how much probability
+(top-p), lies at or above a candidate decides one bit of the threshold, in a pass over a row that
+the GPU's cache holds. Without limits two passes and a tile are all.
 
 A draw inverts the cumulative distribution, with the same uniform number that a CPU would take, so
 both draw the same token but where rounding decides. Adding Gumbel noise and taking the largest

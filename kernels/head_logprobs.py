@@ -1,7 +1,7 @@
 """How likely was each given token? From hidden states, without keeping the logits in between.
 
-What scoring needs: a trainer's or reference model's log-probabilities of tokens known already. At
-T = 8192 and V = 151,936 the float32 logits alone are 5 GB, for 32 KB of answer. It knows no model.
+It knows no model. What scoring needs: a trainer's or reference model's log-probabilities of tokens
+known already. At T = 8192 and V = 151,936 the float32 logits alone are 5 GB, for 32 KB of answer.
 
 The vocabulary is cut into parts, which are merged after: of each, per token, the maximum and sums.
 A GPU's program takes a part for a tile of tokens, a tile of the part at a time. A part begins where

@@ -1,7 +1,7 @@
 """What does a GPU do between two layers? It adds one's output to the stream, and norms the sum.
 
-In one pass: apart, the sum would be read again for the norm. It knows nothing of layers. What a
-CPU does is :mod:`tidegate.kernels.norm`. Source of the norm: Zhang & Sennrich, arXiv:1910.07467.
+It knows nothing of layers. Both are one pass: apart, the sum would be read again for the norm. What
+a CPU does is :mod:`tidegate.kernels.norm`. Source of the norm: Zhang & Sennrich, arXiv:1910.07467.
 
 Letters in shapes: D the normalised width, W heads that have weights of their own.
 """

@@ -1,7 +1,7 @@
 """How do a step's queries and keys get their positions, and its keys and values into the cache?
 
-In one pass over the projection's output; it knows nothing of what is attended to. Apart, a GPU
-would read and write keys three times (turn, join with the values, store): here once.
+It knows nothing of what is attended to. All is one pass over the projection's output: apart, a GPU
+would read and write keys three times (turn, join with the values, store).
 
 The rotation is :mod:`tidegate.kernels.rope`'s, but computed in float32 and rounded once. Source:
 RoFormer, arXiv:2104.09864. Letters in shapes: T tokens, A query heads, K KV heads, D head_dim,

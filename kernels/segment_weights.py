@@ -1,9 +1,9 @@
 """How much should a segment count that other weights sampled? Importance weights of packed spans.
 
-A segment is a run of successive tokens: what one weight version sampled of a rollout, or all of it.
-A GPU does in one pass and one launch what :mod:`tidegate.policies.corrections` does by scattering,
-``tis_sequence``, ``mis_sequence`` and ``mis_geometric``, where sequences lie one after another. It
-knows neither versions nor losses. Sources: there.
+It knows neither versions nor losses. A segment is a run of successive tokens: what one weight
+version sampled of a rollout, or all of it. A GPU does in one launch what
+:mod:`tidegate.policies.corrections` does by scattering, ``tis_sequence``, ``mis_sequence`` and
+``mis_geometric``, where sequences lie one after another. Sources: there.
 
 Letters in shapes: N packed tokens, S segments.
 """
