@@ -1,4 +1,4 @@
-"""Which token comes next, and how likely was it? Temperature, top-k, top-p, then a draw.
+"""Which token comes next, and how likely was it? Temperature, min-p, top-k, top-p, then a draw.
 
 It knows nothing of turns or seeds: the uniform numbers are arguments. The options are numpy
 columns because the host decides by them which work is done at all.
@@ -6,12 +6,20 @@ columns because the host decides by them which work is done at all.
 Letters in shapes: S rows to sample, V vocabulary, N candidates of one draw.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 DRAW_BLOCK = 512
 """Probabilities summed into one: of 152 k tokens 297 blocks, so neither level is long."""
+
+RANKED_FIRST = 128
+"""Tokens ranked for a top-p: trained models mostly reach theirs within a hundred."""
+
+RANKED_GROWTH = 16
+"""Where those are too few, so many times more: 2,048, then 32,768, then all."""
 
 UNIFORM_MAX = 1.0 - 2.0**-53
 """The largest double below 1."""
@@ -37,15 +45,106 @@ def sample(
         Token ids [S], int64, and their log-probabilities [S], float32, under the distribution of
         :func:`processed_logprobs`.
     """
-    logprobs = processed_logprobs(logits, temperature, top_k, top_p)
-    greedy = temperature == 0
-    if greedy.all():
-        chosen = logits.argmax(-1)
-    else:
-        chosen = draw(logprobs.exp(), torch.from_numpy(uniforms))
+    weighed = weigh(logits, temperature, top_k, top_p)
+    chosen = weighed.draw(temperature, uniforms)
+    return chosen, weighed.logprobs(chosen[:, None]).squeeze(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """Rows of logits, and what to draw by: no [S, V] of log-probabilities is ever made."""
+
+    logits: torch.Tensor
+    """[S, V], float32, divided by the temperature."""
+    peaks: torch.Tensor
+    """[S, 1], float32: the largest of them."""
+    weights: torch.Tensor
+    """[S, V], float32: ``exp(logits - peaks)``, but 0 for tokens that are left out."""
+    sums: torch.Tensor
+    """[S, N], float32: of ``DRAW_BLOCK`` weights each."""
+    floors: torch.Tensor | None = None
+    """[S, 1], float32: lower logits are left out; -inf in rows that keep all."""
+
+    def draw(
+        self, temperature: npt.NDArray[np.float32], uniforms: npt.NDArray[np.float64]
+    ) -> torch.Tensor:
+        """Take one token [S] per row: by weight, or at temperature 0 the likeliest."""
+        greedy = temperature == 0
+        if greedy.all():
+            return self.logits.argmax(-1)
+        chosen = _draw(self.weights, self.sums, torch.from_numpy(uniforms))
         if greedy.any():
-            chosen = torch.where(torch.from_numpy(greedy), logits.argmax(-1), chosen)
-    return chosen, logprobs.gather(-1, chosen[:, None]).squeeze(-1)
+            chosen = torch.where(torch.from_numpy(greedy), self.logits.argmax(-1), chosen)
+        return chosen
+
+    def logprobs(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities [S, K], float32, of some tokens; -inf where they are left out."""
+        return self._logprobs(self.logits.gather(-1, token_ids), slice(None))
+
+    def likeliest(self, count: int, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and log-probabilities [len(rows), count] of some rows' likeliest tokens, in order."""
+        logits = self.logits if len(rows) == len(self.logits) else self.logits[rows]
+        values, token_ids = logits.topk(count)
+        return token_ids, self._logprobs(values, rows)
+
+    def _logprobs(self, logits: torch.Tensor, rows: list[int] | slice) -> torch.Tensor:
+        """The peak goes first, and in float32: so they are the same bits whether or not it has been
+        subtracted before, as a temperature in another row makes happen."""
+        log_sums = self.sums[rows].sum(-1, keepdim=True, dtype=torch.float64).log()
+        found = ((logits - self.peaks[rows]).double() - log_sums).float()
+        if self.floors is None:
+            return found
+        return found.masked_fill(logits < self.floors[rows], -torch.inf)
+
+    def without(self, floors: torch.Tensor) -> "Weighed":
+        """Leave out what is lower than ``floors``, too. The weights are changed in place."""
+        # Faster than masked_fill, and far faster than exp of -inf.
+        kept = torch.ge(self.logits, floors, out=torch.empty_like(self.weights))
+        weights = self.weights.mul_(kept)
+        if self.floors is not None:
+            floors = floors.maximum(self.floors)
+        return Weighed(self.logits, self.peaks, weights, _block_sums(weights), floors)
+
+
+def weigh(
+    logits: torch.Tensor,
+    temperature: npt.NDArray[np.float32],
+    top_k: npt.NDArray[np.int64],
+    top_p: npt.NDArray[np.float32],
+    min_p: npt.NDArray[np.float32] | None = None,
+) -> Weighed:
+    """Make of logits [S, V] what is to be drawn by.
+
+    Temperature comes first, then min-p, then top-k, then top-p of what they left. Tokens that tie
+    with the last one kept are kept too. Rows of temperature 0 give those at temperature 1, without
+    limits. ``min_p`` [S] keeps tokens with at least that share of the likeliest one's probability;
+    0 keeps all. The other arguments are those of :func:`sample`.
+    """
+    greedy = temperature == 0
+    divisors = np.where(greedy, np.float32(1), temperature)
+    if (divisors != 1).any():
+        # Largest logit at 0, lest a tiny temperature make infinities.
+        logits = (logits - logits.amax(-1, keepdim=True)) / torch.from_numpy(divisors)[:, None]
+    weighed = weights_of(logits)
+    if min_p is not None and (min_p[~greedy] > 0).any():
+        with np.errstate(divide="ignore"):
+            below_peak = np.log(np.where(greedy, np.float32(0), min_p))
+        weighed = weighed.without(weighed.peaks + torch.from_numpy(below_peak)[:, None])
+    limited = np.flatnonzero(~greedy & ((top_k > 0) | (top_p < 1)))
+    if limited.size:
+        weighed = weighed.without(_floors(weighed, limited, top_k, top_p))
+    return weighed
+
+
+def weights_of(logits: torch.Tensor) -> Weighed:
+    """Of logits [S, V] as they are.
+
+    Sums block by block: in float32 ``torch.log_softmax`` loses what is small beside the largest,
+    which of 152 k tokens was seen to make 1e-4.
+    """
+    peaks = logits.amax(-1, keepdim=True)
+    weights = (logits - peaks).exp_()
+    return Weighed(logits, peaks, weights, _block_sums(weights))
 
 
 def processed_logprobs(
@@ -53,47 +152,70 @@ def processed_logprobs(
     temperature: npt.NDArray[np.float32],
     top_k: npt.NDArray[np.int64],
     top_p: npt.NDArray[np.float32],
+    min_p: npt.NDArray[np.float32] | None = None,
 ) -> torch.Tensor:
     """Return the log-probabilities [S, V] really sampled from, renormalised after all options.
 
-    Temperature comes first, then top-k, then top-p of what top-k left. Tokens that tie with the
-    last one kept are kept too. Rows of temperature 0 give those at temperature 1, without limits.
-    Arguments are those of :func:`sample`.
+    Arguments are those of :func:`weigh`. For whoever wants all of them; drawing needs none.
     """
-    greedy = temperature == 0
-    divisors = np.where(greedy, np.float32(1), temperature)
-    if (divisors != 1).any():
-        # Largest logit at 0, lest a tiny temperature make infinities.
-        logits = (logits - logits.amax(-1, keepdim=True)) / torch.from_numpy(divisors)[:, None]
-    limited = np.flatnonzero(~greedy & ((top_k > 0) | (top_p < 1)))
-    if limited.size:
-        rows = torch.from_numpy(limited)
-        kept = _limit(logits.index_select(0, rows), top_k[limited], top_p[limited])
-        logits = logits.index_copy(0, rows, kept)
-    return torch.log_softmax(logits, -1)
+    weighed = weigh(logits, temperature, top_k, top_p, min_p)
+    return weighed.logprobs(torch.arange(logits.shape[-1]).expand(logits.shape))
 
 
-def _limit(
-    logits: torch.Tensor, top_k: npt.NDArray[np.int64], top_p: npt.NDArray[np.float32]
+def _floors(
+    weighed: Weighed,
+    limited: npt.NDArray[np.int64],
+    top_k: npt.NDArray[np.int64],
+    top_p: npt.NDArray[np.float32],
 ) -> torch.Tensor:
-    """Set what top-k and top-p leave out to -inf. [S, V]
+    """The last logit that top-k and top-p keep in the rows ``limited``; -inf in others. [S, 1]
 
-    Ranks only as many tokens as the largest top-k needs; a threshold per row does the rest, so
-    nothing has to be scattered back, and ties are kept however ranking orders them.
+    So nothing has to be scattered back, and ties are kept however ranking orders them. To rank all
+    of a large vocabulary takes thirty times what drawing from it does; so more of it are ranked
+    only in rows that don't reach their top-p before.
     """
-    vocab = logits.shape[-1]
+    vocab = weighed.logits.shape[-1]
     keep_most = np.where(top_k > 0, np.minimum(top_k, vocab), vocab)
-    width = int(keep_most.max())
+    width = min(vocab, int(np.where(top_k > 0, keep_most, RANKED_FIRST)[limited].max()))
+    floors = torch.full_like(weighed.peaks, -torch.inf)
+    sought = limited
+    while sought.size:
+        found, is_found = _floors_within(width, weighed, sought, keep_most[sought], top_p[sought])
+        floors[torch.from_numpy(sought)] = found
+        sought = sought[~is_found]
+        width = min(vocab, RANKED_GROWTH * width)
+    return floors
+
+
+def _floors_within(
+    width: int,
+    weighed: Weighed,
+    sought: npt.NDArray[np.int64],
+    keep_most: npt.NDArray[np.int64],
+    top_p: npt.NDArray[np.float32],
+) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:
+    """The last logit kept in each row ``sought`` [R, 1], and whether ``width`` ranks tell it [R].
+
+    Sums are in double and in the order of ranks, so they don't depend on ``width``, which depends
+    on the other rows.
+    """
+    rows, most = torch.from_numpy(sought), torch.from_numpy(keep_most)[:, None]
+    is_all = sought.size == len(weighed.logits)
+    logits = weighed.logits if is_all else weighed.logits.index_select(0, rows)
+    vocab = logits.shape[-1]
     ranked = logits.topk(width).values if width < vocab else logits.sort(descending=True).values
-    most = torch.from_numpy(keep_most)[:, None]
-    ranked = ranked.masked_fill(torch.arange(width) >= most, -torch.inf)
-    probabilities = torch.softmax(ranked, -1)
-    mass_before = probabilities.cumsum(-1) - probabilities
-    # Rounding may bring the sum to 1 early; top_p = 1 still keeps every token.
-    mass = torch.from_numpy(np.where(top_p < 1, top_p, np.float32(np.inf)))[:, None]
-    kept = (mass_before < mass).sum(-1, keepdim=True).clamp(min=1).minimum(most)
-    threshold = ranked.gather(-1, kept - 1)
-    return logits.masked_fill(logits < threshold, -torch.inf)
+    left_out = torch.arange(width) >= most
+    if weighed.floors is not None:
+        left_out |= ranked < weighed.floors[rows]
+    weights = (ranked - weighed.peaks[rows]).exp().masked_fill_(left_out, 0.0).double()
+    mass = weights.cumsum(-1)
+    whole = weighed.sums[rows].sum(-1, keepdim=True, dtype=torch.float64)
+    total = torch.where(most == vocab, whole, mass[:, -1:])
+    # Rounding may bring the sum to the total early; top_p = 1 still keeps every token.
+    share = torch.from_numpy(np.where(top_p < 1, top_p, np.inf))[:, None]
+    kept = (mass - weights < share * total).sum(-1, keepdim=True).clamp(min=1).minimum(most)
+    is_found = (kept < width) | (most <= width)
+    return ranked.gather(-1, kept - 1), is_found.squeeze(-1).numpy()
 
 
 def draw(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -106,18 +228,31 @@ def draw(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     Returns:
         [S], int64, never a token of probability 0.
     """
-    vocab = probabilities.shape[-1]
+    return _draw(probabilities, _block_sums(probabilities), uniforms)
+
+
+def _draw(weights: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """As :func:`draw`, given the weights' :func:`_block_sums`."""
+    vocab = weights.shape[-1]
     if vocab <= DRAW_BLOCK:
-        return _pick(probabilities, uniforms)[0]
-    whole = vocab - vocab % DRAW_BLOCK
-    sums = torch.unflatten(probabilities[:, :whole], -1, (-1, DRAW_BLOCK)).sum(-1)
-    if whole < vocab:
-        sums = torch.cat([sums, probabilities[:, whole:].sum(-1, keepdim=True)], -1)
+        return _pick(weights, uniforms)[0]
     block, uniforms = _pick(sums, uniforms)
     candidates = (block * DRAW_BLOCK)[:, None] + torch.arange(DRAW_BLOCK)
-    within = probabilities.gather(-1, candidates.clamp(max=vocab - 1))
+    within = weights.gather(-1, candidates.clamp(max=vocab - 1))
     within = within.masked_fill(candidates >= vocab, 0.0)
     return (block * DRAW_BLOCK + _pick(within, uniforms)[0]).clamp_(max=vocab - 1)
+
+
+def _block_sums(weights: torch.Tensor) -> torch.Tensor:
+    """Sums of ``DRAW_BLOCK`` weights each [S, N]: no sum depends on how many rows there are."""
+    vocab = weights.shape[-1]
+    if vocab <= DRAW_BLOCK:
+        return weights.sum(-1, keepdim=True)
+    whole = vocab - vocab % DRAW_BLOCK
+    sums = torch.unflatten(weights[:, :whole], -1, (-1, DRAW_BLOCK)).sum(-1)
+    if whole == vocab:
+        return sums
+    return torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], -1)
 
 
 def _pick(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

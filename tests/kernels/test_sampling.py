@@ -2,7 +2,15 @@ import numpy as np
 import pytest
 import torch
 
-from tidegate.kernels.sampling import DRAW_BLOCK, UNIFORM_MAX, draw, processed_logprobs, sample
+from tidegate.kernels.sampling import (
+    DRAW_BLOCK,
+    RANKED_FIRST,
+    RANKED_GROWTH,
+    UNIFORM_MAX,
+    draw,
+    processed_logprobs,
+    sample,
+)
 
 VOCABULARIES = [1, 5, DRAW_BLOCK - 1, DRAW_BLOCK, DRAW_BLOCK + 1, 3 * DRAW_BLOCK, 1500]
 GRAINS = 2**14
@@ -93,6 +101,30 @@ def test_top_k_and_top_p_keep_the_fewest_tokens_that_satisfy_them() -> None:
     assert kept(logits, top_k=2, top_p=0.6) == [1]
 
 
+def test_a_top_p_that_takes_hundreds_of_tokens_is_found_among_all() -> None:
+    vocab, random = 20 * RANKED_FIRST, np.random.default_rng(0)
+    logits = random.normal(size=(6, vocab)) * np.array([0.1, 5, 0.01, 5, 0.1, 1])[:, None]
+    top_p = np.array([0.9, 0.9, 0.5, 0.1, 1.0, 0.999], np.float32)
+    top_k = np.array([0, 0, RANKED_FIRST, 0, 700, 1500], np.int64)
+    ones = np.ones(6, np.float32)
+
+    logprobs = processed_logprobs(torch.from_numpy(logits).float(), ones, top_k, top_p)
+
+    for n in range(6):
+        ranked = np.sort(logits[n])[::-1][: top_k[n] or None]
+        mass = np.cumsum(np.exp(ranked - ranked[0]))
+        expected = 1 + int((mass < top_p[n] * mass[-1]).sum()) if top_p[n] < 1 else len(ranked)
+        assert torch.isfinite(logprobs[n]).sum() == expected
+        row = slice(n, n + 1)
+        alone = processed_logprobs(
+            torch.from_numpy(logits[row]).float(), ones[row], top_k[row], top_p[row]
+        )
+        assert torch.equal(logprobs[row], alone)
+    first, second, third, *_ = torch.isfinite(logprobs).sum(-1).tolist()
+    assert first > RANKED_GROWTH * RANKED_FIRST > RANKED_FIRST > second
+    assert third < RANKED_FIRST
+
+
 def test_top_p_of_one_keeps_tokens_too_unlikely_to_change_the_sum() -> None:
     assert kept([0.0, -40.0, -80.0], top_k=3, top_p=1.0) == [0, 1, 2]
 
@@ -113,7 +145,8 @@ def test_rows_limit_their_own_tokens_and_leave_the_others_alone() -> None:
         one = slice(n, n + 1)
         alone = processed_logprobs(logits[one], temperature[one], top_k[one], top_p[one])
         assert torch.equal(together[one], alone)
-    assert torch.equal(together[2], torch.log_softmax(logits[2], -1))  # greedy: unlimited
+    plain = torch.log_softmax(logits[2], -1)
+    assert torch.allclose(together[2], plain, atol=1e-6)  # greedy: unlimited
     assert torch.isfinite(together).sum(-1).tolist()[:3] == [50, 5, 50]
 
 
@@ -123,7 +156,25 @@ def test_temperature_zero_takes_the_likeliest_token_with_its_plain_logprob() -> 
     tokens, logprobs = sample(logits, *columns(2, temperature=0.0), np.array([0.0, UNIFORM_MAX]))
 
     assert tokens.tolist() == [1, 0]
-    assert torch.equal(logprobs, torch.log_softmax(logits, -1).amax(-1))
+    assert torch.allclose(logprobs, torch.log_softmax(logits, -1).amax(-1), atol=1e-6)
+
+
+@pytest.mark.parametrize("power", [0.8, 1.5])
+def test_log_probs_of_a_large_vocabulary_are_exact_to_float32(power: float) -> None:
+    """What is small beside the likeliest token adds up: a sum that loses it is 1e-4 off."""
+    random = np.random.default_rng(0)
+    ranks = 1 + np.stack([random.permutation(151_936) for _ in range(3)])
+    logits = torch.from_numpy(-power * np.log(ranks)).float()
+    uniforms = random.random(3)
+
+    tokens, logprobs = sample(logits, *columns(3), uniforms)
+    alone = [sample(logits[n : n + 1], *columns(1), uniforms[n : n + 1]) for n in range(3)]
+
+    exact = torch.log_softmax(logits.double(), -1)
+    assert torch.allclose(logprobs.double(), exact.gather(-1, tokens[:, None])[:, 0], atol=2e-6)
+    assert torch.allclose(processed_logprobs(logits, *columns(3)).double(), exact, atol=2e-6)
+    assert torch.equal(torch.cat([logprob for _, logprob in alone]), logprobs)
+    assert torch.equal(torch.cat([token for token, _ in alone]), tokens)
 
 
 def test_a_temperature_near_zero_overflows_nothing() -> None:
