@@ -213,6 +213,7 @@ class EngineLoop:
             finish=columns.finish,
             counts=columns.counts,
             prefills=columns.prefills,
+            details=columns.details,
             started_us=started_ns // 1000,
             busy_us=busy_ns // 1000,
             queued_turns=self._scheduler.waiting_turns,

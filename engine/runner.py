@@ -17,6 +17,9 @@ import torch
 
 from tidegate.engine.model import StepPlan, forward, inverse_frequencies
 from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.sampling import RowSampling as RowSampling
+from tidegate.engine.sampling import StepOutput as StepOutput
+from tidegate.engine.sampling import sample_rows
 from tidegate.engine.weights import Weights
 from tidegate.kernels.attention import (
     CacheShape,
@@ -27,29 +30,12 @@ from tidegate.kernels.attention import (
     write_index,
 )
 from tidegate.kernels.rope import rope_table
-from tidegate.kernels.sampling import sample
-from tidegate.kernels.uniforms import uniforms
-
-SEED_MASK = 2**64 - 1
-"""Seeds may be any int; the generator takes 64 bits."""
 
 CONTEXT_LEVELS = 128 * 4 ** np.arange(10)
 QUERY_LEVELS = np.array([1, *(32 * 4 ** np.arange(10))])
 """Rows between two levels are padded to each other: beyond the first, at most by a factor of 4.
 Below it one more group would cost more in dispatch than the padding does; but rows of one query,
 which decode, are a group of their own."""
-
-
-@dataclass(slots=True)
-class RowSampling:
-    """How a row's next token is drawn; the fields mean what they do in ``SamplingParams``."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    index: int
-    """Which random number of the seed to use: how many tokens the turn has sampled before."""
 
 
 @dataclass(slots=True)
@@ -65,16 +51,6 @@ class Row:
     """The turn's blocks in the order of positions; enough for its last token, or more."""
     sampling: RowSampling | None
     """None in the middle of a prefill: nothing is sampled."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """One token per sampling row, in the order of the rows."""
-
-    token_ids: npt.NDArray[np.int32]
-    """[S]"""
-    logprobs: npt.NDArray[np.float32]
-    """[S], of the distribution really sampled from; of the plain one where temperature is 0."""
 
 
 class ModelRunner:
@@ -110,7 +86,7 @@ class ModelRunner:
         sampling = [row.sampling for row in rows if row.sampling is not None]
         if not sampling:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
-        return _sample(hidden.float() @ self.weights.head.t(), sampling)
+        return sample_rows(hidden.float() @ self.weights.head.t(), sampling)
 
     def _plan(self, rows: Sequence[Row]) -> StepPlan:
         """Lay the rows' tokens out one after another, rows of like size together."""
@@ -182,17 +158,3 @@ def _tables(rows: Sequence[Row], blocks: Ints) -> Ints:
     filled = np.arange(tables.shape[1]) < blocks[:, None]
     tables[filled] = np.fromiter(used, np.int64, int(blocks.sum()))
     return tables
-
-
-def _sample(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput:
-    """Gather the rows' options into columns, and draw."""
-    seeds = np.array([one.seed & SEED_MASK for one in sampling], np.uint64)
-    indices = np.array([one.index for one in sampling], np.uint64)
-    token_ids, logprobs = sample(
-        logits,
-        np.array([one.temperature for one in sampling], np.float32),
-        np.array([one.top_k for one in sampling], np.int64),
-        np.array([one.top_p for one in sampling], np.float32),
-        uniforms(seeds, indices),
-    )
-    return StepOutput(token_ids.numpy().astype(np.int32), logprobs.numpy())

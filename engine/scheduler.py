@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tidegate.engine.options import OptionReader
 from tidegate.engine.pauses import PauseGate
 from tidegate.engine.runner import Row, StepOutput
+from tidegate.engine.sampling import RowDetails
 from tidegate.engine.seats import Seats
 from tidegate.engine.turns import EngineLimits, TurnState, admit
 from tidegate.errors import TurnRefused
+from tidegate.transport import messages
 from tidegate.transport.messages import (
     ABORT,
     CANCELLED,
@@ -23,6 +26,7 @@ from tidegate.transport.messages import (
     Prefill,
     Resumed,
     SubmitTurn,
+    TokenDetails,
 )
 
 
@@ -37,6 +41,7 @@ class StepColumns:
     finish: bytes = b""
     counts: bytes = b""
     prefills: list[Prefill] = field(default_factory=list)
+    details: list[TokenDetails] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +52,59 @@ class EndedTurn:
     finish: int
 
 
+@dataclass(slots=True)
+class _SampledRows:
+    """What comes of a step, row after row."""
+
+    handles: list[int] = field(default_factory=list)
+    finish: bytearray = field(default_factory=bytearray)
+    prefills: list[Prefill] = field(default_factory=list)
+    details: list[TokenDetails] = field(default_factory=list)
+
+    def add(self, turn: TurnState, token_id: int, told: RowDetails | None, version: int) -> bool:
+        """Append the turn's token; return whether it ends the turn."""
+        if turn.is_prefilling:
+            self.prefills.append(turn.end_prefill(version))
+        code = turn.append(token_id)
+        self.handles.append(turn.handle)
+        self.finish.append(code)
+        if told is not None:
+            details = TokenDetails(turn.handle, told.raw_logprobs, told.top_ids, told.top_logprobs)
+            self.details.append(details)
+        return code != RUNNING
+
+    def columns(self, output: StepOutput, version: int) -> StepColumns:
+        return StepColumns(
+            version=version,
+            turns=np.array(self.handles, dtype="<u4").tobytes(),
+            token_ids=output.token_ids.tobytes(),
+            logprobs=output.logprobs.tobytes(),
+            finish=bytes(self.finish) if any(self.finish) else b"",
+            prefills=self.prefills,
+            details=self.details,
+        )
+
+
 class Scheduler:
     """All turns of one engine, and its weights' version."""
 
     def __init__(
-        self, limits: EngineLimits, version: int = 0, *, shares_prefixes: bool = True
+        self,
+        limits: EngineLimits,
+        version: int = 0,
+        *,
+        options: OptionReader | None = None,
+        shares_prefixes: bool = True,
     ) -> None:
-        """``shares_prefixes`` costs and changes nothing but speed; tests compare it with none."""
+        """``options`` reads what turns ask of sampling; None serves no text, and no user's own
+        processors. ``shares_prefixes`` costs and changes nothing but speed; tests compare it with
+        none."""
         self.version = version
         """The live weights'."""
         self._limits = limits
+        self._options = options or OptionReader(
+            vocab_size=limits.vocab_size, max_running_turns=limits.max_running_turns
+        )
         self._seats = Seats(limits, shares_prefixes=shares_prefixes)
         self._prefixes = self._seats.prefixes
         self._gate = PauseGate()
@@ -82,7 +130,7 @@ class Scheduler:
                 f"turn handle {message.turn} belongs to a turn that has not ended; "
                 f"use each handle once"
             )
-        turn = admit(message, self._limits, self._arrivals)
+        turn = admit(message, self._limits, self._arrivals, self._options)
         self._arrivals += 1
         self._turns[turn.handle] = turn
         self._seats.queue(turn)
@@ -191,34 +239,22 @@ class Scheduler:
     def complete(self, output: StepOutput) -> StepColumns | None:
         """Take in what the planned rows sampled; None if it was all prefill, with no end yet."""
         sampled: list[int] = output.token_ids.tolist()
-        handles: list[int] = []
-        finish = bytearray()
-        prefills: list[Prefill] = []
+        rows = _SampledRows()
+        place = 0
         for turn in self._planned:
             turn.computed += turn.chunk_tokens
             if turn.computed >= turn.share_at:
                 self._prefixes.share(turn, turn.computed)
             if turn.computed < turn.length:
                 continue
-            if turn.is_prefilling:
-                prefills.append(turn.end_prefill(self.version))
-            code = turn.append(sampled[len(handles)])
-            handles.append(turn.handle)
-            finish.append(code)
-            if code != RUNNING:
+            if place in output.failures:
+                self._refuse(turn, output.failures[place])
+            elif rows.add(turn, sampled[place], output.details.get(place), self.version):
                 self._finish(turn)
-        if len(handles) != len(sampled):
-            raise AssertionError(f"{len(sampled)} tokens sampled for {len(handles)} rows")
-        if not handles:
-            return None
-        return StepColumns(
-            version=self.version,
-            turns=np.array(handles, dtype="<u4").tobytes(),
-            token_ids=output.token_ids.tobytes(),
-            logprobs=output.logprobs.tobytes(),
-            finish=bytes(finish) if any(finish) else b"",
-            prefills=prefills,
-        )
+            place += 1
+        if place != len(sampled):
+            raise AssertionError(f"{len(sampled)} tokens sampled for {place} rows")
+        return rows.columns(output.without_failures(), self.version) if rows.handles else None
 
     # ------------------------------------------------------------ what there is
 
@@ -282,6 +318,11 @@ class Scheduler:
     def _finish(self, turn: TurnState) -> None:
         self._seats.remove(turn)
         del self._turns[turn.handle]
+
+    def _refuse(self, turn: TurnState, why: str) -> None:
+        """End a turn that can't be sampled from, and have its asker told; no token comes of it."""
+        self._finish(turn)
+        self._answers.append(messages.TurnRefused(turn=turn.handle, message=why))
 
     def _end(self, turn: TurnState, finish: int) -> None:
         """End a turn that is removed already, and have it told."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tidegate.engine.options import OptionReader
 from tidegate.engine.provenance import KvHistory
 from tidegate.engine.runner import Row, RowSampling
 from tidegate.errors import ConfigError, OutOfBlocks, TurnRefused
@@ -152,6 +153,9 @@ class TurnState:
         self.length += 1
         if token_id in self.stop_ids:
             return STOP
+        sampling = self.sampling
+        if sampling.options is not None and sampling.options.take(token_id, sampling.index):
+            return STOP
         return LENGTH if self.length == self.length_max else RUNNING
 
     def end_prefill(self, live_version: int) -> Prefill:
@@ -191,7 +195,9 @@ class TurnState:
         return blocks
 
 
-def admit(message: SubmitTurn, limits: EngineLimits, arrival: int) -> TurnState:
+def admit(
+    message: SubmitTurn, limits: EngineLimits, arrival: int, options: OptionReader
+) -> TurnState:
     """Make a turn of a submission.
 
     Raises:
@@ -207,7 +213,9 @@ def admit(message: SubmitTurn, limits: EngineLimits, arrival: int) -> TurnState:
             f"token_ids, got {message.sampled_before}"
         )
     _check_room(len(prompt), message.sampling.max_tokens, limits)
-    return TurnState(message, prompt, arrival)
+    turn = TurnState(message, prompt, arrival)
+    turn.sampling.options = options.read(message, turn.tokens)
+    return turn
 
 
 def _row_sampling(asked: SamplingParams) -> RowSampling:

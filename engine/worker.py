@@ -22,9 +22,12 @@ from tidegate.engine.link import Link
 from tidegate.engine.loop import EngineLoop
 from tidegate.engine.memory import blame_memory
 from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.options import OptionReader
+from tidegate.engine.processors import ProcessorRegistry
 from tidegate.engine.runner import ModelRunner
 from tidegate.engine.scheduler import Scheduler
 from tidegate.engine.staging import Staging
+from tidegate.engine.tokenizer import ModelTokenizer
 from tidegate.engine.turns import EngineLimits
 from tidegate.engine.weights import Weights, load_directory
 from tidegate.errors import ConfigError, TidegateError
@@ -58,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = ModelConfig.from_directory(arguments.model)
         dtype = _dtype(arguments.dtype, config)
         limits = _limits(arguments, config, dtype)
+        options = _options(arguments, limits)
         torch.set_num_threads(arguments.threads)
         runner = _runner(arguments.model, config, dtype, limits)
         socket = DealerSocket(arguments.connect, arguments.engine.encode(), keys=keys)
@@ -69,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.freeze()
     link = Link(socket, _hello(arguments.engine, config.architecture, limits))
     try:
-        return _serve(link, limits, runner, Home(arguments.connect, keys))
+        scheduler = Scheduler(limits, options=options)
+        return _serve(link, scheduler, runner, Home(arguments.connect, keys))
     finally:
         socket.close()
         remove_abandoned()  # if the run was killed, nobody else sees to what it left
@@ -97,6 +102,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-running-turns", type=int, default=64)
     parser.add_argument("--max-step-tokens", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=1, help="of torch, per step")
+    parser.add_argument(
+        "--processors",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import this module, and know the logit processors of its PROCESSORS",
+    )
     parser.add_argument(
         "--die-with-parent",
         action="store_true",
@@ -127,6 +139,15 @@ def _limits(arguments: argparse.Namespace, config: ModelConfig, dtype: torch.dty
     )
 
 
+def _options(arguments: argparse.Namespace, limits: EngineLimits) -> OptionReader:
+    return OptionReader(
+        vocab_size=limits.vocab_size,
+        max_running_turns=limits.max_running_turns,
+        tokenizer=ModelTokenizer(arguments.model),
+        registry=ProcessorRegistry(arguments.processors),
+    )
+
+
 def _default_blocks(arguments: argparse.Namespace, config: ModelConfig, dtype: torch.dtype) -> int:
     """What fits the default memory, but no more than all turns can ever use; one at least."""
     block_tokens = max(1, arguments.block_tokens)
@@ -154,11 +175,11 @@ def _runner(
         return ModelRunner(config, weights, num_blocks=blocks, block_tokens=block_tokens)
 
 
-def _serve(link: Link, limits: EngineLimits, runner: ModelRunner, home: Home) -> int:
+def _serve(link: Link, scheduler: Scheduler, runner: ModelRunner, home: Home) -> int:
     """Live until the end, whatever it is, and tell the orchestrator of it."""
     config, dtype = runner.config, runner.weights.dtype
     staging = Staging(lambda: Weights.allocate(config, dtype), home)
-    loop = EngineLoop(link, runner=runner, scheduler=Scheduler(limits), staging=staging)
+    loop = EngineLoop(link, runner=runner, scheduler=scheduler, staging=staging)
     _end_on_signals(loop)
     try:
         reason, status = loop.run(), ENDED

@@ -72,6 +72,8 @@ class AuditReport:
     tokens_agreeing: int
     tokens_unknown: int
     """Their KV history is tagged unknown: nothing is claimed, nothing can be checked."""
+    tokens_unreplayable: int
+    """Drawn by logit processors of a user's own, or by a grammar: only their tags were checked."""
     spans: int
     spans_mixed: int
     worst: Worst | None
@@ -84,7 +86,8 @@ class AuditReport:
     @property
     def agrees(self) -> bool:
         """Whether every token that claims a provenance has it, and no tag contradicts another."""
-        return not self.problems and self.tokens_agreeing + self.tokens_unknown == self.tokens
+        explained = self.tokens_agreeing + self.tokens_unknown + self.tokens_unreplayable
+        return not self.problems and explained == self.tokens
 
     def lines(self) -> list[str]:
         """Say it to a person."""
@@ -95,6 +98,11 @@ class AuditReport:
         ]
         if self.tokens_unknown:
             lines.append(f"{self.tokens_unknown} tokens are tagged unknown and were not replayed")
+        if self.tokens_unreplayable:
+            lines.append(
+                f"{self.tokens_unreplayable} tokens were drawn by logit processors that an audit "
+                f"doesn't know, and were not replayed"
+            )
         if self.worst is not None:
             w = self.worst
             lines.append(
@@ -155,6 +163,7 @@ def audit_run(
         tokens=tokens,
         tokens_agreeing=sum(agreeing),
         tokens_unknown=sum(plan.tokens_unknown for plan in plans),
+        tokens_unreplayable=sum(plan.tokens_unreplayable for plan in plans),
         spans=sum(plan.spans for plan in plans),
         spans_mixed=sum(plan.spans_mixed for plan in plans),
         worst=_worst(segments),

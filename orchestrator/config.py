@@ -76,6 +76,9 @@ class RunSettings(BaseModel):
     """Decode slots per engine."""
     num_blocks: Count | None = None
     """KV blocks per engine; None sizes the cache by the engine's memory budget."""
+    processors: tuple[str, ...] = ()
+    """Modules of logit processors, each with a dict ``PROCESSORS``, that engines import; from the
+    directory that the run is started in, or PYTHONPATH."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     threads_per_engine: Count = 1
     weight_channel: Literal["shm", "zmq", "disk"] = "shm"

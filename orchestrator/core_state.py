@@ -31,6 +31,7 @@ from tidegate.orchestrator.saved_state import (
 )
 from tidegate.orchestrator.turns import EngineTurns
 from tidegate.policies.filters import PromptHistory
+from tidegate.transport.messages import TokenDetails
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 _decoder = msgspec.msgpack.Decoder(SavedCore)
@@ -105,9 +106,14 @@ def _rollout(rollout: Rollout) -> SavedRollout:
 
 
 def _turn(turn: Turn) -> SavedTurn:
-    return SavedTurn(
+    saved = SavedTurn(
         turn.sampling, turn.start, turn.length, turn.runs, list(turn.prefills), turn.finish_reason
     )
+    if (details := turn.details) is not None:
+        saved.raw_logprobs = details.raw_logprobs.tobytes()
+        saved.top_ids = details.top_ids.tobytes()
+        saved.top_logprobs = details.top_logprobs.tobytes()
+    return saved
 
 
 def _ledger(ledger: Ledger) -> SavedLedger:
@@ -271,19 +277,24 @@ def _loaded_rollout(saved: SavedRollout, group: Group) -> Rollout:
     rollout.state = saved.state
     rollout.discard_reason = saved.discard_reason
     rollout.oldest_trainable = saved.oldest_trainable
-    for turn in saved.turns:
-        rollout.turns.append(
-            Turn.restored(
-                rollout,
-                turn.sampling,
-                start=turn.start,
-                length=turn.length,
-                runs=turn.runs,
-                prefills=turn.prefills,
-                finish_reason=turn.finish_reason,
-            )
-        )
+    rollout.turns += [_loaded_turn(turn, rollout) for turn in saved.turns]
     return rollout
+
+
+def _loaded_turn(saved: SavedTurn, rollout: Rollout) -> Turn:
+    turn = Turn.restored(
+        rollout,
+        saved.sampling,
+        start=saved.start,
+        length=saved.length,
+        runs=saved.runs,
+        prefills=saved.prefills,
+        finish_reason=saved.finish_reason,
+    )
+    if turn.details is not None:
+        told = TokenDetails(0, saved.raw_logprobs, saved.top_ids, saved.top_logprobs)
+        turn.details.append(told)
+    return turn
 
 
 def _load_training(saved: SavedTraining, core: Core) -> None:

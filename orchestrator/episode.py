@@ -12,16 +12,17 @@ The context only grows: prompts and observations by :meth:`Episode.append`, what
 import asyncio
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Protocol
+from functools import cached_property
+from typing import Protocol, Unpack
 
 import msgspec
 from tokenizers import Tokenizer
 
-from tidegate.errors import ConfigError, RunClosed, TurnRefused
+from tidegate.errors import ConfigError, RunClosed
 from tidegate.orchestrator.model_files import ModelFiles
 from tidegate.orchestrator.recollection import Recollection
 from tidegate.orchestrator.rollout import Rollout, Turn, VersionSpan, token_array
+from tidegate.orchestrator.sampling_options import SamplingOptions, sampling_params
 from tidegate.transport.messages import SamplingParams
 
 BITS_64 = (1 << 64) - 1
@@ -68,9 +69,24 @@ class GeneratedTurn:
         """One per token: natural log of the probability it was drawn with."""
         return self._turn.logprobs.tolist()
 
+    @cached_property
+    def raw_logprobs(self) -> list[float] | None:
+        """One per token: that before every sampling option. None unless ``raw_logprobs=True`` was
+        asked for, of an engine that can tell."""
+        details = self._turn.details
+        return None if details is None else details.raw_of(len(self.token_ids))
+
+    @cached_property
+    def top_logprobs(self) -> list[dict[int, float]] | None:
+        """For each token the likeliest ones, likeliest first, each with the log-prob that it could
+        have been drawn with; as many as were asked for, or None."""
+        details = self._turn.details
+        return None if details is None else details.top_of(len(self.token_ids))
+
     @property
     def finish_reason(self) -> str:
-        """``stop``: a stop token was sampled, and is the last one; ``length``: cut off."""
+        """``stop``: the last token is a stop token, or completes a stop string; ``length``: cut
+        off."""
         return self._turn.finish_reason or "length"
 
     @cached_property
@@ -156,8 +172,12 @@ class Episode:
         top_k: int = 0,
         top_p: float = 1.0,
         stop_token_ids: Sequence[int] | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> GeneratedTurn:
         """Have the model continue the context, and append what it says.
+
+        ``options`` are those of :class:`SamplingOptions`: penalties, stop strings, processors and
+        more. There is no ``n``: a group is ``group_size`` samples of its prompt already.
 
         Raises:
             TurnRefused: no engine could ever serve this, e.g. the context is too long.
@@ -168,15 +188,17 @@ class Episode:
             raise RuntimeError("an episode takes one turn at a time; await the first generate()")
         if not (self._past.tokens if self._past else len(self._rollout.token_ids)):
             raise RuntimeError("the context is empty; append a prompt first")
-        sampling = _sampling(
+        sampling = sampling_params(
             self._defaults.max_tokens if max_tokens is None else max_tokens,
             self._defaults.temperature if temperature is None else temperature,
             top_k,
             top_p,
             self._model.stop_token_ids if stop_token_ids is None else stop_token_ids,
+            options,
         )
-        seed = _seed(self._defaults.seed, self._rollout, self._num_turns)
-        sampling = msgspec.structs.replace(sampling, seed=seed)
+        if "seed" not in options:
+            seed = _seed(self._defaults.seed, self._rollout, self._num_turns)
+            sampling = msgspec.structs.replace(sampling, seed=seed)
         self._is_generating = True
         try:
             if self._past is not None:
@@ -224,30 +246,6 @@ class Episode:
     def _refuse_if_over(self) -> None:
         if self._is_over:
             raise RunClosed("the episode has returned; its context is settled")
-
-
-def _sampling(
-    max_tokens: int, temperature: float, top_k: int, top_p: float, stop_token_ids: Sequence[int]
-) -> SamplingParams:
-    """What an engine could not even read is refused here, by name."""
-    try:
-        return _checked(max_tokens, temperature, top_k, top_p, tuple(stop_token_ids))
-    except (msgspec.ValidationError, TypeError, ValueError) as error:
-        raise TurnRefused(f"generate() was given what no engine can read: {error}") from None
-
-
-@lru_cache(maxsize=256, typed=True)  # most turns of a run are sampled alike
-def _checked(
-    max_tokens: int, temperature: float, top_k: int, top_p: float, stop_token_ids: tuple[int, ...]
-) -> SamplingParams:
-    sampling = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop_token_ids=list(stop_token_ids),
-    )
-    return msgspec.convert(msgspec.to_builtins(sampling), SamplingParams)
 
 
 def _seed(run_seed: int, rollout: Rollout, turn: int) -> int:

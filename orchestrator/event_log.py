@@ -12,7 +12,7 @@ import msgspec
 
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.core import Core
-from tidegate.transport.messages import Prefill
+from tidegate.transport.messages import Prefill, TokenDetails
 
 KINDS: tuple[type[Any], ...] = (
     ev.StepArrived,
@@ -77,6 +77,7 @@ def encode_event(event: ev.Event, core: Core) -> bytes:
 
 def _step_record(event: ev.StepArrived) -> list[Any]:
     """Without when it began: that only a picture of the run is made of."""
+    details = [event.details] if event.details else []
     return [
         0,
         event.engine,
@@ -90,6 +91,7 @@ def _step_record(event: ev.StepArrived) -> list[Any]:
         event.epoch,
         event.seq,
         event.busy_us,
+        *details,
     ]
 
 
@@ -134,4 +136,5 @@ def _step(values: list[Any]) -> ev.StepArrived:
         epoch=epoch,
         seq=seq,
         busy_us=rest[0] if rest else 0,
+        details=msgspec.convert(rest[1], list[TokenDetails]) if rest[1:] else (),
     )

@@ -1,10 +1,11 @@
 """What can happen to a run, and what can be done about it: the core's whole vocabulary."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tidegate.orchestrator.group import Group, TaskKey
 from tidegate.orchestrator.rollout import Rollout, Turn
-from tidegate.transport.messages import Prefill, SamplingParams, SubmitTurn
+from tidegate.transport.messages import Prefill, SamplingParams, SubmitTurn, TokenDetails
 
 # ---------------------------------------------------------------- events: what happened
 
@@ -122,6 +123,7 @@ class StepArrived:
     started_us: int = 0
     """The engine's monotonic clock when the step began."""
     busy_us: int = 0
+    details: Sequence[TokenDetails] = ()
 
 
 @dataclass(frozen=True, slots=True)

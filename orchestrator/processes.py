@@ -193,4 +193,6 @@ def engine_command(settings: RunSettings, name: str, address: str) -> list[str]:
         options["keys"] = settings.keys / ENGINE_DEFAULT
     for option, value in options.items():
         command += [f"--{option}", str(value)]
+    for module in settings.processors:
+        command += ["--processors", module]
     return command

@@ -20,6 +20,7 @@ import torch
 import transformers
 
 from tidegate.errors import AuditError
+from tidegate.orchestrator.replay_options import edited
 from tidegate.orchestrator.replay_plan import Replay, Segment
 
 BATCH_TOKENS_MAX = 2048
@@ -181,7 +182,7 @@ def _joined_pasts(pasts: list[Layers], past: int) -> Any:
 def _look_up(logits: torch.Tensor, batch: list[Replay]) -> None:
     """Write the log-probs of all tokens whose logits this stage computed. logits: [B, T, V]"""
     pieces: list[tuple[Segment, int, int]] = []
-    rows: list[np.ndarray[Any, Any]] = []
+    rows: list[torch.Tensor] = []
     for row, replay in enumerate(batch):
         stage = _stage(replay)
         for segment in replay.segments:
@@ -191,16 +192,19 @@ def _look_up(logits: torch.Tensor, batch: list[Replay]) -> None:
             if first < last:
                 offset = first - segment.position + 1
                 pieces.append((segment, offset, offset + last - first))
-                start = row * logits.shape[1] + first - stage.start
-                rows.append(np.arange(start, start + last - first))
+                drawn_from = logits[row, first - stage.start : last - stage.start].float()
+                rows.append(edited(drawn_from, segment, replay.context, offset))
     if not pieces:
         return
-    chosen = logits.flatten(0, 1)[torch.from_numpy(np.concatenate(rows))].float()
+    chosen = torch.cat(rows)
     token_ids = np.concatenate([s.token_ids[a:b] for s, a, b in pieces]).astype(np.int64)
     recorded = np.concatenate([s.recorded[a:b] for s, a, b in pieces])
     lengths = torch.tensor([b - a for _, a, b in pieces])
     settings = torch.tensor(
-        [[s.sampling.temperature, s.sampling.top_k, s.sampling.top_p] for s, _, _ in pieces]
+        [
+            [s.sampling.temperature, s.sampling.top_k, s.sampling.top_p, _min_p(s)]
+            for s, _, _ in pieces
+        ]
     ).repeat_interleave(lengths, dim=0)
     logprobs = sampled_logprobs(
         chosen, torch.from_numpy(token_ids), settings, torch.from_numpy(recorded)
@@ -208,6 +212,11 @@ def _look_up(logits: torch.Tensor, batch: list[Replay]) -> None:
     cuts = itertools.accumulate(b - a for _, a, b in pieces)
     for (segment, a, b), end in zip(pieces, cuts, strict=True):
         segment.replayed[a:b] = logprobs[end - (b - a) : end]
+
+
+def _min_p(segment: Segment) -> float:
+    options = segment.sampling.options
+    return 0.0 if options is None else options.min_p
 
 
 def sampled_logprobs(
@@ -218,22 +227,23 @@ def sampled_logprobs(
     Args:
         logits: [N, V], float32.
         token_ids: [N], int64.
-        settings: [N, 3]: temperature, top-k (0: all), top-p (1: all), applied in this order;
-            temperature 0 means the plain distribution at temperature 1.
-        recorded: [N]: picks the side where a token lies on the very edge of top-p.
+        settings: [N, 4]: temperature, top-k (0: all), top-p (1: all) and min-p (0: all), the
+            last applied before the two others; temperature 0 means the plain distribution at
+            temperature 1.
+        recorded: [N]: picks the side where a token lies on the very edge of top-p or min-p.
 
     Returns:
         [N], float32; -inf where a filter would have left the token out.
     """
-    temperature, top_k, top_p = settings.unbind(1)
+    temperature, top_k, top_p, min_p = settings.unbind(1)
     is_greedy = temperature == 0
     scaled = logits / torch.where(is_greedy, 1.0, temperature)[:, None]
     token = scaled.gather(1, token_ids[:, None]).squeeze(1)
     result = token - scaled.logsumexp(1)
-    filtered = ~is_greedy & ((top_k > 0) | (top_p < 1))
+    filtered = ~is_greedy & ((top_k > 0) | (top_p < 1) | (min_p > 0))
     if filtered.any():
         result[filtered] = _filtered_logprobs(
-            scaled[filtered], token[filtered], top_k[filtered], top_p[filtered], recorded[filtered]
+            scaled[filtered], token[filtered], settings[filtered], recorded[filtered]
         )
     return result
 
@@ -241,23 +251,23 @@ def sampled_logprobs(
 def _filtered_logprobs(
     scaled: torch.Tensor,  # [N, V]
     token: torch.Tensor,  # [N], its scaled logit
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
+    settings: torch.Tensor,
     recorded: torch.Tensor,
 ) -> torch.Tensor:
-    """Renormalise over the tokens that top-k and then top-p keep.
+    """Renormalise over the tokens that min-p, top-k and then top-p keep.
 
     What ties with the last token kept may be kept with it or not, and float noise decides what
     ties: of the answers that this leaves open, the one nearest to ``recorded`` is given.
     """
+    _, top_k, top_p, min_p = settings.unbind(1)
     ordered = scaled.sort(1, descending=True).values
-    rank = torch.arange(scaled.shape[1])
-    is_cut = (top_k[:, None] > 0) & (rank >= top_k[:, None])
-    scale = ordered.masked_fill(is_cut, -torch.inf).logsumexp(1, keepdim=True)
-    probability = (ordered - scale).exp()
-    mass = probability.cumsum(1)
+    is_beyond = (top_k[:, None] > 0) & (torch.arange(scaled.shape[1]) >= top_k[:, None])
     best = torch.full_like(token, -torch.inf)
     for shift in (0.0, -EDGE, EDGE):
+        is_cut = is_beyond | (ordered < ordered[:, :1] + (min_p.log() + shift)[:, None])
+        scale = ordered.masked_fill(is_cut, -torch.inf).logsumexp(1, keepdim=True)
+        probability = (ordered - scale).exp()
+        mass = probability.cumsum(1)
         # The fewest whose sum reaches top_p: those before which it was not reached.
         limit = torch.where(top_p < 1, top_p + shift, torch.inf)[:, None]
         kept = ((mass - probability < limit) & ~is_cut).sum(1, keepdim=True).clamp(min=1)

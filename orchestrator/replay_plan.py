@@ -18,10 +18,15 @@ import numpy.typing as npt
 from tidegate.orchestrator.rollout import KvRange, TurnPrefill, VersionSpan
 from tidegate.orchestrator.trajectories import RecordedRollout, RecordedTurn
 from tidegate.transport.messages import KvSpan
+from tidegate.transport.sampling import Processor
 
 Purpose = Literal["audit", "other_version", "fresh_kv"]
 """Why a replay is made: to check what was recorded, or to see whether a wrong tag would show:
 the neighbouring version in place of the tagged one, or fresh KV in place of a mixed one."""
+
+
+PROCESSORS_REPLAYED = {"allowed_tokens", "disallowed_tokens", "temperature_schedule"}
+"""Their meaning is fixed. What users' own do, and a grammar's library, an audit can't know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,8 @@ class Plan:
     spans_mixed: int = 0
     tokens_unknown: int = 0
     """Of spans that say their KV history is unknown; they can't be replayed."""
+    tokens_unreplayable: int = 0
+    """Drawn by logit processors that no audit knows; their tags are checked, not they."""
 
 
 def plan_rollout(rollout: RecordedRollout) -> Plan:
@@ -175,6 +182,9 @@ def _plan_pass(
         return
     for message in _contradictions(turn, history, spans):
         problem(message)
+    if not is_replayable(turn):
+        plan.tokens_unreplayable += sum(span.end - span.start for span in spans)
+        return
     stages = _stages(turn, history, spans)
     segments = []
     for span in spans:
@@ -195,6 +205,12 @@ def _plan_pass(
             )
         )
     plan.replays.append(Replay(place.context, stages, segments))
+
+
+def is_replayable(turn: RecordedTurn) -> bool:
+    """Whether it is known what the turn's logit processors do."""
+    processors = turn.options.processors if turn.options is not None else []
+    return all(Processor.from_str(text).name in PROCESSORS_REPLAYED for text in processors)
 
 
 def _contradictions(

@@ -14,6 +14,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Protocol
 
+from tidegate.orchestrator.token_details import TurnDetails
 from tidegate.transport.messages import KvSpan, SamplingParams
 
 
@@ -81,6 +82,7 @@ class Turn:
     __slots__ = (
         "_engine",
         "_version",
+        "details",
         "filed",
         "finish_reason",
         "held_back",
@@ -107,6 +109,8 @@ class Turn:
         """``stop`` or ``length``; None while it goes on."""
         self.place: tuple[str, int] | None = None
         """The engine that has it now and the handle there, for the turn book to find it again."""
+        self.details = TurnDetails.asked_by(sampling)
+        """What it asked to be told of its tokens, if anything."""
         self._version = -1
         """Of the last run; -1 before the first."""
         self._engine = ""

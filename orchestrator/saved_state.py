@@ -24,6 +24,9 @@ class SavedTurn(Saved):
     runs: list[VersionRun]
     prefills: list[TurnPrefill]
     finish_reason: str | None
+    raw_logprobs: bytes = b""
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
 
 
 class SavedRollout(Saved):

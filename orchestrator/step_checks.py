@@ -56,6 +56,7 @@ def step_arrived(engine: str, step: Step, epoch: int = 0) -> StepArrived:
         seq=step.seq,
         started_us=step.started_us,
         busy_us=step.busy_us,
+        details=step.details,
     )
 
 
@@ -79,9 +80,10 @@ def check_step(step: StepArrived, *, vocab_size: int, newest_version: int) -> No
     handles = step.turns.tolist()
     if len(set(handles)) != len(handles):
         raise BadFrame(f"step {step.seq}: a turn has more than one row")
-    if step.prefills:
+    if step.prefills or step.details:
         counts = [1] * len(handles) if step.counts is None else step.counts.tolist()
         tokens = dict(zip(handles, counts, strict=True))
+        _check_details(step, tokens.copy(), vocab_size)
         for prefill in step.prefills:
             _check_prefill(step, prefill, tokens.pop(prefill.turn, 0), newest_version)
 
@@ -103,6 +105,41 @@ def _check_tokens(step: StepArrived, vocab_size: int) -> None:
             f"step {step.seq}: logprobs[{at}] is {step.logprobs[at]}, no logarithm of a "
             f"probability; did the model compute NaN?"
         )
+
+
+def _check_details(step: StepArrived, tokens: dict[int, int], vocab_size: int) -> None:
+    """Details are of a row with tokens, once, as many for each token; theirs are numbers like any.
+
+    But -inf is a log-prob among the likeliest tokens: not all of those could be sampled.
+    """
+    for told in step.details:
+        count = tokens.pop(told.turn, 0)
+        if not count:
+            raise BadFrame(
+                f"step {step.seq}: details of turn {told.turn}, which has no token in it, or a "
+                f"second time"
+            )
+        raw, top = len(told.raw_logprobs), len(told.top_ids)
+        if raw not in (0, 4 * count) or top % (4 * count) or top != len(told.top_logprobs):
+            raise BadFrame(
+                f"step {step.seq}: details of turn {told.turn}'s {count} tokens have {raw} "
+                f"bytes of raw log-probs, {top} of likeliest tokens and "
+                f"{len(told.top_logprobs)} of theirs"
+            )
+        if top and _highest(np.frombuffer(told.top_ids, np.uint32)) >= vocab_size:
+            raise BadFrame(
+                f"step {step.seq}: a likeliest token of turn {told.turn} is outside of the "
+                f"vocabulary [0, {vocab_size})"
+            )
+        values = np.frombuffer(told.raw_logprobs, np.float32)
+        likeliest = np.frombuffer(told.top_logprobs, np.float32)
+        if not (np.all(values >= LOGPROB_MIN) and np.all(values <= LOGPROB_MAX)) or not np.all(
+            likeliest <= LOGPROB_MAX
+        ):
+            raise BadFrame(
+                f"step {step.seq}: details of turn {told.turn} hold what is no logarithm of a "
+                f"probability; did the model compute NaN?"
+            )
 
 
 def _check_prefill(step: StepArrived, prefill: Prefill, tokens: int, newest_version: int) -> None:

@@ -18,12 +18,15 @@ import pyarrow.parquet as pq
 
 from tidegate.errors import AuditError
 from tidegate.orchestrator.rollout import KvRange, Rollout, Turn, TurnPrefill, VersionSpan
-from tidegate.transport.messages import KvSpan
+from tidegate.transport.messages import KvSpan, SamplingParams
 
 TRAJECTORIES_FILE = "trajectories.parquet"
 
 ROWS_PER_READ = 256
 """Rollouts held as Python objects at a time while reading: 30 k tokens each are 0.5 GB."""
+
+IN_COLUMNS = {"max_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids"}
+"""Of ``SamplingParams``: a turn's own columns, or no matter to the log-probs of its tokens."""
 
 _KV_SPAN = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
 _SPAN = pa.struct(
@@ -45,6 +48,10 @@ _TURN = pa.struct(
         ("seed", pa.uint64()),
         ("spans", pa.list_(_SPAN)),
         ("prefills", pa.list_(pa.struct([("at", pa.int32()), ("spans", pa.list_(_KV_SPAN))]))),
+        ("options", pa.string()),
+        ("raw_logprobs", pa.list_(pa.float32())),
+        ("top_ids", pa.list_(pa.int32())),
+        ("top_logprobs", pa.list_(pa.float32())),
     ]
 )
 SCHEMA = pa.schema(
@@ -79,6 +86,13 @@ class RecordedTurn:
     top_k: int
     top_p: float
     seed: int
+    options: SamplingParams | None
+    """All of its sampling, where the four fields above are not all that differs from the default;
+    of stop tokens, they don't tell."""
+    raw_logprobs: list[float] | None
+    """These three as in ``messages.TokenDetails``; None if not asked for."""
+    top_ids: list[int] | None
+    top_logprobs: list[float] | None
     spans: tuple[VersionSpan, ...]
     prefills: tuple[TurnPrefill, ...]
 
@@ -164,7 +178,23 @@ def _turn_row(turn: Turn) -> dict[str, Any]:
             {"at": p.at, "spans": [msgspec.structs.asdict(span) for span in p.spans]}
             for p in turn.prefills
         ],
+        "options": _options_text(sampling),
+        **_details_row(turn),
     }
+
+
+def _options_text(sampling: SamplingParams) -> str | None:
+    """Only what differs from the default is written: what the columns tell leaves nothing over."""
+    if not msgspec.to_builtins(sampling).keys() - IN_COLUMNS:
+        return None
+    return msgspec.json.encode(sampling).decode()
+
+
+def _details_row(turn: Turn) -> dict[str, Any]:
+    columns: dict[str, Any] = dict.fromkeys(("raw_logprobs", "top_ids", "top_logprobs"))
+    if turn.details is not None:
+        columns |= {name: getattr(turn.details, name)[:] or None for name in columns}
+    return columns
 
 
 def _span_row(span: VersionSpan) -> dict[str, Any]:
@@ -251,7 +281,12 @@ def _turn_of(row: dict[str, Any]) -> RecordedTurn:
         TurnPrefill(p["at"], tuple(KvSpan(**span) for span in p["spans"]))
         for p in row.pop("prefills") or []
     )
-    return RecordedTurn(**row, spans=spans, prefills=prefills)
+    text = row.pop("options")
+    try:
+        options = None if text is None else msgspec.json.decode(text, type=SamplingParams)
+    except msgspec.DecodeError as error:
+        raise AuditError(f"a turn's recorded sampling options can't be read: {error}") from None
+    return RecordedTurn(**row, options=options, spans=spans, prefills=prefills)
 
 
 def _span_of(row: dict[str, Any]) -> VersionSpan:

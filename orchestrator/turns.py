@@ -261,6 +261,10 @@ class TurnBook:
         submissions = engine.submissions if engine else {}
         for prefill in event.prefills:
             self._file_prefill(submissions.get(prefill.turn), prefill)
+        for told in event.details:
+            told_of = submissions.get(told.turn)
+            if told_of is not None and told_of.turn.details is not None:
+                told_of.turn.details.append(told)
         filing = engine.filing if engine else Filing()
         outcome = filing.file(submissions, event)
         if event.finish:

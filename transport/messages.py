@@ -13,6 +13,7 @@ import msgspec
 
 from tidegate.errors import BadFrame
 from tidegate.transport.limits import Count, Seconds, check_frame_size, cut
+from tidegate.transport.sampling import SamplingParams as SamplingParams
 
 PROTOCOL = 1
 """Version of this file's contract. A peer with another one is refused in the handshake."""
@@ -92,6 +93,21 @@ class Prefill(msgspec.Struct, frozen=True, array_like=True):
     """How many of these positions the engine need not compute, for it had their KV already."""
 
 
+class TokenDetails(msgspec.Struct, frozen=True, array_like=True):
+    """What a turn wants to know of its tokens beside their log-probs; C tokens of its row, k each.
+
+    Each column is empty unless ``SamplingParams`` asks for it.
+    """
+
+    turn: Count
+    raw_logprobs: bytes = b""
+    """float32 [C]: before every sampling option."""
+    top_ids: bytes = b""
+    """int32 [C * k]: the likeliest tokens for each, likeliest first."""
+    top_logprobs: bytes = b""
+    """float32 [C * k]: theirs, after every option; -inf for tokens that those leave out."""
+
+
 class Step(Message, frozen=True, kw_only=True, tag="step"):
     """All tokens of one engine step, in columns. Every one was sampled by ``version``.
 
@@ -120,10 +136,15 @@ class Step(Message, frozen=True, kw_only=True, tag="step"):
     queued_turns: Count = 0
     """Turns waiting in the engine after this step."""
     free_blocks: Count = 0
+    details: list[TokenDetails] = []
+    """Of the rows whose turns ask for any."""
 
 
 class TurnRefused(Message, frozen=True, kw_only=True, tag="turn_refused"):
-    """This turn can never be served as asked; ``message`` says why and what to change."""
+    """This turn can never be served as asked; ``message`` says why and what to change.
+
+    It may have tokens by then: its logit processor failed, or left no token to sample.
+    """
 
     turn: Count
     message: str
@@ -212,21 +233,6 @@ class Ack(Message, frozen=True, kw_only=True, tag="ack"):
     """Every step message up to and including ``seq`` has been taken in."""
 
     seq: Count
-
-
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """How a turn's tokens are drawn. Log-probabilities reported are those after all of this."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    """0 takes the most likely token; its log-probability is then that at temperature 1."""
-    top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the fewest most likely tokens whose probabilities sum to at least this."""
-    stop_token_ids: list[int] = []
-    """Sampling one of these ends the turn; the token is part of the output."""
-    seed: int = 0
 
 
 class SubmitTurn(Message, frozen=True, kw_only=True, tag="submit_turn"):

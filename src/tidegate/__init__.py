@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.client import Evaluation
     from tidegate.orchestrator.config import RunSettings
     from tidegate.orchestrator.episode import Episode, GeneratedTurn
+    from tidegate.orchestrator.sampling_options import SamplingOptions
     from tidegate.orchestrator.serve import Rollouts, SyncRollouts, serve, serve_sync
     from tidegate.orchestrator.statistics import RunStatistics
     from tidegate.orchestrator.watchdog import Stuck
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from tidegate.policies.filters import DynamicSampling, GroupFilter
     from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
     from tidegate.policies.staleness import StalenessPolicy
+    from tidegate.transport.sampling import Processor
 
 __all__ = [
     "AdaptiveStaleness",
@@ -40,9 +42,11 @@ __all__ = [
     "OneStepOffPolicy",
     "OverSampling",
     "PackedBatch",
+    "Processor",
     "Rollouts",
     "RunSettings",
     "RunStatistics",
+    "SamplingOptions",
     "StalenessPolicy",
     "Stuck",
     "SyncRollouts",
@@ -67,9 +71,11 @@ _HOMES = {
     "OneStepOffPolicy": "policies.asynchrony",
     "OverSampling": "policies.rounds",
     "PackedBatch": "orchestrator.batches",
+    "Processor": "transport.sampling",
     "Rollouts": "orchestrator.serve",
     "RunSettings": "orchestrator.config",
     "RunStatistics": "orchestrator.statistics",
+    "SamplingOptions": "orchestrator.sampling_options",
     "StalenessPolicy": "policies.staleness",
     "Stuck": "orchestrator.watchdog",
     "SyncRollouts": "orchestrator.serve",

@@ -4,6 +4,8 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from tests.engine.hungry_worker import STEPS_FED
@@ -84,6 +86,9 @@ def test_a_cancelled_turn_ends_at_once_and_says_so(engine: Orchestra) -> None:
         ([1], SamplingParams(max_tokens=1, top_k=-2), "top_k must be in [0, 2147483647]"),
         ([1], SamplingParams(max_tokens=1, top_k=2**63), "got 9223372036854775808"),
         ([1], SamplingParams(max_tokens=2**40), "context of 512 tokens"),
+        ([1], SamplingParams(max_tokens=1, min_p=2.0), "min_p must be in [0, 1]"),
+        ([1], SamplingParams(max_tokens=1, stop_strings=[""]), "1 to 1000 characters, got 0"),
+        ([1], SamplingParams(max_tokens=1, processors=["{}"]), "is no processor"),
     ],
 )
 def test_a_turn_that_can_never_be_served_is_refused_with_the_reason(
@@ -93,6 +98,32 @@ def test_a_turn_that_can_never_be_served_is_refused_with_the_reason(
     refusal = engine.await_one(TurnRefused)
     assert refusal.turn == turn
     assert told in refusal.message
+
+
+def test_stop_strings_and_details_come_from_a_real_process(engine: Orchestra) -> None:
+    sampling = SamplingParams(max_tokens=20, seed=5, top_logprobs=3, raw_logprobs=True)
+    whole = engine.generate(PROMPT, sampling)
+    text = "".join(chr(31 + token_id) if token_id else "\0" for token_id in whole.token_ids)
+    stop = text[4:7]
+    end = text.index(stop) + len(stop)
+    stopping = msgspec.structs.replace(sampling, stop_strings=["no such", stop])
+    stopped = engine.generate(PROMPT, stopping)
+    assert (stopped.token_ids, stopped.finish) == (whole.token_ids[:end], STOP)
+    assert stopped.logprobs == whole.logprobs[:end]
+    told = [each for step in engine.log if isinstance(step, Step) for each in step.details][-end:]
+    assert [len(each.top_ids) for each in told] == [12] * end
+    raw = b"".join(each.raw_logprobs for each in told)
+    # At temperature 1 and without options that matter, both are one.
+    np.testing.assert_allclose(np.frombuffer(raw, "<f4"), stopped.logprobs, atol=1e-6)
+
+
+def test_a_module_of_processors_that_can_t_be_imported_ends_the_engine_with_the_reason(
+    models: Models, tmp_path: Path
+) -> None:
+    options = ["--processors", "no_such_module"]
+    with Orchestra(tmp_path, models.directories[0], options) as orchestra:
+        assert orchestra.process.wait(60) == 2
+        assert "'no_such_module' can't be used" in orchestra.stderr.read_text()
 
 
 def test_bytes_that_are_no_message_are_answered_and_harm_nobody(engine: Orchestra) -> None:

@@ -16,6 +16,7 @@ import transformers
 from tidegate.orchestrator.recording import RunRecorder
 from tidegate.orchestrator.rollout import Rollout, RolloutState, Turn, TurnPrefill
 from tidegate.transport.messages import KvSpan, SamplingParams
+from tidegate.transport.sampling import Processor, TokenBias
 
 VOCAB = 40
 VERSIONS = 3
@@ -100,17 +101,52 @@ class Sampler:
         return logits
 
     def _draw(self, logits: torch.Tensor, sampling: SamplingParams) -> tuple[int, float]:
+        logits = self._penalised(logits, sampling)
         ids = torch.empty(1, 0, dtype=torch.long)
         if sampling.temperature == 0:
             token = int(logits.argmax())
             return token, float(logits.log_softmax(-1)[0, token])
         logits = transformers.TemperatureLogitsWarper(sampling.temperature)(ids, logits)
+        if sampling.min_p:
+            min_p: Any = transformers.MinPLogitsWarper(sampling.min_p)
+            logits = min_p(ids, logits)
         if sampling.top_k:
             logits = transformers.TopKLogitsWarper(sampling.top_k)(ids, logits)
         if sampling.top_p < 1:
             logits = transformers.TopPLogitsWarper(sampling.top_p)(ids, logits)
         token = int(torch.multinomial(logits.softmax(-1), 1, generator=self.random))
         return token, float(logits.log_softmax(-1)[0, token])
+
+    def _penalised(self, logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+        """With vLLM's penalties over loops, a bias, and processors; [1, V]."""
+        turn = self.rollout.turns[-1]
+        output = turn.token_ids.tolist()
+        for one in sampling.logit_bias:
+            logits[0, one.token_id] += one.bias
+        if len(output) < sampling.min_tokens:
+            logits[0, sampling.stop_token_ids] = -torch.inf
+        r = sampling.repetition_penalty
+        for token in {*self.rollout.token_ids.tolist()}:
+            logits[0, token] = (
+                logits[0, token] / r if logits[0, token] > 0 else logits[0, token] * r
+            )
+        for token in {*output}:
+            times = output.count(token)
+            logits[0, token] -= sampling.frequency_penalty * times + sampling.presence_penalty
+        for text in sampling.processors:
+            logits = self._processed(logits, Processor.from_str(text), len(output))
+        return logits
+
+    @staticmethod
+    def _processed(logits: torch.Tensor, processor: Processor, index: int) -> torch.Tensor:
+        if processor.name == "temperature_schedule":
+            return logits / [2.0, 1.5, 1.0, 0.5, 0.5, 0.5][index]
+        if processor.name == "allowed_tokens":
+            allowed = processor.arguments["token_ids"]
+            return torch.full_like(logits, -torch.inf).index_copy(
+                1, torch.tensor(allowed), logits[:, allowed]
+            )
+        return logits  # a user's own
 
 
 def _runs(versions: list[int]) -> list[KvSpan]:
@@ -200,6 +236,28 @@ def filtered(models: list[Any], rollout_id: int) -> Rollout:
         {"top_p": 0.7},
         {"temperature": 1.3, "top_k": 12, "top_p": 0.8},
         {"top_p": 0.01},
+    ):
+        sampler.turn(**sampling)
+        sampler.tokens(6, 1)
+        sampler.rollout.extend([4])
+    return sampler.rollout
+
+
+SCHEDULE = Processor("temperature_schedule", {"initial": 2, "final": 0.5, "warmup_tokens": 3})
+
+
+def with_options(models: list[Any], rollout_id: int) -> Rollout:
+    """One turn for each other sampling option; the last by a processor that nobody here knows."""
+    sampler = Sampler(models, rollout_id, [3, 2, 1])
+    for sampling in (
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+        {"logit_bias": [TokenBias(4, 3.0)], "min_tokens": 4, "stop_token_ids": [6]},
+        {"processors": [SCHEDULE.to_str()]},
+        {"processors": [Processor("allowed_tokens", {"token_ids": [5, 6, 7]}).to_str()]},
+        {"temperature": 0.0, "repetition_penalty": 0.5},
+        {"temperature": 1.3, "top_k": 12, "top_p": 0.8, "min_p": 0.02, "presence_penalty": 1.0},
+        {"processors": [Processor("my_own").to_str()]},
     ):
         sampler.turn(**sampling)
         sampler.tokens(6, 1)

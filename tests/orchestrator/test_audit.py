@@ -59,6 +59,54 @@ def test_every_way_of_sampling_over_new_weights_agrees_with_its_tags(honest_run:
     assert report.worst.difference < TOLERANCE / 10
 
 
+@pytest.fixture(scope="module")
+def run_with_options(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    models = make_models()
+    rollouts = [sampled_runs.with_options(models, number) for number in range(3)]
+    return record_run(tmp_path_factory.mktemp("runs") / "options", models, rollouts)
+
+
+def test_every_sampling_option_is_audited_but_processors_that_nobody_knows(
+    run_with_options: Path,
+) -> None:
+    report = audit_run(run_with_options)
+
+    assert messages(report) == []
+    assert report.agrees
+    assert report.tokens_unreplayable == 3 * 6
+    assert report.tokens_agreeing == report.tokens - 3 * 6 == 3 * 7 * 6
+    assert any("18 tokens were drawn by logit processors" in line for line in report.lines())
+    assert report.worst is not None
+    assert report.worst.difference < TOLERANCE / 10
+
+
+@pytest.mark.parametrize("turn", range(7))
+def test_an_option_that_was_not_applied_is_caught(
+    run_with_options: Path, tmp_path: Path, turn: int
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(run_with_options, run)
+
+    def forget(row: Row) -> None:
+        row["turns"][turn]["options"] = None
+
+    for rollout_id in range(3):
+        edit_rollout(run, rollout_id, forget)
+    problems = audit_run(run).problems
+    assert problems
+    assert {problem.turn for problem in problems} == {turn}
+
+
+def test_options_that_are_no_json_can_not_be_audited(
+    run_with_options: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(run_with_options, run)
+    edit_rollout(run, 0, lambda row: row["turns"][0].update(options="{"))
+    with pytest.raises(AuditError, match="recorded sampling options can't be read"):
+        audit_run(run)
+
+
 def test_the_audit_says_how_many_wrong_tags_it_could_not_have_seen(honest_run: Path) -> None:
     report = audit_run(honest_run)
     assert report.version_power.spans_tried == report.spans - report.spans_mixed
@@ -265,7 +313,7 @@ def test_a_run_without_tokens_proves_nothing(tmp_path: Path) -> None:
 
 def test_a_token_on_the_edge_of_top_p_counts_on_whichever_side_it_was_recorded() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.2, 0.05]]))
-    settings = torch.tensor([[1.0, 0.0, 0.75]])  # reached exactly by two tokens, up to rounding
+    settings = torch.tensor([[1.0, 0.0, 0.75, 0.0]])  # two tokens reach it, up to rounding
     for kept, token_id in ((2, 0), (3, 0), (3, 2)):
         recorded = logits[0, token_id] - logits[0, :kept].logsumexp(0)
         found = sampled_logprobs(logits, torch.tensor([token_id]), settings, recorded[None])
@@ -274,7 +322,7 @@ def test_a_token_on_the_edge_of_top_p_counts_on_whichever_side_it_was_recorded()
 
 def test_tokens_that_tie_at_the_edge_of_top_k_may_all_be_kept_and_lower_ones_never() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.2, 0.2, 0.1]]))
-    settings = torch.tensor([[1.0, 2.0, 1.0]])
+    settings = torch.tensor([[1.0, 2.0, 1.0, 0.0]])
     for kept in (2, 3):
         recorded = logits[0, 2] - logits[0, :kept].logsumexp(0)
         found = sampled_logprobs(logits, torch.tensor([2]), settings, recorded[None])

@@ -24,6 +24,7 @@ from tidegate.transport.messages import (
     Refused,
     Resumed,
     Step,
+    TokenDetails,
     WeightsLive,
     encode,
 )
@@ -48,6 +49,10 @@ def ints(*values: int) -> bytes:
     return struct.pack(f"<{len(values)}i", *values)
 
 
+def details(*columns: bytes, turn: int = 0) -> dict[str, object]:
+    return {"details": [TokenDetails(turn, *columns)]}
+
+
 def prefill(*spans: KvSpan, turn: int = 0, at: int = 0) -> dict[str, object]:
     return {"prefills": [Prefill(turn, at, list(spans))]}
 
@@ -62,6 +67,18 @@ IMPOSSIBLE: list[tuple[dict[str, object], str]] = [
     ({"turns": ints(1, 1)}, "a turn has more than one row"),
     ({"finish": b"\0\5"}, "finish codes are 0 to 4, got 5"),
     ({"version": 1}, "sampled by weights v1, but v0 are the newest"),
+    (details(floats(-1), turn=7), "details of turn 7, which has no token in it, or a second time"),
+    ({"details": [TokenDetails(0, floats(-1))] * 2}, "or a second time"),
+    (details(floats(-1, -1)), "details of turn 0's 1 tokens have 8 bytes of raw log-probs"),
+    (details(floats(-1)[:3]), "have 3 bytes of raw"),
+    (details(b"", ints(3), b""), "4 of likeliest tokens and 0 of theirs"),
+    (details(b"", b"\0\0", b"\0\0"), "2 of likeliest tokens and 2 of theirs"),
+    (details(floats(math.nan)), "turn 0 hold what is no logarithm"),
+    (details(floats(-math.inf)), "turn 0 hold what is no logarithm"),
+    (details(b"", ints(3), floats(math.nan)), "turn 0 hold what is no logarithm"),
+    (details(b"", ints(3), floats(0.5)), "turn 0 hold what is no logarithm"),
+    (details(b"", ints(96), floats(-1)), "a likeliest token of turn 0 is outside"),
+    (details(b"", ints(-1), floats(-1)), "a likeliest token of turn 0 is outside"),
     (prefill(KvSpan(0, 0, 3), turn=7), "a prefill of turn 7, which has no token in it"),
     (prefill(KvSpan(0, 1, 3)), "turn 0 can't have been prefilled"),
     (prefill(KvSpan(0, 0, 2), KvSpan(0, 3, 4)), "turn 0 can't have been prefilled"),

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from array import array
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -21,7 +22,7 @@ from tidegate.orchestrator.rollout import (
 )
 from tidegate.orchestrator.statistics import LedgerSnapshot, RunStatistics
 from tidegate.orchestrator.trace import MERGE_GAP_US, Trace, read_trace
-from tidegate.transport.messages import KvSpan, SamplingParams
+from tidegate.transport.messages import KvSpan, SamplingParams, TokenDetails
 
 
 @pytest.fixture
@@ -99,6 +100,35 @@ def test_a_rollout_reads_back_with_each_tokens_provenance(tmp_path: Path, model:
         VersionSpan(4, 1, 2, "engine-1", KvRange(3, 4)),
     )
     assert second.prefills == (TurnPrefill(0, (KvSpan(3, 0, 4),)),)
+
+
+def test_what_a_turn_asked_for_and_was_told_reads_back(tmp_path: Path, model: Path) -> None:
+    sampling = SamplingParams(max_tokens=4, min_p=0.5, raw_logprobs=True, top_logprobs=2)
+    rollout = Rollout(1, group_id=0, index=0)
+    rollout.extend([5, 6])
+    for asked in (sampling, SamplingParams(max_tokens=9, seed=3, stop_token_ids=[4])):
+        turn = Turn(rollout, asked)
+        rollout.turns.append(turn)
+        turn.append(10, -0.5, 3, "engine-0")
+        if turn.details is not None:
+            floats, ids = array("f", [-0.5, -1.5]), array("i", [10, 11])
+            turn.details.append(
+                TokenDetails(0, floats[:1].tobytes(), ids.tobytes(), floats.tobytes())
+            )
+    with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
+        recorder.rollout(rollout, task=None, advantage=None, consumed_version=None)
+
+    [recorded] = read_trajectories(tmp_path / "run")
+
+    first, second = recorded.turns
+    assert first.options == sampling
+    assert (first.raw_logprobs, first.top_ids, first.top_logprobs) == (
+        [-0.5],
+        [10, 11],
+        [-0.5, -1.5],
+    )
+    assert second.options is None
+    assert (second.raw_logprobs, second.top_ids, second.top_logprobs) == (None, None, None)
 
 
 def test_a_discarded_rollout_without_tokens_and_an_evaluated_one_are_rows_too(

@@ -1,0 +1,42 @@
+"""How does a model's text look? Read from its directory's tokenizer.json, when first asked for.
+
+Most runs never ask: tokens go in and out. What stop strings and grammars are is not known here.
+"""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from tidegate.errors import TurnRefused
+
+
+class ModelTokenizer:
+    """One model's tokenizer; loading a large one takes a second, once."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._loaded: Tokenizer | None = None
+
+    def get(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            TurnRefused: there is none, or it can't be read.
+        """
+        if self._loaded is None:
+            self._loaded = self._load()
+        return self._loaded
+
+    def _load(self) -> Tokenizer:
+        if self._directory is None:
+            raise TurnRefused("this engine was given no tokenizer; ask for no text of it")
+        path = self._directory / "tokenizer.json"
+        if not path.exists():
+            raise TurnRefused(
+                f"stop strings and grammars need the model's tokenizer, and {path} is missing; "
+                f"save it there in its fast form, or use stop_token_ids"
+            )
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 - the library raises bare Exception for any damage
+            raise TurnRefused(f"{path} can't be read: {error}") from None

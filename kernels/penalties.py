@@ -1,0 +1,49 @@
+"""What do bias, bans and penalties make of logits? They touch few tokens of a row, and no others.
+
+It knows nothing of turns: who counts tokens, and which are banned, are others' business.
+
+Letters in shapes: S rows, V vocabulary, E entries: (row, token) pairs, of all rows together.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class SeenTokens:
+    """Tokens of the rows that are penalised, each once per row."""
+
+    places: torch.Tensor
+    """[E], int64: ``row * V + token``."""
+    output_counts: torch.Tensor
+    """[E], float32: how often it is in the output so far; 0 for tokens of the prompt alone."""
+    repetition: torch.Tensor
+    """[E], float32, above 0; so are the next two, each its row's penalty."""
+    frequency: torch.Tensor
+    presence: torch.Tensor
+
+
+def penalize_(logits: torch.Tensor, seen: SeenTokens) -> None:
+    """Apply all three penalties to ``logits`` [S, V], float32, contiguous, in place.
+
+    Repetition first, as in vLLM and `transformers`: positive logits are divided, others multiplied.
+    """
+    flat = logits.view(-1)
+    x = flat[seen.places]
+    x = torch.where(x > 0, x / seen.repetition, x * seen.repetition)
+    x -= seen.frequency * seen.output_counts + seen.presence * (seen.output_counts > 0)
+    flat[seen.places] = x
+
+
+def bias_(logits: torch.Tensor, places: torch.Tensor, biases: torch.Tensor) -> None:
+    """Add ``biases`` [E], float32, in place; ``places`` are those of :class:`SeenTokens`.
+
+    A place may occur twice: then both are added.
+    """
+    logits.view(-1).index_add_(0, places, biases)
+
+
+def ban_(logits: torch.Tensor, places: torch.Tensor) -> None:
+    """Leave out the tokens at ``places`` [E], in place."""
+    logits.view(-1)[places] = -torch.inf

@@ -1,0 +1,97 @@
+"""What else may ``Episode.generate`` be asked for? Options as users write them, and as they travel.
+
+What no engine could even read is refused here, by name.
+What an engine can't serve, it refuses itself. The options' meanings: :class:`SamplingParams`.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, TypedDict
+
+import msgspec
+
+from tidegate.errors import ConfigError, TurnRefused
+from tidegate.transport.sampling import Processor, SamplingParams, TokenBias
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keywords of ``generate`` that few episodes need; each is as in ``SamplingParams``."""
+
+    seed: int
+    """In place of the one that group, rollout and turn give; equal contexts then sample equally."""
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    """By token id."""
+    min_tokens: int
+    stop_strings: Sequence[str]
+    top_logprobs: int
+    """Read them off ``GeneratedTurn.top_logprobs``."""
+    raw_logprobs: bool
+    """Read them off ``GeneratedTurn.raw_logprobs``."""
+    processors: Sequence[Processor | str]
+
+
+def sampling_params(
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    stop_token_ids: Sequence[int],
+    options: SamplingOptions,
+) -> SamplingParams:
+    """All of it, as it travels.
+
+    Raises:
+        TurnRefused: no engine could read it.
+        TypeError: there is no such option.
+    """
+    unknown = options.keys() - SamplingOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}")
+    try:
+        plain = _plain(max_tokens, temperature, top_k, top_p, tuple(stop_token_ids))
+        return _checked(msgspec.structs.replace(plain, **_as_sent(options))) if options else plain
+    except (ConfigError, TypeError, ValueError, AttributeError) as error:
+        raise TurnRefused(f"generate() was given what no engine can read: {error}") from None
+
+
+@lru_cache(maxsize=256, typed=True)  # most turns of a run are sampled alike
+def _plain(
+    max_tokens: int, temperature: float, top_k: int, top_p: float, stop_token_ids: tuple[int, ...]
+) -> SamplingParams:
+    return _checked(
+        SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop_token_ids=list(stop_token_ids),
+        )
+    )
+
+
+def _as_sent(options: SamplingOptions) -> dict[str, Any]:
+    sent: dict[str, Any] = dict(options)
+    if "logit_bias" in options:
+        sent["logit_bias"] = [TokenBias(*pair) for pair in sorted(options["logit_bias"].items())]
+    if "stop_strings" in options:
+        if isinstance(options["stop_strings"], str):
+            raise TypeError(f"stop_strings must be a list, got {options['stop_strings']!r}")
+        sent["stop_strings"] = list(options["stop_strings"])
+    if "processors" in options:
+        sent["processors"] = [_as_text(processor) for processor in options["processors"]]
+    return sent
+
+
+def _as_text(processor: Processor | str) -> str:
+    if isinstance(processor, str):
+        processor = Processor.from_str(processor)
+    return processor.to_str()
+
+
+def _checked(sampling: SamplingParams) -> SamplingParams:
+    """As an engine will read it; numbers of numpy become ours, and no other type gets through."""
+    return msgspec.convert(msgspec.to_builtins(sampling), SamplingParams)

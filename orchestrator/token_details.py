@@ -1,0 +1,55 @@
+"""What was told of a turn's tokens beside their log-probs? Only turns that asked for it have one.
+
+Appended to as steps come, as the tokens are; knows nothing of engines or rollouts.
+"""
+
+from array import array
+
+from tidegate.transport.messages import SamplingParams, TokenDetails
+
+
+class TurnDetails:
+    """Raw log-probs and likeliest tokens of one turn, token after token.
+
+    An engine that can't tell leaves some out. Then there are fewer than tokens, nobody knows whose
+    are missing, and none is given out.
+    """
+
+    __slots__ = ("raw_logprobs", "top_each", "top_ids", "top_logprobs")
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        self.raw_logprobs: array[float] = array("f")
+        self.top_each = sampling.top_logprobs
+        """Likeliest tokens of each token."""
+        self.top_ids: array[int] = array("i")
+        self.top_logprobs: array[float] = array("f")
+
+    @classmethod
+    def asked_by(cls, sampling: SamplingParams) -> "TurnDetails | None":
+        """None for turns that want nothing told, which are most."""
+        return cls(sampling) if sampling.top_logprobs or sampling.raw_logprobs else None
+
+    def append(self, told: TokenDetails) -> None:
+        """Take in what came with one step, of this turn."""
+        self.raw_logprobs.frombytes(told.raw_logprobs)
+        self.top_ids.frombytes(told.top_ids)
+        self.top_logprobs.frombytes(told.top_logprobs)
+
+    def raw_of(self, tokens: int) -> list[float] | None:
+        """One per token, if they are known of all ``tokens``."""
+        return self.raw_logprobs.tolist() if len(self.raw_logprobs) == tokens else None
+
+    def top_of(self, tokens: int) -> list[dict[int, float]] | None:
+        """For each token the likeliest ones and their log-probs, if known of all ``tokens``.
+
+        Likeliest first; those that could not be sampled are left out.
+        """
+        each = self.top_each
+        if not each or len(self.top_ids) != each * tokens:
+            return None
+        ids, logprobs = self.top_ids.tolist(), self.top_logprobs.tolist()
+        pairs = [(i, p) for i, p in zip(ids, logprobs, strict=True)]
+        return [
+            {i: p for i, p in pairs[first : first + each] if p > float("-inf")}
+            for first in range(0, len(pairs), each)
+        ]

@@ -1,0 +1,51 @@
+"""How does a user's module of logit processors look? As this one, which tests' engines import."""
+
+from typing import Any
+
+import torch
+
+from tidegate.engine.logits import LogitProcessor, ProcessorSetup, TurnTokens
+
+
+def once(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
+    """No token comes twice."""
+
+    def ban(logits: torch.Tensor, turn: TurnTokens) -> None:
+        logits[turn.output.tolist()] = -torch.inf
+
+    return ban
+
+
+def raising(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
+    """Fails after so many tokens."""
+
+    def fail(logits: torch.Tensor, turn: TurnTokens) -> None:
+        if len(turn.output) == arguments["after"]:
+            raise {"exit": SystemExit}.get(arguments.get("by", ""), RuntimeError)("what a pity")
+
+    return fail
+
+
+def silencing(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
+    """Leaves nothing to sample after so many tokens."""
+
+    def silence(logits: torch.Tensor, turn: TurnTokens) -> None:
+        if len(turn.output) == arguments["after"]:
+            logits.fill_(float(arguments["with"]))
+
+    return silence
+
+
+def nosy(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
+    """Says what it was shown, as a failure."""
+    seen: list[Any] = []
+
+    def look(logits: torch.Tensor, turn: TurnTokens) -> None:
+        seen.append((turn.prompt.tolist(), turn.output.tolist(), logits.shape[0]))
+        if len(seen) == 3:
+            raise RuntimeError(repr(seen))
+
+    return look
+
+
+PROCESSORS = {"once": once, "raising": raising, "silencing": silencing, "nosy": nosy}

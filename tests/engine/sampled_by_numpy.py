@@ -1,0 +1,54 @@
+"""What does numpy say a row is sampled from? Every option again, in float64, one token at a time.
+
+Written from the formulas in ``SamplingParams``, with loops where the engine has columns.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from tidegate.transport.sampling import SamplingParams
+
+Floats = npt.NDArray[np.float64]
+
+
+def distribution(
+    logits: npt.NDArray[np.float32], asked: SamplingParams, prompt: list[int], output: list[int]
+) -> Floats:
+    """The probabilities [V] that the next output token is drawn by; no processors."""
+    x = penalised(logits.astype(np.float64), asked, prompt, output)
+    if asked.temperature == 0:
+        return softmax(x)
+    x = x / asked.temperature
+    p = softmax(x)
+    x[p < asked.min_p * p.max()] = -np.inf
+    if asked.top_k:
+        x[x < np.sort(x)[::-1][min(asked.top_k, len(x)) - 1]] = -np.inf
+    if asked.top_p < 1:
+        p = softmax(x)
+        kept, mass = [], 0.0
+        for token in np.argsort(-p, kind="stable"):
+            if mass >= asked.top_p:
+                break
+            kept.append(token)
+            mass += p[token]
+        x[np.setdiff1d(np.arange(len(x)), kept)] = -np.inf
+    return softmax(x)
+
+
+def penalised(x: Floats, asked: SamplingParams, prompt: list[int], output: list[int]) -> Floats:
+    """Steps 1 to 3."""
+    for one in asked.logit_bias:
+        x[one.token_id] += one.bias
+    if len(output) < asked.min_tokens:
+        x[asked.stop_token_ids] = -np.inf
+    for token in set(prompt + output):
+        r = asked.repetition_penalty
+        x[token] = x[token] / r if x[token] > 0 else x[token] * r
+    for token in set(output):
+        x[token] -= asked.frequency_penalty * output.count(token) + asked.presence_penalty
+    return x
+
+
+def softmax(x: Floats) -> Floats:
+    e = np.exp(x - x.max())
+    return np.asarray(e / e.sum())
