@@ -1,0 +1,138 @@
+"""What does each sampling option cost, beside drawing without any?
+
+``python -m benchmarks.sampling [--json]`` prints ``name, value, unit, peer, ratio``: CPU time of a
+thread to sample a row of logits, in batches of 32 turns of 700 tokens, at two sizes of vocabulary.
+Probabilities fall as ``rank ** -1.5``, so that a top-p of 0.9 takes some 60 tokens.
+The peer is the same without options; both are measured by turns, and values are medians. For
+``plain_beside_kernel`` it is the kernel by itself, called with columns ready made.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from time import process_time
+from typing import Any
+
+import numpy as np
+import torch
+
+from tidegate.engine.options import OptionReader
+from tidegate.engine.sampling import RowSampling, sample_rows
+from tidegate.kernels.sampling import sample
+from tidegate.transport.messages import SubmitTurn
+from tidegate.transport.sampling import Processor, SamplingParams, TokenBias
+
+ROWS = 32
+PROMPT_TOKENS, OUTPUT_TOKENS = 500, 200
+VOCABULARIES = (8_192, 151_936)
+RUNS = 9
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.05},
+    "penalties": {
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.1,
+    },
+    "logit_bias": {"logit_bias": [TokenBias(n, 1.0) for n in range(100)]},
+    "min_tokens": {"min_tokens": 900, "stop_token_ids": [1, 2]},
+    "top_logprobs_5": {"top_logprobs": 5},
+    "raw_logprobs": {"raw_logprobs": True},
+    "allowed_tokens": {
+        "processors": [Processor("allowed_tokens", {"token_ids": list(range(100))}).to_str()]
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    value: float
+    unit: str
+    peer: float
+    ratio: float
+
+
+class Batch:
+    """Turns that ask for the same, and what a model might say to them."""
+
+    def __init__(self, vocab_size: int, asked: dict[str, Any], askers: int = ROWS) -> None:
+        random = np.random.default_rng(0)
+        reader = OptionReader(vocab_size=vocab_size, max_running_turns=64)
+        ranks = 1 + np.stack([random.permutation(vocab_size) for _ in range(ROWS)])
+        self._logits = torch.from_numpy(-1.5 * np.log(ranks)).float()
+        self._rows = []
+        for seed in range(ROWS):
+            sampling = SamplingParams(**({"max_tokens": 1000} | (asked if seed < askers else {})))
+            tokens = np.zeros(PROMPT_TOKENS + 1000, np.int32)
+            known = PROMPT_TOKENS + OUTPUT_TOKENS
+            tokens[:known] = random.zipf(1.3, known) % vocab_size
+            message = SubmitTurn(
+                turn=seed,
+                token_ids=tokens[:known].tobytes(),
+                sampling=sampling,
+                sampled_before=OUTPUT_TOKENS,
+            )
+            options = reader.read(message, tokens)
+            self._rows.append(RowSampling(1.0, 0, sampling.top_p, seed, OUTPUT_TOKENS, options))
+
+    def us_per_row(self) -> float:
+        """CPU time to sample one; the logits are copied first, which is not counted."""
+        logits = self._logits.clone()
+        return _us(lambda: sample_rows(logits, self._rows))
+
+    def kernel_us_per_row(self) -> float:
+        """The same without options, as a kernel is called."""
+        ones, zeros = np.ones(ROWS, np.float32), np.zeros(ROWS, np.int64)
+        uniforms = np.linspace(0, 0.99, ROWS)
+        return _us(lambda: sample(self._logits, ones, zeros, ones, uniforms))
+
+
+def _us(work: Callable[[], object]) -> float:
+    began_s = process_time()
+    work()
+    return (process_time() - began_s) / ROWS * 1e6
+
+
+def rows_of(vocab_size: int) -> list[Row]:
+    """All options at one size."""
+    plain = Batch(vocab_size, {})
+    batches = {name: Batch(vocab_size, asked) for name, asked in OPTIONS.items()}
+    batches["penalties_of_1_row"] = Batch(vocab_size, OPTIONS["penalties"], askers=1)
+    found = []
+    for name, batch in {"plain": plain, **batches}.items():
+        repeats = range(RUNS * (10 if vocab_size < 50_000 else 1))
+        pairs = [(plain.us_per_row(), batch.us_per_row()) for _ in repeats]
+        peer, value = (statistics.median(column) for column in zip(*pairs, strict=True))
+        found.append(Row(f"{name}_{vocab_size}", value, "us/row", peer, value / peer))
+    pairs = [(plain.kernel_us_per_row(), plain.us_per_row()) for _ in range(RUNS)]
+    peer, value = (statistics.median(column) for column in zip(*pairs, strict=True))
+    found.append(Row(f"plain_beside_kernel_{vocab_size}", value, "us/row", peer, value / peer))
+    return found
+
+
+def main() -> None:
+    """Measure all, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one object a line")
+    as_json = parser.parse_args().json
+    torch.set_num_threads(1)
+    gc.disable()
+    with torch.inference_mode():
+        for vocab_size in VOCABULARIES:
+            for row in rows_of(vocab_size):
+                if as_json:
+                    print(json.dumps(asdict(row)))
+                else:
+                    print(f"{row.name:32} {row.value:9.1f} {row.unit}", end=" ")
+                    print(f"{row.peer:9.1f} {row.ratio:6.2f}")
+
+
+if __name__ == "__main__":
+    main()
