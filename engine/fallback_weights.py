@@ -5,6 +5,8 @@ overwritten in place. The LM head computes in float32 whatever the rest does, as
 """
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +84,15 @@ def load_fallback(path: Path, dtype: torch.dtype) -> FallbackWeights:
     """
     auto: Any = transformers.AutoModelForCausalLM
     try:
-        module, info = auto.from_pretrained(
-            path,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with _no_progress_bars():
+            module, info = auto.from_pretrained(
+                path,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -100,6 +103,19 @@ def load_fallback(path: Path, dtype: torch.dtype) -> FallbackWeights:
     module.eval().requires_grad_(False)
     _widen_head(module)
     return FallbackWeights(module, aliases)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """An engine's stderr is for what went wrong."""
+    log: Any = transformers.utils.logging
+    had_bars = log.is_progress_bar_enabled()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            log.enable_progress_bar()
 
 
 class _Float32Head(torch.nn.Module):

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.engine.driving import drive
 from tests.engine.test_model_parity import TOLERANCE_NATS, load_peer, make_turns, peer_logits
 from tests.models import make_model_directory
-from tidegate.engine.fallback import FallbackRunner
+from tidegate.engine.fallback import FallbackRunner, refuse_other_state
 from tidegate.engine.runner import Runner
 from tidegate.engine.served_model import open_model
 from tidegate.errors import ModelError
@@ -155,3 +156,20 @@ def test_a_directory_that_lacks_tensors_is_refused_by_name(tmp_path: Path) -> No
 
     with pytest.raises(ModelError, match=r"lacks 1 .*h\.1\.mlp\.c_fc\.bias"):
         open_model(path, "float32")
+
+
+class Forgetful(transformers.GPT2LMHeadModel):
+    """Goes on differently when it is read in chunks, as what keeps a state of its own would."""
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        output = super().forward(input_ids, **options)
+        output.logits = output.logits + input_ids.shape[1] * torch.arange(96.0)
+        return output
+
+
+def test_a_model_that_does_not_go_on_from_keys_and_values_is_found_out(tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path, "gpt2")
+    model: Any = Forgetful.from_pretrained(path)
+
+    with pytest.raises(ModelError, match="Forgetful remembers more of a context"):
+        refuse_other_state(model.eval(), vocab_size=96)
