@@ -158,7 +158,7 @@ def test_a_directory_that_lacks_tensors_is_refused_by_name(tmp_path: Path) -> No
         open_model(path, "float32")
 
 
-class Forgetful(transformers.GPT2LMHeadModel):
+class Forgetful(transformers.GPT2LMHeadModel):  # type: ignore[no-untyped-call]
     """Goes on differently when it is read in chunks, as what keeps a state of its own would."""
 
     def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
