@@ -91,12 +91,8 @@ def plan_group(
     queries = np.arange(counts.max())
     last = counts[:, None] - 1
     query_place = np.minimum(queries, last)  # [R, Q]; padding repeats a row's last token
-    context = np.arange(tables.shape[1] * shape.block_tokens)
-    # [R, Q, 1]: how far behind the first gathered position a query lies
-    distance = (starts - context_starts)[:, None, None] + query_place[:, :, None]
-    sees = context <= distance
-    if window_tokens is not None:
-        sees &= context > distance - window_tokens
+    context_tokens = tables.shape[1] * shape.block_tokens
+    places = (starts - context_starts)[:, None] + query_place  # [R, Q], in the gathered context
     pad = unpad = None
     if (counts != queries.size).any():
         offsets = np.cumsum(counts) - counts
@@ -105,7 +101,6 @@ def plan_group(
     kinds = np.arange(2)[:, None, None, None]
     heads = np.arange(shape.num_kv_heads)[:, None]
     gather = (tables[:, None, :] * 2 + kinds) * shape.num_kv_heads + heads  # [2, R, K, B]
-    mask = np.where(sees, np.float32(0), np.float32(-np.inf))
     return RowGroup(
         first_token=first_token,
         end_token=first_token + int(counts.sum()),
@@ -113,8 +108,18 @@ def plan_group(
         pad=pad,
         unpad=unpad,
         gather=torch.from_numpy(gather.reshape(-1)),
-        mask=torch.from_numpy(mask)[:, None].to(dtype),
+        mask=_mask(places, context_tokens, window_tokens)[:, None].to(dtype),
     )
+
+
+def _mask(places: Ints, context_tokens: int, window_tokens: int | None) -> torch.Tensor:
+    """What queries at ``places`` [R, Q] of a context see of it: 0, or -inf. [R, Q, C], float32"""
+    places = places[:, :, None]
+    context = np.arange(context_tokens)
+    sees = context <= places
+    if window_tokens is not None:
+        sees &= context > places - window_tokens
+    return torch.from_numpy(np.where(sees, np.float32(0), np.float32(-np.inf)))
 
 
 def _within_window(
@@ -169,9 +174,7 @@ def attend(
     keys, values = contexts.view(2, group.rows, kv_heads, -1, head_dim)
     if group.pad is not None:
         query = query.index_select(0, group.pad)
-    if (
-        query.shape[0] == group.rows
-    ):  # one query each: the heads that share a KV head take its place
+    if query.shape[0] == group.rows:  # one query each: heads that share a KV head take its place
         shared = query.view(group.rows, kv_heads, heads // kv_heads, head_dim)
         out = _mix(shared, keys, values, group.mask, scale, soft_cap)
         return out.reshape(group.rows, heads * head_dim)
