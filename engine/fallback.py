@@ -89,7 +89,7 @@ def refuse_other_state(module: Any, vocab_size: int) -> None:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        raise ModelError(f"{name} can't be run from cached keys and values: {why}") from error
+        raise ModelError(f"{name} can't be run from keys and values alone: {why}") from error
     difference = float((whole.log_softmax(-1) - chunked.log_softmax(-1)).abs().mean())
     if not difference <= PROBE_DIFFERENCE_MAX[module.dtype]:
         raise ModelError(

@@ -70,9 +70,19 @@ def read_config(path: Path) -> Any:
 
 
 def context_tokens_max(config: Any) -> int:
-    """How long contexts may be: as the config says, or as long as can be where it has no limit."""
-    said = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return CONTEXT_TOKENS_UNSAID if said is None else int(said)
+    """How long contexts may be: as the config says, or as long as can be where it has no limit.
+
+    A ``longrope`` turns all positions otherwise once a context is longer than the original one, and
+    keys cached before would be wrong; so it ends there.
+    """
+    text = config.get_text_config()
+    said = getattr(text, "max_position_embeddings", None)
+    limits = [CONTEXT_TOKENS_UNSAID if said is None else int(said)]
+    rope = getattr(text, "rope_parameters", None) or {}
+    for part in (rope, *(nested for nested in rope.values() if isinstance(nested, dict))):
+        if part.get("rope_type") == "longrope":
+            limits.append(int(part["original_max_position_embeddings"]))
+    return min(limits)
 
 
 def load_fallback(path: Path, dtype: torch.dtype) -> FallbackWeights:

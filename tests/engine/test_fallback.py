@@ -109,11 +109,28 @@ def test_an_engine_is_told_why_it_will_be_slow(tmp_path: Path) -> None:
     assert open_model(make_model_directory(tmp_path / "own"), "float32").warning is None
 
 
+def test_contexts_end_where_a_rope_would_turn_cached_keys_otherwise(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": 8 * [1.0],
+        "long_factor": 8 * [4.0],
+        "original_max_position_embeddings": 64,
+    }
+    fields = {"rope_parameters": rope, "original_max_position_embeddings": 64}
+    path = make_model_directory(tmp_path, "phi3", **fields)
+
+    assert open_model(path, "float32").context_tokens_max == 64
+
+
 @pytest.mark.parametrize(
     ("model_type", "options", "words"),
     [
-        ("mamba", {"state_size": 4, "tied": True}, "Mamba"),
-        ("jamba", {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}, "Jamba"),
+        ("mamba", {"state_size": 4, "tied": True}, "Mamba.* keeps no keys and values"),
+        (
+            "jamba",
+            {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+            "Jamba.* can't be run from keys and values alone",
+        ),
     ],
 )
 def test_models_with_a_state_of_their_own_are_refused(
@@ -121,10 +138,8 @@ def test_models_with_a_state_of_their_own_are_refused(
 ) -> None:
     path = make_model_directory(tmp_path, model_type, **options)
 
-    with pytest.raises(ModelError, match=words) as refusal:
+    with pytest.raises(ModelError, match=words):
         open_model(path, "float32")
-
-    assert "engine" in str(refusal.value) or "keys and values" in str(refusal.value)
 
 
 @pytest.mark.parametrize(
