@@ -98,7 +98,10 @@ class Runner(Protocol):
         """Compute with others from the next step on: those of the same model."""
 
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Run every row's tokens, and sample after the last of those that ask for it."""
+        """Run every row's tokens, and sample after the last of those that ask for it.
+
+        A row may attend to blocks that rows before it fill in this very step.
+        """
 
 
 class ModelRunner:

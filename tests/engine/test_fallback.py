@@ -4,16 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.engine.driving import drive
+from tests.engine.driving import GREEDY, drive
 from tests.engine.test_model_parity import TOLERANCE_NATS, load_peer, make_turns, peer_logits
 from tests.models import make_model_directory
 from tidegate.engine.fallback import FallbackRunner, refuse_other_state
-from tidegate.engine.runner import Runner
+from tidegate.engine.runner import Row, Runner
 from tidegate.engine.served_model import open_model
 from tidegate.errors import ModelError
 
@@ -75,6 +76,31 @@ def test_turns_in_mixed_chunked_batches_equal_one_forward(model: str, tmp_path: 
         logprobs = torch.log_softmax(peer_logits(peer, turn), -1)
         assert turn.sampled == logprobs.argmax(-1).tolist()
         assert turn.logprobs == pytest.approx(logprobs.amax(-1).tolist(), abs=TOLERANCE_NATS)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma2"])
+def test_a_row_sees_what_rows_before_it_in_its_step_write_whoever_computes(
+    model_type: str, tmp_path: Path
+) -> None:
+    path = make_model_directory(tmp_path, model_type)
+    runner = open_model(path, "float32").make_runner(num_blocks=9, block_tokens=8)
+    context = np.random.default_rng(0).integers(0, 96, 43).astype(np.int32)
+    table = [5, 2, 7, 0, 3, 8]
+
+    output = runner.step(
+        [
+            Row(context[:16], 0, table, None),
+            Row(context[16:40], 16, table, None),
+            Row(context[40:], 40, table, GREEDY),
+        ]
+    )
+
+    with torch.no_grad():
+        logits = load_peer(path)(torch.from_numpy(context.astype(np.int64))[None]).logits[0, -1]
+    assert output.token_ids.tolist() == [int(logits.argmax())]
+    assert output.logprobs[0] == pytest.approx(
+        float(logits.log_softmax(-1).amax()), abs=TOLERANCE_NATS
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
