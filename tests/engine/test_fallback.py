@@ -136,13 +136,13 @@ def test_an_engine_is_told_why_it_will_be_slow(tmp_path: Path) -> None:
 
 
 def test_contexts_end_where_a_rope_would_turn_cached_keys_otherwise(tmp_path: Path) -> None:
-    rope = {
+    rope: dict[str, Any] = {
         "rope_type": "longrope",
         "short_factor": 8 * [1.0],
         "long_factor": 8 * [4.0],
         "original_max_position_embeddings": 64,
     }
-    fields = {"rope_parameters": rope, "original_max_position_embeddings": 64}
+    fields: dict[str, Any] = {"rope_parameters": rope, "original_max_position_embeddings": 64}
     path = make_model_directory(tmp_path, "phi3", **fields)
 
     assert open_model(path, "float32").context_tokens_max == 64
