@@ -14,7 +14,7 @@ from tidegate.engine.runner import ModelRunner, RowSampling
 from tidegate.engine.weights import load_directory
 
 TOLERANCE_NATS = 1e-4
-"""In float32; the worst difference seen is a twentieth of it."""
+"""In float32; the worst difference seen is a tenth of it."""
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
