@@ -16,7 +16,8 @@ import zmq
 from benchmarks.fuzz_frames import ORCHESTRATOR_EXAMPLES, FrameMaker, LiveState
 from tidegate.engine.link import Link
 from tidegate.engine.loop import EngineLoop
-from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.model_config import AttentionKind, LayerShape, ModelConfig
+from tidegate.engine.rope_config import Rope
 from tidegate.engine.runner import ModelRunner
 from tidegate.engine.scheduler import Scheduler
 from tidegate.engine.staging import Staging
@@ -59,21 +60,13 @@ _CONFIG = ModelConfig(
     vocab_size=50,
     hidden_size=16,
     intermediate_size=16,
-    num_layers=1,
+    layers=(LayerShape(attention=AttentionKind(rope=Rope(theta=10_000.0))),),
     num_heads=2,
     num_kv_heads=1,
     head_dim=8,
     norm_epsilon=1e-6,
-    rope_theta=10_000.0,
-    rope_scaling=None,
     context_tokens_max=256,
     tied_head=True,
-    qkv_bias=False,
-    output_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    eos_token_ids=(),
-    dtype="float32",
 )
 
 

@@ -12,7 +12,7 @@ import time
 
 from tidegate.engine.link import Link
 from tidegate.engine.memory import is_out_of_memory, out_of_memory
-from tidegate.engine.runner import ModelRunner, Row, StepOutput
+from tidegate.engine.runner import Row, Runner, StepOutput
 from tidegate.engine.scheduler import Scheduler, StepColumns
 from tidegate.engine.staging import Staging
 from tidegate.errors import TurnRefused
@@ -53,7 +53,7 @@ class EngineLoop:
     """One engine's life, on one thread."""
 
     def __init__(
-        self, link: Link, *, runner: ModelRunner, scheduler: Scheduler, staging: Staging
+        self, link: Link, *, runner: Runner, scheduler: Scheduler, staging: Staging
     ) -> None:
         self._link = link
         self._runner = runner
@@ -166,7 +166,7 @@ class EngineLoop:
         return True
 
     def _swap(self, update: FinishWeightUpdate) -> None:
-        self._runner.weights = self._staging.exchange(update.version, self._runner.weights)
+        self._runner.swap(self._staging.exchange(update.version, self._runner.weights))
         recomputed_turns = self._scheduler.weights_swapped(update)
         self._link.send(
             WeightsLive(

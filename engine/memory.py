@@ -23,6 +23,8 @@ def blame_memory(*, doing: str, remedy: str) -> Iterator[None]:
     """
     try:
         yield
+    except OutOfMemory:  # somebody who knew more has said it
+        raise
     except Exception as error:
         if is_out_of_memory(error):
             raise out_of_memory(error, doing=doing, remedy=remedy) from error

@@ -1,4 +1,4 @@
-"""What shape has the model in this directory? Read from config.json, checked field by field.
+"""What shape has the model in this directory? What config.json comes to, checked field by field.
 
 It knows nothing of tensors, nor of transformers: it refuses whatever our model code would compute
 wrongly, by name, so that no model runs nearly right.
@@ -6,33 +6,48 @@ wrongly, by name, so that no model runs nearly right.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
 
-import msgspec
+from tidegate.engine.config_fields import (
+    FAMILIES,
+    ConfigFields,
+    Family,
+    read_architecture,
+    read_eos_token_ids,
+    read_fields,
+)
+from tidegate.engine.rope_config import Rope, context_tokens_max, read_local_rope, read_rope
+from tidegate.errors import ModelError, ModelNotComputed
 
-from tidegate.errors import ModelError
-
-MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-"""The architectures we compute, as config.json spells them, and their model types."""
-
-QWEN3_HEAD_DIM = 128
-"""What a Qwen3 config without ``head_dim`` means; in the others it is hidden_size / heads."""
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+"""What the gate may pass through, as config.json spells it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """How a rotary embedding is stretched beyond the context it was trained on."""
+class AttentionKind:
+    """How some layers see positions."""
 
-    kind: Literal["linear", "llama3"]
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context_tokens: int = 8192
-    """The last three matter to ``llama3`` only."""
+    rope: Rope
+    window_tokens: int | None = None
+    """How many tokens a token sees, itself among them; None: all before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What may differ from layer to layer."""
+
+    attention: AttentionKind
+    has_experts: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The MLPs of which each token passes through a few."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalises: bool
+    """Whether the weights of a token's experts are made to sum to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,31 +59,48 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
+    layers: tuple[LayerShape, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
     norm_epsilon: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
     context_tokens_max: int
     tied_head: bool
     """The LM head is the embedding; the directory holds it once."""
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    eos_token_ids: tuple[int, ...]
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    experts: Experts | None = None
+    activation: str = "silu"
+    """One of ``ACTIVATIONS``."""
+    norm_adds_one: bool = False
+    """Norms multiply by 1 + weight, before they round."""
+    post_norms: bool = False
+    """What attention and MLP give is normed too, before it is added."""
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    """What a query's product with a key is multiplied by; None: 1 / sqrt(head_dim)."""
+    attention_soft_cap: float | None = None
+    """Attention's scores s become cap * tanh(s / cap)."""
+    logits_soft_cap: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer; generation_config.json's if it names any."""
-    dtype: str
+    dtype: str = "float32"
     """What the directory's weights are stored in, as torch spells it."""
+
+    @property
+    def num_layers(self) -> int:
+        """How many decoder layers."""
+        return len(self.layers)
 
     @classmethod
     def from_directory(cls, path: Path) -> "ModelConfig":
         """Read ``path``/config.json, and generation_config.json if it is there.
 
         Raises:
-            ModelError: either is missing or damaged, or asks for something we don't compute.
+            ModelNotComputed: it asks for something that our code doesn't compute.
+            ModelError: a file is missing or damaged, or asks for what nobody can serve.
         """
         if not path.is_dir():
             raise ModelError(
@@ -76,156 +108,81 @@ class ModelConfig:
                 f"that holds config.json and *.safetensors"
             )
         file = path / "config.json"
-        fields = _read(file, _ConfigFields)
-        architecture = _architecture(file, fields)
-        _refuse_what_we_do_not_compute(file, fields)
-        return _build(file, path, fields, architecture)
+        architecture = read_architecture(file)
+        fields = read_fields(file, FAMILIES[architecture])
+        refuse_what_nobody_serves(file, fields)
+        return _build(file, architecture, fields, read_eos_token_ids(path, fields.eos_token_id))
 
 
-class _ConfigFields(msgspec.Struct):
-    """The fields of config.json that we read; the names are Hugging Face's."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    architectures: list[str] | None = None
-    model_type: str | None = None
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 2048
-    rope_theta: float | None = None
-    rope_scaling: dict[str, Any] | None = None
-    rope_parameters: dict[str, Any] | None = None
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    use_sliding_window: bool = False
-    sliding_window: int | None = None
-    layer_types: list[str] | None = None
-    quantization_config: dict[str, Any] | None = None
-    eos_token_id: int | list[int] | None = None
-    dtype: str | None = None
-    torch_dtype: str | None = None
-
-
-class _GenerationFields(msgspec.Struct):
-    """The one field of generation_config.json that we read."""
-
-    eos_token_id: int | list[int] | None = None
-
-
-class _RopeFields(msgspec.Struct):
-    """``rope_parameters``, or the older ``rope_scaling``."""
-
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: float | None = None
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    partial_rotary_factor: float = 1.0
-
-
-_Fields = TypeVar("_Fields", bound=msgspec.Struct)
-
-
-def _read(file: Path, fields: type[_Fields]) -> _Fields:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=fields)
-    except OSError as error:
-        raise ModelError(
-            f"{file} can't be read ({error.strerror}); a Hugging Face model directory has one"
-        ) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file} is damaged or not a model's config: {error}") from error
-
-
-def _architecture(file: Path, fields: _ConfigFields) -> str:
-    """Find out which of our architectures this is; the model type decides where none is named."""
-    named = fields.architectures or [
-        name for name, kind in MODEL_TYPES.items() if kind == fields.model_type
-    ]
-    known = [name for name in named if name in MODEL_TYPES]
-    if not known:
-        found = ", ".join(named) or fields.model_type or "no architecture"
-        raise ModelError(f"{file} names {found}; this engine runs {', '.join(sorted(MODEL_TYPES))}")
-    return known[0]
-
-
-def _refuse_what_we_do_not_compute(file: Path, fields: _ConfigFields) -> None:
-    if fields.hidden_act != "silu":
-        raise ModelError(f"{file} asks for hidden_act {fields.hidden_act!r}; only silu is computed")
+def refuse_what_nobody_serves(file: Path, fields: ConfigFields) -> None:
+    """Refuse what neither our code nor transformers' can sample from as a rollout needs it."""
     if fields.quantization_config is not None:
         method = fields.quantization_config.get("quant_method", "unnamed")
         raise ModelError(
             f"{file} is of a quantised model ({method}); give its float32 or bfloat16 directory"
         )
-    other_layers = sorted(set(fields.layer_types or []) - {"full_attention"})
-    slides = fields.use_sliding_window and fields.sliding_window is not None
-    if other_layers or (slides and fields.layer_types is None):
-        raise ModelError(
-            f"{file} asks for {', '.join(other_layers) or 'sliding_window attention'}; only full "
-            f"attention is computed"
-        )
+    if fields.use_bidirectional_attention:
+        raise ModelError(f"{file} attends to later tokens too; such a model can't be sampled from")
 
 
-def _build(file: Path, path: Path, fields: _ConfigFields, architecture: str) -> ModelConfig:
-    kind = MODEL_TYPES[architecture]
+def _build(
+    file: Path, architecture: str, fields: ConfigFields, eos_token_ids: tuple[int, ...]
+) -> ModelConfig:
+    family = FAMILIES[architecture]
     heads = fields.num_attention_heads
-    kv_heads = fields.num_key_value_heads or heads
-    rope = _rope(file, fields)
+    gemma = family.is_gemma
+    _check_sizes(file, fields)
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.vocab_size,
         hidden_size=fields.hidden_size,
         intermediate_size=fields.intermediate_size,
-        num_layers=fields.num_hidden_layers,
+        layers=_layers(file, fields, family),
         num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=_head_dim(fields, kind),
+        num_kv_heads=fields.num_key_value_heads or heads,
+        head_dim=fields.head_dim or family.defaults.get("head_dim") or fields.hidden_size // heads,
         norm_epsilon=fields.rms_norm_eps,
-        rope_theta=rope.rope_theta or fields.rope_theta or 10_000.0,
-        rope_scaling=_rope_scaling(file, rope),
-        context_tokens_max=fields.max_position_embeddings,
+        context_tokens_max=context_tokens_max(file, fields),
         tied_head=fields.tie_word_embeddings,
-        qkv_bias=kind == "qwen2" or fields.attention_bias,
-        output_bias=kind != "qwen2" and fields.attention_bias,
-        mlp_bias=kind == "llama" and fields.mlp_bias,
-        qk_norm=kind == "qwen3",
-        eos_token_ids=_eos_token_ids(path, fields),
+        qkv_bias=fields.attention_bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=fields.attention_bias if family.output_bias is None else family.output_bias,
+        mlp_bias=family.reads_mlp_bias and fields.mlp_bias,
+        qk_norm=family.qk_norm,
+        experts=_experts(file, fields) if family.has_experts else None,
+        activation=_activation(file, fields, family),
+        norm_adds_one=gemma,
+        post_norms=gemma,
+        embedding_scale=fields.hidden_size**0.5 if gemma else 1.0,
+        attention_scale=fields.query_pre_attn_scalar**-0.5 if gemma else None,
+        attention_soft_cap=_attention_soft_cap(file, fields, family),
+        logits_soft_cap=fields.final_logit_softcapping if gemma else None,
+        eos_token_ids=eos_token_ids,
         dtype=fields.dtype or fields.torch_dtype or "float32",
     )
-    _check_sizes(file, config)
+    _check_heads(file, config)
     return config
 
 
-def _head_dim(fields: _ConfigFields, kind: str) -> int:
-    if fields.head_dim is not None:
-        return fields.head_dim
-    if kind == "qwen3":
-        return QWEN3_HEAD_DIM
-    return fields.hidden_size // max(1, fields.num_attention_heads)
-
-
-def _check_sizes(file: Path, config: ModelConfig) -> None:
+def _check_sizes(file: Path, fields: ConfigFields) -> None:
     sizes = (
         "vocab_size",
         "hidden_size",
         "intermediate_size",
-        "num_layers",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "context_tokens_max",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
     )
     for name in sizes:
-        if getattr(config, name) < 1:
-            raise ModelError(f"{file}: {name} must be at least 1, got {getattr(config, name)}")
+        if getattr(fields, name) < 1:
+            raise ModelError(f"{file}: {name} must be at least 1, got {getattr(fields, name)}")
+
+
+def _check_heads(file: Path, config: ModelConfig) -> None:
+    if min(config.num_kv_heads, config.head_dim) < 1:
+        raise ModelError(
+            f"{file}: num_key_value_heads and head_dim must be at least 1, got "
+            f"{config.num_kv_heads} and {config.head_dim}"
+        )
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
         raise ModelError(
             f"{file}: {config.num_heads} query heads must be a multiple of {config.num_kv_heads} "
@@ -233,41 +190,93 @@ def _check_sizes(file: Path, config: ModelConfig) -> None:
         )
 
 
-def _rope(file: Path, fields: _ConfigFields) -> _RopeFields:
-    """Read the rotary embedding's fields, from wherever this version of the format has them."""
-    raw = fields.rope_parameters or fields.rope_scaling or {}
-    try:
-        return msgspec.convert(raw, _RopeFields)
-    except msgspec.ValidationError as error:
-        raise ModelError(f"{file}: rope parameters {raw} make no sense: {error}") from error
+# ---------------------------------------------------------------- layers
 
 
-def _rope_scaling(file: Path, rope: _RopeFields) -> RopeScaling | None:
-    kind = rope.rope_type or rope.type or "default"
-    if rope.partial_rotary_factor != 1.0:
-        raise ModelError(
-            f"{file} rotates {rope.partial_rotary_factor} of each head; only 1.0 is computed"
-        )
-    if kind == "default":
-        return None
-    if kind not in ("linear", "llama3"):
-        raise ModelError(
-            f"{file} asks for rope type {kind!r}; this engine computes default, linear and llama3"
-        )
-    return RopeScaling(
-        kind="linear" if kind == "linear" else "llama3",
-        factor=rope.factor,
-        low_freq_factor=rope.low_freq_factor,
-        high_freq_factor=rope.high_freq_factor,
-        original_context_tokens=rope.original_max_position_embeddings,
+def _layers(file: Path, fields: ConfigFields, family: Family) -> tuple[LayerShape, ...]:
+    window = fields.sliding_window
+    if family.sliding == "never" or (family.window_has_switch and not fields.use_sliding_window):
+        window = None
+    if window is not None and window < 1:
+        raise ModelError(f"{file}: sliding_window must be at least 1, got {window}")
+    if family.has_local_rope:
+        local, whole = read_local_rope(file, fields)
+    else:
+        local = whole = read_rope(file, fields)
+    slides = _sliding_layers(file, fields, family, window)
+    kinds = {
+        True: AttentionKind(rope=local, window_tokens=window),
+        False: AttentionKind(rope=whole),
+    }
+    return tuple(
+        LayerShape(attention=kinds[sliding], has_experts=_has_experts(fields, family, layer))
+        for layer, sliding in enumerate(slides)
     )
 
 
-def _eos_token_ids(path: Path, fields: _ConfigFields) -> tuple[int, ...]:
-    file = path / "generation_config.json"
-    found = _read(file, _GenerationFields).eos_token_id if file.exists() else None
-    if found is None:
-        found = fields.eos_token_id
-    if found is None:
-        return ()
-    return (found,) if isinstance(found, int) else tuple(found)
+def _sliding_layers(
+    file: Path, fields: ConfigFields, family: Family, window: int | None
+) -> list[bool]:
+    """Which layers see a window only."""
+    types = fields.layer_types
+    others = sorted(set(types or []) - {"full_attention", "sliding_attention"})
+    if others:
+        raise ModelNotComputed(f"{file} has layers of {', '.join(others)}, which we don't compute")
+    numbers = range(fields.num_hidden_layers)
+    if types is not None and family.reads_layer_types:
+        slides = [name == "sliding_attention" for name in types]
+    elif family.sliding == "pattern":
+        slides = [(layer + 1) % fields.sliding_window_pattern != 0 for layer in numbers]
+    elif family.sliding == "above":
+        slides = [window is not None and layer >= fields.max_window_layers for layer in numbers]
+    else:
+        slides = [window is not None for _ in numbers]
+    if len(slides) != len(numbers):
+        raise ModelError(f"{file} has {len(numbers)} layers, but layer_types of {len(slides)}")
+    if any(slides) and window is None:
+        raise ModelError(f"{file} has layers of sliding_attention, but no sliding_window is in use")
+    if types is not None and [name == "sliding_attention" for name in types] != slides:
+        raise ModelNotComputed(f"{file} has layer_types, which {family.model_type} doesn't know")
+    return slides
+
+
+# ---------------------------------------------------------------- parts of a layer
+
+
+def _has_experts(fields: ConfigFields, family: Family, layer: int) -> bool:
+    if not family.has_experts or layer in (fields.mlp_only_layers or []):
+        return False
+    return (layer + 1) % max(1, fields.decoder_sparse_step) == 0
+
+
+def _experts(file: Path, fields: ConfigFields) -> Experts:
+    count = fields.num_experts or fields.num_local_experts or 128
+    if not 1 <= fields.num_experts_per_tok <= count or fields.moe_intermediate_size < 1:
+        raise ModelError(
+            f"{file}: num_experts_per_tok {fields.num_experts_per_tok} must be 1 to {count}, the "
+            f"number of experts, and moe_intermediate_size {fields.moe_intermediate_size} positive"
+        )
+    return Experts(
+        count=count,
+        per_token=fields.num_experts_per_tok,
+        intermediate_size=fields.moe_intermediate_size,
+        normalises=fields.norm_topk_prob,
+    )
+
+
+def _activation(file: Path, fields: ConfigFields, family: Family) -> str:
+    named = fields.hidden_activation or "" if family.is_gemma else fields.hidden_act
+    if named not in ACTIVATIONS:
+        raise ModelNotComputed(
+            f"{file} asks for activation {named!r}; we compute {', '.join(ACTIVATIONS)}"
+        )
+    return named
+
+
+def _attention_soft_cap(file: Path, fields: ConfigFields, family: Family) -> float | None:
+    cap = fields.attn_logit_softcapping
+    if cap is None or family.caps_attention:
+        return cap
+    if family.is_gemma:  # transformers reads it and computes without it; who trained it may not
+        raise ModelNotComputed(f"{file} has attn_logit_softcapping {cap}, unusual in this model")
+    return None

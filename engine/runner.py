@@ -10,16 +10,19 @@ Letters in shapes: R rows, T tokens of all rows, S sampling rows, B blocks of a 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tidegate.engine.model import StepPlan, forward, inverse_frequencies
+from tidegate.engine.model import AttentionPlan, StepPlan, forward, head_logits
 from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.rope_tables import make_rope_table
 from tidegate.engine.sampling import RowSampling as RowSampling
 from tidegate.engine.sampling import StepOutput as StepOutput
 from tidegate.engine.sampling import sample_rows
+from tidegate.engine.weight_store import WeightStore
 from tidegate.engine.weights import Weights
 from tidegate.kernels.attention import (
     CacheShape,
@@ -29,7 +32,6 @@ from tidegate.kernels.attention import (
     scratch_elements,
     write_index,
 )
-from tidegate.kernels.rope import rope_table
 
 CONTEXT_LEVELS = 128 * 4 ** np.arange(10)
 QUERY_LEVELS = np.array([1, *(32 * 4 ** np.arange(10))])
@@ -53,8 +55,33 @@ class Row:
     """None in the middle of a prefill: nothing is sampled."""
 
 
+class Runner(Protocol):
+    """What computes steps: our own code, or that of transformers."""
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the KV cache has."""
+
+    @property
+    def block_tokens(self) -> int:
+        """How many positions a block has."""
+
+    @property
+    def weights(self) -> WeightStore:
+        """Those that the next step computes with."""
+
+    def swap(self, weights: WeightStore) -> None:
+        """Compute with others from the next step on: those of the same model."""
+
+    def step(self, rows: Sequence[Row]) -> StepOutput:
+        """Run every row's tokens, and sample after the last of those that ask for it.
+
+        A row may attend to blocks that rows before it fill in this very step.
+        """
+
+
 class ModelRunner:
-    """Runs one model on one thread."""
+    """Runs one model on one thread, by our own code."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, *, num_blocks: int, block_tokens: int = 16
@@ -70,7 +97,13 @@ class ModelRunner:
         self._caches = [torch.zeros(size, dtype=weights.dtype) for _ in range(config.num_layers)]
         self._scratch = torch.empty(0, dtype=weights.dtype)
         positions = min(config.context_tokens_max, num_blocks * block_tokens)
-        self._rope = rope_table(inverse_frequencies(config), positions, weights.dtype)
+        self._layers = _LayerKinds(config, positions, weights.dtype)
+
+    def swap(self, weights: WeightStore) -> None:
+        """Compute with others from the next step on: those of the same model."""
+        if not isinstance(weights, Weights):
+            raise TypeError(f"weights of {type(self).__name__}, got {type(weights).__name__}")
+        self.weights = weights
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> StepOutput:
@@ -86,7 +119,7 @@ class ModelRunner:
         sampling = [row.sampling for row in rows if row.sampling is not None]
         if not sampling:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
-        return sample_rows(hidden.float() @ self.weights.head.t(), sampling)
+        return sample_rows(head_logits(self.weights, hidden), sampling)
 
     def _plan(self, rows: Sequence[Row]) -> StepPlan:
         """Lay the rows' tokens out one after another, rows of like size together."""
@@ -100,24 +133,25 @@ class ModelRunner:
         row_of_token = np.repeat(np.arange(len(rows)), counts)
         positions = np.arange(counts.sum()) + (starts - firsts)[row_of_token]
         tables = _tables(ordered, -(-(starts + counts) // self.block_tokens))
-        rotations = self._rope.index_select(0, torch.from_numpy(positions))
         block, offset = np.divmod(positions, self.block_tokens)
         lasts = np.empty(len(rows), np.int64)
         lasts[order] = firsts + counts - 1
         samples = [row.sampling is not None for row in rows]
-        groups = self._groups(kinds, starts, counts, tables)
+        groups = [
+            self._groups(kinds, starts, counts, tables, window) for window in self._layers.windows
+        ]
         return StepPlan(
             token_ids=torch.from_numpy(np.concatenate([row.token_ids for row in ordered])),
-            cosines=rotations[:, :1],
-            sines=rotations[:, 1:],
+            attention=self._layers.plan(torch.from_numpy(positions), groups),
             write_index=write_index(tables[row_of_token, block], offset, self._shape),
-            groups=groups,
-            scratch=self._scratch_for(groups),
+            scratch=self._scratch_for([group for kind in groups for group in kind]),
             sampled=torch.from_numpy(lasts[samples]),
         )
 
-    def _groups(self, kinds: Ints, starts: Ints, counts: Ints, tables: Ints) -> list[RowGroup]:
-        """Cut the ordered rows where their kind changes."""
+    def _groups(
+        self, kinds: Ints, starts: Ints, counts: Ints, tables: Ints, window_tokens: int | None
+    ) -> list[RowGroup]:
+        """Cut the ordered rows where their kind changes, for layers with one kind of window."""
         cuts = [0, *(np.flatnonzero(kinds[1:] != kinds[:-1]) + 1).tolist(), kinds.size]
         groups: list[RowGroup] = []
         for first, end in pairwise(cuts):
@@ -131,6 +165,7 @@ class ModelRunner:
                     self._shape,
                     first_token=groups[-1].end_token if groups else 0,
                     dtype=self.weights.dtype,
+                    window_tokens=window_tokens,
                 )
             )
         return groups
@@ -141,6 +176,29 @@ class ModelRunner:
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed, dtype=self._scratch.dtype)
         return self._scratch
+
+
+class _LayerKinds:
+    """The kinds of attention that a model's layers have; a step is planned once for each."""
+
+    def __init__(self, config: ModelConfig, positions: int, dtype: torch.dtype) -> None:
+        kinds = list(dict.fromkeys(layer.attention for layer in config.layers))
+        self.windows = [kind.window_tokens for kind in kinds]
+        self._rotations = [
+            make_rope_table(kind.rope, head_dim=config.head_dim, positions=positions, dtype=dtype)
+            for kind in kinds
+        ]
+        self._of_layers = [kinds.index(layer.attention) for layer in config.layers]
+
+    def plan(
+        self, positions: torch.Tensor, groups: Sequence[Sequence[RowGroup]]
+    ) -> list[AttentionPlan]:
+        """Each layer's plan for tokens at ``positions`` [T]; ``groups`` are those of each kind."""
+        plans = []
+        for table, its_groups in zip(self._rotations, groups, strict=True):
+            rotations = table.index_select(0, positions)
+            plans.append(AttentionPlan(rotations[:, :1], rotations[:, 1:], its_groups))
+        return [plans[kind] for kind in self._of_layers]
 
 
 def _kinds(counts: Ints, ends: Ints) -> Ints:

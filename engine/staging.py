@@ -17,7 +17,7 @@ from queue import SimpleQueue
 import torch
 
 from tidegate.engine.memory import blame_memory
-from tidegate.engine.weights import Weights
+from tidegate.engine.weight_store import WeightStore
 from tidegate.errors import TidegateError, WeightsRefused
 from tidegate.transport.messages import (
     Complaint,
@@ -73,7 +73,7 @@ class _Result:
 class Staging:
     """The buffer beside the live weights, and the thread that fills it."""
 
-    def __init__(self, allocate: Callable[[], Weights], home: Home = NOWHERE) -> None:
+    def __init__(self, allocate: Callable[[], WeightStore], home: Home = NOWHERE) -> None:
         self._allocate = allocate
         self._home = home
         self._update: _Update | None = None
@@ -82,7 +82,7 @@ class Staging:
         self._jobs: SimpleQueue[Callable[[], _Result] | None] = SimpleQueue()
         self._results: SimpleQueue[_Result] = SimpleQueue()
         self._jobs_pending = 0
-        self._buffer: Weights | None = None
+        self._buffer: WeightStore | None = None
         """The thread's while jobs are pending, else the main thread's."""
         self._receiver: WeightReceiver | None = None
         """The thread's."""
@@ -153,7 +153,7 @@ class Staging:
         update = self._update
         return update is not None and (update.version, update.state) == (version, _State.STAGED)
 
-    def exchange(self, version: int, live: Weights) -> Weights:
+    def exchange(self, version: int, live: WeightStore) -> WeightStore:
         """Hand out the weights of ``version``; ``live`` is the buffer of the next update."""
         if not self.is_staged(version) or self.is_busy or self._buffer is None:
             raise AssertionError(f"v{version} is not staged")

@@ -21,15 +21,14 @@ import torch
 from tidegate.engine.link import Link
 from tidegate.engine.loop import EngineLoop
 from tidegate.engine.memory import blame_memory
-from tidegate.engine.model_config import ModelConfig
 from tidegate.engine.options import OptionReader
 from tidegate.engine.processors import ProcessorRegistry
-from tidegate.engine.runner import ModelRunner
+from tidegate.engine.runner import Runner
 from tidegate.engine.scheduler import Scheduler
+from tidegate.engine.served_model import ServedModel, open_model
 from tidegate.engine.staging import Staging
 from tidegate.engine.tokenizer import ModelTokenizer
 from tidegate.engine.turns import EngineLimits
-from tidegate.engine.weights import Weights, load_directory
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.transport.messages import PROTOCOL, Hello
 from tidegate.transport.private_directory import remove_abandoned
@@ -44,9 +43,6 @@ KV_BYTES_DEFAULT = 256 * 1024 * 1024
 """What the KV cache may take where --num-blocks is left out: 262,144 tokens of a float32 model with
 2 layers of 2 KV heads of 32, but only 2,340 of a Qwen3-0.6B in bfloat16, which wants more."""
 
-SMALLER_MODEL = "serve a smaller model, compute in bfloat16, or leave the machine more"
-"""What helps where the weights don't fit."""
-
 PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>: which signal to get when the parent dies."""
 
@@ -58,23 +54,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         keys = None if arguments.keys is None else read_engine_keys(arguments.keys)
-        config = ModelConfig.from_directory(arguments.model)
-        dtype = _dtype(arguments.dtype, config)
-        limits = _limits(arguments, config, dtype)
+        model = open_model(arguments.model, arguments.dtype)
+        limits = _limits(arguments, model)
         options = _options(arguments, limits)
         torch.set_num_threads(arguments.threads)
-        runner = _runner(arguments.model, config, dtype, limits)
+        runner = _runner(model, limits)
         socket = DealerSocket(arguments.connect, arguments.engine.encode(), keys=keys)
     except TidegateError as error:
         sys.stderr.write(f"error: {error}\n")
         return UNUSABLE
+    if model.warning is not None:
+        sys.stderr.write(f"warning: {model.warning}\n")
     # All that lives by now lives to the end: the collector need not look at it again.
     gc.collect()
     gc.freeze()
-    link = Link(socket, _hello(arguments.engine, config.architecture, limits))
+    link = Link(socket, _hello(arguments.engine, model, limits))
+    staging = Staging(model.allocate, Home(arguments.connect, keys))
     try:
         scheduler = Scheduler(limits, options=options)
-        return _serve(link, scheduler, runner, Home(arguments.connect, keys))
+        return _serve(link, scheduler, runner, staging)
     finally:
         socket.close()
         remove_abandoned()  # if the run was killed, nobody else sees to what it left
@@ -117,25 +115,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _dtype(asked: str, config: ModelConfig) -> torch.dtype:
-    """What to compute in. Half precision is computed as bfloat16, which has its own range."""
-    name = config.dtype if asked == "auto" else asked
-    return torch.bfloat16 if name in ("bfloat16", "float16") else torch.float32
-
-
-def _limits(arguments: argparse.Namespace, config: ModelConfig, dtype: torch.dtype) -> EngineLimits:
+def _limits(arguments: argparse.Namespace, model: ServedModel) -> EngineLimits:
     if arguments.threads < 1:
         raise ConfigError(f"--threads must be at least 1, got {arguments.threads}")
     num_blocks = arguments.num_blocks
     if num_blocks is None:
-        num_blocks = _default_blocks(arguments, config, dtype)
+        num_blocks = _default_blocks(arguments, model)
     return EngineLimits(
         max_running_turns=arguments.max_running_turns,
         max_step_tokens=arguments.max_step_tokens,
         num_blocks=num_blocks,
         block_tokens=arguments.block_tokens,
-        context_tokens_max=config.context_tokens_max,
-        vocab_size=config.vocab_size,
+        context_tokens_max=model.context_tokens_max,
+        vocab_size=model.vocab_size,
     )
 
 
@@ -148,37 +140,25 @@ def _options(arguments: argparse.Namespace, limits: EngineLimits) -> OptionReade
     )
 
 
-def _default_blocks(arguments: argparse.Namespace, config: ModelConfig, dtype: torch.dtype) -> int:
+def _default_blocks(arguments: argparse.Namespace, model: ServedModel) -> int:
     """What fits the default memory, but no more than all turns can ever use; one at least."""
     block_tokens = max(1, arguments.block_tokens)
-    affordable = KV_BYTES_DEFAULT // (_kv_token_bytes(config, dtype) * block_tokens)
-    usable = arguments.max_running_turns * -(-config.context_tokens_max // block_tokens)
+    affordable = KV_BYTES_DEFAULT // (model.kv_token_bytes() * block_tokens)
+    usable = arguments.max_running_turns * -(-model.context_tokens_max // block_tokens)
     return max(1, min(int(affordable), int(usable)))
 
 
-def _kv_token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What keys and values of one position take, in all layers."""
-    elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return elements * int(dtype.itemsize)
-
-
-def _runner(
-    model: Path, config: ModelConfig, dtype: torch.dtype, limits: EngineLimits
-) -> ModelRunner:
+def _runner(model: ServedModel, limits: EngineLimits) -> Runner:
     """The weights and the KV cache: nearly all of the memory that an engine takes."""
-    with blame_memory(doing=f"for the weights of {model}", remedy=SMALLER_MODEL):
-        weights = load_directory(model, config, dtype)
     blocks, block_tokens = limits.num_blocks, limits.block_tokens
-    kv_bytes = blocks * block_tokens * _kv_token_bytes(config, dtype)
+    kv_bytes = blocks * block_tokens * model.kv_token_bytes()
     cache = f"{blocks} blocks of {block_tokens} tokens, {kv_bytes / 2**30:.1f} GiB"
     with blame_memory(doing=f"for a KV cache of {cache}", remedy="lower num_blocks"):
-        return ModelRunner(config, weights, num_blocks=blocks, block_tokens=block_tokens)
+        return model.make_runner(num_blocks=blocks, block_tokens=block_tokens)
 
 
-def _serve(link: Link, scheduler: Scheduler, runner: ModelRunner, home: Home) -> int:
+def _serve(link: Link, scheduler: Scheduler, runner: Runner, staging: Staging) -> int:
     """Live until the end, whatever it is, and tell the orchestrator of it."""
-    config, dtype = runner.config, runner.weights.dtype
-    staging = Staging(lambda: Weights.allocate(config, dtype), home)
     loop = EngineLoop(link, runner=runner, scheduler=scheduler, staging=staging)
     _end_on_signals(loop)
     try:
@@ -200,13 +180,13 @@ def _serve(link: Link, scheduler: Scheduler, runner: ModelRunner, home: Home) ->
     return status
 
 
-def _hello(engine: str, architecture: str, limits: EngineLimits) -> Hello:
+def _hello(engine: str, model: ServedModel, limits: EngineLimits) -> Hello:
     return Hello(
         protocol=PROTOCOL,
         engine=engine,
         epoch=time.time_ns(),  # later starts have later epochs, which is what replaces them
         weight_version=0,
-        architecture=architecture,
+        architecture=model.architecture,
         vocab_size=limits.vocab_size,
         context_tokens_max=limits.context_tokens_max,
         max_running_turns=limits.max_running_turns,
@@ -216,6 +196,7 @@ def _hello(engine: str, architecture: str, limits: EngineLimits) -> Hello:
         kv_policies=["keep", "recompute"],
         weight_channels=list(CHANNELS),
         pid=os.getpid(),
+        model_code=model.code,
     )
 
 

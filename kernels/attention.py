@@ -72,6 +72,7 @@ def plan_group(
     *,
     first_token: int,
     dtype: torch.dtype,
+    window_tokens: int | None = None,
 ) -> RowGroup:
     """Work out a group's indices.
 
@@ -82,12 +83,16 @@ def plan_group(
         shape: of the cache.
         first_token: where in the step the group's tokens begin.
         dtype: of the model, for the mask.
+        window_tokens: how many positions a token sees, its own among them; None: all up to it.
     """
+    context_starts = np.zeros_like(starts)
+    if window_tokens is not None:
+        tables, context_starts = _within_window(starts, counts, tables, shape, window_tokens)
     queries = np.arange(counts.max())
     last = counts[:, None] - 1
     query_place = np.minimum(queries, last)  # [R, Q]; padding repeats a row's last token
-    context = np.arange(tables.shape[1] * shape.block_tokens)
-    sees = context <= (starts[:, None] + query_place)[:, :, None]
+    context_tokens = tables.shape[1] * shape.block_tokens
+    places = (starts - context_starts)[:, None] + query_place  # [R, Q], in the gathered context
     pad = unpad = None
     if (counts != queries.size).any():
         offsets = np.cumsum(counts) - counts
@@ -96,7 +101,6 @@ def plan_group(
     kinds = np.arange(2)[:, None, None, None]
     heads = np.arange(shape.num_kv_heads)[:, None]
     gather = (tables[:, None, :] * 2 + kinds) * shape.num_kv_heads + heads  # [2, R, K, B]
-    mask = np.where(sees, np.float32(0), np.float32(-np.inf))
     return RowGroup(
         first_token=first_token,
         end_token=first_token + int(counts.sum()),
@@ -104,8 +108,33 @@ def plan_group(
         pad=pad,
         unpad=unpad,
         gather=torch.from_numpy(gather.reshape(-1)),
-        mask=torch.from_numpy(mask)[:, None].to(dtype),
+        mask=_mask(places, context_tokens, window_tokens)[:, None].to(dtype),
     )
+
+
+def _mask(places: Ints, context_tokens: int, window_tokens: int | None) -> torch.Tensor:
+    """What queries at ``places`` [R, Q] of a context see of it: 0, or -inf. [R, Q, C], float32"""
+    places = places[:, :, None]
+    context = np.arange(context_tokens)
+    sees = context <= places
+    if window_tokens is not None:
+        sees &= context > places - window_tokens
+    return torch.from_numpy(np.where(sees, np.float32(0), np.float32(-np.inf)))
+
+
+def _within_window(
+    starts: Ints, counts: Ints, tables: Ints, shape: CacheShape, window_tokens: int
+) -> tuple[Ints, Ints]:
+    """Leave out of each row's blocks those before its first query's window.
+
+    Returns:
+        [R, B], fewer blocks; [R], the context position that each row's now begin with.
+    """
+    firsts = np.maximum(0, starts + 1 - window_tokens) // shape.block_tokens
+    ends = -(-(starts + counts) // shape.block_tokens)
+    columns = firsts[:, None] + np.arange((ends - firsts).max())
+    kept = np.take_along_axis(tables, np.minimum(columns, tables.shape[1] - 1), axis=1)
+    return kept, firsts * shape.block_tokens
 
 
 def scratch_elements(groups: Sequence[RowGroup], cache: torch.Tensor) -> int:
@@ -115,7 +144,13 @@ def scratch_elements(groups: Sequence[RowGroup], cache: torch.Tensor) -> int:
 
 
 def attend(
-    query: torch.Tensor, cache: torch.Tensor, group: RowGroup, scratch: torch.Tensor
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    group: RowGroup,
+    scratch: torch.Tensor,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Let one group's tokens attend to their contexts, which :func:`write_kv` has completed.
 
@@ -125,6 +160,8 @@ def attend(
         group: of :func:`plan_group`.
         scratch: at least :func:`scratch_elements` of the cache's dtype, overwritten. A parameter
             because fresh memory for a long context costs more than gathering into it.
+        scale: of the products of queries and keys; None: 1 / sqrt(D).
+        soft_cap: makes scores s into ``soft_cap * tanh(s / soft_cap)``.
 
     Returns:
         [T, A * D] of ``query``'s dtype.
@@ -137,13 +174,37 @@ def attend(
     keys, values = contexts.view(2, group.rows, kv_heads, -1, head_dim)
     if group.pad is not None:
         query = query.index_select(0, group.pad)
-    if (
-        query.shape[0] == group.rows
-    ):  # one query each: the heads that share a KV head take its place
+    if query.shape[0] == group.rows:  # one query each: heads that share a KV head take its place
         shared = query.view(group.rows, kv_heads, heads // kv_heads, head_dim)
-        out = F.scaled_dot_product_attention(shared, keys, values, attn_mask=group.mask)
+        out = _mix(shared, keys, values, group.mask, scale, soft_cap)
         return out.reshape(group.rows, heads * head_dim)
     query = query.view(group.rows, -1, heads, head_dim).transpose(1, 2)
-    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=group.mask, enable_gqa=True)
+    out = _mix(query, keys, values, group.mask, scale, soft_cap)
     out = out.transpose(1, 2).reshape(-1, heads * head_dim)
     return out if group.unpad is None else out.index_select(0, group.unpad)
+
+
+def _mix(
+    query: torch.Tensor,  # [R, A, Q, D]
+    keys: torch.Tensor,  # [R, K, C, D]
+    values: torch.Tensor,  # [R, K, C, D]
+    mask: torch.Tensor,  # [R, 1, Q, C]
+    scale: float | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """Softmax attention of A query heads to K others, A / K to each. [R, A, Q, D]
+
+    torch has no soft cap, so where there is one we compute all that it fuses.
+    """
+    if soft_cap is None:
+        shares = query.shape[1] != keys.shape[1]
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=scale, enable_gqa=shares
+        )
+    rows, heads, queries, head_dim = query.shape
+    scale = head_dim**-0.5 if scale is None else scale
+    shared = query.view(rows, keys.shape[1], -1, queries, head_dim)  # [R, K, A / K, Q, D]
+    scores = shared @ keys[:, :, None].transpose(-1, -2)
+    scores = scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap).add_(mask[:, :, None])
+    weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
+    return (weights @ values[:, :, None]).view(rows, heads, queries, head_dim)

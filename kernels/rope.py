@@ -10,7 +10,11 @@ import torch
 
 
 def rope_table(
-    inverse_frequencies: torch.Tensor, positions: int, dtype: torch.dtype
+    inverse_frequencies: torch.Tensor,
+    positions: int,
+    dtype: torch.dtype,
+    *,
+    amplitude: float = 1.0,
 ) -> torch.Tensor:
     """Precompute the rotations of positions ``[0, positions)``.
 
@@ -18,12 +22,13 @@ def rope_table(
         inverse_frequencies: [D/2], float32: radians per position.
         positions: P, how many.
         dtype: of the table; the angles are computed in float32, as transformers does.
+        amplitude: what rotated heads are multiplied by.
 
     Returns:
         [P, 2, D]: per position the cosines, and the sines signed for :func:`apply_rope`.
     """
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse_frequencies
-    cosines, sines = angles.cos(), angles.sin()
+    cosines, sines = angles.cos() * amplitude, angles.sin() * amplitude
     cosines, sines = torch.cat([cosines, cosines], -1), torch.cat([-sines, sines], -1)
     return torch.stack([cosines, sines], dim=1).to(dtype)
 

@@ -55,4 +55,5 @@ class Engine:
             rows=self.rows,
             rows_squared=self.rows_squared,
             rows_busy_s=self.rows_busy_us / 1e6,
+            model_code=self.hello.model_code,
         )

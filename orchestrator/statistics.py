@@ -102,6 +102,8 @@ class EngineStatistics:
     """Of each step, added up: with this, a line can be fitted through steps' rows and times."""
     rows_busy_s: float = 0.0
     """Rows of each step times its time, added up; likewise."""
+    model_code: str = ""
+    """Whose code computes its model: ``tidegate``, or ``transformers``, which is far slower."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 
 EOS_TOKEN = "<|end|>"
@@ -17,6 +17,28 @@ EOS_TOKEN_ID = 0
 
 CONTEXT_TOKENS_MAX = 512
 """``max_position_embeddings`` of every directory made here."""
+
+_GEMMA = {
+    "head_dim": 24,
+    "query_pre_attn_scalar": 40,
+    "sliding_window": 20,
+    "final_logit_softcapping": 8.0,
+}
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 32},  # not hidden_size / num_attention_heads, as in real Qwen3
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+    },
+    "mistral": {"sliding_window": 20},
+    "gemma2": _GEMMA | {"attn_logit_softcapping": 3.0},
+    "gemma3_text": _GEMMA | {"num_hidden_layers": 3, "sliding_window_pattern": 3},
+}
+"""What tests need of each model type: windows shorter than their contexts, caps that bite."""
 
 
 def make_model_directory(
@@ -32,20 +54,15 @@ def make_model_directory(
 ) -> Path:
     """Write config.json, safetensors and tokenizer.json of a random model; return ``path``.
 
-    ``architecture`` is ``llama``, ``qwen2`` or ``qwen3``; ``config_fields`` replace those of its
-    config. Two layers of 64 hidden, 4 query and 2 KV heads.
+    ``architecture`` is a model type; ``config_fields`` replace those of its config. Two layers of
+    64 hidden, 4 query and 2 KV heads. Files are as ``save_pretrained`` writes them.
     """
     model = make_model(architecture, seed=seed, tied=tied, vocab_size=vocab_size, **config_fields)
     model = model.to(getattr(torch, dtype))
-    path.mkdir(parents=True, exist_ok=True)
-    model.config.architectures = [type(model).__name__]
     model.config.dtype = dtype
-    model.config.save_pretrained(path)
-    model.generation_config.save_pretrained(path)
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    if tied:
-        del state["lm_head.weight"]
-    _save_tensors(path, state, shards)
+    model.save_pretrained(path)
+    if shards > 1:
+        _cut_into_shards(path, shards)
     _save_tokenizer(path, vocab_size)
     return path
 
@@ -53,10 +70,9 @@ def make_model_directory(
 def make_model(
     architecture: str, *, seed: int = 0, tied: bool = True, vocab_size: int = 96, **fields: Any
 ) -> Any:
-    """Make a random transformers model, in float32 and eval mode."""
+    """Make a random transformers model of a model type, in float32 and eval mode."""
     import transformers
 
-    prefix = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[architecture]
     values = {
         "vocab_size": vocab_size,
         "hidden_size": 64,
@@ -71,12 +87,11 @@ def make_model(
         "eos_token_id": EOS_TOKEN_ID,
         "pad_token_id": None,
     }
-    if architecture == "qwen3":
-        values["head_dim"] = 32  # not hidden_size / num_attention_heads, as in real Qwen3
-    config = getattr(transformers, f"{prefix}Config")(**(values | fields))
+    values |= FIELDS.get(architecture, {}) | fields
+    auto: Any = transformers.AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+        model = auto.from_config(transformers.AutoConfig.for_model(architecture, **values))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:
@@ -84,16 +99,16 @@ def make_model(
     return model.eval()
 
 
-def _save_tensors(path: Path, state: dict[str, torch.Tensor], shards: int) -> None:
-    if shards == 1:
-        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
-        return
+def _cut_into_shards(path: Path, shards: int) -> None:
+    single = path / "model.safetensors"
+    state = load_file(single)
     weight_map: dict[str, str] = {}
     for shard in range(shards):
         name = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
         part = dict(list(state.items())[shard::shards])
         save_file(part, path / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, name)
+    single.unlink()
     index = {"metadata": {}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
 

@@ -70,6 +70,9 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     turns: bytes = b""
     """uint32: the turns it holds now, waiting, running or frozen. A turn that is not among them has
     ended in a step message before ``next_seq``, or was lost on its way here."""
+    model_code: str = ""
+    """Whose code computes the model, e.g. ``tidegate``, or ``transformers`` where that doesn't know
+    the architecture. Empty: it doesn't say."""
 
 
 class KvSpan(msgspec.Struct, frozen=True, array_like=True):

@@ -3,6 +3,7 @@
 TidegateError
 ├── ConfigError             settings that can't work                    (also ValueError)
 ├── ModelError              a model directory that can't be loaded      (also ValueError)
+│   └── ModelNotComputed    our own code doesn't compute it; others may (also ValueError)
 ├── BadFrame                a peer sent bytes we cannot read            (also ValueError)
 ├── WeightsRefused          published weights that don't fit the model  (also ValueError)
 ├── AddressInUse            the orchestrator's address is taken         (also OSError)
@@ -49,6 +50,10 @@ class ConfigError(TidegateError, ValueError):
 
 class ModelError(TidegateError, ValueError):
     """A model directory that is missing, damaged, or of an architecture we don't run."""
+
+
+class ModelNotComputed(ModelError):
+    """A model that is sound, but not one of those that the engine's own code computes."""
 
 
 class BadFrame(TidegateError, ValueError):

@@ -10,7 +10,7 @@ from itertools import cycle
 
 import numpy as np
 
-from tidegate.engine.runner import ModelRunner, Row, RowSampling
+from tidegate.engine.runner import Row, RowSampling, Runner
 
 GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0, index=0)
 
@@ -33,7 +33,7 @@ class DrivenTurn:
         return self.prompt + self.sampled
 
 
-def drive(runner: ModelRunner, turns: Sequence[DrivenTurn], *, new_tokens: int) -> None:
+def drive(runner: Runner, turns: Sequence[DrivenTurn], *, new_tokens: int) -> None:
     """Sample ``new_tokens`` for each turn; all begin in the first step."""
     blocks = np.random.default_rng(0).permutation(runner.num_blocks).tolist()
     tables: list[list[int]] = []

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tidegate.engine import worker
+from tidegate.engine import served_model, worker
 from tidegate.engine.runner import ModelRunner, Row, StepOutput
 
 STEPS_FED = 5
@@ -28,5 +28,5 @@ class HungryRunner(ModelRunner):
 
 
 if __name__ == "__main__":
-    vars(worker)["ModelRunner"] = HungryRunner
+    vars(served_model)["ModelRunner"] = HungryRunner
     sys.exit(worker.main())

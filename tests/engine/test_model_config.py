@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from tidegate.engine.model_config import ModelConfig, RopeScaling
-from tidegate.errors import ModelError
+from tidegate.engine.model_config import AttentionKind, Experts, LayerShape, ModelConfig
+from tidegate.engine.rope_config import Rope, RopeScaling
+from tidegate.errors import ModelError, ModelNotComputed
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -19,6 +20,14 @@ QWEN3: dict[str, Any] = {
 }
 QWEN2 = QWEN3 | {"architectures": ["Qwen2ForCausalLM"], "head_dim": None}
 LLAMA = QWEN2 | {"architectures": ["LlamaForCausalLM"]}
+MISTRAL = QWEN2 | {"architectures": ["MistralForCausalLM"]}
+MOE = QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"]}
+_SILENT = {name: QWEN3[name] for name in QWEN3 if name not in ("head_dim", "num_key_value_heads")}
+GEMMA2 = _SILENT | {"architectures": ["Gemma2ForCausalLM"]}
+GEMMA3 = _SILENT | {"architectures": ["Gemma3ForCausalLM"]}
+GEMMA3_OF_SIX = GEMMA3 | {"num_hidden_layers": 6}
+
+ORIGINAL = "original_max_position_embeddings"
 
 
 def read(path: Path, fields: dict[str, Any], generation: dict[str, Any] | None = None) -> Any:
@@ -43,13 +52,11 @@ def test_every_field_of_a_config_is_taken_over(tmp_path: Path) -> None:
         vocab_size=96,
         hidden_size=64,
         intermediate_size=96,
-        num_layers=2,
+        layers=2 * (LayerShape(attention=AttentionKind(rope=Rope(theta=1e6))),),
         num_heads=4,
         num_kv_heads=2,
         head_dim=32,
         norm_epsilon=1e-5,
-        rope_theta=1e6,
-        rope_scaling=None,
         context_tokens_max=4096,
         tied_head=True,
         qkv_bias=False,
@@ -97,14 +104,14 @@ def test_rope_is_read_from_old_and_new_fields_alike(tmp_path: Path) -> None:
 
     for fields in (old, older, new):
         config = read(tmp_path, LLAMA | fields)
-        assert config.rope_theta == 5e5
-        assert config.rope_scaling == RopeScaling(
+        expected = RopeScaling(
             kind="llama3",
             factor=4.0,
             low_freq_factor=1.0,
             high_freq_factor=2.0,
             original_context_tokens=64,
         )
+        assert config.layers[0].attention.rope == Rope(theta=5e5, scaling=expected)
 
 
 @pytest.mark.parametrize(
@@ -127,26 +134,128 @@ def test_tokens_that_end_an_answer_are_those_of_the_generation_config_if_it_name
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM, Qwen2"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM, Mistral"),
         ({"architectures": None, "model_type": "mamba"}, "mamba"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": "two"}}, "factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "0.5"),
-        ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
-        ({"hidden_act": "gelu"}, "gelu"),
-        ({"hidden_size": "64"}, "hidden_size"),
-        ({"num_hidden_layers": 0}, "num_layers"),
-        ({"num_attention_heads": 5}, "5 query heads"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "by layer type"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ({"hidden_act": "relu"}, "relu"),
+        (
+            {"architectures": ["MistralForCausalLM"], "layer_types": 2 * ["full_attention"]},
+            "mistral doesn't know",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping 50.0",
+        ),
     ],
 )
-def test_what_we_would_compute_wrongly_is_refused_by_name(
+def test_what_we_would_compute_wrongly_is_left_to_others_by_name(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelNotComputed, match=words):
         read(tmp_path, QWEN3 | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_parameters": {"rope_type": "linear", "factor": "two"}}, "factor"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn needs a factor"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "no sliding_window is in use"),
+        ({"layer_types": ["full_attention"]}, "2 layers, but layer_types of 1"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window .* got 0"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"use_bidirectional_attention": True}, "later tokens"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_attention_heads": 5}, "5 query heads"),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 5},
+            "num_experts_per_tok 5 must be 1 to 4",
+        ),
+    ],
+)
+def test_what_nobody_can_serve_is_refused_by_name(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ModelError, match=words) as refusal:
+        read(tmp_path, QWEN3 | change)
+
+    assert not isinstance(refusal.value, ModelNotComputed)
+
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 7, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        (LLAMA | WINDOW, (None, None, None, None)),
+        (QWEN2 | WINDOW | {"max_window_layers": 3}, (None, None, None, 7)),
+        (QWEN2 | WINDOW, (None, None, None, None)),
+        (QWEN2 | WINDOW | {"use_sliding_window": False, "max_window_layers": 0}, (None,) * 4),
+        (MISTRAL | WINDOW | {"use_sliding_window": False}, (7, 7, 7, 7)),
+        (MISTRAL | WINDOW | {"sliding_window": None}, (None, None, None, None)),
+        (MISTRAL, (4096, 4096)),
+        (MOE | WINDOW, (7, 7, 7, 7)),
+        (MOE, (None, None)),
+        (GEMMA2 | WINDOW, (7, None, 7, None)),
+        (GEMMA3 | WINDOW | {"sliding_window_pattern": 3}, (7, 7, None, 7)),
+        (GEMMA3 | WINDOW, (7, 7, 7, 7)),
+        (GEMMA2 | {"layer_types": ["full_attention", "sliding_attention"]}, (None, 4096)),
+    ],
+)
+def test_each_architecture_has_windows_where_its_config_class_has_them(
+    tmp_path: Path, fields: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    config = read(tmp_path, fields)
+
+    assert tuple(layer.attention.window_tokens for layer in config.layers) == windows
+
+
+def test_layers_with_experts_are_those_that_the_config_makes_sparse(tmp_path: Path) -> None:
+    fields = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    fields |= {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 11}
+
+    config = read(tmp_path, MOE | fields)
+
+    assert [layer.has_experts for layer in config.layers] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
+    assert config.experts == Experts(count=5, per_token=3, intermediate_size=11, normalises=False)
+
+
+def test_what_a_gemma_leaves_out_means_what_its_config_class_says(tmp_path: Path) -> None:
+    gemma2 = read(tmp_path, GEMMA2)
+    gemma3 = read(tmp_path, GEMMA3)
+
+    assert (gemma2.attention_soft_cap, gemma2.logits_soft_cap) == (50.0, 30.0)
+    assert (gemma3.attention_soft_cap, gemma3.logits_soft_cap) == (None, None)
+    for config in (gemma2, gemma3):
+        assert (config.head_dim, config.num_kv_heads, config.tied_head) == (256, 4, True)
+        assert (config.embedding_scale, config.attention_scale) == (8.0, 1 / 16)
+        assert config.activation == "gelu_pytorch_tanh"
+    ropes = {layer.attention.rope for layer in read(tmp_path, GEMMA3_OF_SIX).layers}
+    assert ropes == {Rope(theta=10_000.0), Rope(theta=1_000_000.0)}
+
+
+def test_yarn_stretches_the_context_where_it_says_what_it_stretches(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    known = read(tmp_path, QWEN3 | {"rope_scaling": yarn | {ORIGINAL: 32_768}})
+    unknown = read(tmp_path, QWEN3 | {"rope_scaling": yarn, "max_position_embeddings": 4096})
+
+    assert known.context_tokens_max == 131_072
+    assert unknown.context_tokens_max == 4096
+    rope = unknown.layers[0].attention.rope
+    assert rope.scaling == RopeScaling(kind="yarn", factor=4.0, original_context_tokens=4096)
+    assert rope.amplitude == pytest.approx(1.1386294)
 
 
 def test_a_sliding_window_that_is_switched_off_is_no_obstacle(tmp_path: Path) -> None:
@@ -163,6 +272,6 @@ def test_a_missing_or_damaged_directory_is_refused_with_its_name(tmp_path: Path)
     (tmp_path / "config.json").write_text('{"vocab_size": 96, "hid')
     with pytest.raises(ModelError, match=r"config\.json is damaged"):
         ModelConfig.from_directory(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(ModelError, match="vocab_size"):
         ModelConfig.from_directory(tmp_path)

@@ -11,6 +11,7 @@ from tests.engine.orchestra import named_buffers
 from tests.models import make_model_directory
 from tidegate.engine.model_config import ModelConfig
 from tidegate.engine.staging import Staging
+from tidegate.engine.weight_store import WeightStore
 from tidegate.engine.weights import Weights, load_directory
 from tidegate.transport.messages import (
     Complaint,
@@ -102,7 +103,7 @@ def test_staged_weights_equal_the_published_ones_and_the_old_ones_become_the_buf
     config = ModelConfig.from_directory(directories[0])
     weights = [load_directory(path, config, torch.float32) for path in directories]
     staging.init(channel.init())
-    live = load_directory(directories[0], config, torch.float32)
+    live: WeightStore = load_directory(directories[0], config, torch.float32)
     seen = {id(live)}
     for version in range(1, 5):
         publish(staging, channel, version, named_buffers(directories[version % 2]))
@@ -111,6 +112,7 @@ def test_staged_weights_equal_the_published_ones_and_the_old_ones_become_the_buf
         assert staged.version == version
         live = staging.exchange(version, live)
         seen.add(id(live))
+        assert isinstance(live, Weights)
         assert_same(live, weights[version % 2])
     assert (len(seen), gate.allocated) == (2, 1)
 

@@ -46,17 +46,27 @@ def make_case(starts: list[int], counts: list[int]) -> Case:
     return Case(np.array(starts), np.array(counts), tables, keys, values, queries, cache)
 
 
-def naive_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def naive_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    scale: float = HEAD_DIM**-0.5,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
     """One query token [A, D] over the context it sees [C, K, D], head by head."""
     outputs = []
     for head in range(HEADS):
         shared = head // (HEADS // KV_HEADS)
-        weights = torch.softmax(keys[:, shared] @ query[head] / HEAD_DIM**0.5, -1)
+        scores = keys[:, shared] @ query[head] * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        weights = torch.softmax(scores, -1)
         outputs.append(weights @ values[:, shared])
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize(
+shapes = pytest.mark.parametrize(
     ("starts", "counts"),
     [
         ([0], [1]),
@@ -67,6 +77,9 @@ def naive_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tenso
     ],
     ids=["first token", "decode", "one prompt", "equal chunks", "unequal chunks"],
 )
+
+
+@shapes
 def test_padded_rows_attend_to_their_own_contexts_up_to_each_query(
     starts: list[int], counts: list[int]
 ) -> None:
@@ -84,3 +97,49 @@ def test_padded_rows_attend_to_their_own_contexts_up_to_each_query(
         for position, query in enumerate(queries, start=starts[row])
     ]
     torch.testing.assert_close(outputs, torch.stack(expected))
+
+
+@shapes
+@pytest.mark.parametrize("soft_cap", [None, 0.7])
+@pytest.mark.parametrize("window_tokens", [None, 1, 3, 4, 5, 9])
+def test_queries_see_their_window_only_and_scores_are_scaled_and_capped(
+    starts: list[int], counts: list[int], window_tokens: int | None, soft_cap: float | None
+) -> None:
+    case = make_case(starts, counts)
+    group = plan_group(
+        case.starts,
+        case.counts,
+        case.tables,
+        SHAPE,
+        first_token=0,
+        dtype=torch.float32,
+        window_tokens=window_tokens,
+    )
+    scratch = torch.empty(scratch_elements([group], case.cache))
+
+    queries = torch.cat(case.queries)
+    outputs = attend(queries, case.cache, group, scratch, scale=0.5, soft_cap=soft_cap)
+
+    expected = []
+    for row, its_queries in enumerate(case.queries):
+        for position, query in enumerate(its_queries, start=starts[row]):
+            first = 0 if window_tokens is None else max(0, position + 1 - window_tokens)
+            keys, values = (all_[row][first : position + 1] for all_ in (case.keys, case.values))
+            expected.append(naive_attention(query, keys, values, scale=0.5, soft_cap=soft_cap))
+    torch.testing.assert_close(outputs, torch.stack(expected))
+
+
+def test_blocks_before_the_window_are_not_gathered() -> None:
+    case = make_case([40, 30], [1, 3])
+    group = plan_group(
+        case.starts,
+        case.counts,
+        case.tables,
+        SHAPE,
+        first_token=0,
+        dtype=torch.float32,
+        window_tokens=6,
+    )
+
+    # Positions 35 to 40 are in blocks 8 to 10, positions 25 to 32 in blocks 6 to 8.
+    assert group.gather.numel() == 2 * 2 * KV_HEADS * 3

@@ -22,20 +22,24 @@ VOCAB = 40
 VERSIONS = 3
 
 
-def make_models(versions: int = VERSIONS) -> list[Any]:
+def make_models(
+    versions: int = VERSIONS, model_type: str = "qwen3", **config_fields: Any
+) -> list[Any]:
     """One random model and its successors, each some noise away from the one before."""
     torch.manual_seed(1)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-    )
+    fields = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.3,
+        "pad_token_id": None,
+    }
+    config = transformers.AutoConfig.for_model(model_type, **(fields | config_fields))
     auto: Any = transformers.AutoModelForCausalLM
     models = [auto.from_config(config).eval()]
     for _ in range(1, versions):

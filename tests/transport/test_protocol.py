@@ -107,6 +107,7 @@ ENGINE_EXAMPLES: list[Message] = [
         first_seq=41,
         next_seq=45,
         turns=struct.pack("<2I", 7, 4_294_967_295),
+        model_code="transformers",
     ),
     EXAMPLE_STEP,
     TurnRefused(turn=3, message="too long"),

@@ -1,0 +1,238 @@
+"""What does a config.json say, and what does it mean by saying nothing? Fields and their defaults.
+
+It knows nothing of what is made of them. Fields that a config leaves out are what the config class
+of its architecture has there in transformers, and these differ: a Gemma ties its head, a Llama not.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from tidegate.errors import ModelError, ModelNotComputed
+
+Sliding = Literal["never", "always", "above", "pattern"]
+"""Which layers have a sliding window where ``layer_types`` says nothing: none, all, those from
+``max_window_layers`` on, or all but each ``sliding_window_pattern``-th."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What an architecture computes whatever its config says."""
+
+    model_type: str
+    defaults: dict[str, Any]
+    """Fields of config.json that mean something where they are left out."""
+    sliding: Sliding
+    window_has_switch: bool = False
+    """``sliding_window`` counts only with ``use_sliding_window``."""
+    reads_layer_types: bool = False
+    qkv_bias: bool | None = None
+    """None: as ``attention_bias`` says."""
+    output_bias: bool | None = None
+    reads_mlp_bias: bool = False
+    qk_norm: bool = False
+    has_experts: bool = False
+    is_gemma: bool = False
+    """Norms scale by 1 + weight, blocks' outputs are normed too, embeddings are scaled, and queries
+    by ``query_pre_attn_scalar``."""
+    caps_attention: bool = False
+    has_local_rope: bool = False
+    """Layers with a window have a rotary embedding of their own."""
+
+
+_GEMMA = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "eos_token_id": 1,
+}
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(
+        model_type="llama",
+        defaults={"max_position_embeddings": 2048, "eos_token_id": 2},
+        sliding="never",
+        reads_mlp_bias=True,
+    ),
+    "MistralForCausalLM": Family(
+        model_type="mistral",
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "sliding_window": 4096,
+            "eos_token_id": 2,
+        },
+        sliding="always",
+        qkv_bias=False,
+        output_bias=False,
+    ),
+    "Qwen2ForCausalLM": Family(
+        model_type="qwen2",
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096},
+        sliding="above",
+        window_has_switch=True,
+        reads_layer_types=True,
+        qkv_bias=True,
+        output_bias=False,
+    ),
+    "Qwen3ForCausalLM": Family(
+        model_type="qwen3",
+        defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+        sliding="above",
+        window_has_switch=True,
+        reads_layer_types=True,
+        qk_norm=True,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        model_type="qwen3_moe",
+        defaults={"num_key_value_heads": 4, "sliding_window": 4096},
+        sliding="always",
+        window_has_switch=True,
+        qk_norm=True,
+        has_experts=True,
+    ),
+    "Gemma2ForCausalLM": Family(
+        model_type="gemma2",
+        defaults=_GEMMA
+        | {
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window_pattern": 2,
+        },
+        sliding="pattern",
+        reads_layer_types=True,
+        is_gemma=True,
+        caps_attention=True,
+    ),
+    "Gemma3ForCausalLM": Family(
+        model_type="gemma3_text",
+        defaults=_GEMMA | {"max_position_embeddings": 131_072, "rope_theta": 1_000_000.0},
+        sliding="pattern",
+        reads_layer_types=True,
+        qk_norm=True,
+        is_gemma=True,
+        has_local_rope=True,
+    ),
+}
+"""The architectures we compute, as config.json spells them."""
+
+
+class ConfigFields(msgspec.Struct):
+    """The fields of config.json that we read; the names are Hugging Face's."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    hidden_activation: str | None = None
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32_768
+    rope_theta: float | None = None
+    rope_local_base_freq: float | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = None
+    sliding_window_pattern: int = 6
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
+    use_bidirectional_attention: bool | None = None
+    query_pre_attn_scalar: float = 256.0
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 768
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
+    quantization_config: dict[str, Any] | None = None
+    eos_token_id: int | list[int] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+
+
+class _Naming(msgspec.Struct):
+    """What says which architecture it is."""
+
+    architectures: list[str] | None = None
+    model_type: str | None = None
+
+
+class _GenerationFields(msgspec.Struct):
+    """The one field of generation_config.json that we read."""
+
+    eos_token_id: int | list[int] | None = None
+
+
+def read_architecture(file: Path) -> str:
+    """Find out which of our architectures this is; the model type decides where none is named.
+
+    Raises:
+        ModelNotComputed: none of them.
+        ModelError: the file is missing or damaged.
+    """
+    naming = _convert(file, _read_json(file), _Naming)
+    named = naming.architectures or [
+        name for name, family in FAMILIES.items() if family.model_type == naming.model_type
+    ]
+    known = [name for name in named if name in FAMILIES]
+    if not known:
+        found = ", ".join(named) or naming.model_type or "no architecture"
+        ours = ", ".join(sorted(FAMILIES))
+        raise ModelNotComputed(f"{file} names {found}; our own code computes {ours}")
+    return known[0]
+
+
+def read_fields(file: Path, family: Family) -> ConfigFields:
+    """Read config.json as ``family`` means it.
+
+    Raises:
+        ModelError: the file is missing or damaged.
+    """
+    return _convert(file, family.defaults | _read_json(file), ConfigFields)
+
+
+def read_eos_token_ids(directory: Path, in_config: int | list[int] | None) -> tuple[int, ...]:
+    """Tokens that end an answer: generation_config.json's if it names any, else config.json's."""
+    file = directory / "generation_config.json"
+    found = _convert(file, _read_json(file), _GenerationFields) if file.exists() else None
+    ids = in_config if found is None or found.eos_token_id is None else found.eos_token_id
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+_Fields = TypeVar("_Fields", bound=msgspec.Struct)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ModelError(
+            f"{file} can't be read ({error.strerror}); a Hugging Face model directory has one"
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file} is damaged or not a model's config: {error}") from error
+
+
+def _convert(file: Path, raw: dict[str, Any], fields: type[_Fields]) -> _Fields:
+    try:
+        return msgspec.convert(raw, fields)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{file} is damaged or not a model's config: {error}") from error

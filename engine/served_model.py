@@ -1,0 +1,148 @@
+"""Whose code computes the model in this directory? Ours where it can, transformers' where not.
+
+It knows nothing of turns or messages: it makes what runs steps, and what new weights go into. Both
+kinds keep one contract, so that nothing above them asks which it is.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+
+from tidegate.engine.memory import blame_memory
+from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.runner import ModelRunner, Runner
+from tidegate.engine.weight_store import WeightStore
+from tidegate.engine.weights import Weights, load_directory
+from tidegate.errors import ModelError, ModelNotComputed
+
+if TYPE_CHECKING:  # transformers takes seconds to import, and our own models do without it
+    from tidegate.engine.fallback_weights import FallbackWeights
+
+DtypeChoice = Literal["auto", "float32", "bfloat16"]
+"""What to compute in; ``auto``: as the model directory says."""
+
+SMALLER_MODEL = "serve a smaller model, compute in bfloat16, or leave the machine more"
+"""What helps where the weights don't fit."""
+
+
+class ServedModel(Protocol):
+    """A model that an engine can serve."""
+
+    @property
+    def architecture(self) -> str:
+        """As in config.json, e.g. ``Qwen3ForCausalLM``."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are."""
+
+    @property
+    def context_tokens_max(self) -> int:
+        """How long a context may be."""
+
+    @property
+    def code(self) -> str:
+        """Whose code computes it: ``tidegate`` or ``transformers``."""
+
+    @property
+    def warning(self) -> str | None:
+        """What whoever starts the engine should know of it."""
+
+    def kv_token_bytes(self) -> int:
+        """What keys and values of one position take, in all layers."""
+
+    def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
+        """Load what isn't yet, and make room for the KV cache."""
+
+    def allocate(self) -> WeightStore:
+        """Make room for a second version beside the one that serves."""
+
+
+def open_model(path: Path, dtype: DtypeChoice) -> ServedModel:
+    """Find out who can compute the model in ``path``.
+
+    Raises:
+        ModelError: nobody can.
+    """
+    try:
+        return OwnModel(path, ModelConfig.from_directory(path), dtype)
+    except ModelNotComputed as error:
+        return FallbackModel(path, dtype, why=str(error))
+
+
+class OwnModel:
+    """A model that our own code computes."""
+
+    code = "tidegate"
+    warning = None
+
+    def __init__(self, path: Path, config: ModelConfig, dtype: DtypeChoice) -> None:
+        self._path = path
+        self._config = config
+        self._dtype = _dtype(dtype, config.dtype)
+        self.architecture = config.architecture
+        self.vocab_size = config.vocab_size
+        self.context_tokens_max = config.context_tokens_max
+
+    def kv_token_bytes(self) -> int:
+        """What keys and values of one position take, in all layers."""
+        config = self._config
+        elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        return elements * int(self._dtype.itemsize)
+
+    def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
+        """Load the weights, and make room for the KV cache."""
+        with blame_memory(doing=f"for the weights of {self._path}", remedy=SMALLER_MODEL):
+            weights = load_directory(self._path, self._config, self._dtype)
+        return ModelRunner(self._config, weights, num_blocks=num_blocks, block_tokens=block_tokens)
+
+    def allocate(self) -> Weights:
+        """Make room for a second version."""
+        return Weights.allocate(self._config, self._dtype)
+
+
+class FallbackModel:
+    """A model that transformers computes; its weights are loaded at once, to see whether it can."""
+
+    code = "transformers"
+
+    def __init__(self, path: Path, dtype: DtypeChoice, *, why: str) -> None:
+        from tidegate.engine import fallback, fallback_weights
+
+        try:
+            config = fallback_weights.read_config(path)
+            with blame_memory(doing=f"for the weights of {path}", remedy=SMALLER_MODEL):
+                stored = str(config.dtype).removeprefix("torch.")
+                weights = fallback_weights.load_fallback(path, _dtype(dtype, stored))
+            self.vocab_size: int = config.get_text_config().vocab_size
+            fallback.refuse_other_state(weights.module, self.vocab_size)
+        except ModelError as error:
+            raise ModelError(f"{why}; and {error}") from error
+        self._live: FallbackWeights = weights
+        self._runners = fallback.FallbackRunner
+        self._kv_token_bytes = fallback.kv_token_bytes(weights.module)
+        self.architecture = type(weights.module).__name__
+        self.context_tokens_max = fallback_weights.context_tokens_max(config)
+        self.warning = (
+            f"{why}. So transformers computes it: the same tokens and log-probs, one turn after "
+            f"another, many times slower"
+        )
+
+    def kv_token_bytes(self) -> int:
+        """What keys and values of one position take, in all layers."""
+        return self._kv_token_bytes
+
+    def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
+        """Make room for the KV cache."""
+        return self._runners(self._live, num_blocks=num_blocks, block_tokens=block_tokens)
+
+    def allocate(self) -> "FallbackWeights":
+        """Make room for a second version."""
+        return self._live.twin()
+
+
+def _dtype(asked: DtypeChoice, stored: str) -> torch.dtype:
+    """What to compute in. Half precision is computed as bfloat16, which has its own range."""
+    name = stored if asked == "auto" else asked
+    return torch.bfloat16 if name in ("bfloat16", "float16") else torch.float32
