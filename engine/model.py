@@ -17,6 +17,7 @@ from tidegate.engine.layer_weights import LayerWeights
 from tidegate.engine.model_config import ModelConfig
 from tidegate.engine.weights import Weights
 from tidegate.kernels.attention import RowGroup, attend, write_kv
+from tidegate.kernels.native import HEAD_DIMS, LastTokens, Native, Places, native
 from tidegate.kernels.norm import rms_norm, rms_norm_plus_one
 from tidegate.kernels.rope import apply_rope
 
@@ -31,11 +32,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class AttentionPlan:
     """Where a step's tokens are, and what they see, in layers of one kind."""
 
-    cosines: torch.Tensor
-    """[T, 1, D]"""
-    sines: torch.Tensor
-    """[T, 1, D]"""
-    groups: Sequence[RowGroup]
+    rotations: torch.Tensor
+    """[T, 2, D]; for compiled code, of all positions: [P, 2, D]."""
+    groups: Sequence[RowGroup | LastTokens]
     """In the order of their tokens, which together are all T."""
 
 
@@ -47,11 +46,15 @@ class StepPlan:
     """[T]"""
     attention: Sequence[AttentionPlan]
     """Each layer's; layers of a kind share one."""
-    write_index: torch.Tensor
+    places: Places
+    write_index: torch.Tensor | None
+    """None for compiled code, which writes by ``places``."""
     scratch: torch.Tensor
     """Memory for :func:`~tidegate.kernels.attention.attend`."""
     sampled: torch.Tensor
     """[S] the tokens whose successors are sampled."""
+    native: Native | None
+    """Compiled code for this model, or torch's."""
 
 
 def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) -> torch.Tensor:
@@ -67,14 +70,22 @@ def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) ->
     for layer, cache, attention in zip(weights.layers, caches, plan.attention, strict=True):
         attended = _attention(layer, config, hidden, cache, plan, attention)
         _add(hidden, attended, layer.output, layer.output_bias, layer.attention_post_norm, config)
-        normed = _norm(hidden, layer.mlp_norm, config)
+        normed = _norm(hidden, layer.mlp_norm, config, plan.native)
         if layer.router is not None:
             hidden += _experts(layer, layer.router, config, normed, activate)
             continue
-        gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        inner = activate(gate).mul_(up)
+        inner = _gated(F.linear(normed, layer.gate_up, layer.gate_up_bias), activate, plan.native)
         _add(hidden, inner, layer.down, layer.down_bias, layer.mlp_post_norm, config)
-    return _norm(hidden.index_select(0, plan.sampled), weights.final_norm, config)
+    return _norm(hidden.index_select(0, plan.sampled), weights.final_norm, config, plan.native)
+
+
+def native_for(config: ModelConfig, dtype: torch.dtype) -> Native | None:
+    """Compiled code for a model that has nothing which it can't compute, on a machine that has it.
+
+    Soft caps, windows, experts and norms after blocks are no matter: torch has a part in those.
+    """
+    plain = config.activation == "silu" and not config.norm_adds_one
+    return native(dtype) if plain and config.head_dim in HEAD_DIMS else None
 
 
 def head_logits(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
@@ -93,26 +104,53 @@ def _attention(
     attention: AttentionPlan,
 ) -> torch.Tensor:
     """Write a layer's keys and values, and attend: [T, query heads * D]."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    normed = _norm(hidden, layer.input_norm, config)
-    qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(
-        -1, heads + 2 * kv_heads, config.head_dim
-    )
-    turned = qkv[:, : heads + kv_heads]
-    if layer.qk_norm is not None:
-        turned = _norm(turned, layer.qk_norm, config)
-    turned = apply_rope(turned, attention.cosines, attention.sines)
-    keys_values = torch.cat([turned[:, heads:], qkv[:, heads + kv_heads :]], dim=1)
-    write_kv(cache, plan.write_index, keys_values)
-    query = turned[:, :heads]
-    scale, cap = config.attention_scale, config.attention_soft_cap
+    normed = _norm(hidden, layer.input_norm, config, plan.native)
+    qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+    qkv = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+    query = _place(layer, config, qkv, cache, plan, attention)
     outputs = [
-        attend(
-            query[g.first_token : g.end_token], cache, g, plan.scratch, scale=scale, soft_cap=cap
-        )
-        for g in attention.groups
+        _attend(query[group.first_token : group.end_token], cache, group, config, plan)
+        for group in attention.groups
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _place(
+    layer: LayerWeights,
+    config: ModelConfig,
+    qkv: torch.Tensor,
+    cache: torch.Tensor,
+    plan: StepPlan,
+    attention: AttentionPlan,
+) -> torch.Tensor:
+    """Turn queries and keys, and write keys and values; return the queries [T, A, D]."""
+    if plan.native is not None:
+        return plan.native.rotate_and_write(
+            qkv, layer.qk_norm, attention.rotations, plan.places, cache, config.norm_epsilon
+        )
+    assert plan.write_index is not None  # whoever has no compiled code
+    heads, turning = config.num_heads, config.num_heads + config.num_kv_heads
+    turned = qkv[:, :turning]
+    if layer.qk_norm is not None:
+        turned = _norm(turned, layer.qk_norm, config)
+    turned = apply_rope(turned, attention.rotations[:, :1], attention.rotations[:, 1:])
+    keys_values = torch.cat([turned[:, heads:], qkv[:, turning:]], dim=1)
+    write_kv(cache, plan.write_index, keys_values)
+    return turned[:, :heads]
+
+
+def _attend(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    group: RowGroup | LastTokens,
+    config: ModelConfig,
+    plan: StepPlan,
+) -> torch.Tensor:
+    scale, cap = config.attention_scale, config.attention_soft_cap
+    if isinstance(group, RowGroup):
+        return attend(query, cache, group, plan.scratch, scale=scale, soft_cap=cap)
+    assert plan.native is not None  # whoever plans such groups
+    return plan.native.attend_last(query, cache, group, scale=scale, soft_cap=cap)
 
 
 def _experts(
@@ -146,9 +184,25 @@ def _experts(
     return torch.zeros_like(normed).index_add_(0, tokens, mixed)
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+def _norm(
+    x: torch.Tensor, weight: torch.Tensor, config: ModelConfig, compiled: Native | None = None
+) -> torch.Tensor:
+    if compiled is not None:
+        return compiled.norm(x, weight, config.norm_epsilon)
     norm = rms_norm_plus_one if config.norm_adds_one else rms_norm
     return norm(x, weight, config.norm_epsilon)
+
+
+def _gated(
+    gate_up: torch.Tensor,
+    activate: Callable[[torch.Tensor], torch.Tensor],
+    compiled: Native | None,
+) -> torch.Tensor:
+    """The halves [T, I] of ``gate_up``, one activated, multiplied."""
+    if compiled is not None:
+        return compiled.gate(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activate(gate).mul_(up)
 
 
 def _add(

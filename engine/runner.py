@@ -32,6 +32,7 @@ from tidegate.kernels.attention import (
     scratch_elements,
     write_index,
 )
+from tidegate.kernels.native import LastTokens, Native, Places
 
 CONTEXT_LEVELS = 128 * 4 ** np.arange(10)
 QUERY_LEVELS = np.array([1, *(32 * 4 ** np.arange(10))])
@@ -84,8 +85,15 @@ class ModelRunner:
     """Runs one model on one thread, by our own code."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, *, num_blocks: int, block_tokens: int = 16
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        num_blocks: int,
+        block_tokens: int = 16,
+        native: Native | None = None,
     ) -> None:
+        """``native`` is compiled code that suits the model, to decode by instead of by torch's."""
         self.config = config
         self.weights = weights
         """May be replaced between two steps, by weights of the same config and dtype."""
@@ -97,6 +105,7 @@ class ModelRunner:
         self._caches = [torch.zeros(size, dtype=weights.dtype) for _ in range(config.num_layers)]
         self._scratch = torch.empty(0, dtype=weights.dtype)
         positions = min(config.context_tokens_max, num_blocks * block_tokens)
+        self._native = native
         self._layers = _LayerKinds(config, positions, weights.dtype)
 
     def swap(self, weights: WeightStore) -> None:
@@ -125,7 +134,7 @@ class ModelRunner:
         """Lay the rows' tokens out one after another, rows of like size together."""
         counts = np.fromiter([len(row.token_ids) for row in rows], np.int64, len(rows))
         starts = np.fromiter([row.start for row in rows], np.int64, len(rows))
-        kinds = _kinds(counts, starts + counts)
+        kinds = _kinds(counts, starts + counts, decodes_alike=self._native is not None)
         order = np.argsort(kinds, kind="stable")
         kinds, counts, starts = kinds[order], counts[order], starts[order]
         ordered = [rows[i] for i in order]
@@ -140,39 +149,52 @@ class ModelRunner:
         groups = [
             self._groups(kinds, starts, counts, tables, window) for window in self._layers.windows
         ]
+        block = tables[row_of_token, block]
+        places = Places(*map(torch.from_numpy, (positions, block, offset)))
+        is_native = self._native is not None
         return StepPlan(
             token_ids=torch.from_numpy(np.concatenate([row.token_ids for row in ordered])),
-            attention=self._layers.plan(torch.from_numpy(positions), groups),
-            write_index=write_index(tables[row_of_token, block], offset, self._shape),
+            attention=self._layers.plan(None if is_native else places.positions, groups),
+            places=places,
+            write_index=None if is_native else write_index(block, offset, self._shape),
             scratch=self._scratch_for([group for kind in groups for group in kind]),
             sampled=torch.from_numpy(lasts[samples]),
+            native=self._native,
         )
 
     def _groups(
         self, kinds: Ints, starts: Ints, counts: Ints, tables: Ints, window_tokens: int | None
-    ) -> list[RowGroup]:
+    ) -> list[RowGroup | LastTokens]:
         """Cut the ordered rows where their kind changes, for layers with one kind of window."""
         cuts = [0, *(np.flatnonzero(kinds[1:] != kinds[:-1]) + 1).tolist(), kinds.size]
-        groups: list[RowGroup] = []
+        groups: list[RowGroup | LastTokens] = []
         for first, end in pairwise(cuts):
             group = slice(first, end)
             blocks = -(-int((starts[group] + counts[group]).max()) // self.block_tokens)
+            token = groups[-1].end_token if groups else 0
+            if self._native is not None and counts[first] == 1:
+                decoded = np.ascontiguousarray(tables[group, :blocks]), starts[group] + 1
+                where, lengths = map(torch.from_numpy, decoded)
+                last = token + int(end - first)
+                groups.append(LastTokens(token, last, where, lengths, window_tokens))
+                continue
             groups.append(
                 plan_group(
                     starts[group],
                     counts[group],
                     tables[group, :blocks],
                     self._shape,
-                    first_token=groups[-1].end_token if groups else 0,
+                    first_token=token,
                     dtype=self.weights.dtype,
                     window_tokens=window_tokens,
                 )
             )
         return groups
 
-    def _scratch_for(self, groups: Sequence[RowGroup]) -> torch.Tensor:
+    def _scratch_for(self, groups: Sequence[RowGroup | LastTokens]) -> torch.Tensor:
         """The scratch memory, kept from step to step, grown where this one needs more."""
-        needed = scratch_elements(groups, self._caches[0])
+        gathered = [group for group in groups if isinstance(group, RowGroup)]
+        needed = scratch_elements(gathered, self._caches[0])
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed, dtype=self._scratch.dtype)
         return self._scratch
@@ -191,20 +213,29 @@ class _LayerKinds:
         self._of_layers = [kinds.index(layer.attention) for layer in config.layers]
 
     def plan(
-        self, positions: torch.Tensor, groups: Sequence[Sequence[RowGroup]]
+        self,
+        positions: torch.Tensor | None,
+        groups: Sequence[Sequence[RowGroup | LastTokens]],
     ) -> list[AttentionPlan]:
-        """Each layer's plan for tokens at ``positions`` [T]; ``groups`` are those of each kind."""
-        plans = []
-        for table, its_groups in zip(self._rotations, groups, strict=True):
-            rotations = table.index_select(0, positions)
-            plans.append(AttentionPlan(rotations[:, :1], rotations[:, 1:], its_groups))
+        """Each layer's plan for tokens at ``positions`` [T]; ``groups`` are those of each kind.
+
+        Without positions, with the rotations of all there are.
+        """
+        plans = [
+            AttentionPlan(table if positions is None else table.index_select(0, positions), its)
+            for table, its in zip(self._rotations, groups, strict=True)
+        ]
         return [plans[kind] for kind in self._of_layers]
 
 
-def _kinds(counts: Ints, ends: Ints) -> Ints:
-    """Number the rows [R] so that those of one kind may be padded to each other; decode first."""
+def _kinds(counts: Ints, ends: Ints, *, decodes_alike: bool) -> Ints:
+    """Number the rows [R] so that those of one kind may be padded to each other; decode first.
+
+    With ``decodes_alike``, rows of one query are of one kind: nothing is padded for them.
+    """
     queries = np.searchsorted(QUERY_LEVELS, counts)
-    return queries * (CONTEXT_LEVELS.size + 1) + np.searchsorted(CONTEXT_LEVELS, ends)
+    kinds = queries * (CONTEXT_LEVELS.size + 1) + np.searchsorted(CONTEXT_LEVELS, ends)
+    return np.where(counts == 1, 0, kinds) if decodes_alike else kinds
 
 
 def _tables(rows: Sequence[Row], blocks: Ints) -> Ints:

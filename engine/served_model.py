@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 
 from tidegate.engine.memory import blame_memory
+from tidegate.engine.model import native_for
 from tidegate.engine.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner, Runner
 from tidegate.engine.weight_store import WeightStore
@@ -95,7 +96,13 @@ class OwnModel:
         """Load the weights, and make room for the KV cache."""
         with blame_memory(doing=f"for the weights of {self._path}", remedy=SMALLER_MODEL):
             weights = load_directory(self._path, self._config, self._dtype)
-        return ModelRunner(self._config, weights, num_blocks=num_blocks, block_tokens=block_tokens)
+        return ModelRunner(
+            self._config,
+            weights,
+            num_blocks=num_blocks,
+            block_tokens=block_tokens,
+            native=native_for(self._config, self._dtype),
+        )
 
     def allocate(self) -> Weights:
         """Make room for a second version."""

@@ -140,7 +140,8 @@ def _within_window(
 def scratch_elements(groups: Sequence[RowGroup], cache: torch.Tensor) -> int:
     """How large the scratch memory must be for every one of ``groups``, used in turn."""
     block_tokens, head_dim = cache.shape[-2:]
-    return max(group.gather.numel() for group in groups) * block_tokens * head_dim
+    most = max((group.gather.numel() for group in groups), default=0)
+    return most * block_tokens * head_dim
 
 
 def attend(

@@ -15,10 +15,13 @@ import os
 import platform
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+COMPILER = os.environ.get("CXX", "g++")
 
 SOURCE = Path(__file__).with_name("native.cpp")
 
@@ -49,6 +52,32 @@ ARGUMENTS: dict[str, list[Any]] = {
     "tg_rotate_and_write": [POINTER] * 8 + [INT] * 5 + [FLOAT],
     "tg_attend_last": [POINTER] * 5 + [INT] * 6 + [FLOAT, INT, FLOAT],
 }
+
+
+class Places(NamedTuple):
+    """Where a step's tokens are; each [T], int64, on the CPU."""
+
+    positions: torch.Tensor
+    """In their contexts."""
+    blocks: torch.Tensor
+    """Of the KV cache."""
+    offsets: torch.Tensor
+    """In these."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastTokens:
+    """Successive rows of a step with one token each, the last of its context: decoding ones."""
+
+    first_token: int
+    end_token: int
+    """The group's tokens are ``[first_token, end_token)`` of the step's."""
+    tables: torch.Tensor
+    """[R, B], int64: the blocks of each row's context."""
+    lengths: torch.Tensor
+    """[R], int64: positions of it, the token's own included."""
+    window_tokens: int | None
+    """So many positions are seen; None: all."""
 
 
 class Native:
@@ -86,7 +115,7 @@ class Native:
         qkv: torch.Tensor,
         qk_norm: torch.Tensor | None,
         table: torch.Tensor,
-        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        places: Places,
         cache: torch.Tensor,
         epsilon: float,
     ) -> torch.Tensor:
@@ -96,7 +125,7 @@ class Native:
             qkv: [T, A + 2K, D].
             qk_norm: [A + K, D], or None.
             table: of :func:`tidegate.kernels.rope.rope_table`.
-            places: positions, blocks and offsets in them, each [T], int64.
+            places: of the tokens.
             cache: one layer's, [blocks, 2, K, block_tokens, D].
             epsilon: of the norm.
 
@@ -129,23 +158,19 @@ class Native:
         self,
         query: torch.Tensor,
         cache: torch.Tensor,
-        tables: torch.Tensor,
-        lengths: torch.Tensor,
+        group: LastTokens,
         *,
-        scale: float,
-        window: int = 0,
-        soft_cap: float = 0.0,
+        scale: float | None = None,
+        soft_cap: float | None = None,
     ) -> torch.Tensor:
         """Let each row's last token attend to its context: a decode step's attention.
 
         Args:
             query: [R, A, D], one token per row, with D one of :data:`HEAD_DIMS`.
             cache: one layer's, [blocks, 2, K, block_tokens, D], the tokens' own KV included.
-            tables: [R, B], int64: the blocks of each row's context.
-            lengths: [R], int64: positions of it, the token's own included.
-            scale: of the dot products.
-            window: so many positions are seen, 0 for all.
-            soft_cap: scores are squeezed to within it, 0 for not at all.
+            group: the rows.
+            scale: of the products of queries and keys; None: 1 / sqrt(D).
+            soft_cap: makes scores s into ``soft_cap * tanh(s / soft_cap)``.
 
         Returns:
             [R, A * D].
@@ -155,18 +180,18 @@ class Native:
         self._attend_last(
             query.data_ptr(),
             cache.data_ptr(),
-            tables.data_ptr(),
-            lengths.data_ptr(),
+            group.tables.data_ptr(),
+            group.lengths.data_ptr(),
             out.data_ptr(),
             rows,
             heads,
             cache.shape[2],
             head_dim,
             cache.shape[3],
-            tables.shape[1],
-            scale,
-            window,
-            soft_cap,
+            group.tables.shape[1],
+            head_dim**-0.5 if scale is None else scale,
+            group.window_tokens or 0,
+            soft_cap or 0.0,
         )
         return out
 
@@ -205,32 +230,31 @@ def native(dtype: torch.dtype) -> Native | None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    compiler = os.environ.get("CXX", "g++")
-    path = _cache_directory() / f"native-{_fingerprint(compiler)}.so"
+    path = _cache_directory() / f"native-{_fingerprint()}.so"
     try:
         if not path.exists():
-            _build(compiler, path)
+            _build(path)
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _build(compiler: str, path: Path) -> None:
+def _build(path: Path) -> None:
     """Compile beside ``path`` and rename: engines that start together don't see half a file."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         built = Path(directory) / path.name
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+        command = [COMPILER, *FLAGS, str(SOURCE), "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S)
         built.replace(path)
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint() -> str:
     """Changes with the source, the flags, the compiler and the processor."""
     processor = platform.processor() + platform.machine()
     with Path("/proc/cpuinfo").open() as lines:
         processor += "".join(line for line in lines if line.startswith("flags"))[:4096]
-    parts = (SOURCE.read_text(), " ".join(FLAGS), compiler, processor)
+    parts = (SOURCE.read_text(), " ".join(FLAGS), COMPILER, processor)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

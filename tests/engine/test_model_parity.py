@@ -9,6 +9,7 @@ import torch
 
 from tests.engine.driving import GREEDY, DrivenTurn, drive
 from tests.models import make_model_directory
+from tidegate.engine.model import native_for
 from tidegate.engine.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner, RowSampling
 from tidegate.engine.weights import load_directory
@@ -108,10 +109,13 @@ NEW_TOKENS = 32
 CHUNKS = ((1,), (3, 5, 1, 7), (64,), (2, 40), (13,))
 
 
-def load_runner(path: Path, dtype: torch.dtype = torch.float32) -> ModelRunner:
+def load_runner(
+    path: Path, dtype: torch.dtype = torch.float32, *, is_compiled: bool = True
+) -> ModelRunner:
     config = ModelConfig.from_directory(path)
     weights = load_directory(path, config, dtype)
-    return ModelRunner(config, weights, num_blocks=128, block_tokens=8)
+    native = native_for(config, dtype) if is_compiled else None
+    return ModelRunner(config, weights, num_blocks=128, block_tokens=8, native=native)
 
 
 def load_peer(path: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -144,12 +148,13 @@ def test_greedy_turns_in_mixed_chunked_batches_equal_transformers(
 ) -> None:
     architecture, options = MODELS[model]
     path = make_model_directory(tmp_path, architecture, **options)
-    turns = make_turns()
+    by_torch, by_compiled_code = make_turns(), make_turns()
 
-    drive(load_runner(path), turns, new_tokens=NEW_TOKENS)
+    drive(load_runner(path, is_compiled=False), by_torch, new_tokens=NEW_TOKENS)
+    drive(load_runner(path), by_compiled_code, new_tokens=NEW_TOKENS)
 
     peer = load_peer(path)
-    for turn in turns:
+    for turn in by_torch + by_compiled_code:
         logprobs = torch.log_softmax(peer_logits(peer, turn), -1)
         assert turn.sampled == logprobs.argmax(-1).tolist()
         assert turn.logprobs == pytest.approx(logprobs.amax(-1).tolist(), abs=TOLERANCE_NATS)

@@ -1,5 +1,6 @@
 from collections import Counter
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from tests.engine.driving import DrivenTurn, drive
 from tests.models import make_model_directory
+from tidegate.engine.model import native_for
 from tidegate.engine.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner, Row, RowSampling
 from tidegate.engine.weights import load_directory
@@ -21,10 +23,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def make_runner(path: Path, *, num_blocks: int = 256, block_tokens: int = 4) -> ModelRunner:
-    config = ModelConfig.from_directory(path)
-    weights = load_directory(path, config, torch.float32)
-    return ModelRunner(config, weights, num_blocks=num_blocks, block_tokens=block_tokens)
+class MakeRunner(Protocol):
+    def __call__(
+        self, path: Path, *, num_blocks: int = 256, block_tokens: int = 4
+    ) -> ModelRunner: ...
+
+
+@pytest.fixture(params=["torch", "compiled"])
+def make_runner(request: pytest.FixtureRequest) -> MakeRunner:
+    """Runners that compute by torch's code, and others by ours."""
+
+    def make(path: Path, *, num_blocks: int = 256, block_tokens: int = 4) -> ModelRunner:
+        config = ModelConfig.from_directory(path)
+        weights = load_directory(path, config, torch.float32)
+        native = native_for(config, torch.float32) if request.param == "compiled" else None
+        if request.param == "compiled" and native is None:
+            pytest.skip("no C++ compiler: engines compute by torch's code here")
+        return ModelRunner(
+            config, weights, num_blocks=num_blocks, block_tokens=block_tokens, native=native
+        )
+
+    return make
 
 
 def make_turn(seed: int, *, chunk: int = 64) -> DrivenTurn:
@@ -33,7 +52,7 @@ def make_turn(seed: int, *, chunk: int = 64) -> DrivenTurn:
 
 
 def test_the_same_seed_samples_the_same_tokens_whatever_the_batch_and_the_chunks(
-    model: Path,
+    model: Path, make_runner: MakeRunner
 ) -> None:
     alone = make_turn(seed=7)
     drive(make_runner(model), [alone], new_tokens=20)
@@ -46,7 +65,9 @@ def test_the_same_seed_samples_the_same_tokens_whatever_the_batch_and_the_chunks
     assert len({tuple(turn.sampled) for turn in among_others}) == 12
 
 
-def test_a_turn_continued_elsewhere_samples_what_it_would_have_here(model: Path) -> None:
+def test_a_turn_continued_elsewhere_samples_what_it_would_have_here(
+    model: Path, make_runner: MakeRunner
+) -> None:
     whole = make_turn(seed=3)
     drive(make_runner(model), [whole], new_tokens=10)
 
@@ -62,7 +83,9 @@ def test_a_turn_continued_elsewhere_samples_what_it_would_have_here(model: Path)
     assert sampled == whole.sampled
 
 
-def test_a_row_attends_to_blocks_that_rows_before_it_fill_in_the_same_step(model: Path) -> None:
+def test_a_row_attends_to_blocks_that_rows_before_it_fill_in_the_same_step(
+    model: Path, make_runner: MakeRunner
+) -> None:
     prompt = np.array([n % 24 for n in range(5, 150)], np.int32)
     sampling = [RowSampling(1.0, 0, 1.0, seed, 0) for seed in range(5)]
     alone = [make_runner(model).step([Row(prompt, 0, list(range(37)), each)]) for each in sampling]
@@ -78,7 +101,7 @@ def test_a_row_attends_to_blocks_that_rows_before_it_fill_in_the_same_step(model
     )
 
 
-def test_samples_follow_the_reported_probabilities(model: Path) -> None:
+def test_samples_follow_the_reported_probabilities(model: Path, make_runner: MakeRunner) -> None:
     runner = make_runner(model, num_blocks=1024)
     prompt = np.array(PROMPT, np.int32) % 24
     counts: Counter[int] = Counter()
@@ -101,7 +124,9 @@ def test_samples_follow_the_reported_probabilities(model: Path) -> None:
         assert counts[token_id] / draws == pytest.approx(probability, abs=4 * sigma)
 
 
-def test_rows_in_mid_prefill_sample_nothing_and_the_others_keep_their_order(model: Path) -> None:
+def test_rows_in_mid_prefill_sample_nothing_and_the_others_keep_their_order(
+    model: Path, make_runner: MakeRunner
+) -> None:
     runner = make_runner(model)
     prompt = np.array(PROMPT, np.int32) % 24
     greedy = RowSampling(0.0, 0, 1.0, 0, 0)
@@ -123,7 +148,9 @@ def test_rows_in_mid_prefill_sample_nothing_and_the_others_keep_their_order(mode
     assert runner.step([]).token_ids.tolist() == []
 
 
-def test_one_step_serves_rows_with_their_own_sampling_options(model: Path) -> None:
+def test_one_step_serves_rows_with_their_own_sampling_options(
+    model: Path, make_runner: MakeRunner
+) -> None:
     runner = make_runner(model)
     prompt = np.array(PROMPT, np.int32) % 24
     options = [
@@ -146,7 +173,7 @@ def test_one_step_serves_rows_with_their_own_sampling_options(model: Path) -> No
 
 
 def test_weights_replaced_between_two_steps_are_the_ones_the_next_step_computes_with(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, make_runner: MakeRunner
 ) -> None:
     other = make_model_directory(tmp_path, "qwen3", vocab_size=24, initializer_range=0.1, seed=1)
     turn, expected = make_turn(seed=5), make_turn(seed=5)
