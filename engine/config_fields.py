@@ -140,6 +140,7 @@ class ConfigFields(msgspec.Struct):
     rope_theta: float | None = None
     rope_local_base_freq: float | None = None
     rope_scaling: dict[str, Any] | None = None
+    original_max_position_embeddings: int | None = None
     rope_parameters: dict[str, Any] | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False

@@ -76,7 +76,8 @@ def context_tokens_max(config: Any) -> int:
     keys cached before would be wrong; so it ends there.
     """
     text = config.get_text_config()
-    said = getattr(text, "max_position_embeddings", None)
+    names = ("max_position_embeddings", "max_seq_len")  # an MPT's is the latter
+    said = next((n for name in names if (n := getattr(text, name, None)) is not None), None)
     limits = [CONTEXT_TOKENS_UNSAID if said is None else int(said)]
     rope = getattr(text, "rope_parameters", None) or {}
     for part in (rope, *(nested for nested in rope.values() if isinstance(nested, dict))):

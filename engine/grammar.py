@@ -5,6 +5,9 @@ by one of its stop tokens, exactly where the grammar is complete. Knows no other
 """
 
 import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,12 @@ from tidegate.errors import TurnRefused
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+GRAMMAR_BYTES_MAX = 64 * 1024
+"""Of a grammar or schema, as it is written."""
+
+COMPILER_STACK_BYTES = 64 * 1024 * 1024
+"""Enough for 93 kB of rules that each name the next."""
 
 GRAMMARS_KEPT_MAX = 64
 """Compiled ones: a group's rollouts mostly have one in common. One of a kilobyte takes some ms."""
@@ -109,7 +118,24 @@ class _SingleWords:
 
 @lru_cache(maxsize=GRAMMARS_KEPT_MAX)
 def _compiled(words: "LLTokenizer", text: str) -> "LLMatcher":
-    matcher = _library()(words, text, log_level=0)
+    if len(text.encode()) > GRAMMAR_BYTES_MAX:
+        raise ValueError(
+            f"it has {len(text.encode())} bytes, and may have {GRAMMAR_BYTES_MAX}; ask for less of "
+            f"the output's form"
+        )
+    library = _library()
+    matcher = _on_deep_stack(lambda: library(words, text, log_level=0))
     if matcher.is_error():
         raise ValueError(matcher.get_error())
     return matcher
+
+
+def _on_deep_stack(work: Callable[[], "LLMatcher"]) -> "LLMatcher":
+    """The library compiles by recursion, and one too deep ends the process: rules that each name
+    the next were seen to exhaust 8 MiB with 59 kB of them."""
+    before = threading.stack_size(COMPILER_STACK_BYTES)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(work).result()
+    finally:
+        threading.stack_size(before)

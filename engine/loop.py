@@ -17,6 +17,7 @@ from tidegate.engine.scheduler import Scheduler, StepColumns
 from tidegate.engine.staging import Staging
 from tidegate.errors import TurnRefused
 from tidegate.transport import messages
+from tidegate.transport.limits import cut
 from tidegate.transport.messages import (
     CancelTurn,
     EngineHeartbeat,
@@ -130,7 +131,7 @@ class EngineLoop:
         try:
             self._scheduler.submit(message)
         except TurnRefused as error:
-            self._link.send(messages.TurnRefused(turn=message.turn, message=str(error)))
+            self._link.send(messages.TurnRefused(turn=message.turn, message=cut(str(error))))
 
     def _finish_update(self, message: FinishWeightUpdate) -> None:
         self._answers += self._staging.take_answers()  # the last copy may be done, and untold

@@ -73,7 +73,7 @@ def read_rope(file: Path, fields: ConfigFields) -> Rope:
         ModelError: its fields make no sense.
         ModelNotComputed: it is of a kind that we don't compute.
     """
-    raw = fields.rope_parameters or fields.rope_scaling or {}
+    raw = fields.rope_scaling or fields.rope_parameters or {}  # transformers' precedence
     return _rope(file, fields, raw, fields.rope_theta)
 
 
@@ -97,9 +97,9 @@ def read_local_rope(file: Path, fields: ConfigFields) -> tuple[Rope, Rope]:
 
 def context_tokens_max(file: Path, fields: ConfigFields) -> int:
     """How long contexts may be: what ``yarn`` stretches them to, where that is said and is more."""
-    raw = fields.rope_parameters or fields.rope_scaling or {}
+    raw = fields.rope_scaling or fields.rope_parameters or {}  # transformers' precedence
     found = _convert(file, raw)
-    original = found.original_max_position_embeddings
+    original = fields.original_max_position_embeddings or found.original_max_position_embeddings
     if (found.rope_type or found.type) != "yarn" or original is None or found.factor is None:
         return fields.max_position_embeddings
     return max(fields.max_position_embeddings, int(original * found.factor))
@@ -133,7 +133,8 @@ def _rope(file: Path, fields: ConfigFields, raw: dict[str, Any], theta: float | 
     scaling = RopeScaling(
         kind="linear" if kind == "linear" else "llama3" if kind == "llama3" else "yarn",
         factor=found.factor,
-        original_context_tokens=found.original_max_position_embeddings
+        original_context_tokens=fields.original_max_position_embeddings
+        or found.original_max_position_embeddings
         or fields.max_position_embeddings,
         low_freq_factor=found.low_freq_factor,
         high_freq_factor=found.high_freq_factor,

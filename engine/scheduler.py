@@ -16,6 +16,7 @@ from tidegate.engine.seats import Seats
 from tidegate.engine.turns import EngineLimits, TurnState, admit
 from tidegate.errors import TurnRefused
 from tidegate.transport import messages
+from tidegate.transport.limits import cut
 from tidegate.transport.messages import (
     ABORT,
     CANCELLED,
@@ -322,7 +323,7 @@ class Scheduler:
     def _refuse(self, turn: TurnState, why: str) -> None:
         """End a turn that can't be sampled from, and have its asker told; no token comes of it."""
         self._finish(turn)
-        self._answers.append(messages.TurnRefused(turn=turn.handle, message=why))
+        self._answers.append(messages.TurnRefused(turn=turn.handle, message=cut(why)))
 
     def _end(self, turn: TurnState, finish: int) -> None:
         """End a turn that is removed already, and have it told."""

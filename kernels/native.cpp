@@ -14,6 +14,10 @@
 #include <cstring>
 #include <vector>
 
+#if !defined(__FMA__) && !defined(__aarch64__)
+#error "without fused multiply-add in hardware torch's code is faster"
+#endif
+
 namespace {
 
 struct bfloat16 {
@@ -70,10 +74,14 @@ inline float sum_lanes(const float* lanes) {
            ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
 }
 
-template <typename T> inline float dot(const float* a, const T* b, int64_t n) {
-    float lanes[8] = {};
-    for (int64_t i = 0; i < n; i += 8)
-        for (int j = 0; j < 8; j++) lanes[j] = std::fma(a[i + j], widen(b[i + j]), lanes[j]);
+// Several sums side by side: one alone would wait for each of its additions.
+template <int D> inline float dot(const float* a, const float* b) {
+    constexpr int LANES = D % 32 == 0 ? 32 : D % 16 == 0 ? 16 : 8;
+    float lanes[LANES] = {};
+    for (int i = 0; i < D; i += LANES)
+        for (int j = 0; j < LANES; j++) lanes[j] = std::fma(a[i + j], b[i + j], lanes[j]);
+    for (int width = LANES / 2; width >= 8; width /= 2)
+        for (int j = 0; j < width; j++) lanes[j] += lanes[j + width];
     return sum_lanes(lanes);
 }
 
@@ -174,39 +182,68 @@ inline float softmax_shares(float* scores, int64_t n, float scale, float soft_ca
     return total;
 }
 
+// Memory that is used again for every head.
+struct Room {
+    std::vector<float> scores, queries, sums, block;
+};
+
 struct Paging {
     int64_t kv_heads, block_tokens, row_blocks;
 };
+
+inline const float* widened(const float* from, int64_t, float*) { return from; }
+
+inline const float* widened(const bfloat16* from, int64_t n, float* to) {
+    for (int64_t i = 0; i < n; i++) to[i] = widen(from[i]);
+    return to;
+}
+
+// Add ``count`` values to a sum that stays in registers meanwhile, each with its share.
+template <int D>
+inline void add_shares(const float* values, const float* shares, int64_t count, float* sum) {
+    float added[D];
+    for (int d = 0; d < D; d++) added[d] = sum[d];
+    for (int64_t i = 0; i < count; i++)
+        for (int d = 0; d < D; d++) added[d] = std::fma(shares[i], values[i * D + d], added[d]);
+    for (int d = 0; d < D; d++) sum[d] = added[d];
+}
 
 // One KV head of one row: the query heads that share it, over the positions [first, length).
 template <typename T, int D>
 void attend_head(const T* query, const T* cache, const int64_t* table, int64_t head, Paging paging,
                  int64_t shared, int64_t first, int64_t length, float scale, float soft_cap,
-                 std::vector<float>& scores, T* out) {
+                 Room& room, T* out) {
     const int64_t seen = length - first, tokens = paging.block_tokens;
-    if (int64_t(scores.size()) < shared * seen) scores.resize(2 * shared * seen);
-    for (int64_t g = 0; g < shared; g++) {
-        float q[D];
-        for (int d = 0; d < D; d++) q[d] = widen(query[g * D + d]);
-        float* score = &scores[g * seen];
-        for (int64_t p = first; p < length;) {
-            const int64_t block = table[p / tokens] * 2 * paging.kv_heads + head;
-            const T* key = cache + (block * tokens + p % tokens) * D;
-            const int64_t end = std::min(length, (p / tokens + 1) * tokens);
-            for (; p < end; p++, key += D) score[p - first] = dot(q, key, D);
-        }
-        const float total = softmax_shares(score, seen, scale, soft_cap);
-        float sums[D] = {};
-        for (int64_t p = first; p < length;) {
-            const int64_t block = (table[p / tokens] * 2 + 1) * paging.kv_heads + head;
-            const T* value = cache + (block * tokens + p % tokens) * D;
-            const int64_t end = std::min(length, (p / tokens + 1) * tokens);
-            for (; p < end; p++, value += D)
-                for (int d = 0; d < D; d++)
-                    sums[d] = std::fma(score[p - first], widen(value[d]), sums[d]);
-        }
-        for (int d = 0; d < D; d++) narrow(sums[d] / total, &out[g * D + d]);
+    room.scores.resize(shared * seen);
+    room.queries.resize(shared * D);
+    room.sums.assign(shared * D, 0.0f);
+    room.block.resize(tokens * D);
+    float *scores = room.scores.data(), *queries = room.queries.data();
+    for (int64_t i = 0; i < shared * D; i++) queries[i] = widen(query[i]);
+    for (int64_t p = first; p < length;) {
+        const int64_t block = table[p / tokens] * 2 * paging.kv_heads + head;
+        const int64_t count = std::min(length - p, tokens - p % tokens);
+        const float* keys =
+            widened(cache + (block * tokens + p % tokens) * D, count * D, room.block.data());
+        for (int64_t g = 0; g < shared; g++)
+            for (int64_t i = 0; i < count; i++)
+                scores[g * seen + p - first + i] = dot<D>(queries + g * D, keys + i * D);
+        p += count;
     }
+    for (int64_t g = 0; g < shared; g++) {
+        const float total = softmax_shares(scores + g * seen, seen, scale, soft_cap);
+        for (int64_t i = 0; i < seen; i++) scores[g * seen + i] /= total;
+    }
+    for (int64_t p = first; p < length;) {
+        const int64_t block = (table[p / tokens] * 2 + 1) * paging.kv_heads + head;
+        const int64_t count = std::min(length - p, tokens - p % tokens);
+        const float* values =
+            widened(cache + (block * tokens + p % tokens) * D, count * D, room.block.data());
+        for (int64_t g = 0; g < shared; g++)
+            add_shares<D>(values, scores + g * seen + p - first, count, &room.sums[g * D]);
+        p += count;
+    }
+    for (int64_t i = 0; i < shared * D; i++) narrow(room.sums[i], &out[i]);
 }
 
 // One query per row, the last of its context.
@@ -215,14 +252,14 @@ void attend_rows(const T* query, const T* cache, const int64_t* tables, const in
                  T* out, int64_t rows, int64_t heads, Paging paging, float scale, int64_t window,
                  float soft_cap) {
     const int64_t shared = heads / paging.kv_heads;
-    std::vector<float> scores;
+    Room room;
     for (int64_t r = 0; r < rows; r++) {
         const int64_t length = lengths[r];
         const int64_t first = window > 0 ? std::max<int64_t>(0, length - window) : 0;
         for (int64_t k = 0; k < paging.kv_heads; k++) {
             const int64_t at = (r * heads + k * shared) * D;
             attend_head<T, D>(query + at, cache, tables + r * paging.row_blocks, k, paging, shared,
-                              first, length, scale, soft_cap, scores, out + at);
+                              first, length, scale, soft_cap, room, out + at);
         }
     }
 }

@@ -11,8 +11,10 @@ row, H hidden, I inner size, S rows to sample, V vocabulary.
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
+import shlex
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -38,6 +40,14 @@ FLAGS = (
 )
 
 BUILD_TIMEOUT_S = 300.0
+
+STDERR_BYTES_SHOWN = 500
+"""Of a compiler that fails; the first error says it."""
+
+PROCESSOR_LINES = ("flags", "Features", "CPU part")
+"""Of /proc/cpuinfo: what a processor can, as x86 and as ARM say it."""
+
+log = logging.getLogger("tidegate")
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -230,12 +240,15 @@ def native(dtype: torch.dtype) -> Native | None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    path = _cache_directory() / f"native-{_fingerprint()}.so"
     try:
+        path = _cache_directory() / f"native-{_fingerprint()}.so"
         if not path.exists():
             _build(path)
         return ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or b""
+        why = f"{error} {said[:STDERR_BYTES_SHOWN].decode(errors='replace')}"
+        log.warning("compiled code=none: engines compute by torch's alone. %s", why)
         return None
 
 
@@ -244,7 +257,7 @@ def _build(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         built = Path(directory) / path.name
-        command = [COMPILER, *FLAGS, str(SOURCE), "-o", str(built)]
+        command = [*shlex.split(COMPILER), *FLAGS, str(SOURCE), "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S)
         built.replace(path)
 
@@ -253,7 +266,7 @@ def _fingerprint() -> str:
     """Changes with the source, the flags, the compiler and the processor."""
     processor = platform.processor() + platform.machine()
     with Path("/proc/cpuinfo").open() as lines:
-        processor += "".join(line for line in lines if line.startswith("flags"))[:4096]
+        processor += "".join(line for line in lines if line.startswith(PROCESSOR_LINES))[:4096]
     parts = (SOURCE.read_text(), " ".join(FLAGS), COMPILER, processor)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

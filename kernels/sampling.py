@@ -122,8 +122,10 @@ def weigh(
     """
     greedy = temperature == 0
     divisors = np.where(greedy, np.float32(1), temperature)
-    if (divisors != 1).any():
-        # Largest logit at 0, lest a tiny temperature make infinities.
+    is_limited = (top_k > 0).any() or (top_p < 1).any() or min_p is not None
+    if is_limited or (divisors != 1).any():
+        # Largest logit at 0, lest a tiny temperature make infinities. And wherever rounding decides
+        # what is kept, so that a row's set is the same whatever its companions ask for.
         logits = (logits - logits.amax(-1, keepdim=True)) / torch.from_numpy(divisors)[:, None]
     weighed = weights_of(logits)
     if min_p is not None and (min_p[~greedy] > 0).any():

@@ -293,7 +293,7 @@ def _loaded_turn(saved: SavedTurn, rollout: Rollout) -> Turn:
     )
     if turn.details is not None:
         told = TokenDetails(0, saved.raw_logprobs, saved.top_ids, saved.top_logprobs)
-        turn.details.append(told)
+        turn.details.restore(told)
     return turn
 
 

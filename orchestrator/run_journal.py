@@ -7,6 +7,7 @@ place of the events before it.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -17,7 +18,10 @@ from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.core_state import digest, load, save
 from tidegate.orchestrator.event_log import encode_event, replay
+from tidegate.orchestrator.journal import BODY_BYTES_MAX
 from tidegate.orchestrator.journal_reading import Snapshot
+
+log = logging.getLogger("tidegate")
 
 SNAPSHOT_AFTER_BYTES = 64 * 1024 * 1024
 """Of events: reading that many takes about ten seconds, which a resume may cost."""
@@ -135,6 +139,15 @@ class RunJournal:
         if self._keeps_events or self._store.bytes_since_snapshot < due:
             return
         snapshot = save(self.core)
+        if len(snapshot) > BODY_BYTES_MAX:
+            self._keeps_events = True
+            log.warning(
+                "journal=growing snapshot_bytes=%d limit_bytes=%d: it will not be compacted; have "
+                "fewer tokens outstanding, or ask for fewer top_logprobs",
+                len(snapshot),
+                BODY_BYTES_MAX,
+            )
+            return
         self._snapshot_bytes = len(snapshot)
         self._store.compact(self._appended, snapshot)
 

@@ -4,6 +4,7 @@ What no engine could even read is refused here, by name.
 What an engine can't serve, it refuses itself. The options' meanings: :class:`SamplingParams`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypedDict
@@ -12,6 +13,21 @@ import msgspec
 
 from tidegate.errors import ConfigError, TurnRefused
 from tidegate.transport.sampling import Processor, SamplingParams, TokenBias
+
+SEED_MASK = 2**64 - 1
+"""Seeds may be any int; engines take 64 bits."""
+
+SAMPLING_BYTES_MAX = 4 * 1024 * 1024
+"""Of one turn's options, as they are sent: beside a context of millions of tokens in one frame."""
+
+FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -54,7 +70,7 @@ def sampling_params(
     try:
         plain = _plain(max_tokens, temperature, top_k, top_p, tuple(stop_token_ids))
         return _checked(msgspec.structs.replace(plain, **_as_sent(options))) if options else plain
-    except (ConfigError, TypeError, ValueError, AttributeError) as error:
+    except (ConfigError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise TurnRefused(f"generate() was given what no engine can read: {error}") from None
 
 
@@ -75,6 +91,8 @@ def _plain(
 
 def _as_sent(options: SamplingOptions) -> dict[str, Any]:
     sent: dict[str, Any] = dict(options)
+    if "seed" in options:
+        sent["seed"] = int(options["seed"]) & SEED_MASK
     if "logit_bias" in options:
         sent["logit_bias"] = [TokenBias(*pair) for pair in sorted(options["logit_bias"].items())]
     if "stop_strings" in options:
@@ -94,4 +112,21 @@ def _as_text(processor: Processor | str) -> str:
 
 def _checked(sampling: SamplingParams) -> SamplingParams:
     """As an engine will read it; numbers of numpy become ours, and no other type gets through."""
-    return msgspec.convert(msgspec.to_builtins(sampling), SamplingParams)
+    sent = msgspec.msgpack.encode(sampling, enc_hook=_number)
+    if len(sent) > SAMPLING_BYTES_MAX:
+        raise ValueError(
+            f"{len(sent)} bytes of options, where {SAMPLING_BYTES_MAX} can be sent; "
+            f"name fewer tokens"
+        )
+    read = msgspec.msgpack.decode(sent, type=SamplingParams)
+    numbers = [getattr(read, name) for name in FLOATS] + [one.bias for one in read.logit_bias]
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError("an option is infinite or no number; leave it out, or give it a value")
+    return read
+
+
+def _number(value: object) -> object:
+    item = getattr(value, "item", None)  # as numpy's and torch's have
+    if item is None:
+        raise TypeError(f"{value!r:.200} is neither a number nor a text")
+    return item()

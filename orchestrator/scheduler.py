@@ -84,7 +84,7 @@ class Scheduler:
         self._episodes = EpisodeRunner(settings, model, self._waiting, self.handle)
         self._wants_tasks = asyncio.Event()
         self._offers = Offers(lambda: self.core, self.handle, wants_tasks=self._wants_tasks)
-        self._outbox = Outbox(self.fleet.send)
+        self._outbox = Outbox(self.fleet.send, on_error=self.fail)
         self.on_engine_silent: Callable[[str], None] = lambda engine: None
         """Told of engines that were given up for their silence."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -7,17 +7,21 @@ from array import array
 
 from tidegate.transport.messages import SamplingParams, TokenDetails
 
+ITEM_BYTES = 4
+"""Of an int32, and of a float32."""
+
 
 class TurnDetails:
     """Raw log-probs and likeliest tokens of one turn, token after token.
 
-    An engine that can't tell leaves some out. Then there are fewer than tokens, nobody knows whose
-    are missing, and none is given out.
+    An engine that can't tell leaves some out. Then nobody knows whose are missing, and none is
+    given out.
     """
 
-    __slots__ = ("raw_logprobs", "top_each", "top_ids", "top_logprobs")
+    __slots__ = ("raw_each", "raw_logprobs", "top_each", "top_ids", "top_logprobs")
 
     def __init__(self, sampling: SamplingParams) -> None:
+        self.raw_each = int(sampling.raw_logprobs)
         self.raw_logprobs: array[float] = array("f")
         self.top_each = sampling.top_logprobs
         """Likeliest tokens of each token."""
@@ -29,11 +33,28 @@ class TurnDetails:
         """None for turns that want nothing told, which are most."""
         return cls(sampling) if sampling.top_logprobs or sampling.raw_logprobs else None
 
-    def append(self, told: TokenDetails) -> None:
-        """Take in what came with one step, of this turn."""
+    def append(self, told: TokenDetails, tokens: int, *, before: int) -> None:
+        """Take in what came with one step, of so many of this turn's tokens; ``before`` were there.
+
+        Unless it is all that was asked for, of each token so far, nothing is kept from now on: of
+        what came, nobody could say whose it is.
+        """
+        if self._counts() == self._asked(before) and _counts(told) == self._asked(tokens):
+            self.restore(told)
+        else:
+            del self.raw_logprobs[:], self.top_ids[:], self.top_logprobs[:]
+
+    def restore(self, told: TokenDetails) -> None:
+        """Have what there was when the run was saved."""
         self.raw_logprobs.frombytes(told.raw_logprobs)
         self.top_ids.frombytes(told.top_ids)
         self.top_logprobs.frombytes(told.top_logprobs)
+
+    def _counts(self) -> tuple[int, int, int]:
+        return len(self.raw_logprobs), len(self.top_ids), len(self.top_logprobs)
+
+    def _asked(self, tokens: int) -> tuple[int, int, int]:
+        return self.raw_each * tokens, self.top_each * tokens, self.top_each * tokens
 
     def raw_of(self, tokens: int) -> list[float] | None:
         """One per token, if they are known of all ``tokens``."""
@@ -53,3 +74,9 @@ class TurnDetails:
             {i: p for i, p in pairs[first : first + each] if p > float("-inf")}
             for first in range(0, len(pairs), each)
         ]
+
+
+def _counts(told: TokenDetails) -> tuple[int, int, int]:
+    columns = (told.raw_logprobs, told.top_ids, told.top_logprobs)
+    raw, ids, logprobs = (len(column) // ITEM_BYTES for column in columns)
+    return raw, ids, logprobs

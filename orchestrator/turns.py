@@ -261,10 +261,8 @@ class TurnBook:
         submissions = engine.submissions if engine else {}
         for prefill in event.prefills:
             self._file_prefill(submissions.get(prefill.turn), prefill)
-        for told in event.details:
-            told_of = submissions.get(told.turn)
-            if told_of is not None and told_of.turn.details is not None:
-                told_of.turn.details.append(told)
+        if event.details:
+            _file_details(event, submissions)
         filing = engine.filing if engine else Filing()
         outcome = filing.file(submissions, event)
         if event.finish:
@@ -332,3 +330,14 @@ def _overrun(turn: Turn) -> str:
         f"the engine sampled {turn.length} tokens where at most {turn.sampling.max_tokens} were "
         f"asked for; it has a defect"
     )
+
+
+def _file_details(event: StepArrived, submissions: dict[int, Submission]) -> None:
+    """What was told of tokens beside their log-probs, under turns that asked for it."""
+    counts = [1] * len(event.turns) if event.counts is None else event.counts.tolist()
+    tokens = dict(zip(event.turns.tolist(), counts, strict=True))
+    for told in event.details:
+        submission = submissions.get(told.turn)
+        turn = None if submission is None else submission.turn
+        if turn is not None and turn.details is not None:
+            turn.details.append(told, tokens.get(told.turn, 0), before=turn.length)

@@ -4,6 +4,7 @@ Knows no tensors: what an option does to logits is the engine's business, and wr
 people. The names, formulas and their order are those of vLLM's sampler (``vllm/v1/sample``).
 """
 
+import json
 from typing import Any
 
 import msgspec
@@ -79,13 +80,14 @@ class Processor(msgspec.Struct, frozen=True):
     arguments: dict[str, Any] = {}
 
     def to_str(self) -> str:
-        """Canonical JSON: equal processors have equal texts, whatever the order of their keys.
+        """JSON, keys in their own order: a schema's properties are to be written in that.
 
         Raises:
             ConfigError: an argument is nothing that JSON has a word for.
         """
         try:
-            return msgspec.json.encode(self, order="sorted").decode()
+            plain = msgspec.to_builtins(self)
+            return json.dumps(plain, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"processor {self.name!r} can't be written as JSON: {error}"

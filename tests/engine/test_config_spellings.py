@@ -96,6 +96,31 @@ def test_a_config_as_older_versions_wrote_it_means_the_same(spelling: str, tmp_p
         if name not in (*NEWER, *left_out)
     }
     file.write_text(json.dumps(written | fields))
+    check(path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0}}),
+        ("qwen3", {"rope_scaling": YARN}),
+        ("qwen3", {"rope_scaling": YARN, "original_max_position_embeddings": 32}),
+    ],
+    ids=["linear", "yarn", "yarn, its context said twice"],
+)
+def test_what_was_added_to_a_config_by_hand_replaces_what_was_there(
+    model_type: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    path = make_model_directory(tmp_path, model_type)
+    file = path / "config.json"
+    written = json.loads(file.read_text())
+    assert "rope_parameters" in written
+    file.write_text(json.dumps(written | fields))
+    check(path)
+
+
+def check(path: Path) -> None:
+    """We compute what transformers does."""
     turns = make_turns()
 
     drive(load_runner(path), turns, new_tokens=8)

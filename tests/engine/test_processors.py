@@ -1,6 +1,7 @@
 """What do logit processors do to a turn, and what becomes of one that fails?"""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -217,15 +218,49 @@ def test_text_that_is_no_processor_refuses_the_turn(engine: Engine) -> None:
             engine.scheduler.submit(SubmitTurn(turn=1, token_ids=bytes(4), sampling=sampling))
 
 
-def test_a_processor_travels_as_canonical_json() -> None:
+def test_a_processor_travels_as_json_whose_keys_keep_their_order() -> None:
     one = Processor("allowed_tokens", {"b": [1, 2.5], "a": {"y": None, "x": "é"}})
-    other = Processor("allowed_tokens", {"a": {"x": "é", "y": None}, "b": [1, 2.5]})
-    assert one.to_str() == other.to_str()
-    assert json.loads(one.to_str()) == {"name": one.name, "arguments": one.arguments}
+    told = '{"name":"allowed_tokens","arguments":{"b":[1,2.5],"a":{"y":null,"x":"é"}}}'
+    assert one.to_str() == told
+    assert Processor.from_str(told).to_str() == told
     assert Processor.from_str(one.to_str()) == one
     assert Processor.from_str('{"name": "x"}') == Processor("x")
     with pytest.raises(ConfigError, match="'x' can't be written as JSON"):
         Processor("x", {"set": object()}).to_str()
+    with pytest.raises(ConfigError, match="'x' can't be written as JSON: Out of range"):
+        Processor("x", {"bias": [math.nan]}).to_str()
+
+
+def test_a_schemas_properties_are_written_in_its_order(engine: Engine, model: Path) -> None:
+    pytest.importorskip("llguidance")
+    number = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = {
+        "type": "object",
+        "properties": {"why": number, "answer": number},
+        "required": ["why", "answer"],
+        "additionalProperties": False,
+    }
+    processor = Processor("json_schema", {"schema": schema})
+    engine.submit(0, [5, 6], processor, max_tokens=60, stop_token_ids=[EOS_TOKEN_ID])
+    engine.run()
+    text = ModelTokenizer(model).get().decode(engine.tokens[0][:-1])
+    assert list(json.loads(text)) == ["why", "answer"]
+
+
+def test_a_grammar_too_deep_or_too_large_refuses_its_turn_and_no_process_ends(
+    engine: Engine,
+) -> None:
+    pytest.importorskip("llguidance")
+
+    def chain(rules: int) -> Processor:
+        names = [f'a{i}: "x" a{i + 1}' for i in range(rules)]
+        return Processor("grammar", {"lark": "\n".join(["start: a0", *names, f'a{rules}: "y"'])})
+
+    engine.submit(0, [5], chain(3200), max_tokens=2, stop_token_ids=[EOS_TOKEN_ID])
+    engine.run()
+    assert len(engine.tokens[0]) == 2
+    with pytest.raises(TurnRefused, match="bytes, and may have 65536"):
+        engine.submit(1, [5], chain(5000), max_tokens=2, stop_token_ids=[EOS_TOKEN_ID])
 
 
 @pytest.mark.usefixtures("bad_modules")

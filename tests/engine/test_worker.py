@@ -39,6 +39,7 @@ from tidegate.transport.messages import (
     SubmitTurn,
     TurnRefused,
 )
+from tidegate.transport.sampling import Processor
 
 
 def test_tokens_are_those_of_the_model_and_say_who_sampled_them(
@@ -98,6 +99,13 @@ def test_a_turn_that_can_never_be_served_is_refused_with_the_reason(
     refusal = engine.await_one(TurnRefused)
     assert refusal.turn == turn
     assert told in refusal.message
+
+
+def test_a_refusal_that_quotes_something_endless_is_cut(engine: Orchestra) -> None:
+    endless = Processor("x" * 100_000).to_str()
+    engine.submit(PROMPT, SamplingParams(max_tokens=2, processors=[endless]))
+    assert "xxx" in engine.await_one(TurnRefused).message
+    assert len(engine.generate(PROMPT, GREEDY).token_ids) == GREEDY.max_tokens
 
 
 def test_stop_strings_and_details_come_from_a_real_process(engine: Orchestra) -> None:

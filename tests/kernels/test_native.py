@@ -1,4 +1,5 @@
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from tidegate.kernels.rope import apply_rope, rope_table
 from tidegate.kernels.sampling import sample
 
 pytestmark = pytest.mark.skipif(
-    shutil.which(COMPILER) is None, reason=f"no {COMPILER}: engines compute by torch's code here"
+    shutil.which(shlex.split(COMPILER)[0]) is None,
+    reason=f"no {COMPILER}: engines compute by torch's code here",
 )
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -193,3 +193,13 @@ def test_logits_that_are_not_numbers_give_logprobs_that_are_not_either() -> None
 
     assert 0 <= tokens.item() < 700
     assert logprobs.isnan().all()
+
+
+def test_a_rows_set_is_the_same_whatever_temperature_its_companions_have() -> None:
+    # Beside a large logit small ones are told apart only as long as nothing is taken from them.
+    row = torch.tensor([[1000.0, 1e-5, 2e-5, 3e-5, 4e-5]])
+    alone = processed_logprobs(row, np.ones(1, np.float32), np.array([3]), np.ones(1, np.float32))
+    together = processed_logprobs(
+        row.repeat(2, 1), np.array([1.0, 0.5], np.float32), np.array([3, 0]), np.ones(2, np.float32)
+    )
+    assert torch.equal(alone[0], together[0])

@@ -112,9 +112,8 @@ def test_what_a_turn_asked_for_and_was_told_reads_back(tmp_path: Path, model: Pa
         turn.append(10, -0.5, 3, "engine-0")
         if turn.details is not None:
             floats, ids = array("f", [-0.5, -1.5]), array("i", [10, 11])
-            turn.details.append(
-                TokenDetails(0, floats[:1].tobytes(), ids.tobytes(), floats.tobytes())
-            )
+            told = TokenDetails(0, floats[:1].tobytes(), ids.tobytes(), floats.tobytes())
+            turn.details.append(told, 1, before=0)
     with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
         recorder.rollout(rollout, task=None, advantage=None, consumed_version=None)
 

@@ -1,5 +1,7 @@
 """Does an episode get what it asked to be told of its tokens, whatever happened on the way?"""
 
+import math
+
 import msgspec
 import numpy as np
 import pytest
@@ -103,6 +105,18 @@ def test_an_engine_that_leaves_some_out_has_told_nothing() -> None:
     assert (of(rollout).raw_logprobs, of(rollout).top_logprobs) == (None, None)
 
 
+def test_an_engine_that_tells_more_than_was_asked_or_of_other_tokens_has_told_nothing() -> None:
+    for details in ([-0.5, -0.5], [-0.5, -0.5, -0.5]):
+        driver = Driver()
+        rollout = asking_rollout(driver)
+        sample(driver, rollout, [1], details)
+        for token in (2, 3):  # by and by there are as many as tokens
+            sample(driver, rollout, [token], [])
+        assert (of(rollout).raw_logprobs, of(rollout).top_logprobs) == (None, None)
+        assert rollout.turns[-1].details is not None
+        assert len(rollout.turns[-1].details.top_ids) == 0
+
+
 async def asked_by(**options: object) -> SamplingParams:
     """What ``generate`` makes of its keywords."""
     engines = Engines()
@@ -142,8 +156,8 @@ async def test_generate_takes_every_option_by_name() -> None:
         top_logprobs=3,
         raw_logprobs=True,
         processors=[
-            '{"arguments":{"a":2,"b":1},"name":"x"}',
-            '{"arguments":{},"name":"y"}',
+            '{"name":"x","arguments":{"b":1,"a":2}}',
+            '{"name":"y","arguments":{}}',
         ],
     )
     decode = msgspec.msgpack.Decoder(SamplingParams).decode
@@ -160,6 +174,11 @@ async def test_generate_takes_every_option_by_name() -> None:
         ({"stop_strings": [3]}, "Expected `str`, got `int`"),
         ({"processors": ["json"]}, "'json' is no processor"),
         ({"processors": [Processor("x", {"f": print})]}, "'x' can't be written as JSON"),
+        ({"processors": [Processor("x", {"f": "y" * 5_000_000})]}, "bytes of options, where"),
+        ({"min_p": math.nan}, "an option is infinite or no number"),
+        ({"logit_bias": {3: math.inf}}, "an option is infinite or no number"),
+        ({"min_tokens": 2**64}, "no engine can read"),
+        ({"stop_strings": ["\ud800"]}, "no engine can read"),
     ],
 )
 async def test_an_option_that_no_engine_could_read_is_refused_by_name(
@@ -167,6 +186,13 @@ async def test_an_option_that_no_engine_could_read_is_refused_by_name(
 ) -> None:
     with pytest.raises(TurnRefused, match=told):
         await asked_by(**options)
+
+
+async def test_a_seed_may_be_any_int_and_numbers_may_be_numpys() -> None:
+    assert (await asked_by(seed=2**64 + 5)).seed == 5
+    assert (await asked_by(seed=-1)).seed == 2**64 - 1
+    asked = await asked_by(min_tokens=np.int64(3), min_p=np.float32(0.5), temperature=np.float64(2))
+    assert (asked.min_tokens, asked.min_p, asked.temperature) == (3, 0.5, 2.0)
 
 
 async def test_an_option_that_there_is_not_is_a_mistake_like_any() -> None:
