@@ -116,7 +116,7 @@ def measure(case: Case, runs: int, peers: list[str]) -> Iterator[Row]:
         updated = sample([*to_run["tidegate"], "--update"])
     yield from speed_rows(case, taken)
     step_us = statistics.median(one["full_step_us"] for one in taken["tidegate"])
-    limit_us = Machine.measured().step_us(SHAPES[case.model], case.dtype, case.concurrent)
+    limit_us = Machine.measured(case.dtype).step_us(SHAPES[case.model], case.dtype, case.concurrent)
     yield case.row("roofline_share", limit_us / step_us, "of 1", "machine", None)
     stall = updated["gap_us_max"] / step_us
     yield case.row("update_stall_steps", stall, "steps", "one decode step", None)
