@@ -106,57 +106,6 @@ async def test_every_trained_token_is_audited_under_every_kind_of_update(
         assert report.spans_mixed == 0
 
 
-async def test_every_sampling_option_reaches_the_engine_and_its_tokens_are_audited(
-    model: Path, tmp_path: Path
-) -> None:
-    asked: tidegate.SamplingOptions = {
-        "min_p": 0.01,
-        "repetition_penalty": 1.2,
-        "presence_penalty": 0.2,
-        "frequency_penalty": 0.1,
-        "logit_bias": {40: 1.5},
-        "min_tokens": 3,
-        "stop_strings": ["e", "ab"],
-        "top_logprobs": 2,
-        "raw_logprobs": True,
-        "processors": [tidegate.Processor("disallowed_tokens", {"token_ids": [50]})],
-    }
-    turns: list[tidegate.GeneratedTurn] = []
-
-    async def solve(episode: tidegate.Episode, task: int) -> float:
-        episode.append([10 + task, 11, 12])
-        turns.append(await episode.generate(max_tokens=12, top_k=40, **asked))
-        own = tidegate.Processor("once")
-        once = await episode.generate(max_tokens=8, processors=[own])
-        assert len({*once.token_ids}) == len(once.token_ids)
-        failing = tidegate.Processor("raising", {"after": 2})
-        with pytest.raises(TurnRefused, match="'raising' failed after 2 tokens: RuntimeError"):
-            await episode.generate(max_tokens=8, stop_token_ids=[], processors=[failing])
-        return 0.0
-
-    run = tmp_path / "run"
-    async with tidegate.serve(
-        model=model, **SMALL, run_directory=run, processors=("tests.engine.own_processors",)
-    ) as rollouts:
-        async for _ in rollouts.batches(range(2), episode=solve):
-            pass
-    for turn in turns:
-        count = len(turn.token_ids)
-        assert 50 not in turn.token_ids
-        assert turn.raw_logprobs is not None
-        assert turn.top_logprobs is not None
-        assert len(turn.raw_logprobs) == len(turn.top_logprobs) == count
-        for token_id, logprob, top in zip(
-            turn.token_ids, turn.logprobs, turn.top_logprobs, strict=True
-        ):
-            assert top.get(token_id, logprob) == logprob <= max(top.values())
-        if turn.finish_reason == "stop" and turn.token_ids[-1] != 0:
-            assert turn.text.endswith(("e", "ab"))
-    report = audit_run(run)
-    assert report.agrees, report.lines()
-    assert report.tokens_unreplayable > 0
-
-
 async def test_tokens_and_weights_travel_over_tcp_with_keys(model: Path, tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     weights, run = Weights(model), tmp_path / "run"
