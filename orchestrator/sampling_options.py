@@ -20,6 +20,11 @@ SEED_MASK = 2**64 - 1
 SAMPLING_BYTES_MAX = 4 * 1024 * 1024
 """Of one turn's options, as they are sent: beside a context of millions of tokens in one frame."""
 
+COUNTS = ("max_tokens", "top_k", "min_tokens", "top_logprobs")
+
+COUNT_MAX = 2**31 - 1
+"""What an int32 holds: tokens are recorded as such."""
+
 FLOATS = (
     "temperature",
     "top_p",
@@ -122,6 +127,12 @@ def _checked(sampling: SamplingParams) -> SamplingParams:
     numbers = [getattr(read, name) for name in FLOATS] + [one.bias for one in read.logit_bias]
     if not all(map(math.isfinite, numbers)):
         raise ValueError("an option is infinite or no number; leave it out, or give it a value")
+    counts = {name: getattr(read, name) for name in COUNTS}
+    ids = [*read.stop_token_ids, *(one.token_id for one in read.logit_bias)]
+    counts["the largest token id"] = max(ids, key=abs, default=0)
+    for name, count in counts.items():
+        if abs(count) > COUNT_MAX:
+            raise ValueError(f"{name} must be within {COUNT_MAX} of 0, got {count}")
     return read
 
 

@@ -178,6 +178,8 @@ async def test_generate_takes_every_option_by_name() -> None:
         ({"min_p": math.nan}, "an option is infinite or no number"),
         ({"logit_bias": {3: math.inf}}, "an option is infinite or no number"),
         ({"min_tokens": 2**64}, "no engine can read"),
+        ({"top_k": 2**40}, "top_k must be within 2147483647 of 0, got 1099511627776"),
+        ({"logit_bias": {2**40: 1.0}}, "the largest token id must be within"),
         ({"stop_strings": ["\ud800"]}, "no engine can read"),
     ],
 )
