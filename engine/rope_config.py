@@ -121,6 +121,7 @@ def _rope(file: Path, fields: ConfigFields, raw: dict[str, Any], theta: float | 
             f"{file} rotates {found.partial_rotary_factor} of each head; we compute 1.0"
         )
     theta = found.rope_theta or theta or THETA_DEFAULT
+    _refuse_unless(theta > 1, file, "rope_theta must be above 1", theta)
     kind = found.rope_type or found.type or "default"
     if kind == "default":
         return Rope(theta=theta)
@@ -128,7 +129,7 @@ def _rope(file: Path, fields: ConfigFields, raw: dict[str, Any], theta: float | 
         raise ModelNotComputed(
             f"{file} asks for rope type {kind!r}; we compute default, linear, llama3 and yarn"
         )
-    if found.factor is None or found.factor <= 0:
+    if found.factor is None or not found.factor > 0:
         raise ModelError(f"{file}: rope type {kind} needs a factor above 0, got {found.factor}")
     scaling = RopeScaling(
         kind="linear" if kind == "linear" else "llama3" if kind == "llama3" else "yarn",
@@ -142,8 +143,36 @@ def _rope(file: Path, fields: ConfigFields, raw: dict[str, Any], theta: float | 
         beta_slow=found.beta_slow or 1.0,
         rounds_bounds=found.truncate,
     )
+    _refuse_senseless(file, scaling)
     amplitude = _yarn_amplitude(found, found.factor) if kind == "yarn" else 1.0
+    _refuse_unless(amplitude > 0, file, "attention_factor must be above 0", amplitude)
     return Rope(theta=theta, scaling=scaling, amplitude=amplitude)
+
+
+def _refuse_senseless(file: Path, scaling: RopeScaling) -> None:
+    """Refuse numbers that make no frequencies, or NaN.
+
+    Raises:
+        ModelError: there are.
+    """
+    tokens, low, high = (
+        scaling.original_context_tokens,
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+    )
+    slow, fast = scaling.beta_slow, scaling.beta_fast
+    _refuse_unless(tokens > 0, file, "the original context must have tokens", tokens)
+    if scaling.kind == "llama3":
+        why = "high_freq_factor must be above low_freq_factor"
+        _refuse_unless(high > low, file, why, (low, high))
+    if scaling.kind == "yarn":
+        why = "beta_slow and beta_fast must be above 0, beta_fast not the lower"
+        _refuse_unless(fast >= slow > 0, file, why, (slow, fast))
+
+
+def _refuse_unless(right: bool, file: Path, rule: str, got: object) -> None:
+    if not right:
+        raise ModelError(f"{file}: {rule}, got {got}")
 
 
 def _yarn_amplitude(fields: _RopeFields, factor: float) -> float:

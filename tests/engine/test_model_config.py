@@ -28,6 +28,8 @@ GEMMA3 = _SILENT | {"architectures": ["Gemma3ForCausalLM"]}
 GEMMA3_OF_SIX = GEMMA3 | {"num_hidden_layers": 6}
 
 ORIGINAL = "original_max_position_embeddings"
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 4.0}
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0}
 
 
 def read(path: Path, fields: dict[str, Any], generation: dict[str, Any] | None = None) -> Any:
@@ -163,6 +165,16 @@ def test_what_we_would_compute_wrongly_is_left_to_others_by_name(
     [
         ({"rope_parameters": {"rope_type": "linear", "factor": "two"}}, "factor"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "yarn needs a factor"),
+        ({"rope_parameters": {"rope_theta": 1.0}}, "rope_theta must be above 1, got 1.0"),
+        ({"rope_parameters": {"rope_theta": -1e6}}, "rope_theta must be above 1, got -1000000.0"),
+        ({"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}}, r"got \(1.0, 1.0\)"),
+        ({"rope_scaling": LLAMA3_ROPE | {ORIGINAL: -8}}, "must have tokens, got -8"),
+        ({"rope_scaling": YARN_ROPE | {"beta_fast": 0.5}}, "beta_fast not the lower"),
+        ({"rope_scaling": YARN_ROPE | {"beta_slow": -1.0}}, "above 0, beta_fast"),
+        (
+            {"rope_scaling": YARN_ROPE | {"attention_factor": -1.0}},
+            "attention_factor must be above",
+        ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "no sliding_window is in use"),
         ({"layer_types": ["full_attention"]}, "2 layers, but layer_types of 1"),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window .* got 0"),
