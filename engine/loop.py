@@ -219,6 +219,8 @@ class EngineLoop:
             busy_us=busy_ns // 1000,
             queued_turns=self._scheduler.waiting_turns,
             free_blocks=self._scheduler.free_blocks,
+            drafted_tokens=columns.drafted_tokens,
+            accepted_tokens=columns.accepted_tokens,
         )
         self._link.send_step(step)
 

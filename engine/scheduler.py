@@ -4,16 +4,18 @@ It decides and the worker moves: ``plan`` says which rows to compute, ``complete
 sampled. Same calls in, same answers out. Who runs at all, and in which blocks, is seats' business.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from tidegate.engine.drafts import DraftSource, Speculation
 from tidegate.engine.options import OptionReader
 from tidegate.engine.pauses import PauseGate
 from tidegate.engine.runner import Row, StepOutput
-from tidegate.engine.sampling import RowDetails
 from tidegate.engine.seats import Seats
-from tidegate.engine.turns import EngineLimits, TurnState, admit
+from tidegate.engine.step_columns import SampledRows
+from tidegate.engine.step_columns import StepColumns as StepColumns
+from tidegate.engine.turns import AcceptedTokens, EngineLimits, TurnState, admit
 from tidegate.errors import TurnRefused
 from tidegate.transport import messages
 from tidegate.transport.limits import cut
@@ -24,25 +26,9 @@ from tidegate.transport.messages import (
     FinishWeightUpdate,
     Message,
     PauseMode,
-    Prefill,
     Resumed,
     SubmitTurn,
-    TokenDetails,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepColumns:
-    """The part of a step message that the scheduler knows; R rows as in ``messages.Step``."""
-
-    version: int
-    turns: bytes
-    token_ids: bytes = b""
-    logprobs: bytes = b""
-    finish: bytes = b""
-    counts: bytes = b""
-    prefills: list[Prefill] = field(default_factory=list)
-    details: list[TokenDetails] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,39 +37,6 @@ class EndedTurn:
 
     handle: int
     finish: int
-
-
-@dataclass(slots=True)
-class _SampledRows:
-    """What comes of a step, row after row."""
-
-    handles: list[int] = field(default_factory=list)
-    finish: bytearray = field(default_factory=bytearray)
-    prefills: list[Prefill] = field(default_factory=list)
-    details: list[TokenDetails] = field(default_factory=list)
-
-    def add(self, turn: TurnState, token_id: int, told: RowDetails | None, version: int) -> bool:
-        """Append the turn's token; return whether it ends the turn."""
-        if turn.is_prefilling:
-            self.prefills.append(turn.end_prefill(version))
-        code = turn.append(token_id)
-        self.handles.append(turn.handle)
-        self.finish.append(code)
-        if told is not None:
-            details = TokenDetails(turn.handle, told.raw_logprobs, told.top_ids, told.top_logprobs)
-            self.details.append(details)
-        return code != RUNNING
-
-    def columns(self, output: StepOutput, version: int) -> StepColumns:
-        return StepColumns(
-            version=version,
-            turns=np.array(self.handles, dtype="<u4").tobytes(),
-            token_ids=output.token_ids.tobytes(),
-            logprobs=output.logprobs.tobytes(),
-            finish=bytes(self.finish) if any(self.finish) else b"",
-            prefills=self.prefills,
-            details=self.details,
-        )
 
 
 class Scheduler:
@@ -96,10 +49,11 @@ class Scheduler:
         *,
         options: OptionReader | None = None,
         shares_prefixes: bool = True,
+        drafts: DraftSource | None = None,
     ) -> None:
         """``options`` reads what turns ask of sampling; None serves no text, and no user's own
-        processors. ``shares_prefixes`` costs and changes nothing but speed; tests compare it with
-        none."""
+        processors. ``shares_prefixes`` and ``drafts`` change nothing but speed; tests compare them
+        with none."""
         self.version = version
         """The live weights'."""
         self._limits = limits
@@ -108,6 +62,7 @@ class Scheduler:
         )
         self._seats = Seats(limits, shares_prefixes=shares_prefixes)
         self._prefixes = self._seats.prefixes
+        self._speculation = None if drafts is None else Speculation(drafts)
         self._gate = PauseGate()
         self._clears_cache = False
         """Whether a pause that is yet to take effect is to."""
@@ -235,27 +190,32 @@ class Scheduler:
                 left -= self._plan_chunk(turn, left)
                 if left == 0:
                     break
-        return [turn.next_row() for turn in self._planned]
+        if self._speculation is None:
+            return [turn.next_row() for turn in self._planned]
+        self._plan_drafts(self._speculation, left)
+        return [row for turn in self._planned for row in (turn.next_row(), *turn.draft_rows())]
 
     def complete(self, output: StepOutput) -> StepColumns | None:
         """Take in what the planned rows sampled; None if it was all prefill, with no end yet."""
         sampled: list[int] = output.token_ids.tolist()
-        rows = _SampledRows()
+        rows = SampledRows()
         place = 0
         for turn in self._planned:
             turn.computed += turn.chunk_tokens
-            if turn.computed >= turn.share_at:
-                self._prefixes.share(turn, turn.computed)
+            self._share(turn)
             if turn.computed < turn.length:
                 continue
+            end = place + 1 + turn.drafted
             if place in output.failures:
                 self._refuse(turn, output.failures[place])
-            elif rows.add(turn, sampled[place], output.details.get(place), self.version):
-                self._finish(turn)
-            place += 1
+            else:
+                accepted = rows.add(turn, place, sampled[place:end], self.version)
+                rows.tell(turn.handle, output.details.get(place))
+                self._go_on(turn, accepted, end - place - 1)
+            place = end
         if place != len(sampled):
             raise AssertionError(f"{len(sampled)} tokens sampled for {place} rows")
-        return rows.columns(output.without_failures(), self.version) if rows.handles else None
+        return rows.columns(output, self.version) if rows.handles else None
 
     # ------------------------------------------------------------ what there is
 
@@ -299,7 +259,7 @@ class Scheduler:
                     self._seats.grow(turn)
                 continue
             if turn.computed < turn.block_tokens_held or self._seats.grow(turn):
-                turn.chunk_tokens = 1
+                turn.chunk_tokens, turn.drafted = 1, 0
                 planned.append(turn)
         return len(planned)
 
@@ -308,17 +268,47 @@ class Scheduler:
         self._prefixes.take(turn, self._prefixes.find(turn))
         end = min(turn.length, turn.computed + tokens_left)
         self._seats.grow_freely(turn, end)
+        turn.drafted = 0
         turn.chunk_tokens = min(end, turn.block_tokens_held) - turn.computed
         if turn.chunk_tokens > 0:
             self._planned.append(turn)
             self._prefixes.share_planned(turn)
         return turn.chunk_tokens
 
+    def _plan_drafts(self, speculation: Speculation, tokens_left: int) -> None:
+        """Have decodes verify guesses, where prefills leave tokens and turns leave blocks."""
+        decodes = [turn for turn in self._planned if not turn.is_prefilling]
+        for turn, draft in speculation.draft(decodes, tokens_left):
+            self._seats.grow_to_spare(turn, turn.length + len(draft))
+            turn.drafted = min(len(draft), turn.block_tokens_held - turn.length)
+            turn.tokens[turn.length : turn.length + turn.drafted] = draft[: turn.drafted]
+
+    # ------------------------------------------------------------ completing
+
+    def _share(self, turn: TurnState) -> None:
+        if turn.computed >= turn.share_at:
+            self._prefixes.share(turn, turn.computed)
+
+    def _go_on(self, turn: TurnState, accepted: AcceptedTokens, drafted: int) -> None:
+        """A turn has taken in its tokens."""
+        if drafted:
+            self._share(turn)
+            if self._speculation is not None:
+                self._speculation.learn(turn, drafted, accepted.tokens - 1)
+        if accepted.finish != RUNNING:
+            self._finish(turn, is_whole=True)
+
     # ------------------------------------------------------------ leaving
 
-    def _finish(self, turn: TurnState) -> None:
+    def _finish(self, turn: TurnState, *, is_whole: bool = False) -> None:
+        """End a turn; ``is_whole``: it came to its own end."""
         self._seats.remove(turn)
+        self._forget(turn, is_whole=is_whole)
+
+    def _forget(self, turn: TurnState, *, is_whole: bool) -> None:
         del self._turns[turn.handle]
+        if self._speculation is not None:
+            self._speculation.ended(turn, is_whole=is_whole)
 
     def _refuse(self, turn: TurnState, why: str) -> None:
         """End a turn that can't be sampled from, and have its asker told; no token comes of it."""
@@ -327,7 +317,7 @@ class Scheduler:
 
     def _end(self, turn: TurnState, finish: int) -> None:
         """End a turn that is removed already, and have it told."""
-        del self._turns[turn.handle]
+        self._forget(turn, is_whole=False)
         self._ended.append(EndedTurn(turn.handle, finish))
 
     def _abort_running(self) -> None:

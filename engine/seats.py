@@ -93,6 +93,13 @@ class Seats:
             missing = self._limits.blocks_for(tokens) - len(turn.blocks)
             self._give_blocks(turn, min(missing, self._cache.free_blocks))
 
+    def grow_to_spare(self, turn: TurnState, tokens: int) -> None:
+        """The same, but for the block that must stay free for each turn that runs."""
+        if tokens > turn.block_tokens_held:
+            missing = self._limits.blocks_for(tokens) - len(turn.blocks)
+            spare = self._cache.free_blocks - len(self.running)
+            self._give_blocks(turn, max(0, min(missing, spare)))
+
     def recompute(self, turn: TurnState, weight_version: int) -> bool:
         """Have a running turn compute its KV again where other weights did; was there any?"""
         blocks = turn.drop_kv_of_others(weight_version, self._limits.block_tokens)

@@ -3,7 +3,9 @@
 Knows nothing of other turns, steps or weights.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +64,14 @@ class EngineLimits:
         return -(-tokens // self.block_tokens)
 
 
+class AcceptedTokens(NamedTuple):  # a tuple, for making one per token must cost little
+    """What a step has added to a turn."""
+
+    tokens: int
+    finish: int
+    """The turn's finish code."""
+
+
 class TurnState:
     """One turn in the engine: its tokens, its KV, and what is left to do."""
 
@@ -71,6 +81,7 @@ class TurnState:
         "cached_tokens",
         "chunk_tokens",
         "computed",
+        "drafted",
         "handle",
         "history",
         "is_prefilling",
@@ -118,7 +129,9 @@ class TurnState:
         self.cached_tokens = 0
         """Of them, those that it need not compute in this prefill, for their KV was there."""
         self.chunk_tokens = 0
-        """Positions that the step under way computes."""
+        """Positions that the step under way computes, guessed ones not counted."""
+        self.drafted = 0
+        """Guessed tokens, in ``tokens`` from ``length`` on, that the step under way verifies."""
         self.is_prefilling = True
         """Whether the next token it samples begins a new history of its KV."""
         self.history = KvHistory()
@@ -146,6 +159,31 @@ class TurnState:
             row.sampling = self.sampling
             self.sampling.index = self.sampled_before + end - self.prompt_tokens
         return row
+
+    def draft_rows(self) -> Iterator[Row]:
+        """A row for each guessed token, after ``next_row``: each sees those before it."""
+        first = self.sampling
+        for number in range(1, self.drafted + 1):
+            place = self.length + number - 1
+            sampling = replace(first, index=first.index + number)
+            yield Row(self.tokens[place : place + 1], place, self.blocks, sampling)
+
+    def accept(self, sampled: Sequence[int]) -> AcceptedTokens:
+        """Take in what the step has sampled: after its last token, then after each guessed one.
+
+        A guess is right where it is what was sampled; the first that isn't, or that ends the turn,
+        makes void all after it.
+        """
+        taken = 0
+        for token_id in sampled:
+            is_guessed = taken < self.drafted and self.tokens[self.length] == token_id
+            finish = self.append(token_id)
+            taken += 1
+            if finish != RUNNING or not is_guessed:
+                break
+        self.computed += taken - 1
+        self.drafted = 0
+        return AcceptedTokens(taken, finish)
 
     def append(self, token_id: int) -> int:
         """Take in a sampled token; return the turn's finish code."""

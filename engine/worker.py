@@ -18,6 +18,8 @@ from types import FrameType
 
 import torch
 
+from tidegate.engine.draft_sources import open_drafts
+from tidegate.engine.drafts import DraftSource
 from tidegate.engine.link import Link
 from tidegate.engine.loop import EngineLoop
 from tidegate.engine.memory import blame_memory
@@ -58,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         limits = _limits(arguments, model)
         options = _options(arguments, limits)
         torch.set_num_threads(arguments.threads)
+        drafts = _drafts(arguments, model)
         runner = _runner(model, limits)
         socket = DealerSocket(arguments.connect, arguments.engine.encode(), keys=keys)
     except TidegateError as error:
@@ -68,10 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # All that lives by now lives to the end: the collector need not look at it again.
     gc.collect()
     gc.freeze()
-    link = Link(socket, _hello(arguments.engine, model, limits))
+    link = Link(socket, _hello(arguments, model, limits))
     staging = Staging(model.allocate, Home(arguments.connect, keys))
     try:
-        scheduler = Scheduler(limits, options=options)
+        scheduler = Scheduler(limits, options=options, drafts=drafts)
         return _serve(link, scheduler, runner, staging)
     finally:
         socket.close()
@@ -108,6 +111,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="import this module, and know the logit processors of its PROCESSORS",
     )
     parser.add_argument(
+        "--speculate",
+        metavar="SOURCE",
+        help="guess tokens and verify several in a step, with the same outcome: 'lookup' guesses "
+        "from a turn's own context",
+    )
+    parser.add_argument(
         "--die-with-parent",
         action="store_true",
         help="end when the thread that started this process does",
@@ -138,6 +147,17 @@ def _options(arguments: argparse.Namespace, limits: EngineLimits) -> OptionReade
         tokenizer=ModelTokenizer(arguments.model),
         registry=ProcessorRegistry(arguments.processors),
     )
+
+
+def _drafts(arguments: argparse.Namespace, model: ServedModel) -> DraftSource | None:
+    if arguments.speculate is None:
+        return None
+    if model.code != "tidegate":
+        raise ConfigError(
+            f"--speculate {arguments.speculate}: {model.architecture} is computed by "
+            f"{model.code}, one token after another, so guesses would only cost; leave it out"
+        )
+    return open_drafts(arguments.speculate)
 
 
 def _default_blocks(arguments: argparse.Namespace, model: ServedModel) -> int:
@@ -180,10 +200,10 @@ def _serve(link: Link, scheduler: Scheduler, runner: Runner, staging: Staging) -
     return status
 
 
-def _hello(engine: str, model: ServedModel, limits: EngineLimits) -> Hello:
+def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimits) -> Hello:
     return Hello(
         protocol=PROTOCOL,
-        engine=engine,
+        engine=arguments.engine,
         epoch=time.time_ns(),  # later starts have later epochs, which is what replaces them
         weight_version=0,
         architecture=model.architecture,
@@ -197,6 +217,7 @@ def _hello(engine: str, model: ServedModel, limits: EngineLimits) -> Hello:
         weight_channels=list(CHANNELS),
         pid=os.getpid(),
         model_code=model.code,
+        speculation=(arguments.speculate or "").partition(":")[0],
     )
 
 

@@ -79,6 +79,9 @@ class RunSettings(BaseModel):
     processors: tuple[str, ...] = ()
     """Modules of logit processors, each with a dict ``PROCESSORS``, that engines import; from the
     directory that the run is started in, or PYTHONPATH."""
+    speculate: str | None = None
+    """Have engines guess tokens and verify several in a step, which changes their speed only:
+    ``lookup`` guesses from what a turn has read and written before."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     threads_per_engine: Count = 1
     weight_channel: Literal["shm", "zmq", "disk"] = "shm"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tidegate.orchestrator.events import StepArrived
 from tidegate.orchestrator.statistics import EngineStatistics
-from tidegate.transport.messages import Hello
+from tidegate.transport.messages import Hello, Step
 from tidegate.transport.streams import ReceiveWindow
 
 
@@ -24,6 +24,8 @@ class Engine:
     rows_squared: int = 0
     rows_busy_us: int = 0
     """Each step's rows times its time, added up."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     running_turns: int = 0
     waiting_turns: int = 0
     stuck_since_s: float | None = None
@@ -41,6 +43,11 @@ class Engine:
         self.rows_squared += rows * rows
         self.rows_busy_us += rows * step.busy_us
 
+    def count_drafts(self, step: Step) -> None:
+        """Of a new step, what no decision needs, so that no event has it."""
+        self.drafted_tokens += step.drafted_tokens
+        self.accepted_tokens += step.accepted_tokens
+
     def statistics(self, name: str) -> EngineStatistics:
         """A snapshot."""
         return EngineStatistics(
@@ -56,4 +63,7 @@ class Engine:
             rows_squared=self.rows_squared,
             rows_busy_s=self.rows_busy_us / 1e6,
             model_code=self.hello.model_code,
+            speculation=self.hello.speculation,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )

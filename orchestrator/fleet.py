@@ -252,6 +252,7 @@ class Fleet:
         verdict = engine.window.accept(engine.hello.epoch, step.seq)
         if verdict is Verdict.NEW:
             engine.count(event)
+            engine.count_drafts(step)
             engine.stuck_since_s = None
             for prefill in event.prefills:
                 self.prefilled_tokens += prefill.spans[-1].end

@@ -191,6 +191,8 @@ def engine_command(settings: RunSettings, name: str, address: str) -> list[str]:
         options["num-blocks"] = settings.num_blocks
     if settings.keys is not None:
         options["keys"] = settings.keys / ENGINE_DEFAULT
+    if settings.speculate is not None:
+        options["speculate"] = settings.speculate
     for option, value in options.items():
         command += [f"--{option}", str(value)]
     for module in settings.processors:

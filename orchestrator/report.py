@@ -71,6 +71,10 @@ class Facts:
     """Context that turns started from; 0 where engines don't say."""
     cached_tokens: int
     """Of it, what engines had computed before."""
+    drafted_tokens: int
+    """Guessed by engines, and verified."""
+    accepted_tokens: int
+    """Of them, those that were sampled."""
 
 
 def write_report(directory: Path) -> Path:
@@ -140,6 +144,8 @@ def read_facts(directory: Path) -> Facts:
         length_bias=statistics.get("length_bias"),
         prefilled_tokens=statistics.get("prefilled_tokens", 0),
         cached_tokens=statistics.get("cached_tokens", 0),
+        drafted_tokens=_over_engines(statistics, "drafted_tokens"),
+        accepted_tokens=_over_engines(statistics, "accepted_tokens"),
     )
 
 
@@ -257,12 +263,24 @@ def _results(facts: Facts) -> list[str]:
         ("trainer idle", f"{facts.trainer_idle_share:.1%}"),
         ("engines idle", f"{facts.engine_idle_share:.1%}"),
         ("context found in engines' caches", _cached(facts)),
+        ("tokens guessed", _guessed(facts)),
     ]
     return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
 
 
+def _over_engines(statistics: Mapping[str, Any], name: str) -> int:
+    return sum(engine.get(name, 0) for engine in statistics.get("engines", ()))
+
+
 def _how(facts: Facts) -> str:
     return "; ".join(value or "-" for value in (facts.mode, facts.pause_mode, facts.kv_policy))
+
+
+def _guessed(facts: Facts) -> str:
+    if not facts.drafted_tokens:
+        return "-"
+    share = facts.accepted_tokens / facts.drafted_tokens
+    return f"{facts.drafted_tokens}, {share:.1%} of them right"
 
 
 def _cached(facts: Facts) -> str:

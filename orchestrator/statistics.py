@@ -104,6 +104,12 @@ class EngineStatistics:
     """Rows of each step times its time, added up; likewise."""
     model_code: str = ""
     """Whose code computes its model: ``tidegate``, or ``transformers``, which is far slower."""
+    speculation: str = ""
+    """Where it takes guesses from: ``lookup``, ``rollouts`` or ``draft``; empty: it takes none."""
+    drafted_tokens: int = 0
+    """Guessed, and verified in a step."""
+    accepted_tokens: int = 0
+    """Of them, those that were sampled: so many came without a step of their own."""
 
 
 @dataclass(frozen=True, slots=True)

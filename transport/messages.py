@@ -73,6 +73,9 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     model_code: str = ""
     """Whose code computes the model, e.g. ``tidegate``, or ``transformers`` where that doesn't know
     the architecture. Empty: it doesn't say."""
+    speculation: str = ""
+    """Where it takes guesses from, to verify several tokens of a turn in a step: ``lookup``,
+    ``rollouts`` or ``draft``. Empty: it takes none."""
 
 
 class KvSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -141,6 +144,10 @@ class Step(Message, frozen=True, kw_only=True, tag="step"):
     free_blocks: Count = 0
     details: list[TokenDetails] = []
     """Of the rows whose turns ask for any."""
+    drafted_tokens: Count = 0
+    """Guessed before the step, and verified in it: speculative decoding."""
+    accepted_tokens: Count = 0
+    """Of them, those that were sampled."""
 
 
 class TurnRefused(Message, frozen=True, kw_only=True, tag="turn_refused"):

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tidegate.engine.drafts import DraftSource
 from tidegate.engine.runner import ModelRunner, Row, StepOutput
 from tidegate.engine.scheduler import Scheduler, StepColumns
 from tidegate.engine.turns import EngineLimits
 from tidegate.engine.weights import Weights
+from tidegate.kernels.native import Native
 from tidegate.transport.messages import (
     LENGTH,
     RUNNING,
@@ -53,12 +55,16 @@ class FakeRunner:
         self._limits = limits
         self._kv: dict[int, FakeKv] = {}
         self._written: set[int] = set()
-        self.attended: list[list[int]] = []
-        """For each token of the last step: the versions that computed its context's KV."""
+        self.attended: list[list[list[int]]] = []
+        """For each turn that samples in the last step, and each token that it samples: the versions
+        that computed its context's KV."""
+        self._sampling_table: object = None
+        """The blocks of the row that sampled last."""
 
     def step(self, rows: list[Row]) -> StepOutput:
         assert 0 < sum(len(row.token_ids) for row in rows) <= self._limits.max_step_tokens
         self.attended = []
+        self._sampling_table = None
         self._written.clear()
         token_ids = [token for row in rows for token in self._run(row)]
         logprobs = [-float(token) for token in token_ids]
@@ -76,7 +82,10 @@ class FakeRunner:
             return
         context = [self._kv[self._slot(row, position)] for position in range(end)]
         assert [kv.position for kv in context] == list(range(end))
-        self.attended.append([kv.version for kv in context])
+        if row.block_table is not self._sampling_table:  # rows of guesses follow the turn's own
+            self.attended.append([])
+        self._sampling_table = row.block_table
+        self.attended[-1].append([kv.version for kv in context])
         tokens = [kv.token_id for kv in context]
         sampling = row.sampling
         yield next_token(
@@ -122,7 +131,13 @@ class ToldTurn:
 class FakeEngine:
     """Scheduler and fake runner, driven as the worker drives the real ones."""
 
-    def __init__(self, *, shares_prefixes: bool = True, **limits: int) -> None:
+    def __init__(
+        self,
+        *,
+        shares_prefixes: bool = True,
+        drafts: DraftSource | None = None,
+        **limits: int,
+    ) -> None:
         self.limits = EngineLimits(
             **(
                 {
@@ -136,11 +151,13 @@ class FakeEngine:
                 | limits
             )
         )
-        self.scheduler = Scheduler(self.limits, shares_prefixes=shares_prefixes)
+        self.scheduler = Scheduler(self.limits, shares_prefixes=shares_prefixes, drafts=drafts)
         self.runner = self._make_runner()
         self.turns: dict[int, ToldTurn] = {}
         self.answers: list[Message] = []
         self.recomputed_turns = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
 
     def _make_runner(self) -> FakeRunner | ModelRunner:
         return FakeRunner(self.limits)
@@ -229,11 +246,15 @@ class FakeEngine:
             turn = self.turns[handle]
             assert turn.finish == RUNNING
             turn.finish = code
-            if count:
-                self._take_token(turn, next(tokens), columns.version, prefills.get(handle))
+            histories = next(attended, None) if count else None
+            for place in range(count):
+                prefill = prefills.get(handle) if place == 0 else None
+                self._take_token(turn, next(tokens), columns.version, prefill)
                 turn.logprobs.append(next(logprobs))
-                assert turn.kv == next(attended, turn.kv)
+                assert histories is None or turn.kv == histories[place]
         assert next(tokens, None) is None
+        self.drafted_tokens += columns.drafted_tokens
+        self.accepted_tokens += columns.accepted_tokens
 
     def _take_token(
         self, turn: ToldTurn, token_id: int, version: int, prefill: Prefill | None
@@ -256,11 +277,19 @@ class DrivenEngine(FakeEngine):
     """The same with a real model and its real KV cache; version n is the n-th of its weights."""
 
     def __init__(
-        self, weights: Sequence[Weights], *, shares_prefixes: bool = True, **limits: int
+        self,
+        weights: Sequence[Weights],
+        *,
+        shares_prefixes: bool = True,
+        drafts: DraftSource | None = None,
+        native: Native | None = None,
+        **limits: int,
     ) -> None:
         self._weights = weights
+        self._native = native
+        vocab_size = weights[0].config.vocab_size
         super().__init__(
-            shares_prefixes=shares_prefixes, vocab_size=weights[0].config.vocab_size, **limits
+            shares_prefixes=shares_prefixes, drafts=drafts, vocab_size=vocab_size, **limits
         )
 
     def _make_runner(self) -> ModelRunner:
@@ -269,6 +298,7 @@ class DrivenEngine(FakeEngine):
             self._weights[0],
             num_blocks=self.limits.num_blocks,
             block_tokens=self.limits.block_tokens,
+            native=self._native,
         )
 
     def _swap_weights(self, version: int) -> None:

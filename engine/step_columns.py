@@ -1,0 +1,81 @@
+"""What does one step say, turn after turn? From samples to the columns of a message.
+
+Knows turns one by one; which of them a step has, and what becomes of them, it doesn't.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tidegate.engine.sampling import RowDetails, StepOutput
+from tidegate.engine.turns import AcceptedTokens, TurnState
+from tidegate.transport.messages import Prefill, TokenDetails
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepColumns:
+    """The part of a step message that the scheduler knows; R rows as in ``messages.Step``."""
+
+    version: int
+    turns: bytes
+    token_ids: bytes = b""
+    logprobs: bytes = b""
+    finish: bytes = b""
+    counts: bytes = b""
+    prefills: list[Prefill] = field(default_factory=list)
+    details: list[TokenDetails] = field(default_factory=list)
+    drafted_tokens: int = 0
+    """Guessed, and verified."""
+    accepted_tokens: int = 0
+    """Of them, those that were right."""
+
+
+@dataclass(slots=True)
+class SampledRows:
+    """What comes of a step, row after row."""
+
+    handles: list[int] = field(default_factory=list)
+    finish: bytearray = field(default_factory=bytearray)
+    counts: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    """Places, in what was sampled, of the tokens that are some turn's."""
+    drafted: int = 0
+    """Tokens that were guessed."""
+    prefills: list[Prefill] = field(default_factory=list)
+    details: list[TokenDetails] = field(default_factory=list)
+
+    def add(self, turn: TurnState, place: int, sampled: list[int], version: int) -> AcceptedTokens:
+        """Let the turn take of its samples, the first at ``place``, those that are its tokens."""
+        if turn.is_prefilling:
+            self.prefills.append(turn.end_prefill(version))
+        self.drafted += len(sampled) - 1
+        accepted = turn.accept(sampled)
+        self.handles.append(turn.handle)
+        self.finish.append(accepted.finish)
+        self.counts.append(accepted.tokens)
+        self.kept.extend(range(place, place + accepted.tokens))
+        return accepted
+
+    def tell(self, handle: int, told: RowDetails | None) -> None:
+        """Add what the turn wants to know of its token, if anything."""
+        if told is not None:
+            details = TokenDetails(handle, told.raw_logprobs, told.top_ids, told.top_logprobs)
+            self.details.append(details)
+
+    def columns(self, output: StepOutput, version: int) -> StepColumns:
+        """Leave out what is nobody's: of turns that could not sample, and after wrong guesses."""
+        are_all = len(self.kept) == len(output.token_ids)
+        kept = slice(None) if are_all else self.kept
+        accepted = len(self.kept) - len(self.handles)
+        return StepColumns(
+            version=version,
+            turns=np.array(self.handles, dtype="<u4").tobytes(),
+            token_ids=output.token_ids[kept].tobytes(),
+            logprobs=output.logprobs[kept].tobytes(),
+            finish=bytes(self.finish) if any(self.finish) else b"",
+            counts=np.array(self.counts, dtype="<u4").tobytes() if accepted else b"",
+            prefills=self.prefills,
+            details=self.details,
+            drafted_tokens=self.drafted,
+            accepted_tokens=accepted,
+        )

@@ -1,0 +1,56 @@
+"""Are guesses invisible but for speed, with real weights and real log-probs?"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.fake_engine import DrivenEngine, ToldTurn
+from tests.engine.test_prefixes_exactly import ROUNDING_NATS
+from tests.repeating import make_repeating_model
+from tidegate.engine.drafts import DraftSource
+from tidegate.engine.lookup_drafts import LookupDrafts
+from tidegate.engine.model import native_for
+from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.weights import Weights, load_directory
+from tidegate.kernels.native import Native
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    """Of a model that often repeats itself."""
+    path: Path = make_repeating_model(tmp_path_factory.mktemp("model"))
+    return load_directory(path, ModelConfig.from_directory(path), torch.float32)
+
+
+def sample(
+    weights: Weights, drafts: DraftSource | None, native: Native | None, num_blocks: int
+) -> tuple[DrivenEngine, list[ToldTurn]]:
+    engine = DrivenEngine(
+        [weights],
+        drafts=drafts,
+        native=native,
+        num_blocks=num_blocks,
+        max_step_tokens=40,
+        context_tokens_max=90,
+    )
+    for seed in range(6):
+        engine.submit([3, 1, 4, 1, seed], 60, seed=seed, temperature=seed % 2)
+    engine.run()
+    return engine, list(engine.turns.values())
+
+
+@pytest.mark.parametrize("code", ["torch", "compiled"])
+@pytest.mark.parametrize("num_blocks", [100, 30], ids=["room", "preemptions"])
+def test_looked_up_guesses_change_no_token_and_no_log_prob(
+    weights: Weights, code: str, num_blocks: int
+) -> None:
+    native = native_for(weights.config, torch.float32) if code == "compiled" else None
+    if code == "compiled" and native is None:
+        pytest.skip("no C++ compiler: engines compute by torch's code here")
+    _, plain = sample(weights, None, native, num_blocks)
+    engine, guessed = sample(weights, LookupDrafts(), native, num_blocks)
+    for told, expected in zip(guessed, plain, strict=True):
+        assert told.token_ids == expected.token_ids
+        assert told.logprobs == pytest.approx(expected.logprobs, abs=ROUNDING_NATS)
+    assert engine.accepted_tokens > 30
