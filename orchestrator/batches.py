@@ -5,7 +5,7 @@ prompts, sampled tokens and observations as the model saw them; ``loss_mask`` ma
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -68,6 +68,12 @@ class Batch:
     """The same rows without padding."""
     tasks: tuple[object, ...] = ()
     """[R]: what the user's iterator gave."""
+    rollout_ids: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """[R] int64: the rollout that a row is of. An episode that forked has several rows, each with
+    its rollout's reward and advantage."""
+    turn_rewards: torch.Tensor | None = None
+    """[R, T] float32: what episodes rewarded single turns with, at each turn's last token; None
+    where no turn was."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -98,26 +104,47 @@ def build_batch(groups: Sequence[Group], trainer_version: int) -> Batch:
         logprobs=padded(packed.logprobs, 0),
         weight_versions=padded(packed.weight_versions, NOT_SAMPLED),
         rewards=rewards,
-        advantages=_advantages(groups, rewards, group_ids),
+        advantages=_advantages(groups),
         group_ids=group_ids,
         staleness=torch.tensor(staleness, dtype=torch.int64),
         trainer_version=trainer_version,
         packed=packed,
         tasks=tuple(group.task for group in groups for _ in group.kept),
+        rollout_ids=torch.tensor([r.root.rollout_id for r in rollouts], dtype=torch.int64),
+        turn_rewards=_turn_rewards(rollouts, is_token.shape),
     )
 
 
-def _advantages(
-    groups: Sequence[Group], rewards: torch.Tensor, group_ids: torch.Tensor
-) -> torch.Tensor:
-    """Within each group; the rest of one that was split is compared with all of it."""
+def _advantages(groups: Sequence[Group]) -> torch.Tensor:
+    """Within each group, of whole rollouts, however many rows each has; so it is with the rest of
+    a group that was split, which is compared with all of it."""
+    rows = [(row, group.group_id) for group in groups for row in group.kept]
+    roots = [(row, group_id) for row, group_id in rows if row.branch_of is None]
     others = [(reward, group.group_id) for group in groups for reward in group.sibling_rewards]
-    if not others:
-        return group_relative_advantages(rewards, group_ids)
-    other_rewards, other_ids = zip(*others, strict=True)
-    all_rewards = torch.cat([rewards, torch.tensor(other_rewards)])
-    all_ids = torch.cat([group_ids, torch.tensor(other_ids, dtype=torch.int64)])
-    return group_relative_advantages(all_rewards, all_ids)[: len(rewards)]
+    rewards = [row.reward or 0.0 for row, _ in roots] + [reward for reward, _ in others]
+    ids = [group_id for _, group_id in roots] + [group_id for _, group_id in others]
+    advantages = group_relative_advantages(
+        torch.tensor(rewards), torch.tensor(ids, dtype=torch.int64)
+    )
+    if len(roots) == len(rows):
+        return advantages[: len(rows)]
+    places = {root.rollout_id: place for place, (root, _) in enumerate(roots)}
+    return advantages[torch.tensor([places[row.root.rollout_id] for row, _ in rows])]
+
+
+def _turn_rewards(rollouts: Sequence[Rollout], shape: tuple[int, ...]) -> torch.Tensor | None:
+    rewarded = [
+        (place, turn.start + turn.length - 1, turn.reward)
+        for place, rollout in enumerate(rollouts)
+        for turn in rollout.turns
+        if turn.reward is not None and turn.length
+    ]
+    if not rewarded:
+        return None
+    out = torch.zeros(shape, dtype=torch.float32)
+    for place, last, reward in rewarded:
+        out[place, last] = reward
+    return out
 
 
 def _pack(

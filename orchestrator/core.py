@@ -122,8 +122,8 @@ class Core:
                 return self._on_step(event)
             case ev.TurnAsked():
                 return self.groups.ask_turn(event)
-            case ev.TurnGivenUp(rollout_id=rollout_id):
-                return self.groups.give_up_turn(rollout_id)
+            case ev.TurnGivenUp() | ev.RolloutCut() | ev.RolloutForked() | ev.TurnsRewarded():
+                return self.groups.change_rollout(event)
             case ev.EpisodeReturned():
                 return self.groups.finish(event) + self._hand_over()
             case ev.EpisodeFailed():
@@ -160,8 +160,6 @@ class Core:
             case ev.BatchesSafe(batches=batches, offer=offer):
                 self.handed.make_safe(batches, offer)
                 return []
-            case ev.RolloutCut():
-                return self.groups.cut(event)
             case ev.Resumed():
                 return self._resume(event)
             case ev.OffPolicynessMeasured(ess=ess, kl=kl):

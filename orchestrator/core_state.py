@@ -102,6 +102,8 @@ def _rollout(rollout: Rollout) -> SavedRollout:
         rollout.state,
         rollout.discard_reason,
         rollout.oldest_trainable,
+        None if rollout.branch_of is None else rollout.branch_of.rollout_id,
+        rollout.fork_reason,
     )
 
 
@@ -113,6 +115,7 @@ def _turn(turn: Turn) -> SavedTurn:
         saved.raw_logprobs = details.raw_logprobs.tobytes()
         saved.top_ids = details.top_ids.tobytes()
         saved.top_logprobs = details.top_logprobs.tobytes()
+    saved.reward = turn.reward
     return saved
 
 
@@ -266,6 +269,12 @@ def _loaded_group(saved: SavedGroup) -> Group:
     )
     group.running, group.version_floor = saved.running, saved.version_floor
     group.rollouts = [_loaded_rollout(rollout, group) for rollout in saved.rollouts]
+    by_id = {rollout.rollout_id: rollout for rollout in group.rollouts}
+    for each in saved.rollouts:
+        if each.branch_of is not None:
+            branch, forked = by_id[each.rollout_id], by_id[each.branch_of]
+            branch.branch_of, branch.fork_reason = forked, each.fork_reason
+            forked.branches = (*forked.branches, branch)
     return group
 
 
@@ -294,6 +303,7 @@ def _loaded_turn(saved: SavedTurn, rollout: Rollout) -> Turn:
     if turn.details is not None:
         told = TokenDetails(0, saved.raw_logprobs, saved.top_ids, saved.top_logprobs)
         turn.details.restore(told)
+    turn.reward = saved.reward
     return turn
 
 

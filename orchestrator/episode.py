@@ -7,28 +7,28 @@
 
 The context only grows: prompts and observations by :meth:`Episode.append`, what the model says by
 :meth:`Episode.generate`. So the tokens that are trained are exactly those the engine produced.
+Where an episode wants more than one context, it forks: each branch is a row of its own.
 """
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol, Unpack
 
 import msgspec
-from tokenizers import Tokenizer
 
-from tidegate.errors import ConfigError, RunClosed
+from tidegate.errors import RunClosed, TurnTimeout
+from tidegate.orchestrator.chat_template import Message
+from tidegate.orchestrator.conversation import Conversation, Tools
+from tidegate.orchestrator.events import TurnsRewarded
+from tidegate.orchestrator.generated_turn import GeneratedTurn
 from tidegate.orchestrator.model_files import ModelFiles
 from tidegate.orchestrator.recollection import Recollection
-from tidegate.orchestrator.rollout import Rollout, Turn, VersionSpan, token_array
+from tidegate.orchestrator.rollout import Rollout, Turn, token_array
 from tidegate.orchestrator.sampling_options import SamplingOptions, sampling_params
 from tidegate.transport.messages import SamplingParams
 
 BITS_64 = (1 << 64) - 1
-
-REWARD_TYPES = (float, int)
-"""Told apart first, for looking for a method takes longer."""
 
 
 class Generating(Protocol):
@@ -46,56 +46,8 @@ class Generating(Protocol):
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """Forget what the rollout's context holds beyond so many turns and tokens."""
 
-
-class GeneratedTurn:
-    """What one call of ``generate`` gave. Each is made when it is first looked at."""
-
-    def __init__(self, turn: Turn, tokenizer: Tokenizer) -> None:
-        self._turn = turn
-        self._tokenizer = tokenizer
-
-    @cached_property
-    def text(self) -> str:
-        """Decoded, without special tokens."""
-        return self._tokenizer.decode(self.token_ids, skip_special_tokens=True)
-
-    @cached_property
-    def token_ids(self) -> list[int]:
-        """All tokens, the stop token included."""
-        return self._turn.token_ids.tolist()
-
-    @cached_property
-    def logprobs(self) -> list[float]:
-        """One per token: natural log of the probability it was drawn with."""
-        return self._turn.logprobs.tolist()
-
-    @cached_property
-    def raw_logprobs(self) -> list[float] | None:
-        """One per token: that before every sampling option. None unless ``raw_logprobs=True`` was
-        asked for, of an engine that can tell."""
-        details = self._turn.details
-        return None if details is None else details.raw_of(len(self.token_ids))
-
-    @cached_property
-    def top_logprobs(self) -> list[dict[int, float]] | None:
-        """For each token the likeliest ones, likeliest first, each with the log-prob that it could
-        have been drawn with; as many as were asked for, or None."""
-        details = self._turn.details
-        return None if details is None else details.top_of(len(self.token_ids))
-
-    @property
-    def finish_reason(self) -> str:
-        """``stop``: the last token is a stop token, or completes a stop string; ``length``: cut
-        off."""
-        return self._turn.finish_reason or "length"
-
-    @cached_property
-    def spans(self) -> list[VersionSpan]:
-        """Which weights produced which of the tokens."""
-        return self._turn.spans()
-
-    def __repr__(self) -> str:
-        return f"GeneratedTurn({self.text!r}, finish_reason={self.finish_reason!r})"
+    def fork(self, rollout: Rollout, reason: str) -> Rollout:
+        """Another row for this one's episode, with nothing in it yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +61,22 @@ class SamplingDefaults:
 
 
 class Episode:
-    """One attempt at a task. An episode takes one turn at a time."""
+    """One attempt at a task, or a branch of one. It takes one turn at a time; branches, theirs."""
 
     __slots__ = (
         "__weakref__",
+        "_conversation",
         "_defaults",
         "_generating",
         "_is_generating",
         "_is_over",
         "_model",
         "_past",
+        "_past_branches",
         "_rollout",
+        "_salt",
+        "_turns",
+        "branches",
     )
 
     def __init__(
@@ -128,13 +85,24 @@ class Episode:
         model: ModelFiles,
         generating: Generating,
         defaults: SamplingDefaults,
+        *,
+        parent: "Episode | None" = None,
     ) -> None:
+        """``parent``: of a branch, what it was forked from."""
+        self._salt: int = 0 if parent is None else _mixed(parent._salt + len(parent.branches) + 1)
+        """Tells a branch's random numbers from others'; made of its place, the same in any run."""
+        self.branches: list[Episode] = []
+        """Forked from this one, in order."""
+        self._turns: list[GeneratedTurn] = []
+        self._conversation: Conversation | None = None
         self._rollout = rollout
         self._model = model
         self._generating = generating
         self._defaults = defaults
         self._past = Recollection(rollout) if rollout.turns else None
         """After a resume, until what happened before has happened again."""
+        self._past_branches = list(rollout.branches)
+        """After a resume: those not forked again yet."""
         self._is_generating = False
         self._is_over = False
 
@@ -145,6 +113,32 @@ class Episode:
         return (
             self._rollout.token_ids[: past.tokens] if past else self._rollout.token_ids
         ).tolist()
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the context so far."""
+        return self._past.tokens if self._past else len(self._rollout.token_ids)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no turn is being generated."""
+        return not self._is_generating
+
+    @property
+    def rollout_id(self) -> int:
+        """As in trajectories.parquet; a branch has its own."""
+        return self._rollout.rollout_id
+
+    @property
+    def conversation(self) -> Conversation:
+        """What ``generate(messages=…)`` keeps of them.
+
+        Raises:
+            ModelError: the model has no chat template.
+        """
+        if self._conversation is None:
+            self._conversation = Conversation(self, self._model)
+        return self._conversation
 
     @property
     def index(self) -> int:
@@ -164,14 +158,41 @@ class Episode:
         self._forget_the_past()
         self._rollout.extend(given)
 
+    def fork(self) -> "Episode":
+        """A branch: it has this context, and from here on goes a way of its own.
+
+        It is for sub-agents, and for trying several ways at once: branches generate side by side.
+        Each with a turn is a row in the trainer's batch, with this rollout's reward and advantage.
+        What was sampled before the fork is trained once, here: to the branch it was given. Branches
+        end with the rollout; an episode waits for those that it wants to hear of.
+        """
+        if self._is_generating:
+            raise RuntimeError("fork before a turn is generated, or when it has ended")
+        return self.branch(self.token_ids, "asked")
+
+    def branch(self, context: Sequence[int], reason: str) -> "Episode":
+        """As :meth:`fork`, but with another context; ``reason`` is recorded."""
+        self._refuse_if_over()
+        if self._past_branches:
+            row = self._past_branches.pop(0)
+        else:
+            row = self._generating.fork(self._rollout, reason)
+        branch = Episode(row, self._model, self._generating, self._defaults, parent=self)
+        self.branches.append(branch)
+        branch.append(context)
+        return branch
+
     async def generate(
         self,
         *,
+        messages: Sequence[Message] | None = None,
+        tools: Tools | None = None,
         max_tokens: int | None = None,
         temperature: float | None = None,
         top_k: int = 0,
         top_p: float = 1.0,
         stop_token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
         **options: Unpack[SamplingOptions],
     ) -> GeneratedTurn:
         """Have the model continue the context, and append what it says.
@@ -179,14 +200,34 @@ class Episode:
         ``options`` are those of :class:`SamplingOptions`: penalties, stop strings, processors and
         more. There is no ``n``: a group is ``group_size`` samples of its prompt already.
 
+        With ``messages`` it is asked as OpenAI's API is: with the whole conversation each time,
+        rendered by the model's chat template, and ``turn.message`` to be added to it. What the
+        model said before stays the tokens that it was; see :mod:`conversation` for what forks.
+
+        Cancelled, or after ``timeout_s``, the engine stops; what it has sampled stays in the
+        context.
+
         Raises:
+            TurnTimeout: it took longer than ``timeout_s``.
             TurnRefused: no engine could ever serve this, e.g. the context is too long.
             RuntimeError: a turn of this episode is being generated, or the context is empty.
         """
         self._refuse_if_over()
+        if messages is not None:
+            return await self.conversation.generate(
+                messages,
+                tools,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                stop_token_ids=stop_token_ids,
+                timeout_s=timeout_s,
+                **options,
+            )
         if self._is_generating:
             raise RuntimeError("an episode takes one turn at a time; await the first generate()")
-        if not (self._past.tokens if self._past else len(self._rollout.token_ids)):
+        if not self.num_tokens:
             raise RuntimeError("the context is empty; append a prompt first")
         sampling = sampling_params(
             self._defaults.max_tokens if max_tokens is None else max_tokens,
@@ -197,29 +238,61 @@ class Episode:
             options,
         )
         if "seed" not in options:
-            seed = _seed(self._defaults.seed, self._rollout, self._num_turns)
+            seed = _seed(self._defaults.seed + self._salt, self._rollout, self._num_turns)
             sampling = msgspec.structs.replace(sampling, seed=seed)
         self._is_generating = True
         try:
-            if self._past is not None:
-                turn = await self._turn_again(self._past, sampling)
+            if timeout_s is None:
+                turn = await self._next_turn(sampling)
             else:
-                turn = await self._generating.ask(self._rollout, sampling)
+                turn = await self._turn_within(timeout_s, sampling)
+        finally:
+            self._is_generating = False
+        generated = GeneratedTurn(turn, self._model.tokenizer)
+        self._turns.append(generated)
+        return generated
+
+    async def _turn_within(self, timeout_s: float, sampling: SamplingParams) -> Turn:
+        clock = asyncio.timeout(timeout_s)
+        try:
+            async with clock:
+                return await self._next_turn(sampling)
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            raise TurnTimeout(timeout_s=timeout_s, tokens=self._rollout.turns[-1].length) from None
+
+    async def _next_turn(self, sampling: SamplingParams) -> Turn:
+        try:
+            if self._past is not None:
+                return await self._turn_again(self._past, sampling)
+            return await self._generating.ask(self._rollout, sampling)
         except asyncio.CancelledError:
             self._generating.give_up_turn(self._rollout)
             raise
-        finally:
-            self._is_generating = False
-        return GeneratedTurn(turn, self._model.tokenizer)
 
     def end(self) -> None:
         """The episode has returned: what it left running in the background changes nothing.
 
         If it did so before it had come to where it was before a crash, the rest is forgotten.
         """
-        if not self._is_over:
-            self._forget_the_past()
+        if self._is_over:
+            return
+        for branch in self.branches:
+            branch.end()
+        for unforked in self._past_branches:
+            for row in unforked.rows:
+                self._generating.cut(row, turns=0, tokens=0)
+        self._forget_the_past()
         self._is_over = True
+
+    def turn_rewards(self) -> Iterator[TurnsRewarded]:
+        """What single turns were rewarded with, of this row and its branches."""
+        rewards = tuple((t.number, t.reward) for t in self._turns if t.reward is not None)
+        if rewards:
+            yield TurnsRewarded(self._rollout.rollout_id, rewards)
+        for branch in self.branches:
+            yield from branch.turn_rewards()
 
     @property
     def _num_turns(self) -> int:
@@ -257,20 +330,12 @@ def _seed(run_seed: int, rollout: Rollout, turn: int) -> int:
     """
     x = run_seed + rollout.group_id * 0x9E3779B97F4A7C15
     x += rollout.index * 0x6A09E667F3BCC909 + turn * 0xBB67AE8584CAA73B
+    return _mixed(x) >> 1
+
+
+def _mixed(x: int) -> int:
+    """splitmix64's finaliser."""
     x &= BITS_64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS_64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & BITS_64
-    return (x ^ (x >> 31)) >> 1
-
-
-def checked_reward(value: object) -> float:
-    """A reward must be a finite number.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if isinstance(value, REWARD_TYPES) or hasattr(value, "__float__"):
-        reward = float(value)
-        if reward - reward == 0.0:
-            return reward
-    raise ConfigError(f"an episode must return its reward as a finite number, got {value!r}")
+    return x ^ (x >> 31)

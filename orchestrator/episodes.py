@@ -17,7 +17,8 @@ from tidegate.errors import EpisodeError, RunClosed
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.deadlines import Deadlines
-from tidegate.orchestrator.episode import Episode, SamplingDefaults, checked_reward
+from tidegate.orchestrator.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.generated_turn import checked_reward
 from tidegate.orchestrator.model_files import ModelFiles
 from tidegate.orchestrator.rollout import Rollout, Turn
 from tidegate.orchestrator.waiting import Waiting, fail
@@ -71,6 +72,7 @@ class EpisodeRunner:
         self._going: dict[int, asyncio.Task[None]] = {}
         """By rollout."""
         self.left = LeftBehind()
+        self._forked: Rollout | None = None
         self._broken: EpisodeError | None = None
         """Why no other episode is to begin."""
 
@@ -140,13 +142,14 @@ class EpisodeRunner:
                 self._count_failure(rollout, error)
         self._settle(rollout, episode)
         if rollout.rollout_id not in self.left.stubborn:  # else what it says changes nothing
-            self._handle([event])
+            self._handle([*episode.turn_rewards(), event])
 
     def _settle(self, rollout: Rollout, episode: Episode) -> None:
         episode.end()
         self.left.ended.append(weakref.ref(episode))
-        if left := self._waiting.turns.pop(rollout.rollout_id, None):
-            fail(left, RunClosed(EPISODE_IS_OVER))
+        for row in rollout.rows:
+            if left := self._waiting.turns.pop(row.rollout_id, None):
+                fail(left, RunClosed(EPISODE_IS_OVER))
 
     def _give_up(self, episode_of: tuple[Rollout, Episode]) -> None:
         """Go on without an episode that goes on after it was cancelled at its deadline."""
@@ -175,8 +178,7 @@ class EpisodeRunner:
 
     def ask(self, rollout: Rollout, sampling: SamplingParams) -> "asyncio.Future[Turn]":
         """A new turn of this rollout, once it has ended."""
-        if rollout.rollout_id in self.left.stubborn:
-            raise RunClosed("this rollout was given up; its episode was cancelled, and must end")
+        self._refuse_if_given_up(rollout)
         future = self.rejoin(rollout)
         self._handle([ev.TurnAsked(rollout.rollout_id, sampling)])
         return future
@@ -187,6 +189,23 @@ class EpisodeRunner:
         self._waiting.turns[rollout.rollout_id] = future
         return future
 
+    def fork(self, rollout: Rollout, reason: str) -> Rollout:
+        """Another row for this one's episode, with nothing in it yet."""
+        self._refuse_if_given_up(rollout)
+        self._handle([ev.RolloutForked(rollout.rollout_id, reason)])
+        if self._forked is None:
+            raise RunClosed(EPISODE_IS_OVER)
+        row, self._forked = self._forked, None
+        return row
+
+    def forked(self, row: Rollout) -> None:
+        """The core has made the row that :meth:`fork` asks for."""
+        self._forked = row
+
+    def _refuse_if_given_up(self, rollout: Rollout) -> None:
+        if rollout.root.rollout_id in self.left.stubborn:
+            raise RunClosed("this rollout was given up; its episode was cancelled, and must end")
+
     def give_up_turn(self, rollout: Rollout) -> None:
         """Who asked for this rollout's turn doesn't wait for it any more."""
         self._waiting.turns.pop(rollout.rollout_id, None)
@@ -194,6 +213,6 @@ class EpisodeRunner:
 
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """Forget what the rollout's context holds beyond so many turns and tokens."""
-        if rollout.rollout_id in self.left.stubborn:
+        if rollout.root.rollout_id in self.left.stubborn:
             return  # it is settled
         self._handle([ev.RolloutCut(rollout.rollout_id, turns, tokens, "went_another_way")])

@@ -39,6 +39,8 @@ KINDS: tuple[type[Any], ...] = (
     ev.StateNoted,
     ev.OffPolicynessMeasured,
     ev.VersionRetracted,
+    ev.RolloutForked,
+    ev.TurnsRewarded,
 )
 """An event's number in a record is its place here: add at the end, remove none."""
 

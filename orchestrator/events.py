@@ -198,6 +198,24 @@ class RolloutCut:
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutForked:
+    """An episode goes on in another row too: a context of its own, within the same rollout."""
+
+    rollout_id: int
+    """The row that it is forked from."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnsRewarded:
+    """An episode gives turns of one row rewards of their own."""
+
+    rollout_id: int
+    rewards: tuple[tuple[int, float], ...]
+    """(which turn, from 0, its reward)"""
+
+
+@dataclass(frozen=True, slots=True)
 class Resumed:
     """Another process goes on with the run, from the trainer's checkpoint."""
 
@@ -241,6 +259,8 @@ Event = (
     | BatchesSafe
     | OffPolicynessMeasured
     | RolloutCut
+    | RolloutForked
+    | TurnsRewarded
     | Resumed
     | StateNoted
     | RunEnded
@@ -255,6 +275,13 @@ class StartEpisode:
 
     rollout: Rollout
     task: object
+
+
+@dataclass(frozen=True, slots=True)
+class StartBranch:
+    """Tell the episode which row its fork is."""
+
+    rollout: Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +379,7 @@ class Record:
 
 Command = (
     StartEpisode
+    | StartBranch
     | StopEpisode
     | Submit
     | Cancel

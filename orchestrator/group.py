@@ -28,8 +28,9 @@ class Group:
     digest: bytes = b""
     """Of the task, to know it again after a crash."""
     rollouts: list[Rollout] = field(default_factory=list)
+    """Its ``group_size`` rollouts, then their branches."""
     running: int = 0
-    """Rollouts of it whose episode is going on."""
+    """Rollouts of it whose episode is going on; branches are not counted."""
     version_floor: int = 0
     """No token of it is older, nor will be."""
     is_retaken: bool = False
@@ -57,12 +58,22 @@ class Group:
     @property
     def finished(self) -> int:
         """Rollouts that have their reward."""
-        return sum(rollout.state is RolloutState.FINISHED for rollout in self.rollouts)
+        return sum(r.state is RolloutState.FINISHED for r in self.rollouts if r.branch_of is None)
 
     @property
     def kept(self) -> list[Rollout]:
-        """The rollouts that were not discarded."""
+        """The rollouts that were not discarded, and their branches."""
         return [r for r in self.rollouts if r.state is not RolloutState.DISCARDED]
+
+    @property
+    def kept_rewards(self) -> list[float]:
+        """One for each rollout that has one; a branch has its rollout's."""
+        return [r.reward for r in self.kept if r.reward is not None and r.branch_of is None]
+
+    @property
+    def num_kept(self) -> int:
+        """Rollouts that were not discarded, whatever their branches."""
+        return sum(r.branch_of is None for r in self.kept)
 
     @property
     def oldest_version(self) -> int | None:

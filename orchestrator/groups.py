@@ -135,6 +135,36 @@ class GroupBook:
 
     # ------------------------------------------------------------ turns
 
+    def change_rollout(
+        self, event: ev.TurnGivenUp | ev.RolloutCut | ev.RolloutForked | ev.TurnsRewarded
+    ) -> list[ev.Command]:
+        """What an episode does to a row of its rollout; nothing, once that is settled."""
+        if event.rollout_id not in self.running:
+            return []
+        match event:
+            case ev.TurnGivenUp(rollout_id=rollout_id):
+                return self.give_up_turn(rollout_id)
+            case ev.RolloutCut():
+                return self.cut(event)
+            case ev.RolloutForked():
+                return self._fork(event)
+            case ev.TurnsRewarded(rollout_id=rollout_id, rewards=rewards):
+                turns = self.running[rollout_id][0].turns
+                for number, reward in rewards:
+                    turns[number].reward = reward
+                return []
+
+    def _fork(self, event: ev.RolloutForked) -> list[ev.Command]:
+        """A row of its own, with nothing in it yet."""
+        forked, group = self.running[event.rollout_id]
+        branch = Rollout(self.next_rollout_id, group.group_id, forked.index)
+        self.next_rollout_id += 1
+        branch.branch_of, branch.fork_reason = forked, event.reason
+        forked.branches = (*forked.branches, branch)
+        self.running[branch.rollout_id] = (branch, group)
+        group.rollouts.append(branch)
+        return [ev.StartBranch(branch)]
+
     def ask_turn(self, event: ev.TurnAsked) -> list[ev.Command]:
         """A rollout's episode wants the model to go on."""
         rollout, group = self.running[event.rollout_id]
@@ -145,8 +175,6 @@ class GroupBook:
 
     def give_up_turn(self, rollout_id: int) -> list[ev.Command]:
         """A rollout's episode wants its turn no more; what was sampled so far stays."""
-        if rollout_id not in self.running:
-            return []
         rollout, _ = self.running[rollout_id]
         commands = self._turns.cancel(rollout)
         if rollout.turns[-1].finish_reason is None:
@@ -155,8 +183,6 @@ class GroupBook:
 
     def cut(self, event: ev.RolloutCut) -> list[ev.Command]:
         """An episode that is run again goes another way than before, from here on."""
-        if event.rollout_id not in self.running:
-            return []
         rollout, group = self.running[event.rollout_id]
         commands = self._turns.cancel(rollout)
         before = rollout.sampled_tokens
@@ -168,16 +194,42 @@ class GroupBook:
 
     def finish(self, event: ev.EpisodeReturned) -> list[ev.Command]:
         """An episode returned a reward."""
-        rollout, group = self.running.pop(event.rollout_id)
-        commands = self._turns.cancel(rollout)
-        rollout.reward = event.reward
+        rollout, group = self.running[event.rollout_id]
+        commands: list[ev.Command] = []
+        rows = self._end_rows(rollout, group, commands)
+        for row in rows:
+            row.reward = event.reward
+            if group.is_evaluation:
+                row.state = RolloutState.EVALUATED
+                self.evaluation_ledger.discard_running(row.sampled_tokens, "evaluated")
+            else:
+                row.state = RolloutState.FINISHED
+                self.ledger.finish(row.sampled_tokens)
         if group.is_evaluation:
-            rollout.state = RolloutState.EVALUATED
-            self.evaluation_ledger.discard_running(rollout.sampled_tokens, "evaluated")
-            return [*commands, ev.EndEvaluation(rollout), ev.Record(rollout, group.task)]
-        rollout.state = RolloutState.FINISHED
-        self.ledger.finish(rollout.sampled_tokens)
+            records = [ev.Record(row, group.task) for row in rows]
+            return [*commands, ev.EndEvaluation(rollout), *records]
         return commands + self._rollout_ended(group)
+
+    def _end_rows(
+        self, rollout: Rollout, group: Group, commands: list[ev.Command]
+    ) -> list[Rollout]:
+        """A rollout goes on no more, nor do its branches: those that count for something."""
+        del self.running[rollout.rollout_id]
+        commands += self._turns.cancel(rollout)
+        if not rollout.branches:
+            return [rollout]
+        rows = [rollout]
+        for branch in [row for row in rollout.rows if row is not rollout]:
+            del self.running[branch.rollout_id]
+            commands += self._turns.cancel(branch)
+            # What was appended after its last turn nobody has sampled from, and no event tells of.
+            branch.cut(turns=len(branch.turns), tokens=branch.sampled_end)
+            if branch.sampled_tokens:
+                rows.append(branch)
+            else:
+                branch.leave_out()
+                group.rollouts.remove(branch)
+        return rows
 
     def fail(self, event: ev.EpisodeFailed) -> list[ev.Command]:
         """An episode raised, timed out or was cancelled."""
@@ -191,7 +243,7 @@ class GroupBook:
     def _rollout_ended(self, group: Group) -> list[ev.Command]:
         self.rollout_ends += 1
         group.running -= 1
-        own = [rollout.reward for rollout in group.kept if rollout.reward is not None]
+        own = group.kept_rewards
         rewards = [*group.sibling_rewards, *own]
         reason = self._prompts.filter.reject(rewards, running=group.running)
         if reason is not None or not group.running:
@@ -199,7 +251,7 @@ class GroupBook:
         if not group.running:
             self._end(group)
             needed = 1 if group.is_rest else min(KEPT_ROLLOUTS_MIN, self.group_size)
-            if len(group.kept) < needed:
+            if group.num_kept < needed:
                 reason = "group_too_small"
         return [] if reason is None else self.give_up_group(group, reason)
 
@@ -214,11 +266,12 @@ class GroupBook:
 
     def give_up(self, rollout: Rollout, group: Group, reason: str) -> list[ev.Command]:
         """Settle a running rollout as discarded."""
-        del self.running[rollout.rollout_id]
-        commands = self._turns.cancel(rollout)
-        self._ledger_of(group).discard_running(rollout.sampled_tokens, reason)
+        commands: list[ev.Command] = []
+        for row in self._end_rows(rollout, group, commands):
+            self._ledger_of(group).discard_running(row.sampled_tokens, reason)
+            commands.append(self._discard(row, group, reason))
         group.running -= 1
-        return [*commands, self._discard(rollout, group, reason)]
+        return commands
 
     def give_up_group(self, group: Group, reason: str) -> list[ev.Command]:
         """Settle a group, running or buffered, as discarded; its place is free for another."""
@@ -238,7 +291,9 @@ class GroupBook:
 
     def end_evaluations(self) -> list[ev.Command]:
         """Who asked for them is gone."""
-        going_on = [(r, g) for r, g in self.running.values() if g.is_evaluation]
+        going_on = [
+            (r, g) for r, g in self.running.values() if g.is_evaluation and r.branch_of is None
+        ]
         return [c for r, g in going_on for c in self.give_up(r, g, "run_ended")]
 
     def end(self) -> list[ev.Command]:
@@ -249,8 +304,8 @@ class GroupBook:
         return commands
 
     def running_of(self, group: Group) -> list[Rollout]:
-        """The group's rollouts whose episode is going on."""
-        return [rollout for rollout in group.rollouts if rollout.rollout_id in self.running]
+        """The group's rollouts whose episode is going on, without branches."""
+        return [r for r in group.rollouts if r.rollout_id in self.running and r.branch_of is None]
 
     def _discard(self, rollout: Rollout, group: Group, reason: str) -> ev.Command:
         rollout.state = RolloutState.DISCARDED
@@ -285,9 +340,9 @@ class GroupBook:
         part.version_floor, part.is_retaken = group.version_floor, group.is_retaken
         group.split_from, group.group_id = group.group_id, self.next_group_id
         self.next_group_id += 1
-        group.sibling_rewards = [r.reward for r in part.kept if r.reward is not None]
+        group.sibling_rewards = part.kept_rewards
         self._prompts.note(part.digest, group.sibling_rewards)
-        group.rollouts = self.running_of(group)
+        group.rollouts = [r for r in group.rollouts if r.rollout_id in self.running]
         for rollout in group.rollouts:
             rollout.group_id = group.group_id
         self._rests += 1

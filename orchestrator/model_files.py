@@ -39,7 +39,7 @@ def read_model_files(path: Path) -> ModelFiles:
     defaults = _read_json(generation) if generation.exists() else {}
     stop = defaults.get("eos_token_id", config.get("eos_token_id"))
     stop_token_ids = tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,)
-    return ModelFiles(path, _read_tokenizer(path / "tokenizer.json"), stop_token_ids)
+    return ModelFiles(path, read_tokenizer(path / "tokenizer.json"), stop_token_ids)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -54,7 +54,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_tokenizer(path: Path) -> Tokenizer:
+def read_tokenizer(path: Path) -> Tokenizer:
+    """That of a tokenizer.json; raises ModelError."""
     if not path.exists():
         raise ModelError(
             f"{path} is missing; save the tokenizer in its fast form, with "

@@ -88,6 +88,7 @@ class Turn:
         "held_back",
         "place",
         "prefills",
+        "reward",
         "rollout",
         "runs",
         "sampling",
@@ -109,6 +110,8 @@ class Turn:
         """``stop`` or ``length``; None while it goes on."""
         self.place: tuple[str, int] | None = None
         """The engine that has it now and the handle there, for the turn book to find it again."""
+        self.reward: float | None = None
+        """Its own, beside that of its rollout; None: its episode gave none."""
         self.details = TurnDetails.asked_by(sampling)
         """What it asked to be told of its tokens, if anything."""
         self._version = -1
@@ -227,12 +230,15 @@ def _int32s(count: int) -> struct.Struct:
 
 
 class Rollout:
-    """One attempt at a prompt: its context, its turns, its reward."""
+    """One attempt at a prompt: its context, its turns, its reward; or a branch of one."""
 
     __slots__ = (
         "_logprobs",
         "_token_ids",
+        "branch_of",
+        "branches",
         "discard_reason",
+        "fork_reason",
         "group_id",
         "index",
         "oldest_trainable",
@@ -255,6 +261,36 @@ class Rollout:
         self.discard_reason: str | None = None
         self.oldest_trainable = 0
         """Tokens of older versions are masked, and not trained on; known when it is handed over."""
+        self.branch_of: Rollout | None = None
+        """Of a branch: the row that it was forked from. What it has from there was given to it."""
+        self.fork_reason = ""
+        """Of a branch: why there is one."""
+        self.branches: tuple[Rollout, ...] = ()
+        """Rows forked from this one, in order; they end with it, with its reward."""
+
+    @property
+    def root(self) -> "Rollout":
+        """The row that the attempt began with."""
+        row = self
+        while row.branch_of is not None:
+            row = row.branch_of
+        return row
+
+    @property
+    def rows(self) -> "Iterator[Rollout]":
+        """This one and all that was forked from it: a context each."""
+        yield self
+        for branch in self.branches:
+            yield from branch.rows
+
+    def leave_out(self) -> None:
+        """Take a branch out from between the row it was forked from and those forked from it."""
+        forked = self.branch_of
+        assert forked is not None, "only a branch can be left out"
+        for branch in self.branches:
+            branch.branch_of = forked
+        others = [branch for branch in forked.branches if branch is not self]
+        forked.branches = (*others, *self.branches)
 
     def extend(self, token_ids: "array[int] | list[int]") -> None:
         """Append given tokens (a prompt, an observation) to the context."""

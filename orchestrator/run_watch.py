@@ -96,7 +96,9 @@ class RunWatch:
                     self._dog.name("turn", rollout.rollout_id, _say_turn(turn))
             elif awaited and group.key in awaited:
                 continue  # its episode is yet to begin again
-            elif is_stuck("episode", rollout.rollout_id, len(turns)):
+            elif rollout.branch_of is not None:
+                continue  # its root's episode is that of all its rows
+            elif is_stuck("episode", rollout.rollout_id, _progress(rollout)):
                 self._dog.name("episode", rollout.rollout_id, _say_episode(rollout, group))
 
     def _look_at_engines(self) -> set[str]:
@@ -176,6 +178,14 @@ def _say_engine(engine: Engine, turns: EngineTurns) -> str:
         f"{engine.running_turns} run and {engine.waiting_turns} wait, and serves "
         f"v{engine.weight_version}"
     )
+
+
+def _progress(rollout: Rollout) -> tuple[int, int]:
+    """Changes whenever its episode does something; in a branch, or gets a token there."""
+    if not rollout.branches:
+        return len(rollout.turns), 0
+    rows = list(rollout.rows)
+    return sum(len(row.turns) for row in rows), sum(row.sampled_tokens for row in rows)
 
 
 def _say_turn(turn: Turn) -> str:

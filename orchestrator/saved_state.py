@@ -27,6 +27,7 @@ class SavedTurn(Saved):
     raw_logprobs: bytes = b""
     top_ids: bytes = b""
     top_logprobs: bytes = b""
+    reward: float | None = None
 
 
 class SavedRollout(Saved):
@@ -41,6 +42,8 @@ class SavedRollout(Saved):
     state: RolloutState
     discard_reason: str | None
     oldest_trainable: int
+    branch_of: int | None = None
+    fork_reason: str = ""
 
 
 class SavedGroup(Saved):

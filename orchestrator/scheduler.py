@@ -288,6 +288,8 @@ class Scheduler:
                 assert self._group is not None
                 assert episode is not None
                 self._episodes.begin(rollout, task, episode, self._group)
+            case ev.StartBranch(rollout=rollout):
+                self._episodes.forked(rollout)
             case ev.StopEpisode(rollout=rollout):
                 self._episodes.stop(rollout)
             case ev.HandOver():

@@ -52,6 +52,7 @@ _TURN = pa.struct(
         ("raw_logprobs", pa.list_(pa.float32())),
         ("top_ids", pa.list_(pa.int32())),
         ("top_logprobs", pa.list_(pa.float32())),
+        ("reward", pa.float64()),
     ]
 )
 SCHEMA = pa.schema(
@@ -69,6 +70,8 @@ SCHEMA = pa.schema(
         ("token_ids", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())),
         ("turns", pa.list_(_TURN)),
+        ("branch_of", pa.int64()),
+        ("fork_reason", pa.string()),
     ]
 )
 """Nullable throughout: a discarded rollout has no advantage, an evaluated one no staleness."""
@@ -93,6 +96,8 @@ class RecordedTurn:
     """These three as in ``messages.TokenDetails``; None if not asked for."""
     top_ids: list[int] | None
     top_logprobs: list[float] | None
+    reward: float | None
+    """Its own, beside its rollout's; None: it was given none."""
     spans: tuple[VersionSpan, ...]
     prefills: tuple[TurnPrefill, ...]
 
@@ -115,6 +120,9 @@ class RecordedRollout:
     token_ids: list[int]
     logprobs: list[float]
     turns: tuple[RecordedTurn, ...]
+    branch_of: int | None
+    """Of a branch: the ``rollout_id`` of the row that it was forked from."""
+    fork_reason: str
 
 
 @dataclass(slots=True)
@@ -134,6 +142,8 @@ class Snapshot:
     token_ids: "array[int]"
     logprobs: "array[float]"
     turns: list[dict[str, Any]]
+    branch_of: int | None
+    fork_reason: str
 
 
 def snapshot(
@@ -160,6 +170,8 @@ def snapshot(
         token_ids=rollout.token_ids[:],
         logprobs=rollout.logprobs[:],
         turns=[_turn_row(turn) for turn in rollout.turns],
+        branch_of=None if rollout.branch_of is None else rollout.branch_of.rollout_id,
+        fork_reason=rollout.fork_reason,
     )
 
 
@@ -180,6 +192,7 @@ def _turn_row(turn: Turn) -> dict[str, Any]:
         ],
         "options": _options_text(sampling),
         **_details_row(turn),
+        "reward": turn.reward,
     }
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.batches import Batch, PackedBatch
     from tidegate.orchestrator.client import Evaluation
     from tidegate.orchestrator.config import RunSettings
-    from tidegate.orchestrator.episode import Episode, GeneratedTurn
+    from tidegate.orchestrator.episode import Episode
+    from tidegate.orchestrator.generated_turn import GeneratedTurn
     from tidegate.orchestrator.sampling_options import SamplingOptions
     from tidegate.orchestrator.serve import Rollouts, SyncRollouts, serve, serve_sync
     from tidegate.orchestrator.statistics import RunStatistics
@@ -66,7 +67,7 @@ _HOMES = {
     "DynamicSampling": "policies.filters",
     "Episode": "orchestrator.episode",
     "Evaluation": "orchestrator.client",
-    "GeneratedTurn": "orchestrator.episode",
+    "GeneratedTurn": "orchestrator.generated_turn",
     "GroupFilter": "policies.filters",
     "OneStepOffPolicy": "policies.asynchrony",
     "OverSampling": "policies.rounds",

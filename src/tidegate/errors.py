@@ -8,6 +8,8 @@ TidegateError
 ├── WeightsRefused          published weights that don't fit the model  (also ValueError)
 ├── AddressInUse            the orchestrator's address is taken         (also OSError)
 ├── TurnRefused             an engine can never serve this turn         (also ValueError)
+├── TurnTimeout             a turn took longer than it was given        (also TimeoutError)
+├── ChatRefused             messages that can't become a prompt         (also ValueError)
 ├── OutOfBlocks             a turn can never fit the KV cache           (also MemoryError)
 ├── OutOfMemory             the machine has no memory for an engine     (also MemoryError)
 ├── TritonMissing           a GPU's kernel was launched without Triton  (also ImportError)
@@ -72,6 +74,22 @@ class AddressInUse(TidegateError, OSError):
         super().__init__(
             f"{address} is in use by another process; choose another address, or leave "
             f"`address` out to get a private one"
+        )
+
+
+class ChatRefused(TidegateError, ValueError):
+    """Messages or tools that the model's chat template, or Tidegate, can make no prompt of."""
+
+
+class TurnTimeout(TidegateError, TimeoutError):
+    """A turn took longer than its ``timeout_s``; what it sampled stays in the context."""
+
+    def __init__(self, *, timeout_s: float, tokens: int) -> None:
+        self.timeout_s = timeout_s
+        self.tokens = tokens
+        super().__init__(
+            f"the turn had {timeout_s:g} s and sampled {tokens} tokens in that time; give it more, "
+            f"or fewer max_tokens"
         )
 
 

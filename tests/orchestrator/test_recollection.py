@@ -21,6 +21,7 @@ class Engines:
     def __init__(self) -> None:
         self.asked: list[SamplingParams] = []
         self.rejoined = 0
+        self.forks = 0
         self.cuts: list[tuple[int, int]] = []
 
     async def ask(self, rollout: Rollout, sampling: SamplingParams) -> Turn:
@@ -44,6 +45,13 @@ class Engines:
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         self.cuts.append((turns, tokens))
         rollout.cut(turns=turns, tokens=tokens)
+
+    def fork(self, rollout: Rollout, reason: str) -> Rollout:
+        branch = Rollout(rollout.rollout_id + 1 + len(rollout.branches), 0, 0)
+        branch.branch_of, branch.fork_reason = rollout, reason
+        rollout.branches = (*rollout.branches, branch)
+        self.forks += 1
+        return branch
 
 
 async def solve(episode: Episode, observation: int = 5) -> list[list[int]]:
@@ -136,3 +144,37 @@ async def test_the_same_random_numbers_are_drawn_after_a_crash_as_before() -> No
     rollout.cut(turns=1, tokens=3)
     await solve(Episode(rollout, MODEL, cut, DEFAULTS))
     assert whole.asked[1] == cut.asked[0]
+
+
+async def explore(episode: Episode, branches: int = 2) -> list[list[int]]:
+    """A turn, then a turn in each of some branches."""
+    episode.append([1, 2])
+    await episode.generate()
+    forks = [episode.fork() for _ in range(branches)]
+    for number, fork in enumerate(forks):
+        fork.append([7 + number])
+        await fork.generate()
+    return [fork.token_ids for fork in forks]
+
+
+async def test_forks_are_lived_through_again_in_their_order() -> None:
+    rollout, engines = Rollout(0, 0, 0), Engines()
+    before = await explore(Episode(rollout, MODEL, Engines(), DEFAULTS))
+    assert await explore(Episode(rollout, MODEL, engines, DEFAULTS)) == before
+    assert (engines.asked, engines.forks, engines.cuts) == ([], 0, [])
+    assert [branch.fork_reason for branch in rollout.branches] == ["asked", "asked"]
+
+
+async def test_a_branch_that_is_not_forked_again_is_left_with_nothing() -> None:
+    rollout, engines = Rollout(0, 0, 0), Engines()
+    await explore(Episode(rollout, MODEL, Engines(), DEFAULTS))
+    episode = Episode(rollout, MODEL, engines, DEFAULTS)
+    await explore(episode, branches=1)
+    episode.end()
+    assert [branch.sampled_tokens for branch in rollout.branches] == [1, 0]
+
+
+async def test_branches_draw_random_numbers_of_their_own() -> None:
+    engines = Engines()
+    await explore(Episode(Rollout(0, 0, 0), MODEL, engines, DEFAULTS))
+    assert len({sampling.seed for sampling in engines.asked}) == 3

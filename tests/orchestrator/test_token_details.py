@@ -11,8 +11,9 @@ from tests.orchestrator.test_recollection import DEFAULTS, MODEL, Engines
 from tidegate.errors import TurnRefused
 from tidegate.orchestrator import core_state
 from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.episode import Episode, GeneratedTurn
+from tidegate.orchestrator.episode import Episode
 from tidegate.orchestrator.event_log import replay
+from tidegate.orchestrator.generated_turn import GeneratedTurn
 from tidegate.orchestrator.rollout import Rollout, Turn
 from tidegate.transport.messages import ABORT, RUNNING, STOP, TokenDetails
 from tidegate.transport.sampling import Processor, SamplingParams, TokenBias

@@ -1,0 +1,154 @@
+"""What text does a model's chat template make of messages? The one that ``transformers`` makes.
+
+It knows text only: which tokens that becomes, and which of them are there already, is
+:mod:`conversation`'s matter. A template is code from elsewhere, and runs in Jinja's sandbox.
+"""
+
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tidegate.errors import ChatRefused, ModelError
+
+Message = Mapping[str, Any]
+"""``role``, ``content`` and so on, as OpenAI's API has them."""
+
+PLACEHOLDER = "tidegate-placeholder"
+"""Found in what a template makes of it: words that no template writes of its own."""
+
+TEMPLATE_NAMES = ("default", "tool_use")
+"""Of a directory with several templates, the one that is used: the first of these it has."""
+
+
+class ChatTemplate:
+    """A model's chat template."""
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], now: datetime.datetime
+    ) -> None:
+        """``now``: what the template takes for the present, the same for every rendering: a date
+        that changed in mid-conversation would rewrite its beginning.
+
+        Raises:
+            ModelError: it is no template, or makes nothing of a plain conversation.
+        """
+        environment = _environment(now)
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = environment.from_string(source)
+            self.end_of_turn = self._find_end_of_turn()
+        except (jinja2.TemplateError, ChatRefused) as error:
+            raise ModelError(f"the model's chat template can't be used: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text of a conversation, up to where the model begins to speak.
+
+        Raises:
+            ChatRefused: the template takes no such conversation; it says why.
+        """
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools or None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except Exception as error:  # the template's code may raise whatever Python does
+            why = f"{type(error).__name__}: {error}"
+            raise ChatRefused(f"the chat template refuses these messages: {why}") from error
+
+    def _find_end_of_turn(self) -> str:
+        """What follows an assistant's words: ``<|im_end|>\\n``, for one."""
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": PLACEHOLDER},
+        ]
+        text = self.render(messages, add_generation_prompt=False)
+        _, found, end = text.rpartition(PLACEHOLDER)
+        if not found:
+            raise ChatRefused("it leaves out what the assistant says")
+        return end
+
+
+@lru_cache(maxsize=8)
+def read_chat_template(path: Path) -> ChatTemplate:
+    """That of a model directory: chat_template.jinja, or in tokenizer_config.json.
+
+    Raises:
+        ModelError: there is none, or it can't be used.
+    """
+    config = _read_config(path / "tokenizer_config.json")
+    file = path / "chat_template.jinja"
+    source = file.read_text() if file.exists() else config.get("chat_template")
+    if isinstance(source, list):
+        named = {each.get("name"): each.get("template") for each in source}
+        source = next((named[name] for name in TEMPLATE_NAMES if name in named), None)
+    if not isinstance(source, str):
+        raise ModelError(
+            f"{path} has no chat template; generate from token_ids or text that you append, or "
+            f"add a chat_template.jinja"
+        )
+    specials = {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name.endswith("_token") and isinstance(value, str | dict)
+    }
+    return ChatTemplate(source, specials, datetime.datetime.now().astimezone())
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        config = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path} can't be read: {error}") from None
+    return config if isinstance(config, dict) else {}
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}``, with which templates mark what the assistant says: only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the library declares it
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment(now: datetime.datetime) -> ImmutableSandboxedEnvironment:
+    """Templates are written for what ``transformers`` gives them."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+    )
+    dump: Callable[..., str] = _to_json
+    environment.filters["tojson"] = dump
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = now.strftime
+    return environment
+
+
+def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
+    """Jinja's own escapes HTML."""
+    return json.dumps(value, **{"ensure_ascii": False, "indent": indent, **options})
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,85 @@
+"""Are these messages those of before? An agent sends the whole conversation each time, in dress.
+
+Clients add fields that say nothing (``refusal: None``), split texts into parts, and write arguments
+as strings where templates want objects. Here they get one shape. It renders and tokenises nothing.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tidegate.errors import ChatRefused
+
+KEPT_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
+"""What templates look at; the rest of a message is dropped."""
+
+
+def plain_messages(messages: object) -> list[dict[str, Any]]:
+    """In the one shape that templates take.
+
+    Raises:
+        ChatRefused: they are no conversation of texts.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise ChatRefused("messages must be a list of at least one message")
+    return [_plain(message, number) for number, message in enumerate(messages)]
+
+
+def _plain(message: object, number: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ChatRefused(f"messages[{number}] must be an object with a role, got {message!r:.80}")
+    plain = {k: message[k] for k in KEPT_FIELDS if message.get(k) is not None}
+    plain["content"] = _text(plain.get("content", ""), number)
+    calls = plain.pop("tool_calls", None)
+    if calls:
+        plain["tool_calls"] = _plain_calls(calls, number)
+    return plain
+
+
+def _text(content: object, number: int) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise ChatRefused(
+            f"messages[{number}].content must be text, got a {type(content).__name__}"
+        )
+    texts: list[str] = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ChatRefused(
+                f"messages[{number}] has a part of type {kind!r}; these engines read text only"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _plain_calls(calls: object, number: int) -> list[dict[str, Any]]:
+    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
+        raise ChatRefused(f"messages[{number}].tool_calls must be a list")
+    plain: list[dict[str, Any]] = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ChatRefused(f"messages[{number}].tool_calls has one without function.name")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):  # else as the model wrote it
+                arguments = json.loads(arguments)
+        own = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        plain.append({"id": call["id"], **own} if isinstance(call.get("id"), str) else own)
+    return plain
+
+
+def keys(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """For each message, a digest of the conversation up to it; equal ones say the same."""
+    digest = hashlib.blake2b(digest_size=16)
+    found: list[bytes] = []
+    for message in messages:
+        said = {**message, "content": message["content"].strip()}
+        digest.update(json.dumps(said, sort_keys=True, default=repr).encode() + b"\0")
+        found.append(digest.digest())
+    return found
