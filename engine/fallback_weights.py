@@ -42,6 +42,10 @@ class FallbackWeights(WeightStore):
         """Tied tensors are taken by one of their names."""
         return name in self._aliases
 
+    def tied_to(self, name: str) -> str | None:
+        """The name that it is taken by."""
+        return self._aliases.get(name)
+
     def twin(self) -> "FallbackWeights":
         """A second set in memory of its own, to be filled."""
         return FallbackWeights(copy.deepcopy(self.module), self._aliases)

@@ -14,7 +14,7 @@ from tidegate.engine.link import Link
 from tidegate.engine.memory import is_out_of_memory, out_of_memory
 from tidegate.engine.runner import Row, Runner, StepOutput
 from tidegate.engine.scheduler import Scheduler, StepColumns
-from tidegate.engine.staging import Staging
+from tidegate.engine.staging import Live, Staging
 from tidegate.errors import TurnRefused
 from tidegate.transport import messages
 from tidegate.transport.limits import cut
@@ -116,7 +116,8 @@ class EngineLoop:
                 self._staging.init(message)
             case StartWeightUpdate():
                 self._scheduler.drop_swap()  # its weights make place for these
-                self._staging.start(message)
+                live = Live(self._scheduler.version, self._runner.weights)
+                self._staging.start(message, live)
             case UpdateWeights():
                 self._staging.update(message)
             case FinishWeightUpdate():

@@ -30,6 +30,7 @@ from tidegate.transport.messages import (
     WeightsStaged,
 )
 from tidegate.transport.weight_channels import NOWHERE, Home, WeightReceiver, receiver
+from tidegate.transport.weight_channels.checksums import check_sum
 
 JOIN_TIMEOUT_S = 5.0
 """How long ``close`` waits for the copy of one tensor; the thread never outlives the process."""
@@ -53,11 +54,20 @@ class _State(Enum):
     FAILED = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What serves. It stays what it is while an update is staged."""
+
+    version: int
+    weights: WeightStore
+
+
 class _Update:
     """One attempt at staging a version. The thread reads ``state`` to stop early."""
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, live: Live | None) -> None:
         self.version = version
+        self.live = live
         self.state = _State.OPEN
         self.started_ns = time.monotonic_ns()
 
@@ -100,8 +110,10 @@ class Staging:
         """Phase 1: open the channel, and touch the buffer's pages while there is time."""
         self._put(partial(self._open_channel, message))
 
-    def start(self, message: StartWeightUpdate) -> None:
+    def start(self, message: StartWeightUpdate, live: Live | None = None) -> None:
         """Phase 2: begin a version, and give up the one before, complete or not.
+
+        ``live`` is what part of a set is laid over; it must not be swapped for another meanwhile.
 
         The same one again is copied again, without a word: a lost connection makes the orchestrator
         ask twice, and another orchestrator may mean other weights by the same number.
@@ -113,7 +125,7 @@ class Staging:
             else:
                 why = f"given up, for v{message.version} was started before it was complete"
                 self._fail(old, why)
-        self._update = _Update(message.version)
+        self._update = _Update(message.version, live)
         self._put(partial(self._begin, self._update))
 
     def update(self, message: UpdateWeights) -> None:
@@ -224,12 +236,19 @@ class Staging:
     def _copied(self, update: _Update, message: UpdateWeights) -> Answer | None:
         if self._receiver is None or self._buffer is None:
             raise WeightsRefused(self._why_closed)
-        for spec, view in self._receiver.tensors(message, lambda: update.state is _State.OPEN):
+        base = _base(update, message)
+        # A part of a set may be an empty one, which lies nowhere.
+        wanted = partial(_is_open, update)
+        views = self._receiver.tensors(message, wanted) if message.tensors else ()
+        for spec, view in views:
             if update.state is not _State.OPEN:
                 return None
             self._buffer.load(spec.name, _tensor(spec, view))
+            check_sum(spec, view)  # after the copy: so what was copied was right
         if not message.last:
             return None
+        if base is not None:
+            self._buffer.complete_from(base)
         missing = self._buffer.missing()
         if missing:
             shown = ", ".join(missing[:NAMES_SHOWN_MAX])
@@ -239,6 +258,28 @@ class Staging:
             )
         staging_us = (time.monotonic_ns() - update.started_ns) // 1000
         return WeightsStaged(version=update.version, staging_us=staging_us)
+
+
+def _is_open(update: _Update) -> bool:
+    return update.state is _State.OPEN
+
+
+def _base(update: _Update, message: UpdateWeights) -> WeightStore | None:
+    """What the tensors are laid over, if they are no whole set.
+
+    Raises:
+        WeightsRefused: they were made to be laid over something else.
+    """
+    bases, live = message.bases, update.live
+    if bases is None:
+        return None
+    if live is None or not bases.first <= live.version <= bases.last:
+        serves = "nothing" if live is None else f"v{live.version}"
+        raise WeightsRefused(
+            f"v{update.version} is only part of a set, to be laid over v{bases.first} to "
+            f"v{bases.last}, and this engine serves {serves}; publish a whole state dict"
+        )
+    return live.weights
 
 
 def _tensor(spec: TensorSpec, view: memoryview) -> torch.Tensor:

@@ -40,14 +40,21 @@ class WeightStore:
         self._joint_places = joint or {}
         """Other names, each for several of ``_places``."""
         self._loaded: set[str] = set()
+        self._ignored: set[str] = set()
+        """Redundant names that came."""
 
     def is_redundant(self, name: str) -> bool:
         """Whether a tensor by this name says nothing new, so that it may be left out or ignored."""
         return False
 
+    def tied_to(self, name: str) -> str | None:
+        """Which tensor a redundant one is, or None if it is none at all."""
+        return None
+
     def start(self) -> None:
         """Begin a new version in the same memory: nothing counts as loaded any more."""
         self._loaded.clear()
+        self._ignored.clear()
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Copy the tensor that Hugging Face calls ``name`` into its place, casting it.
@@ -58,6 +65,7 @@ class WeightStore:
         place = self._places.get(name) or self._joint_places.get(name)
         if place is None:
             if self.is_redundant(name):
+                self._ignored.add(name)
                 return
             raise WeightsRefused(
                 f"{self._model} has no tensor {name!r}; publish the model that config.json "
@@ -75,6 +83,30 @@ class WeightStore:
             for target in place.targets:
                 target.copy_(tensor)
         self._loaded.update(place.covers or (name,))
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether any tensor has come since :meth:`start`."""
+        return bool(self._loaded)
+
+    def complete_from(self, other: "WeightStore") -> None:
+        """Copy what has not come from a whole set of the same model.
+
+        Raises:
+            WeightsRefused: of two tensors that are one, the one came that nobody takes it from.
+        """
+        for name in sorted(self._ignored):
+            tied = self.tied_to(name)
+            if tied is not None and tied not in self._loaded:
+                raise WeightsRefused(
+                    f"{name} is tied to {tied}, which isn't published with it; publish that one"
+                )
+        with torch.no_grad():
+            for name in self.missing():
+                sources = other._places[name].targets
+                for target, source in zip(self._places[name].targets, sources, strict=True):
+                    target.copy_(source)
+                self._loaded.add(name)
 
     def missing(self) -> list[str]:
         """The names not loaded since :meth:`start`, in the model's order."""

@@ -63,6 +63,10 @@ class Weights(WeightStore):
         tied = self.config.tied_head and name == "lm_head.weight"
         return tied or name.endswith(".rotary_emb.inv_freq")
 
+    def tied_to(self, name: str) -> str | None:
+        """A tied model's head is its embedding."""
+        return "model.embed_tokens.weight" if name == "lm_head.weight" else None
+
     @property
     def dtype(self) -> torch.dtype:
         """What everything but the head is stored and computed in."""

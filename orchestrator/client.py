@@ -183,7 +183,7 @@ class RunClient:
         self._version = max(self._version, publish.version)
         self._mark("publish")
         if self._running.recorder is not None:
-            self._running.recorder.weights(publish.version, publish.state_dict)
+            self._running.recorder.weights(publish.version, publish.state_dict, publish.parts)
 
     def _batch(self, handover: ev.HandOver) -> "Batch":
         from tidegate.orchestrator.batches import build_batch  # torch: not for who only audits

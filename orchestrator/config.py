@@ -87,6 +87,8 @@ class RunSettings(BaseModel):
     weight_channel: Literal["shm", "zmq", "disk"] = "shm"
     """How weights travel: shared memory; ZeroMQ, to engines on any host; or safetensors files in
     the run's directory."""
+    weight_checksums: bool = False
+    """Have engines check each tensor that is published, at a second per gigabyte on either side."""
     address: str | None = None
     """Where engines connect; None is a private ipc socket."""
     keys: Path | None = None

@@ -9,12 +9,15 @@ import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, get_args
 
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.publishing import PublishWait
 from tidegate.orchestrator.run import Run
 from tidegate.orchestrator.scheduler import Scheduler
+from tidegate.orchestrator.weight_content import anew, laid_over
+from tidegate.orchestrator.weight_parts import WHOLE, WeightParts
 from tidegate.transport.messages import UpdateWeights
+from tidegate.transport.weight_channels.checksums import checksums, with_checksums
 
 if TYPE_CHECKING:
     import torch
@@ -24,9 +27,14 @@ class PublishCall:
     """One set of weights on its way."""
 
     def __init__(
-        self, run: Run, state_dict: "Mapping[str, torch.Tensor]", wait: PublishWait
+        self,
+        run: Run,
+        state_dict: "Mapping[str, torch.Tensor]",
+        wait: PublishWait,
+        *,
+        partial: bool = False,
     ) -> None:
-        """Checks what is asked for.
+        """Checks what is asked for. A ``partial`` state dict has only what changes.
 
         Raises:
             ConfigError: there is no such thing to wait for.
@@ -36,8 +44,11 @@ class PublishCall:
         self._run = run
         self.state_dict = state_dict
         self._wait: PublishWait = wait
+        self._change = laid_over if partial else anew
         self.version = -1
         """-1 until one is reserved."""
+        self.parts = WHOLE
+        """What the version is made of beside these tensors."""
         self._has_returned = False
 
     @property
@@ -54,21 +65,32 @@ class PublishCall:
         Raises:
             EngineLagging, WeightsRefused, PublishDropped: as :meth:`Publisher.publish`.
         """
+        is_part = self._change is not anew
+        if is_part and not scheduler.control.publisher.knows_before:
+            raise WeightsRefused(
+                "this run goes on with another's weights, and hasn't got those that a part of a "
+                "set would be laid over; publish a whole state dict first"
+            )
         version = await scheduler.reserve_version()
         try:
-            chunks = await self._written(version, scheduler.kept_version)
+            weights = scheduler.control.weights
+            keep = weights.kept_buffers
+            if is_part:
+                self.parts = WeightParts(over=weights.version_before)
+                keep |= weights.buffers_before
+            chunks = await self._written(version, keep)
         except BaseException:
             scheduler.release_version()
             raise
         self.version = version
-        await scheduler.publish(version, chunks, self._wait)
+        await scheduler.publish(version, chunks, self._wait, self._change)
         self._has_returned = True
         return version
 
-    async def _written(self, version: int, kept_version: int | None) -> list[UpdateWeights]:
+    async def _written(self, version: int, keep: set[int]) -> list[UpdateWeights]:
         """Have a thread put the weights where engines can read them."""
         loop = asyncio.get_running_loop()
-        writing = loop.run_in_executor(None, self._write, version, kept_version)
+        writing = loop.run_in_executor(None, self._write, version, keep)
         try:
             return await asyncio.shield(writing)
         except asyncio.CancelledError:
@@ -76,11 +98,14 @@ class PublishCall:
                 await writing
             raise
 
-    def _write(self, version: int, kept_version: int | None) -> list[UpdateWeights]:
+    def _write(self, version: int, keep: set[int]) -> list[UpdateWeights]:
         from tidegate.orchestrator.batches import named_buffers  # torch: not for who only audits
 
         buffers = named_buffers(self.state_dict)
-        return self._run.channel.write(version, buffers, keep=kept_version)
+        # Of what is sent, not of what was written: so an error in between shows too.
+        sums = checksums(buffers) if self._run.settings.weight_checksums else {}
+        chunks = self._run.channel.write(version, buffers, keep=keep)
+        return with_checksums(chunks, sums) if sums else chunks
 
 
 class RollbackCall(PublishCall):

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 from tidegate.errors import EngineLagging, PublishDropped, TidegateError, WeightsRefused
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.waiting import Waiting, resolve
+from tidegate.orchestrator.weight_content import Change, anew
 from tidegate.orchestrator.weights import WeightCoordinator
 from tidegate.transport.messages import Message, UpdateWeights
 
@@ -103,6 +104,12 @@ class Publisher:
         update = self._weights.update
         return update.version if update is not None and self._weights.is_undecided else None
 
+    @property
+    def knows_before(self) -> bool:
+        """Whether it is known what a part of a set would be laid over: the model directory's
+        weights, or what this process published. Not so in a run that goes on with another's."""
+        return self.newest_version >= 0 or self._next_version() <= 1
+
     async def reserve(self) -> int:
         """Wait until the weight channel's buffer may be overwritten; the version to write there.
 
@@ -140,7 +147,7 @@ class Publisher:
 
     def release(self) -> None:
         """Nothing will be published in the buffer reserved; what it was reserved over is gone."""
-        self._weights.is_reserved = False
+        self._weights.unreserve()
         if not self._weights.is_undecided:
             for call in [c for c in self._calls if c.version > self.newest_version]:
                 self._end(call, PublishDropped(version=call.version))
@@ -148,9 +155,15 @@ class Publisher:
         self._note()
 
     async def publish(
-        self, version: int, chunks: list[UpdateWeights], wait: PublishWait = "live"
+        self,
+        version: int,
+        chunks: list[UpdateWeights],
+        wait: PublishWait = "live",
+        change: Change = anew,
     ) -> None:
         """Bring new weights to every engine; return once they, or newer ones, are there.
+
+        ``change`` makes them of the version before, and of what was written for them.
 
         If it fails or is cancelled before every engine has staged them, none will swap; unless an
         earlier call waits for them too: then a cancelled one goes on without its caller.
@@ -162,7 +175,7 @@ class Publisher:
         """
         call = _Call(version, wait, asyncio.get_running_loop().create_future())
         self._calls.append(call)
-        self._shell.send(self._weights.publish(version, chunks))
+        self._shell.send(self._weights.publish(version, chunks, change))
         if wait == "none":
             self._taken_version = version
             resolve(call.done, None)

@@ -4,7 +4,7 @@
     metrics.jsonl         a line per batch
     trajectories.parquet  a row per rollout, with the provenance of each token
     trace.json            the timeline, for ui.perfetto.dev
-    weights/v00012/       each version, loadable by transformers
+    weights/v00012/       each version; a whole set is loadable by transformers
 
 Does not decide what is worth recording, nor when. Called from several threads; the files are
 written by one thread of its own. A full queue makes callers wait: nothing is left out in silence.
@@ -32,6 +32,7 @@ from tidegate.orchestrator.trajectories import (
     snapshot,
     to_json,
 )
+from tidegate.orchestrator.weight_parts import WHOLE, WeightParts
 
 if TYPE_CHECKING:
     import torch
@@ -158,15 +159,21 @@ class RunRecorder:
         self._refuse_if_closed()
         self._files.submit(lambda: self._files.write_metrics(line))
 
-    def weights(self, version: int, state_dict: "Mapping[str, torch.Tensor]") -> None:
-        """Archive a version; the tensors are copied before this returns."""
+    def weights(
+        self,
+        version: int,
+        state_dict: "Mapping[str, torch.Tensor]",
+        parts: WeightParts = WHOLE,
+    ) -> None:
+        """Archive a version; the tensors are copied before this returns. ``parts`` says what else
+        it is made of."""
         self._refuse_if_closed()
         tensors = _detached_copies(state_dict)
         self._weights_slots.acquire()
 
         def write() -> None:
             try:
-                self._archive_tensors(version, tensors)
+                self._archive_tensors(version, tensors, parts)
             finally:
                 self._weights_slots.release()
 
@@ -226,12 +233,15 @@ class RunRecorder:
                 for file in self._model.glob(pattern):
                     shutil.copy(file, target / file.name)
 
-    def _archive_tensors(self, version: int, tensors: "dict[str, torch.Tensor]") -> None:
+    def _archive_tensors(
+        self, version: int, tensors: "dict[str, torch.Tensor]", parts: WeightParts
+    ) -> None:
         from safetensors.torch import save_file  # it imports torch, which takes a second
 
         with appearing_whole(weights_path(self.directory, version)) as target:
-            save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+            save_file(tensors, target / parts.file_name, metadata={"format": "pt"})
             shutil.copy(self._model / "config.json", target / "config.json")
+            parts.write(target)
 
 
 def _detached_copies(state_dict: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":

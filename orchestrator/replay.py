@@ -8,10 +8,8 @@ H heads, D their width.
 """
 
 import itertools
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import numpy as np
 import torch
 import transformers
 
-from tidegate.errors import AuditError
+from tidegate.orchestrator.archived_model import load_version
 from tidegate.orchestrator.replay_options import edited
 from tidegate.orchestrator.replay_plan import Replay, Segment
 
@@ -56,53 +54,13 @@ def replay_all(
         # Versions mostly grow along a context, so one sweep upwards finishes nearly all.
         version = min((v for v in due if v > version), default=min(due))
         progress(version)
-        model = load_weights(weights(version))
+        model = load_version(version, weights)
         for batch in _batches(due.pop(version), model.config.vocab_size):
             _read(model, batch, pasts)
             for replay in batch:
                 replay.stages_done += 1
                 if replay.stages_done < len(replay.stages):
                     due[replay.stages[replay.stages_done].version].append(replay)
-
-
-def load_weights(directory: Path) -> Any:
-    """Load one version in float32, quietly.
-
-    Raises:
-        AuditError: it is not there, is damaged, or lacks tensors.
-    """
-    if not (directory / "config.json").is_file():
-        raise AuditError(f"{directory} holds no model: its config.json is missing")
-    auto: Any = transformers.AutoModelForCausalLM
-    try:
-        with _quiet_transformers():
-            model, info = auto.from_pretrained(
-                directory,
-                dtype=torch.float32,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-    except Exception as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise AuditError(f"{directory} can't be loaded by transformers: {why}") from error
-    if faults := {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}:
-        raise AuditError(f"{directory} lacks {len(faults)} tensors, {sorted(faults)[0]} first")
-    return model.eval()
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Loading forty versions should not print forty progress bars."""
-    log: Any = transformers.utils.logging
-    had_bars, level = log.is_progress_bar_enabled(), log.get_verbosity()
-    log.disable_progress_bar()
-    log.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.set_verbosity(level)
-        if had_bars:
-            log.enable_progress_bar()
 
 
 def _batches(replays: list[Replay], vocab_size: int) -> Iterator[list[Replay]]:

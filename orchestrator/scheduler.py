@@ -35,6 +35,7 @@ from tidegate.orchestrator.run_watch import RunWatch
 from tidegate.orchestrator.tasks import Tasks
 from tidegate.orchestrator.waiting import Waiting, fail, resolve
 from tidegate.orchestrator.watchdog import Stuck
+from tidegate.orchestrator.weight_content import Change, anew
 from tidegate.orchestrator.wire import Wire
 from tidegate.transport.messages import (
     CancelTurn,
@@ -368,15 +369,19 @@ class Scheduler:
         self.control.publisher.release()
 
     @property
-    def kept_version(self) -> int | None:
+    def kept_buffers(self) -> set[int]:
         """What must stay in the weight channel's buffer, for engines that come late."""
-        return self.control.weights.kept_version
+        return self.control.weights.kept_buffers
 
     async def publish(
-        self, version: int, chunks: list[UpdateWeights], wait: PublishWait = "live"
+        self,
+        version: int,
+        chunks: list[UpdateWeights],
+        wait: PublishWait = "live",
+        change: Change = anew,
     ) -> None:
         """As :meth:`Publisher.publish`."""
-        await self.control.publisher.publish(version, chunks, wait)
+        await self.control.publisher.publish(version, chunks, wait, change)
 
     @property
     def published_version(self) -> int:

@@ -80,9 +80,16 @@ class Rollouts(RunClient):
             self._mark("train")
 
     async def publish(
-        self, state_dict: "Mapping[str, torch.Tensor]", *, wait: PublishWait = "live"
+        self,
+        state_dict: "Mapping[str, torch.Tensor]",
+        *,
+        wait: PublishWait = "live",
+        partial: bool = False,
     ) -> int:
         """Bring new weights to the engines, in flight; return their version.
+
+        With ``partial`` only the tensors in it change, and the rest is that of the version before:
+        the newest published that didn't fail.
 
         ``wait``: ``live`` returns once all engines serve it, ``staged`` once all have it beside
         their live weights, so that none can refuse it any more, ``none`` as soon as the tensors are
@@ -98,7 +105,7 @@ class Rollouts(RunClient):
             PublishDropped: they gave way to newer ones, whose writing failed.
         """
         self._mark("train")
-        publish = PublishCall(self._running, state_dict, wait)
+        publish = PublishCall(self._running, state_dict, wait, partial=partial)
         try:
             return await self._do(publish.run)
         finally:
@@ -209,11 +216,15 @@ class SyncRollouts(RunClient):
             self._mark("train")
 
     def publish(
-        self, state_dict: "Mapping[str, torch.Tensor]", *, wait: PublishWait = "live"
+        self,
+        state_dict: "Mapping[str, torch.Tensor]",
+        *,
+        wait: PublishWait = "live",
+        partial: bool = False,
     ) -> int:
         """As :meth:`Rollouts.publish`."""
         self._mark("train")
-        publish = PublishCall(self._running, state_dict, wait)
+        publish = PublishCall(self._running, state_dict, wait, partial=partial)
         try:
             return self._do(publish.run)
         finally:

@@ -355,7 +355,7 @@ class Lives:
 
     async def _publish(self, scheduler: Scheduler) -> None:
         version = await scheduler.reserve_version()
-        update = self._buffer.begin(version, keep=scheduler.kept_version, content=version)
+        update = self._buffer.begin(version, keep=scheduler.kept_buffers, content=version)
         await asyncio.sleep(self._scenario.write_s)
         self._buffer.end(update)
         self._made_of[version] = self._trained

@@ -8,7 +8,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,7 +70,7 @@ class SimulatedChannel:
         self._buffer = world.buffer
 
     def write(
-        self, version: int, tensors: Sequence[NamedBuffer], *, keep: int | None = None
+        self, version: int, tensors: Sequence[NamedBuffer], *, keep: Collection[int] = ()
     ) -> list[UpdateWeights]:
         """Put new weights into the buffer."""
         update = self._buffer.begin(version, keep=keep)

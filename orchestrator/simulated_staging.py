@@ -4,7 +4,8 @@ Takes virtual time, and copies what is in the trainer's buffer meanwhile: torn, 
 """
 
 import asyncio
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from tidegate.orchestrator.simulated_model import TORN_WEIGHTS
@@ -14,7 +15,7 @@ from tidegate.transport.messages import Message, UpdateWeights, WeightsFailed, W
 
 @dataclass(slots=True)
 class WeightBuffer:
-    """The memory that the trainer writes weights to, and engines copy them from: two places."""
+    """The memory that the trainer writes weights to, and engines copy them from: a few places."""
 
     contents: list[int] = field(default_factory=lambda: [0, 0])
     """Which weights are in each, by the order of writing; ``TORN_WEIGHTS`` while they are written:
@@ -24,9 +25,13 @@ class WeightBuffer:
     _places: dict[int, int] = field(default_factory=dict)
     """Which version was written where last."""
 
-    def begin(self, version: int, *, keep: int | None, content: int | None = None) -> UpdateWeights:
+    def begin(
+        self, version: int, *, keep: Collection[int], content: int | None = None
+    ) -> UpdateWeights:
         """Write over what is not to be kept; where that is. New weights, unless told which."""
-        place = 1 if keep is not None and self._places.get(keep) == 0 else 0
+        kept = {self._places.get(version) for version in keep}
+        place = next(place for place in itertools.count() if place not in kept)
+        self.contents.extend([TORN_WEIGHTS] * (place + 1 - len(self.contents)))
         self._places[version] = place
         self._written = self._written + 1 if content is None else content
         self.contents[place] = TORN_WEIGHTS
@@ -109,7 +114,7 @@ class SimulatedStaging:
         update, version = self._update, message.version
         if update is None or update.version != version:
             self.fail(version, "was not started")
-        elif update.state == "open":
+        elif update.state == "open" and message.last:
             self._copies_running += 1
             place = int(message.location)
             found = self._buffer.contents[place]

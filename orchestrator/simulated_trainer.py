@@ -145,7 +145,7 @@ class SimulatedTrainer:
     async def _bring_weights(self, scheduler: Scheduler) -> None:
         self.doing = "waits until weights can be written"
         version = await scheduler.reserve_version()
-        update = self._world.buffer.begin(version, keep=scheduler.kept_version)
+        update = self._world.buffer.begin(version, keep=scheduler.kept_buffers)
         try:
             await asyncio.sleep(self._scenario.write_s)
         except BaseException:

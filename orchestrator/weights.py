@@ -7,11 +7,20 @@ versions and messages; not sockets, nor what the tensors mean.
 The version that was released last is kept, in its place of the channel's buffer, until another is
 released. So an engine that comes late is never without weights, whatever became of the publishes
 since: the price is a second version's worth of the channel's memory, which engines don't pay.
+
+A version that is only part of a set is laid over the newest that was published and hasn't failed.
+What that one is made of stays in the buffer for it.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tidegate.orchestrator.weight_content import (
+    MODEL_DIRECTORY,
+    Change,
+    WeightContent,
+    anew,
+)
 from tidegate.transport.messages import (
     FinishWeightUpdate,
     InitWeights,
@@ -31,7 +40,7 @@ class WeightUpdate:
     """One version on its way. An engine is in at most one of the sets, of at most one update."""
 
     version: int
-    chunks: list[UpdateWeights]
+    content: WeightContent
     staging: set[str] = field(default_factory=set)
     """Engines that copy it now."""
     staged: set[str] = field(default_factory=set)
@@ -94,6 +103,8 @@ class WeightCoordinator:
         """The newest version published."""
         self._kept: WeightUpdate | None = None
         """The newest released; the buffer holds it still."""
+        self._before: WeightUpdate | None = None
+        """What a part of a set is laid over; None: the model directory's weights."""
         self.is_reserved = False
         """Whether the buffer is about to be written for the next version."""
 
@@ -103,6 +114,23 @@ class WeightCoordinator:
     def kept_version(self) -> int | None:
         """What must stay in the buffer when another version is written."""
         return self._kept.version if self._kept is not None else None
+
+    @property
+    def kept_buffers(self) -> set[int]:
+        """The versions as which that was written, and what it is laid over."""
+        if self.kept_version is None or self._kept is None:
+            return set()
+        return {self.kept_version} | self._kept.content.buffers
+
+    @property
+    def version_before(self) -> int:
+        """What a part of a set would be laid over now."""
+        return self._before.version if self._before is not None else 0
+
+    @property
+    def buffers_before(self) -> set[int]:
+        """As which versions the parts of that were written."""
+        return self._before.content.buffers if self._before is not None else set()
 
     @property
     def is_writable(self) -> bool:
@@ -187,19 +215,27 @@ class WeightCoordinator:
         """
         if self.update is None or self.update.is_released:
             return []
+        before = self._before
         self.withdraw()
+        self._before = before  # it hasn't failed: what it brought is in the newer one too
         if self.update.version == version:
             return []
         return [(e, StartWeightUpdate(version=version)) for e in sorted(self.update.staging)]
 
-    def publish(self, version: int, chunks: list[UpdateWeights]) -> Outgoing:
+    def publish(self, version: int, chunks: list[UpdateWeights], change: Change = anew) -> Outgoing:
         """Have every engine stage ``version`` that doesn't serve it.
+
+        ``change`` makes it of the version before, and of ``chunks``.
 
         A resumed run publishes once more what engines may have kept serving. What was on its way to
         some is given up, for this is newer.
         """
         self.is_reserved = False
-        self.update = WeightUpdate(version, chunks)
+        before = self._before
+        content = MODEL_DIRECTORY if before is None else before.content
+        if before is not None and before.is_released:
+            content = content.served_as(before.version)
+        self.update = self._before = WeightUpdate(version, change(content, chunks))
         behind = [engine for engine, live in self._live.items() if live != version]
         return [message for engine in behind for message in self._stage(engine, self.update)]
 
@@ -214,6 +250,13 @@ class WeightCoordinator:
         if self.update is not None and not self.update.is_released:
             self.update.is_withdrawn = True
             self.update.staged.clear()
+        self._before = self._kept
+
+    def unreserve(self) -> None:
+        """Nothing was written in the buffer reserved, and what it was reserved over is given up."""
+        self.is_reserved = False
+        if self.update is not None and self.update.is_withdrawn:
+            self._before = self._kept
 
     # ------------------------------------------------------------ what engines say
 
@@ -303,7 +346,8 @@ class WeightCoordinator:
         self._strike(engine)
         update.staging.add(engine)
         start = StartWeightUpdate(version=update.version)
-        return [(engine, start), *((engine, chunk) for chunk in update.chunks)]
+        chunks = update.content.messages(update.version, live=self._live.get(engine))
+        return [(engine, start), *((engine, chunk) for chunk in chunks)]
 
     def _strike(self, engine: str) -> None:
         for update in self._updates:

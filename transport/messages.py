@@ -288,6 +288,15 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     offset: Count
     """First byte, from the start of the buffer."""
     nbytes: Count
+    crc32: Count | None = None
+    """Of its bytes, as zlib computes it; None: nobody asked for it to be checked."""
+
+
+class Bases(msgspec.Struct, frozen=True, array_like=True):
+    """The versions that differ from an update by no more than its tensors: ``[first, last]``."""
+
+    first: Count
+    last: Count
 
 
 class InitWeights(Message, frozen=True, kw_only=True, tag="init_weights"):
@@ -313,6 +322,10 @@ class UpdateWeights(Message, frozen=True, kw_only=True, tag="update_weights"):
     tensors: list[TensorSpec]
     last: bool = True
     """No more chunks follow: check names, shapes and dtypes, and answer."""
+    bases: Bases | None = None
+    """What these tensors may be laid over: if the live version is among them, what doesn't come is
+    taken from that, else the update is refused. None: all tensors come. The same in each chunk of
+    an update."""
 
 
 class FinishWeightUpdate(Message, frozen=True, kw_only=True, tag="finish_weight_update"):

@@ -10,6 +10,7 @@ from tidegate.orchestrator.engine_record import Engine
 from tidegate.orchestrator.fleet import Fleet, Heard
 from tidegate.orchestrator.publishing import Publisher, PublishWait
 from tidegate.orchestrator.step_checks import step_arrived
+from tidegate.orchestrator.weight_content import Change, anew
 from tidegate.orchestrator.weights import Outgoing, WeightCoordinator
 from tidegate.transport.messages import Ack, Hello, Step, UpdateWeights
 from tidegate.transport.streams import ReceiveWindow, Verdict
@@ -119,8 +120,10 @@ def a_withdrawn_version_is_swapped_in_all_the_same(patch: pytest.MonkeyPatch) ->
 def engines_swap_before_every_engine_has_staged(patch: pytest.MonkeyPatch) -> None:
     right = WeightCoordinator.publish
 
-    def publish(self: WeightCoordinator, version: int, chunks: list[UpdateWeights]) -> Outgoing:
-        outgoing = right(self, version, chunks)
+    def publish(
+        self: WeightCoordinator, version: int, chunks: list[UpdateWeights], change: Change
+    ) -> Outgoing:
+        outgoing = right(self, version, chunks, change)
         assert self.update is not None
         self.update.is_released = True
         return outgoing
@@ -144,10 +147,14 @@ def a_failed_version_gives_its_number_to_nobody(patch: pytest.MonkeyPatch) -> No
     right = Publisher.publish
 
     async def publish(
-        self: Publisher, version: int, chunks: list[UpdateWeights], wait: PublishWait = "live"
+        self: Publisher,
+        version: int,
+        chunks: list[UpdateWeights],
+        wait: PublishWait = "live",
+        change: Change = anew,
     ) -> None:
         try:
-            await right(self, version, chunks, wait)
+            await right(self, version, chunks, wait, change)
         except WeightsRefused:
             self._shell.handle([ev.VersionPublished(version)])
             raise
@@ -159,8 +166,10 @@ def a_failed_version_gives_its_number_to_nobody(patch: pytest.MonkeyPatch) -> No
 def an_engine_is_told_to_swap_before_it_has_staged(patch: pytest.MonkeyPatch) -> None:
     right = WeightCoordinator.publish
 
-    def publish(self: WeightCoordinator, version: int, chunks: list[UpdateWeights]) -> Outgoing:
-        outgoing = right(self, version, chunks)
+    def publish(
+        self: WeightCoordinator, version: int, chunks: list[UpdateWeights], change: Change
+    ) -> Outgoing:
+        outgoing = right(self, version, chunks, change)
         update = self.update
         assert update is not None
         update.is_released, update.staged, update.staging = True, update.staging, set()

@@ -129,7 +129,7 @@ def test_a_version_that_is_kept_can_still_be_read_whatever_is_written_beside_it(
     for version, rows in enumerate(sizes):
         for _ in range(2):  # the first attempt comes to nothing
             tensors = [bfloat16("w", rows), bfloat16("bias", 3)]
-            keep = None if kept is None else kept.version
+            keep = [] if kept is None else [kept.version]
             [update] = weights.write(version, tensors, keep=keep)
             assert engine.hashes(update) == hashes(tensors)
             if kept is not None:
@@ -138,10 +138,25 @@ def test_a_version_that_is_kept_can_still_be_read_whatever_is_written_beside_it(
     assert engine.finish() == ""
 
 
+def test_several_versions_can_be_kept_and_the_room_between_them_is_used(
+    weights: WeightSender,
+) -> None:
+    engine = Engine(weights.init())
+    written: dict[int, tuple[UpdateWeights, dict[str, str]]] = {}
+    for version, rows in enumerate([700, 40, 900, 30, 10, 30, 500]):
+        keep = {0: [], 1: [0], 2: [0, 1], 3: [1, 2]}.get(version, [1, 2, version - 1])
+        tensors = [bfloat16("w", rows), bfloat16("bias", 3)]
+        [update] = weights.write(version, tensors, keep=keep)
+        written = {v: written[v] for v in keep} | {version: (update, hashes(tensors))}
+        for message, expected in written.values():
+            assert engine.hashes(message) == expected
+    assert engine.finish() == ""
+
+
 def test_shared_memory_for_versions_of_one_size_is_room_for_two() -> None:
     weights = sender("shm")
     for version in range(6):
-        [update] = weights.write(version, [bfloat16("w", 10_000)], keep=version - 1)
+        [update] = weights.write(version, [bfloat16("w", 10_000)], keep=[version - 1])
     assert os.stat(update.location).st_size == 2 * 20480  # 10,000 x 2 B in whole pages
     weights.close()
 

@@ -81,10 +81,10 @@ def test_each_tensor_can_be_had_before_the_next_has_come(weights: ZmqSender) -> 
 def test_the_version_kept_is_served_beside_the_newest_and_no_other(weights: ZmqSender) -> None:
     first, second, third = ([tensor("w", 1000 * n)] for n in (1, 2, 3))
     [one] = weights.write(1, first)
-    [two] = weights.write(2, second, keep=1)
+    [two] = weights.write(2, second, keep=[1])
     assert fetched(weights.init(), one) == as_bytes(first)
     assert fetched(weights.init(), two) == as_bytes(second)
-    [three] = weights.write(3, third, keep=1)
+    [three] = weights.write(3, third, keep=[1])
     assert fetched(weights.init(), one) == as_bytes(first)
     assert fetched(weights.init(), three) == as_bytes(third)
     with pytest.raises(WeightsRefused, match="not here, or not any more"):

@@ -7,7 +7,7 @@ a part in two: :meth:`WeightSender.init` and :meth:`WeightSender.write` make the
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,19 +57,19 @@ class Home:
 
 
 class WeightSender(Protocol):
-    """The orchestrator's end: one writer, any number of readers, one version or two at a time."""
+    """The orchestrator's end: one writer, any number of readers, a few versions at a time."""
 
     def init(self) -> InitWeights:
         """Phase 1, for each engine that joins."""
         ...
 
     def write(
-        self, version: int, tensors: Sequence[NamedBuffer], *, keep: int | None = None
+        self, version: int, tensors: Sequence[NamedBuffer], *, keep: Collection[int] = ()
     ) -> list[UpdateWeights]:
         """Put ``version`` where receivers can read it; the messages of phase 3.
 
-        May overwrite every version but ``keep``: call it only when no receiver reads another. A
-        version that is kept stays where its own messages say, at the price of room for two.
+        May overwrite every version but those in ``keep``: call it only when no receiver reads
+        another. A version that is kept stays where its own messages say, at the price of its room.
         Spends its time in copies that let other threads run, so it may be given to one.
 
         Raises:

@@ -9,7 +9,7 @@ import json
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from tidegate.errors import ConfigError, WeightsRefused
@@ -71,9 +71,9 @@ class DiskSender:
         return InitWeights(channel=NAME, info={"directory": str(self._directory)})
 
     def write(
-        self, version: int, tensors: Sequence[NamedBuffer], *, keep: int | None = None
+        self, version: int, tensors: Sequence[NamedBuffer], *, keep: Collection[int] = ()
     ) -> list[UpdateWeights]:
-        """Write one file, and remove all but the newest two and the one to keep."""
+        """Write one file, and remove all but the newest two and those to keep."""
         check_buffers(tensors)
         ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])  # keeps alignment
         header, specs = _header(version, ordered)
@@ -101,11 +101,11 @@ class DiskSender:
     def _path(self, version: int) -> Path:
         return self._directory / f"weights-{version:08d}.safetensors"
 
-    def _remove_older(self, path: Path, keep: int | None) -> None:
+    def _remove_older(self, path: Path, keep: Collection[int]) -> None:
         if path not in self._files:
             self._files.append(path)
-        kept = None if keep is None else self._path(keep)
-        for old in [old for old in self._files if old != kept][:-VERSIONS_KEPT]:
+        kept = {self._path(version) for version in keep}
+        for old in [old for old in self._files if old not in kept][:-VERSIONS_KEPT]:
             self._files.remove(old)
             old.unlink(missing_ok=True)
 

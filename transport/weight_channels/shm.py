@@ -11,13 +11,19 @@ another channel.
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from tidegate.errors import WeightsRefused
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
-from tidegate.transport.weight_channels.base import NamedBuffer, check_buffers, layout, views
+from tidegate.transport.weight_channels.base import (
+    ALIGNMENT_BYTES,
+    NamedBuffer,
+    check_buffers,
+    layout,
+    views,
+)
 
 NAME = "shm"
 
@@ -33,7 +39,7 @@ class ShmSender:
         self._mapping = mmap.mmap(self._fd, mmap.PAGESIZE)
         self._path = f"/proc/{os.getpid()}/fd/{self._fd}"
         self._places: dict[int, range] = {}
-        """Version -> its bytes in the segment: the newest, and the one kept beside it."""
+        """Version -> its bytes in the segment: the newest, and those kept beside it."""
         self._is_closed = False
 
     def init(self) -> InitWeights:
@@ -43,13 +49,12 @@ class ShmSender:
         )
 
     def write(
-        self, version: int, tensors: Sequence[NamedBuffer], *, keep: int | None = None
+        self, version: int, tensors: Sequence[NamedBuffer], *, keep: Collection[int] = ()
     ) -> list[UpdateWeights]:
-        """Copy the tensors in, beside the version kept, over all others."""
+        """Copy the tensors in, beside the versions kept, over all others."""
         check_buffers(tensors)
-        kept = {v: place for v, place in self._places.items() if v == keep}
-        _, nbytes = layout(tensors)
-        start = max((place.stop for place in kept.values() if nbytes > place.start), default=0)
+        kept = {v: place for v, place in self._places.items() if v in keep}
+        start = _first_gap(kept.values(), layout(tensors)[1])
         specs, end = layout(tensors, start)
         if end > len(self._mapping):
             self._grow(end)
@@ -73,6 +78,16 @@ class ShmSender:
         self._mapping.close()
         os.ftruncate(self._fd, pages * mmap.PAGESIZE)
         self._mapping = mmap.mmap(self._fd, pages * mmap.PAGESIZE)
+
+
+def _first_gap(taken: Iterable[range], nbytes: int) -> int:
+    """Where so many bytes fit first. Aligned as places are, which begin at 0 or in such a gap."""
+    start = 0
+    for place in sorted(taken, key=lambda place: place.start):
+        if start + nbytes <= place.start:
+            break
+        start = max(start, -(-place.stop // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+    return start
 
 
 class ShmReceiver:

@@ -6,7 +6,7 @@ the first touch of a fresh page costs ten times a copy into an old one.
 
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,7 +66,7 @@ class ZmqSender:
         self._id = uuid.uuid4().hex
         self._writes = 0
         self._places: list[_Place] = []
-        """What is being served: the newest version, and the one kept beside it."""
+        """What is being served: the newest version, and those kept beside it."""
         self._spare: Bytes = np.empty(0, np.uint8)
         """A buffer that may be written over."""
         self._lock = threading.Lock()
@@ -85,19 +85,17 @@ class ZmqSender:
         return InitWeights(channel=NAME, info={"address": self.address})
 
     def write(
-        self, version: int, tensors: Sequence[NamedBuffer], *, keep: int | None = None
+        self, version: int, tensors: Sequence[NamedBuffer], *, keep: Collection[int] = ()
     ) -> list[UpdateWeights]:
-        """Copy the tensors, and serve them beside the version kept; of others nothing is left."""
+        """Copy the tensors, and serve them beside the versions kept; of others nothing is left."""
         check_buffers(tensors)
         specs, nbytes = layout(tensors)
         with self._lock:
-            kept = [place for place in self._places if place.version == keep][-1:]
-            buffers = [self._spare, *(p.buffer for p in self._places if p not in kept)]
-            self._places = kept
-        target = max(buffers, key=len)
-        if len(target) < nbytes:
-            target = np.empty(nbytes, np.uint8)
-        self._spare = np.empty(0, np.uint8)
+            # Of a version written twice, the later one.
+            kept = {place.version: place for place in self._places if place.version in keep}
+            dropped = [p for p in self._places if kept.get(p.version) is not p]
+            self._places = list(kept.values())
+        target = self._room(nbytes, [self._spare, *(place.buffer for place in dropped)])
         for spec, tensor in zip(specs, tensors, strict=True):
             if spec.nbytes:  # numpy refuses to look at an empty buffer
                 source = np.frombuffer(tensor.data.cast("B"), np.uint8)
@@ -106,13 +104,25 @@ class ZmqSender:
         # The same version may be written twice, and must not be taken for what it was.
         location = f"{self._id}/{self._writes}"
         with self._lock:
-            self._places = [*kept, _Place(version, location, target, nbytes)]
+            self._places = [*kept.values(), _Place(version, location, target, nbytes)]
         return [UpdateWeights(version=version, location=location, tensors=specs)]
 
     def close(self) -> None:
         """Stop serving. Harmless if repeated."""
         self._context.term()  # which the thread notices, and closes its socket
         self._remove_directory()
+
+    def _room(self, nbytes: int, free: list[Bytes]) -> Bytes:
+        """The smallest buffer that is large enough, or a new one; the largest left is the spare."""
+        found = min((b for b in free if len(b) >= nbytes), key=len, default=None)
+        left = [buffer for buffer in free if buffer is not found]
+        if found is None:
+            # It takes the place of one that is too small; but part of a set is no reason to let
+            # go of the room that the next whole set needs.
+            left = [buffer for buffer in left if len(buffer) > nbytes]
+            found = np.empty(nbytes, np.uint8)
+        self._spare = max(left, key=len, default=np.empty(0, np.uint8))
+        return found
 
     def _bound(self, address: str | None, keys: OrchestratorKeys | None) -> Socket:
         socket = self._context.socket(zmq.ROUTER)

@@ -1,0 +1,88 @@
+"""What model is an archived version? The whole set it goes back to, with what was laid over that.
+
+Uses `transformers` and `safetensors`, and none of the engine's code, so that a fault of the engine
+can't hide in its proof. Knows nothing of runs: it is told where each version lies.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tidegate.errors import AuditError
+from tidegate.orchestrator.weight_parts import WeightParts
+
+
+def load_version(version: int, where: Callable[[int], Path]) -> Any:
+    """Load a version in float32.
+
+    Raises:
+        AuditError: a part of it is not there, is damaged, or doesn't fit.
+    """
+    laid_over: list[Path] = []
+    while (parts := WeightParts.read(where(version))).over is not None:
+        laid_over.append(where(version) / parts.file_name)
+        version = parts.over
+    model = load_weights(where(version))
+    for path in reversed(laid_over):
+        _lay_over(model, path)
+    return model
+
+
+def _lay_over(model: Any, path: Path) -> None:
+    try:
+        tensors = load_file(path)
+        unknown = model.load_state_dict(tensors, strict=False).unexpected_keys
+    except Exception as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise AuditError(f"{path} can't be laid over the version before: {why}") from error
+    if unknown:
+        raise AuditError(
+            f"{path} holds {len(unknown)} tensors by names that transformers' model hasn't got, "
+            f"first {unknown[0]}; publish parts by the names of its state_dict()"
+        )
+
+
+def load_weights(directory: Path) -> Any:
+    """Load one version in float32, quietly.
+
+    Raises:
+        AuditError: it is not there, is damaged, or lacks tensors.
+    """
+    if not (directory / "config.json").is_file():
+        raise AuditError(f"{directory} holds no model: its config.json is missing")
+    auto: Any = transformers.AutoModelForCausalLM
+    try:
+        with _quiet_transformers():
+            model, info = auto.from_pretrained(
+                directory,
+                dtype=torch.float32,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise AuditError(f"{directory} can't be loaded by transformers: {why}") from error
+    if faults := {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}:
+        raise AuditError(f"{directory} lacks {len(faults)} tensors, {sorted(faults)[0]} first")
+    return model.eval()
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Loading forty versions should not print forty progress bars."""
+    log: Any = transformers.utils.logging
+    had_bars, level = log.is_progress_bar_enabled(), log.get_verbosity()
+    log.disable_progress_bar()
+    log.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+        if had_bars:
+            log.enable_progress_bar()
