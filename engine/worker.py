@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         limits = _limits(arguments, model)
         options = _options(arguments, limits)
         torch.set_num_threads(arguments.threads)
-        drafts = _drafts(arguments, model)
+        drafts = _drafts(arguments, model, limits)
         runner = _runner(model, limits)
         socket = DealerSocket(arguments.connect, arguments.engine.encode(), keys=keys)
     except TidegateError as error:
@@ -114,7 +114,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--speculate",
         metavar="SOURCE",
         help="guess tokens and verify several in a step, with the same outcome: 'lookup' guesses "
-        "from a turn's own context",
+        "from a turn's own context, 'rollouts' from earlier samples of its prompt too, and "
+        "'draft:DIRECTORY' by a smaller model with the same vocabulary",
     )
     parser.add_argument(
         "--die-with-parent",
@@ -149,15 +150,12 @@ def _options(arguments: argparse.Namespace, limits: EngineLimits) -> OptionReade
     )
 
 
-def _drafts(arguments: argparse.Namespace, model: ServedModel) -> DraftSource | None:
+def _drafts(
+    arguments: argparse.Namespace, model: ServedModel, limits: EngineLimits
+) -> DraftSource | None:
     if arguments.speculate is None:
         return None
-    if model.code != "tidegate":
-        raise ConfigError(
-            f"--speculate {arguments.speculate}: {model.architecture} is computed by "
-            f"{model.code}, one token after another, so guesses would only cost; leave it out"
-        )
-    return open_drafts(arguments.speculate)
+    return open_drafts(arguments.speculate, model, limits, arguments.dtype)
 
 
 def _default_blocks(arguments: argparse.Namespace, model: ServedModel) -> int:

@@ -81,7 +81,8 @@ class RunSettings(BaseModel):
     directory that the run is started in, or PYTHONPATH."""
     speculate: str | None = None
     """Have engines guess tokens and verify several in a step, which changes their speed only:
-    ``lookup`` guesses from what a turn has read and written before."""
+    ``lookup`` guesses from what a turn has read and written before; ``rollouts`` from earlier
+    samples of its prompt, too; ``draft:DIRECTORY`` by a smaller model with the same vocabulary."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     threads_per_engine: Count = 1
     weight_channel: Literal["shm", "zmq", "disk"] = "shm"

@@ -16,8 +16,10 @@ from tidegate.engine.drafts import (
     Tokens,
 )
 from tidegate.engine.lookup_drafts import LookupDrafts
+from tidegate.engine.options import OptionReader
+from tidegate.engine.rollout_drafts import RolloutDrafts
 from tidegate.engine.scheduler import StepColumns
-from tidegate.engine.turns import TurnState
+from tidegate.engine.turns import TurnState, admit
 from tidegate.transport.messages import LENGTH, STOP, SamplingParams, SubmitTurn
 
 
@@ -177,6 +179,65 @@ def test_a_lookup_goes_on_with_what_repeats() -> None:
 @pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3], [1, 2, 3, 9, 2, 3, 1]])
 def test_a_lookup_guesses_nothing_where_nothing_repeats(tokens: list[int]) -> None:
     assert looked_up(tokens, 4) == []
+
+
+# ---------------------------------------------------------------- earlier samples
+
+
+def ended_turn(prompt: list[int], output: list[int], handle: int = 0, before: int = 0) -> TurnState:
+    """A turn with this output, of which so many tokens were sampled elsewhere."""
+    limits = FakeEngine(context_tokens_max=200, num_blocks=60).limits
+    tokens = np.array(prompt + output[:before], "<i4").tobytes()
+    message = SubmitTurn(
+        turn=handle,
+        token_ids=tokens,
+        sampling=SamplingParams(max_tokens=40),
+        sampled_before=before,
+    )
+    reader = OptionReader(vocab_size=50, max_running_turns=4)
+    turn = admit(message, limits, handle, reader)
+    for token_id in output[before:]:
+        turn.append(token_id)
+    return turn
+
+
+def guessed(drafts: RolloutDrafts, turn: TurnState, count: int = 4) -> list[int]:
+    (draft,) = drafts.propose([turn], [count])
+    return [int(token) for token in draft]
+
+
+def test_a_turn_follows_an_earlier_sample_and_finds_another_where_they_part() -> None:
+    drafts = RolloutDrafts()
+    drafts.ended(ended_turn([1, 2, 3], [10, 11, 12, 13, 14, 15, 16]), is_whole=True)
+    turn = ended_turn([1, 2, 3], [], handle=1)
+    assert guessed(drafts, turn) == [10, 11, 12, 13]
+    turn.append(10)
+    turn.append(11)
+    assert guessed(drafts, turn) == [12, 13, 14, 15]
+    turn.append(30)
+    assert guessed(drafts, turn) == []
+    for token_id in (12, 13, 14):
+        turn.append(token_id)
+    assert guessed(drafts, turn) == [15, 16]
+    drafts.ended(ended_turn([1, 2, 3], [20], handle=2), is_whole=True)
+    assert guessed(drafts, ended_turn([1, 2, 3], [], handle=3)) == [20]
+    assert guessed(drafts, ended_turn([4, 2, 3], [], handle=4)) == []
+
+
+def test_a_turn_that_came_from_elsewhere_is_a_sample_of_the_prompt_it_had_there() -> None:
+    drafts = RolloutDrafts()
+    drafts.ended(ended_turn([1, 2], [10, 11, 12, 13], before=2), is_whole=True)
+    assert guessed(drafts, ended_turn([1, 2], [10], handle=1, before=1)) == [11, 12, 13]
+
+
+def test_what_was_cut_short_is_no_sample_and_the_prompts_of_longest_ago_are_forgotten() -> None:
+    drafts = RolloutDrafts(kept_tokens_max=40)
+    drafts.ended(ended_turn([1, 2, 3], [10, 11]), is_whole=False)
+    assert guessed(drafts, ended_turn([1, 2, 3], [], handle=1)) == []
+    for prompt in range(2, 9):
+        drafts.ended(ended_turn([prompt, 2, 3], [10, 11], handle=prompt), is_whole=True)
+    known = [bool(guessed(drafts, ended_turn([n, 2, 3], [], handle=n + 9))) for n in range(2, 9)]
+    assert known == [False, False, True, True, True, True, True]
 
 
 # ---------------------------------------------------------------- anything at all
