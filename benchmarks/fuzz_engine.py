@@ -222,8 +222,8 @@ class FuzzedEngine:
 def _random_weights() -> Weights:
     weights = Weights.allocate(_CONFIG, torch.float32)
     layer = weights.layers[0]
-    for tensor in (weights.embedding, layer.qkv, layer.output, layer.gate_up, layer.down):
-        tensor.normal_(std=0.3)
+    for matrix in (weights.embedding, layer.qkv, layer.output, *layer.gate_up, *layer.down):
+        matrix.storage.normal_(std=0.3)
     for norm in (layer.input_norm, layer.mlp_norm, weights.final_norm):
         norm.fill_(1.0)
     return weights

@@ -1,19 +1,23 @@
 """Which tensors does one layer compute with, and what are their parts called where they come from?
 
 It knows nothing of how tensors travel. Query, key and value projections lie on top of each other in
-one matrix, so do gate and up, and the experts of a layer are one tensor each.
+one matrix, so do gate and up. Matrices lie as :mod:`tidegate.kernels.weight_matrix` has them.
 
 Letters in shapes: H hidden, I intermediate (an expert's own in a layer of experts), E experts, Q
 query heads x head_dim, K the same for KV heads.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tidegate.engine.model_config import LayerShape, ModelConfig
 from tidegate.engine.weight_store import Place
+from tidegate.kernels.weight_matrix import Matrix
+
+MakeMatrix = Callable[[int, int], Matrix]
+"""Makes room for a matrix of so many outputs and inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +26,13 @@ class LayerWeights:
 
     input_norm: torch.Tensor
     """[H]"""
-    qkv: torch.Tensor
+    qkv: Matrix
     """[Q + 2K, H]"""
     qkv_bias: torch.Tensor | None
     """[Q + 2K]"""
     qk_norm: torch.Tensor | None
     """[query heads + KV heads, head_dim]: the norm's weight, repeated for each head."""
-    output: torch.Tensor
+    output: Matrix
     """[H, Q]"""
     output_bias: torch.Tensor | None
     """[H]"""
@@ -36,21 +40,23 @@ class LayerWeights:
     """[H]"""
     mlp_norm: torch.Tensor
     """[H]"""
-    router: torch.Tensor | None
+    router: Matrix | None
     """[E, H]; None in a layer without experts."""
-    gate_up: torch.Tensor
-    """[2I, H], or [E, 2I, H] of the experts."""
+    gate_up: tuple[Matrix, ...]
+    """[2I, H]: one, or each expert's."""
     gate_up_bias: torch.Tensor | None
     """[2I]"""
-    down: torch.Tensor
-    """[H, I], or [E, H, I] of the experts."""
+    down: tuple[Matrix, ...]
+    """[H, I]: one, or each expert's."""
     down_bias: torch.Tensor | None
     """[H]"""
     mlp_post_norm: torch.Tensor | None
     """[H]"""
 
 
-def allocate_layer(config: ModelConfig, shape: LayerShape, dtype: torch.dtype) -> LayerWeights:
+def allocate_layer(
+    config: ModelConfig, shape: LayerShape, dtype: torch.dtype, matrix: MakeMatrix
+) -> LayerWeights:
     """Make room for a layer's tensors, to be filled."""
 
     def room(*shape: int) -> torch.Tensor:
@@ -64,20 +70,20 @@ def allocate_layer(config: ModelConfig, shape: LayerShape, dtype: torch.dtype) -
     qkv = (heads + 2 * kv_heads) * head_dim
     experts = config.experts if shape.has_experts else None
     inner = config.intermediate_size if experts is None else experts.intermediate_size
-    each = () if experts is None else (experts.count,)
+    mlps = range(1 if experts is None else experts.count)
     return LayerWeights(
         input_norm=room(hidden),
-        qkv=room(qkv, hidden),
+        qkv=matrix(qkv, hidden),
         qkv_bias=room_if(config.qkv_bias, qkv),
         qk_norm=room_if(config.qk_norm, heads + kv_heads, head_dim),
-        output=room(hidden, heads * head_dim),
+        output=matrix(hidden, heads * head_dim),
         output_bias=room_if(config.output_bias, hidden),
         attention_post_norm=room_if(config.post_norms, hidden),
         mlp_norm=room(hidden),
-        router=None if experts is None else room(experts.count, hidden),
-        gate_up=room(*each, 2 * inner, hidden),
+        router=None if experts is None else matrix(experts.count, hidden),
+        gate_up=tuple(matrix(2 * inner, hidden) for _ in mlps),
         gate_up_bias=room_if(config.mlp_bias, 2 * inner),
-        down=room(*each, hidden, inner),
+        down=tuple(matrix(hidden, inner) for _ in mlps),
         down_bias=room_if(config.mlp_bias, hidden),
         mlp_post_norm=room_if(config.post_norms, hidden),
     )
@@ -96,27 +102,43 @@ def layer_places(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str
         for letter, part in zip("qk", parts, strict=True):
             yield f"self_attn.{letter}_norm.weight", Place((config.head_dim,), (part,))
     if layer.router is not None:
-        yield "mlp.gate.weight", _one(layer.router)
+        yield from _fused(("mlp.gate",), layer.router.shape[:1], layer.router, None)
         for expert, (gate_up, down) in enumerate(zip(layer.gate_up, layer.down, strict=True)):
             yield from _mlp(f"mlp.experts.{expert}", gate_up, down)
     else:
-        yield from _mlp("mlp", layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
+        (gate_up,), (down,) = layer.gate_up, layer.down
+        yield from _mlp("mlp", gate_up, down, layer.gate_up_bias, layer.down_bias)
 
 
 def joint_places(layer: LayerWeights, prefix: str) -> Iterator[tuple[str, Place]]:
     """What comes in one tensor from a state_dict of transformers and in many from a directory."""
     if layer.router is None:
         return
-    for name, tensor, parts in (
+    for name, matrices, parts in (
         ("gate_up_proj", layer.gate_up, ("gate_proj", "up_proj")),
         ("down_proj", layer.down, ("down_proj",)),
     ):
         covers = tuple(
             f"{prefix}mlp.experts.{expert}.{part}.weight"
-            for expert in range(tensor.shape[0])
+            for expert in range(len(matrices))
             for part in parts
         )
-        yield f"{prefix}mlp.experts.{name}", Place(tuple(tensor.shape), (tensor,), covers)
+        shape = (len(matrices), *matrices[0].shape)
+        yield f"{prefix}mlp.experts.{name}", Place(shape, (_Stack(matrices),), covers)
+
+
+class _Stack:
+    """The experts' matrices, on top of each other."""
+
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        self._matrices = matrices
+
+    def copy_(self, source: torch.Tensor, /) -> None:
+        for matrix, part in zip(self._matrices, source, strict=True):
+            matrix.rows(0, matrix.shape[0]).copy_(part)
+
+    def unpacked(self) -> torch.Tensor:
+        return torch.stack([matrix.unpacked() for matrix in self._matrices])
 
 
 def _norms(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
@@ -132,27 +154,31 @@ def _norms(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _mlp(
     prefix: str,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Matrix,
+    down: Matrix,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
 ) -> Iterator[tuple[str, Place]]:
     inner = gate_up.shape[0] // 2
     names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
     yield from _fused(names, (inner, inner), gate_up, gate_up_bias)
-    yield from _fused((f"{prefix}.down_proj",), (down.shape[0],), down, down_bias)
+    yield from _fused((f"{prefix}.down_proj",), down.shape[:1], down, down_bias)
 
 
 def _fused(
     names: tuple[str, ...],
     widths: tuple[int, ...],
-    matrix: torch.Tensor,
+    matrix: Matrix,
     bias: torch.Tensor | None,
 ) -> Iterator[tuple[str, Place]]:
-    for kind, tensor in (("weight", matrix), ("bias", bias)):
-        if tensor is not None:
-            for name, part in zip(names, tensor.split_with_sizes(widths), strict=True):
-                yield f"{name}.{kind}", _one(part)
+    first = 0
+    for name, width in zip(names, widths, strict=True):
+        place = Place((width, matrix.shape[1]), (matrix.rows(first, width),))
+        yield f"{name}.weight", place
+        first += width
+    if bias is not None:
+        for name, part in zip(names, bias.split_with_sizes(widths), strict=True):
+            yield f"{name}.bias", _one(part)
 
 
 def _one(target: torch.Tensor) -> Place:

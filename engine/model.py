@@ -20,6 +20,7 @@ from tidegate.kernels.attention import RowGroup, attend, write_kv
 from tidegate.kernels.native import HEAD_DIMS, LastTokens, Native, Places, native
 from tidegate.kernels.norm import rms_norm, rms_norm_plus_one
 from tidegate.kernels.rope import apply_rope
+from tidegate.kernels.weight_matrix import Matrix
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -63,7 +64,7 @@ def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) ->
     ``caches`` holds one KV cache per layer; the step's own keys and values are written there.
     """
     config = weights.config
-    hidden = F.embedding(plan.token_ids, weights.embedding)
+    hidden = weights.embedding.take(plan.token_ids)
     if config.embedding_scale != 1.0:  # rounded first, as transformers does
         hidden *= torch.tensor(config.embedding_scale, dtype=hidden.dtype)
     activate = ACTIVATIONS[config.activation]
@@ -74,8 +75,9 @@ def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) ->
         if layer.router is not None:
             hidden += _experts(layer, layer.router, config, normed, activate)
             continue
-        inner = _gated(F.linear(normed, layer.gate_up, layer.gate_up_bias), activate, plan.native)
-        _add(hidden, inner, layer.down, layer.down_bias, layer.mlp_post_norm, config)
+        gate_up = layer.gate_up[0].linear(normed, layer.gate_up_bias)
+        inner = _gated(gate_up, activate, plan.native)
+        _add(hidden, inner, layer.down[0], layer.down_bias, layer.mlp_post_norm, config)
     return _norm(hidden.index_select(0, plan.sampled), weights.final_norm, config, plan.native)
 
 
@@ -90,7 +92,7 @@ def native_for(config: ModelConfig, dtype: torch.dtype) -> Native | None:
 
 def head_logits(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
     """The logits [S, V], in float32, of normed hidden states [S, H]."""
-    logits = hidden.float() @ weights.head.t()
+    logits = weights.head.linear(hidden.float())
     cap = weights.config.logits_soft_cap
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
@@ -105,7 +107,7 @@ def _attention(
 ) -> torch.Tensor:
     """Write a layer's keys and values, and attend: [T, query heads * D]."""
     normed = _norm(hidden, layer.input_norm, config, plan.native)
-    qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+    qkv = layer.qkv.linear(normed, layer.qkv_bias)
     qkv = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
     query = _place(layer, config, qkv, cache, plan, attention)
     outputs = [
@@ -155,7 +157,7 @@ def _attend(
 
 def _experts(
     layer: LayerWeights,
-    router: torch.Tensor,
+    router: Matrix,
     config: ModelConfig,
     normed: torch.Tensor,
     activate: Callable[[torch.Tensor], torch.Tensor],
@@ -166,20 +168,18 @@ def _experts(
     """
     assert config.experts is not None  # whoever has a router
     per_token = config.experts.per_token
-    shares, chosen = F.linear(normed, router).softmax(-1, dtype=torch.float32).topk(per_token)
+    shares, chosen = router.linear(normed).softmax(-1, dtype=torch.float32).topk(per_token)
     if config.experts.normalises:
         shares /= shares.sum(-1, keepdim=True)
     experts, order = chosen.flatten().sort(stable=True)
     tokens = order // per_token
     counts = experts.bincount(minlength=config.experts.count).tolist()
-    mixed = torch.empty(tokens.numel(), normed.shape[1], dtype=normed.dtype)
-    parts = zip(
-        normed[tokens].split_with_sizes(counts), mixed.split_with_sizes(counts), strict=True
-    )
-    for expert, (part, out) in enumerate(parts):
+    outputs = []
+    for expert, part in enumerate(normed[tokens].split_with_sizes(counts)):
         if part.shape[0]:
-            gate, up = F.linear(part, layer.gate_up[expert]).chunk(2, dim=-1)
-            torch.mm(activate(gate).mul_(up), layer.down[expert].t(), out=out)
+            gate, up = layer.gate_up[expert].linear(part).chunk(2, dim=-1)
+            outputs.append(layer.down[expert].linear(activate(gate).mul_(up)))
+    mixed = torch.cat(outputs)
     mixed *= shares.flatten()[order, None].to(mixed.dtype)
     return torch.zeros_like(normed).index_add_(0, tokens, mixed)
 
@@ -208,15 +208,13 @@ def _gated(
 def _add(
     total: torch.Tensor,
     x: torch.Tensor,
-    matrix: torch.Tensor,
+    matrix: Matrix,
     bias: torch.Tensor | None,
     post_norm: torch.Tensor | None,
     config: ModelConfig,
 ) -> None:
     """Add a block's last projection to the residual stream, in place."""
-    if post_norm is not None:
-        total += _norm(F.linear(x, matrix, bias), post_norm, config)
-        return
-    total.addmm_(x, matrix.t())  # one call and one buffer fewer
-    if bias is not None:
-        total.add_(bias)
+    if post_norm is None:
+        matrix.add_linear_(total, x, bias)
+    else:
+        total += _norm(matrix.linear(x, bias), post_norm, config)

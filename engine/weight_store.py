@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tidegate.errors import WeightsRefused
+from tidegate.kernels.weight_matrix import Rows, published
 
 LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Others (float8, int8, …) mean nothing without their scales."""
@@ -16,10 +17,10 @@ LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor goes: its published shape, and the views to copy it into."""
+    """Where a tensor goes: its published shape, and what to copy it into."""
 
     shape: tuple[int, ...]
-    targets: tuple[torch.Tensor, ...]
+    targets: tuple[Rows, ...]
     covers: tuple[str, ...] = ()
     """The names of its parts, if they may also come one by one; they are in then."""
 
@@ -105,7 +106,7 @@ class WeightStore:
             for name in self.missing():
                 sources = other._places[name].targets
                 for target, source in zip(self._places[name].targets, sources, strict=True):
-                    target.copy_(source)
+                    target.copy_(published(source))
                 self._loaded.add(name)
 
     def missing(self) -> list[str]:

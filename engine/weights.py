@@ -1,15 +1,15 @@
 """Where does each published tensor go? One version's weights, as the model computes with them.
 
 It knows nothing of versions' numbers, nor of how tensors travel. The LM head is float32 whatever
-the rest is. Matrices are ``[out, in]`` as published: ``mm`` on the transpose is 2 to 12 % faster
-for the few rows of a decode step, but copying into it runs at 0.8 GB/s instead of 11. One object
-serves update after update: its pages are touched once, for first touches of fresh pages cost more
-than copies.
+the rest is. Matrices lie as they are multiplied fastest; copying packs them, at some GB/s, on
+whatever thread loads. One object serves update after update: its pages are touched once, for first
+touches of fresh pages cost more than copies.
 
 Letters in shapes: V vocabulary, H hidden.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from tidegate.engine.layer_weights import LayerWeights, allocate_layer, joint_pl
 from tidegate.engine.model_config import ModelConfig
 from tidegate.engine.weight_store import Place, WeightStore
 from tidegate.errors import ModelError, WeightsRefused
+from tidegate.kernels.weight_matrix import Matrix, make_matrix
 
 
 class Weights(WeightStore):
@@ -27,10 +28,10 @@ class Weights(WeightStore):
     def __init__(
         self,
         config: ModelConfig,
-        embedding: torch.Tensor,
+        embedding: Matrix,
         layers: list[LayerWeights],
         final_norm: torch.Tensor,
-        head: torch.Tensor,
+        head: Matrix,
     ) -> None:
         self.config = config
         self.embedding = embedding
@@ -45,17 +46,23 @@ class Weights(WeightStore):
         super().__init__(model, dict(_places(self)), joint=joint)
 
     @classmethod
-    def allocate(cls, config: ModelConfig, dtype: torch.dtype) -> "Weights":
-        """Make room for one version, to be filled; the head is float32 whatever ``dtype`` is."""
+    def allocate(
+        cls, config: ModelConfig, dtype: torch.dtype, *, is_packed: bool | None = None
+    ) -> "Weights":
+        """Make room for one version, to be filled; the head is float32 whatever ``dtype`` is.
+
+        ``is_packed`` tells matrices how to lie, whatever is faster on this machine.
+        """
         vocabulary = (config.vocab_size, config.hidden_size)
-        embedding = torch.empty(vocabulary, dtype=dtype)
+        head = make_matrix(*vocabulary, torch.float32, is_packed=is_packed)
         shares = config.tied_head and dtype == torch.float32
+        matrix = partial(make_matrix, dtype=dtype, is_packed=is_packed)
         return cls(
             config,
-            embedding,
-            [allocate_layer(config, shape, dtype) for shape in config.layers],
+            head if shares else make_matrix(*vocabulary, dtype, is_packed=False),
+            [allocate_layer(config, shape, dtype, matrix) for shape in config.layers],
             torch.empty(config.hidden_size, dtype=dtype),
-            embedding if shares else torch.empty(vocabulary, dtype=torch.float32),
+            head,
         )
 
     def is_redundant(self, name: str) -> bool:
@@ -73,13 +80,15 @@ class Weights(WeightStore):
         return self.embedding.dtype
 
 
-def load_directory(path: Path, config: ModelConfig, dtype: torch.dtype) -> Weights:
-    """Load the weights of a Hugging Face directory.
+def load_directory(
+    path: Path, config: ModelConfig, dtype: torch.dtype, *, is_packed: bool | None = None
+) -> Weights:
+    """Load the weights of a Hugging Face directory; ``is_packed`` as in :meth:`Weights.allocate`.
 
     Raises:
         ModelError: files are missing or damaged, or don't fit ``config``.
     """
-    weights = Weights.allocate(config, dtype)
+    weights = Weights.allocate(config, dtype, is_packed=is_packed)
     for name, tensor in read_tensors(path):
         try:
             weights.load(name, tensor)
@@ -103,17 +112,18 @@ def refuse_lacking(path: Path, names: Sequence[str]) -> None:
 
 def _places(weights: Weights) -> Iterator[tuple[str, Place]]:
     config = weights.config
-    embedding = [weights.embedding]
+    vocabulary = weights.embedding.shape
+    embedding = [weights.embedding.rows(0, config.vocab_size)]
+    head = weights.head.rows(0, config.vocab_size)
     if config.tied_head and weights.head is not weights.embedding:
-        embedding.append(weights.head)
-    vocabulary = tuple(weights.embedding.shape)
+        embedding.append(head)
     yield "model.embed_tokens.weight", Place(vocabulary, tuple(embedding))
     for number, layer in enumerate(weights.layers):
         for name, place in layer_places(layer, config):
             yield f"model.layers.{number}.{name}", place
     yield "model.norm.weight", Place((config.hidden_size,), (weights.final_norm,))
     if not config.tied_head:
-        yield "lm_head.weight", Place(vocabulary, (weights.head,))
+        yield "lm_head.weight", Place(vocabulary, (head,))
 
 
 def _joint_places(weights: Weights) -> Iterator[tuple[str, Place]]:

@@ -3,7 +3,7 @@
 // Plain C++ behind a C interface, so that building it takes a compiler and some seconds, and no
 // headers of torch's. Every function works on one thread, allocates little or nothing, and computes
 // a row from that row alone, in the same order of additions whatever else is in the batch.
-// kernels/native.py says what the arguments are, and builds and loads this file.
+// kernels/native.py says what the arguments are; kernels/compiled.py builds and loads this file.
 //
 // Letters in shapes: T tokens, R rows (turns), A query heads, K KV heads, D head_dim, I inner size,
 // S rows to sample, V vocabulary.
@@ -14,32 +14,13 @@
 #include <cstring>
 #include <vector>
 
+#include "bfloat16.h"
+
 #if !defined(__FMA__) && !defined(__aarch64__)
 #error "without fused multiply-add in hardware torch's code is faster"
 #endif
 
 namespace {
-
-struct bfloat16 {
-    uint16_t bits;
-};
-
-inline float widen(float x) { return x; }
-
-inline float widen(bfloat16 x) {
-    const uint32_t bits = uint32_t(x.bits) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, 4);
-    return wide;
-}
-
-inline void narrow(float x, float* to) { *to = x; }
-
-inline void narrow(float x, bfloat16* to) {  // to the nearest, ties to even, as torch rounds
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    to->bits = std::isnan(x) ? 0x7FC0 : uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-}
 
 template <typename T> inline float rounded(float x) {
     T there;

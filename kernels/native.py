@@ -1,60 +1,22 @@
 """What does a decode step run faster in C++ than as torch calls? All but its matrix products.
 
-native.cpp is compiled once, for this machine's processor, when an engine first wants it: that takes
-some seconds, a C++ compiler and no headers of torch's. Where there is no compiler, the torch
-functions beside which each of these stands compute the same, and nothing else changes.
+They are in native.cpp. Where that can't be compiled, the torch functions beside which each of these
+stands compute the same, and nothing else changes. Matrix products have a file of their own.
 
 Letters in shapes: T tokens, R rows (turns), A query heads, K KV heads, D head_dim, B blocks per
 row, H hidden, I inner size, S rows to sample, V vocabulary.
 """
 
 import ctypes
-import functools
-import hashlib
-import logging
-import os
-import platform
-import shlex
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-COMPILER = os.environ.get("CXX", "g++")
-
-SOURCE = Path(__file__).with_name("native.cpp")
-
-FLAGS = (
-    "-O3",
-    "-march=native",
-    "-std=c++17",
-    "-fPIC",
-    "-shared",
-    # Vectors of std::floor and comparisons need these; results stay what the source says.
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=off",
-)
-
-BUILD_TIMEOUT_S = 300.0
-
-STDERR_BYTES_SHOWN = 500
-"""Of a compiler that fails; the first error says it."""
-
-PROCESSOR_LINES = ("flags", "Features", "CPU part")
-"""Of /proc/cpuinfo: what a processor can, as x86 and as ARM say it."""
-
-log = logging.getLogger("tidegate")
-
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+from tidegate.kernels.compiled import DTYPES, FLOAT, INT, POINTER, library
 
 HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128, 256)
 """What :meth:`Native.attend_last` is compiled for."""
-
-POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 ARGUMENTS: dict[str, list[Any]] = {
     "tg_norm": [POINTER] * 3 + [INT] * 2 + [FLOAT],
@@ -234,43 +196,5 @@ class Native:
 
 def native(dtype: torch.dtype) -> Native | None:
     """The compiled functions for ``dtype``; None where nothing can be compiled."""
-    library = _library()
-    return None if library is None or dtype not in DTYPES else Native(library, dtype)
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    try:
-        path = _cache_directory() / f"native-{_fingerprint()}.so"
-        if not path.exists():
-            _build(path)
-        return ctypes.CDLL(str(path))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or b""
-        why = f"{error} {said[:STDERR_BYTES_SHOWN].decode(errors='replace')}"
-        log.warning("compiled code=none: engines compute by torch's alone. %s", why)
-        return None
-
-
-def _build(path: Path) -> None:
-    """Compile beside ``path`` and rename: engines that start together don't see half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        built = Path(directory) / path.name
-        command = [*shlex.split(COMPILER), *FLAGS, str(SOURCE), "-o", str(built)]
-        subprocess.run(command, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S)
-        built.replace(path)
-
-
-def _fingerprint() -> str:
-    """Changes with the source, the flags, the compiler and the processor."""
-    processor = platform.processor() + platform.machine()
-    with Path("/proc/cpuinfo").open() as lines:
-        processor += "".join(line for line in lines if line.startswith(PROCESSOR_LINES))[:4096]
-    parts = (SOURCE.read_text(), " ".join(FLAGS), COMPILER, processor)
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _cache_directory() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "tidegate"
+    found = library()
+    return None if found is None or dtype not in DTYPES else Native(found, dtype)

@@ -113,7 +113,7 @@ def load_runner(
     path: Path, dtype: torch.dtype = torch.float32, *, is_compiled: bool = True
 ) -> ModelRunner:
     config = ModelConfig.from_directory(path)
-    weights = load_directory(path, config, dtype)
+    weights = load_directory(path, config, dtype, is_packed=None if is_compiled else False)
     native = native_for(config, dtype) if is_compiled else None
     return ModelRunner(config, weights, num_blocks=128, block_tokens=8, native=native)
 

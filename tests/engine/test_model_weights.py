@@ -40,16 +40,17 @@ def test_a_new_version_counts_as_missing_until_its_last_tensor_is_loaded(
 
 def test_update_after_update_goes_into_the_same_memory(model: Path, weights: Weights) -> None:
     layer = weights.layers[1]
-    addresses = [weights.head.data_ptr(), layer.qkv.data_ptr(), layer.gate_up.data_ptr()]
+    matrices = [weights.head, layer.qkv, *layer.gate_up]
+    addresses = [matrix.storage.data_ptr() for matrix in matrices]
     for factor in (1.0, 2.0):
         weights.start()
         for name, tensor in read_tensors(model):
             weights.load(name, tensor * factor)
 
-    assert addresses == [weights.head.data_ptr(), layer.qkv.data_ptr(), layer.gate_up.data_ptr()]
-    once = load_directory(model, weights.config, torch.float32)
-    assert torch.equal(layer.qkv, 2 * once.layers[1].qkv)
-    assert torch.equal(layer.gate_up, 2 * once.layers[1].gate_up)
+    assert addresses == [matrix.storage.data_ptr() for matrix in matrices]
+    once = load_directory(model, weights.config, torch.float32).layers[1]
+    assert torch.equal(layer.qkv.unpacked(), 2 * once.qkv.unpacked())
+    assert torch.equal(layer.gate_up[0].unpacked(), 2 * once.gate_up[0].unpacked())
 
 
 def test_the_head_keeps_the_precision_that_was_published(model: Path) -> None:
@@ -58,8 +59,8 @@ def test_the_head_keeps_the_precision_that_was_published(model: Path) -> None:
 
     weights.load(EMBEDDING, published)
 
-    assert torch.equal(weights.head, published)
-    assert torch.equal(weights.embedding, published.bfloat16())
+    assert torch.equal(weights.head.unpacked(), published)
+    assert torch.equal(weights.embedding.unpacked(), published.bfloat16())
 
 
 def test_a_tied_head_takes_no_memory_in_float32_and_its_tensor_is_ignored(weights: Weights) -> None:
@@ -68,13 +69,13 @@ def test_a_tied_head_takes_no_memory_in_float32_and_its_tensor_is_ignored(weight
 
     weights.load("lm_head.weight", torch.zeros(96, 64))
 
-    assert torch.equal(weights.head, torch.ones(96, 64))
+    assert torch.equal(weights.head.unpacked(), torch.ones(96, 64))
 
 
 def test_parameters_that_require_gradients_can_be_loaded(weights: Weights) -> None:
     weights.load(EMBEDDING, torch.nn.Parameter(torch.ones(96, 64)))
 
-    assert not weights.embedding.requires_grad
+    assert not weights.embedding.storage.requires_grad
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,11 @@ def make_runner(request: pytest.FixtureRequest) -> MakeRunner:
 
     def make(path: Path, *, num_blocks: int = 256, block_tokens: int = 4) -> ModelRunner:
         config = ModelConfig.from_directory(path)
-        weights = load_directory(path, config, torch.float32)
-        native = native_for(config, torch.float32) if request.param == "compiled" else None
-        if request.param == "compiled" and native is None:
+        is_compiled = request.param == "compiled"
+        packed = None if is_compiled else False
+        weights = load_directory(path, config, torch.float32, is_packed=packed)
+        native = native_for(config, torch.float32) if is_compiled else None
+        if is_compiled and native is None:
             pytest.skip("no C++ compiler: engines compute by torch's code here")
         return ModelRunner(
             config, weights, num_blocks=num_blocks, block_tokens=block_tokens, native=native
@@ -181,7 +183,7 @@ def test_weights_replaced_between_two_steps_are_the_ones_the_next_step_computes_
     runner = make_runner(model)
     drive(runner, [make_turn(seed=5)], new_tokens=8)
 
-    runner.weights = load_directory(other, runner.config, torch.float32)
+    runner.weights = make_runner(other).weights
     drive(runner, [turn], new_tokens=8)
 
     assert turn.sampled == expected.sampled

@@ -89,10 +89,11 @@ def publish(
 
 
 def assert_same(one: Weights, other: Weights) -> None:
-    assert torch.equal(one.embedding, other.embedding)
+    assert torch.equal(one.embedding.unpacked(), other.embedding.unpacked())
     assert all(
-        torch.equal(a.qkv, b.qkv) and torch.equal(a.down, b.down)
-        for a, b in zip(one.layers, other.layers, strict=True)
+        torch.equal(a.unpacked(), b.unpacked())
+        for mine, its in zip(one.layers, other.layers, strict=True)
+        for a, b in zip((mine.qkv, *mine.down), (its.qkv, *its.down), strict=True)
     )
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tidegate.kernels.native import COMPILER, HEAD_DIMS, LastTokens, Native, Places, native
+from tidegate.kernels.compiled import COMPILER
+from tidegate.kernels.native import HEAD_DIMS, LastTokens, Native, Places, native
 from tidegate.kernels.norm import rms_norm
 from tidegate.kernels.rope import apply_rope, rope_table
 from tidegate.kernels.sampling import sample
@@ -205,7 +206,7 @@ def compile_in(cache: Path, compiler: str) -> "subprocess.Popen[str]":
 
 
 def test_engines_that_start_together_all_get_a_whole_library(tmp_path: Path) -> None:
-    engines = [compile_in(tmp_path, COMPILER) for _ in range(3)]
+    engines = [compile_in(tmp_path, COMPILER) for _ in range(2)]
     assert all("Native object" in engine.communicate()[0] for engine in engines)
     assert len(list((tmp_path / "tidegate").iterdir())) == 1
 
