@@ -8,6 +8,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from tidegate.orchestrator.stepped_tasks import SteppedTask
+
 GRACE_S = 5.0
 """A task that was cancelled may clean up for so long. One that goes on all the same swallows
 ``CancelledError``, and nothing can stop it."""
@@ -15,7 +17,7 @@ GRACE_S = 5.0
 LOOK_AGAIN_S = 1.0
 """While nobody's time runs, there is nothing to be on time for."""
 
-Task = asyncio.Task[object]
+Task = asyncio.Task[object] | SteppedTask
 About = TypeVar("About")
 
 

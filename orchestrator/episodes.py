@@ -1,15 +1,16 @@
-"""How do users' episodes run? One coroutine per rollout, whose end becomes one event.
+"""How do users' episodes run? One task per rollout, whose end becomes one event.
 
 It waits and contains: whatever an episode raises costs its rollout and no other. What that means
 for groups and batches is the core's to decide.
 """
 
 import asyncio
+import contextlib
 import logging
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from tidegate.orchestrator.episode import Episode, SamplingDefaults
 from tidegate.orchestrator.generated_turn import checked_reward
 from tidegate.orchestrator.model_files import ModelFiles
 from tidegate.orchestrator.rollout import Rollout, Turn
+from tidegate.orchestrator.stepped_tasks import Rounds, SteppedFuture, SteppedTask
 from tidegate.orchestrator.waiting import Waiting, fail
 from tidegate.transport.messages import SamplingParams
 
@@ -51,6 +53,49 @@ class LeftBehind:
     """The episodes that ended last."""
 
 
+class EpisodeTask(SteppedTask):
+    """One episode."""
+
+    __slots__ = ("_function", "_runner", "_task", "episode", "rollout")
+
+    def __init__(
+        self, runner: "EpisodeRunner", rollout: Rollout, task: object, function: EpisodeFunction
+    ) -> None:
+        super().__init__(runner.rounds)
+        self._runner = runner
+        self.rollout = rollout
+        self._task = task
+        self._function = function
+        self.episode: Episode | None = None
+        """None until it has begun."""
+
+    def begin(self) -> Coroutine[Any, Any, Any]:
+        """Call the user's function."""
+        episode = self.episode = self._runner.opened(self)
+        playing = self._function(episode, self._task)
+        return playing if asyncio.iscoroutine(playing) else _awaited(playing)
+
+    def end(self, value: object, error: BaseException | None) -> None:
+        """As :meth:`EpisodeRunner.ended`."""
+        self._runner.ended(self, value, error)
+
+    def get_name(self) -> str:
+        """By its rollout."""
+        return f"rollout {self.rollout.rollout_id}"
+
+
+def _reward(value: object) -> float | BaseException:
+    """What an episode has returned, or what is wrong with that."""
+    try:
+        return checked_reward(value)
+    except Exception as error:  # noqa: BLE001 - a user's type may raise anything
+        return error
+
+
+async def _awaited(playing: Awaitable[object]) -> object:
+    return await playing
+
+
 class EpisodeRunner:
     """Runs the episodes of a run, on its event loop."""
 
@@ -60,17 +105,21 @@ class EpisodeRunner:
         model: ModelFiles,
         waiting: Waiting,
         handle: Callable[[Iterable[ev.Event]], None],
+        on_error: Callable[[BaseException], None],
     ) -> None:
-        """``handle`` feeds events to the core."""
+        """``handle`` feeds events to the core; ``on_error`` hears what the run can't go on after,
+        such as one failed episode too many."""
         self._loop = asyncio.get_running_loop()
+        self.rounds = Rounds(self._loop, on_error)
         self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up)
         self._defaults = SamplingDefaults(settings.max_tokens, settings.temperature, settings.seed)
         self._model = model
         self._waiting = waiting
         self._handle = handle
         self._failures_in_a_row = 0
-        self._going: dict[int, asyncio.Task[None]] = {}
+        self._going: dict[int, EpisodeTask] = {}
         """By rollout."""
+        self._is_ending = False
         self.left = LeftBehind()
         self._forked: Rollout | None = None
         self._broken: EpisodeError | None = None
@@ -81,19 +130,10 @@ class EpisodeRunner:
         change = self._deadlines.stand_still if is_still else self._deadlines.go_on
         change(self._loop.time())
 
-    def begin(
-        self, rollout: Rollout, task: object, function: EpisodeFunction, group: asyncio.TaskGroup
-    ) -> None:
-        """Start one episode, as a task of ``group``.
-
-        That fails with an :class:`EpisodeError` if the episode is one failure too many.
-        """
-        name, number = f"rollout {rollout.rollout_id}", rollout.rollout_id
-        playing = self._run(rollout, task, function)
-        try:
-            self._going[number] = group.create_task(playing, name=name)
-        except RuntimeError:  # the group is ending, and the run with it
-            playing.close()
+    def begin(self, rollout: Rollout, task: object, function: EpisodeFunction) -> None:
+        """Start one episode."""
+        if not self._is_ending:
+            self._going[rollout.rollout_id] = EpisodeTask(self, rollout, task, function)
 
     def stop(self, rollout: Rollout) -> None:
         """Cancel the episode of a rollout that is given up; whatever it says changes nothing."""
@@ -102,47 +142,81 @@ class EpisodeRunner:
             self.left.stubborn.add(rollout.rollout_id)  # until it has ended
             self._deadlines.cut_short(task)
 
-    async def _run(self, rollout: Rollout, task: object, function: EpisodeFunction) -> None:
-        try:
-            if rollout.rollout_id not in self.left.stubborn:  # else it is stopped already
-                await self._play(rollout, task, function)
-        finally:
-            self.left.stubborn.discard(rollout.rollout_id)
-            del self._going[rollout.rollout_id]
+    async def end(self) -> None:
+        """Cancel every episode, and return once all have ended; none begins any more."""
+        self._is_ending = True
+        for task in list(self._going.values()):
+            task.cancel()
+        while self._going:
+            with contextlib.suppress(asyncio.CancelledError):  # who cancels this waits for them too
+                await asyncio.wait(self._going.values())
 
-    async def _play(self, rollout: Rollout, task: object, function: EpisodeFunction) -> None:
-        """Run one episode to its end.
+    def opened(self, task: "EpisodeTask") -> Episode:
+        """What a task's function talks to; from now on its time runs.
+
+        Raises:
+            CancelledError: it was stopped already.
+            EpisodeError: no other episode is to begin.
+        """
+        if task.rollout.rollout_id in self.left.stubborn:
+            raise asyncio.CancelledError
+        if self._broken is not None:
+            raise self._broken
+        episode = Episode(task.rollout, self._model, self, self._defaults)
+        self._deadlines.begin(task, (task.rollout, episode))
+        return episode
+
+    def ended(self, task: "EpisodeTask", value: object, error: BaseException | None) -> None:
+        """A task has come to its end.
 
         Raises:
             EpisodeError: it was one failure too many.
         """
-        episode = Episode(rollout, self._model, self, self._defaults)
-        event: ev.Event
-        current = asyncio.current_task(self._loop)
-        assert current is not None
-        if self._broken is not None:
-            raise self._broken
-        self._deadlines.begin(current, (rollout, episode))
+        number = task.rollout.rollout_id
         try:
-            reward = checked_reward(await function(episode, task))
-            self._deadlines.end(current)
-            event = ev.EpisodeReturned(rollout.rollout_id, reward)
+            event = self._said(task, value, error)
+            if event is not None and number not in self.left.stubborn:  # else it changes nothing
+                assert task.episode is not None
+                self._handle([*task.episode.turn_rewards(), event])
+        finally:
+            self.left.stubborn.discard(number)
+            del self._going[number]
+
+    def _said(
+        self, task: "EpisodeTask", value: object, error: BaseException | None
+    ) -> ev.Event | None:
+        """What a task's end means to its rollout; nothing, if somebody has cancelled it."""
+        if task.episode is None:  # it never began
+            if error is not None and not isinstance(error, asyncio.CancelledError):
+                raise error
+            return None
+        reward = _reward(value) if error is None else error
+        event: ev.Event | None
+        if isinstance(reward, float):
+            self._deadlines.end(task)
+            event = ev.EpisodeReturned(task.rollout.rollout_id, reward)
             self._failures_in_a_row = 0
-        except (Exception, asyncio.CancelledError) as error:
-            was_too_long = self._deadlines.end(current)
-            reason = "episode_error"
-            if isinstance(error, asyncio.CancelledError):
-                if current.cancelling():
-                    raise  # somebody cancels it; else its code has awaited something dead
-                if was_too_long:
-                    reason, late = "episode_timeout", TimeoutError("it took too long")
-                    late.__cause__, error = error, late
-            event = ev.EpisodeFailed(rollout.rollout_id, reason)
-            if rollout.rollout_id not in self.left.stubborn:
-                self._count_failure(rollout, error)
-        self._settle(rollout, episode)
-        if rollout.rollout_id not in self.left.stubborn:  # else what it says changes nothing
-            self._handle([*episode.turn_rewards(), event])
+        elif isinstance(reward, (Exception, asyncio.CancelledError)):
+            event = self._failed(task, reward)
+        else:
+            raise reward
+        if event is not None:
+            self._settle(task.rollout, task.episode)
+        return event
+
+    def _failed(self, task: "EpisodeTask", error: BaseException) -> ev.Event | None:
+        rollout = task.rollout
+        was_too_long = self._deadlines.end(task)
+        reason = "episode_error"
+        if isinstance(error, asyncio.CancelledError):
+            if task.cancelling():
+                return None  # somebody cancels it; else its code has awaited something dead
+            if was_too_long:
+                reason, late = "episode_timeout", TimeoutError("it took too long")
+                late.__cause__, error = error, late
+        if rollout.rollout_id not in self.left.stubborn:
+            self._count_failure(rollout, error)
+        return ev.EpisodeFailed(rollout.rollout_id, reason)
 
     def _settle(self, rollout: Rollout, episode: Episode) -> None:
         episode.end()
@@ -176,16 +250,16 @@ class EpisodeRunner:
 
     # ------------------------------------------------------------ what episodes ask for
 
-    def ask(self, rollout: Rollout, sampling: SamplingParams) -> "asyncio.Future[Turn]":
+    def ask(self, rollout: Rollout, sampling: SamplingParams) -> "SteppedFuture[Turn]":
         """A new turn of this rollout, once it has ended."""
         self._refuse_if_given_up(rollout)
         future = self.rejoin(rollout)
         self._handle([ev.TurnAsked(rollout.rollout_id, sampling)])
         return future
 
-    def rejoin(self, rollout: Rollout) -> "asyncio.Future[Turn]":
+    def rejoin(self, rollout: Rollout) -> "SteppedFuture[Turn]":
         """The turn that this rollout has on some engine, once it has ended."""
-        future: asyncio.Future[Turn] = self._loop.create_future()
+        future: SteppedFuture[Turn] = SteppedFuture(self._loop)
         self._waiting.turns[rollout.rollout_id] = future
         return future
 

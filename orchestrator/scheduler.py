@@ -82,7 +82,7 @@ class Scheduler:
         self.control = EngineControl(settings, init_weights, self._waiting, self)
         failure = self.control.publisher.take_failure
         self._desk = BatchDesk(self._waiting, self.handle, self.when_safe, failure)
-        self._episodes = EpisodeRunner(settings, model, self._waiting, self.handle)
+        self._episodes = EpisodeRunner(settings, model, self._waiting, self.handle, self.fail)
         self._wants_tasks = asyncio.Event()
         self._offers = Offers(lambda: self.core, self.handle, wants_tasks=self._wants_tasks)
         self._outbox = Outbox(self.fleet.send, on_error=self.fail)
@@ -111,6 +111,7 @@ class Scheduler:
                 group.create_task(self._run_watch().run(), name="watchdog")
                 await self._failure
         finally:
+            await self._episodes.end()
             self._offers.close()
             self._group = None
             self._router.detach()
@@ -286,9 +287,8 @@ class Scheduler:
             case ev.EndTurn(turn=turn):
                 resolve(self._waiting.turns.pop(turn.rollout.rollout_id, None), turn)
             case ev.StartEpisode(rollout=rollout, task=task):
-                assert self._group is not None
                 assert episode is not None
-                self._episodes.begin(rollout, task, episode, self._group)
+                self._episodes.begin(rollout, task, episode)
             case ev.StartBranch(rollout=rollout):
                 self._episodes.forked(rollout)
             case ev.StopEpisode(rollout=rollout):

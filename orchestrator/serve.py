@@ -10,6 +10,7 @@ blocks stalls no rollout; nothing here decides anything.
 """
 
 import asyncio
+import concurrent.futures
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args
@@ -268,7 +269,7 @@ class SyncRollouts(RunClient):
         future = self._submit(work)
         try:
             return future.result()
-        except asyncio.CancelledError:  # the run's loop has ended under it
+        except concurrent.futures.CancelledError:  # the run's loop has ended under it
             raise self._running.failure() from None
 
 

@@ -1,0 +1,214 @@
+"""How do thousands of coroutines get on at little cost each? As tasks that are stepped in rounds.
+
+A task of asyncio's own costs a callback of the loop for each of its steps, a set's bookkeeping in a
+task group, and a name. Here one callback per turn of the loop steps all that can go on, in the
+order in which they could. To the code that runs in them they are tasks like any other: what they
+are made of is asyncio's documented way to have tasks of one's own. It knows no episode.
+"""
+
+import asyncio
+import contextvars
+from asyncio import _enter_task, _leave_task, _register_task
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Rounds:
+    """The tasks of one loop that can go on."""
+
+    __slots__ = ("_on_error", "_ready", "loop")
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, on_error: Callable[[BaseException], None]
+    ) -> None:
+        """``on_error`` hears what :meth:`SteppedTask.end` raises, and what no code should catch."""
+        self.loop = loop
+        self._on_error = on_error
+        self._ready: list[SteppedTask] = []
+
+    def add(self, task: "SteppedTask") -> None:
+        """Step this one in the loop's next turn."""
+        if not self._ready:
+            self.loop.call_soon(self._step_all)
+        self._ready.append(task)
+
+    def _step_all(self) -> None:
+        """Those that can go on again by then wait for the next round, as a callback would."""
+        ready, self._ready = self._ready, []
+        for task in ready:
+            try:
+                task.step()
+            except BaseException as error:  # noqa: BLE001 - it must not keep others from going on
+                self._on_error(error)
+
+
+class SteppedFuture(asyncio.Future[Result]):
+    """A future whose waiter goes on in the next round, with no callback of its own."""
+
+    __slots__ = ("waiter",)
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self.waiter: SteppedTask | None = None
+        """Who waits; other tasks than ours wait for it as for any future."""
+
+    def set_result(self, result: Result, /) -> None:
+        """As any future's."""
+        super().set_result(result)
+        if self.waiter is not None:
+            self.waiter.wake()
+
+    def set_exception(self, exception: type[BaseException] | BaseException, /) -> None:
+        """As any future's."""
+        super().set_exception(exception)
+        if self.waiter is not None:
+            self.waiter.wake()
+
+    def cancel(self, msg: Any = None) -> bool:
+        """As any future's."""
+        is_cancelled = super().cancel(msg)
+        if is_cancelled and self.waiter is not None:
+            self.waiter.wake()
+        return is_cancelled
+
+
+class SteppedTask(asyncio.Future[None]):
+    """A task whose coroutine :meth:`begin` makes, and whose end :meth:`end` hears of.
+
+    Its methods and attributes are those of :class:`asyncio.Task` that libraries look for: anyio,
+    aiohttp and asyncio's own timeouts and groups ask the current task for them.
+    """
+
+    __slots__ = (
+        "_cancels",
+        "_context",
+        "_coro",
+        "_error",
+        "_fut_waiter",
+        "_must_cancel",
+        "_rounds",
+    )
+
+    def __init__(self, rounds: Rounds) -> None:
+        """Begins in the next round."""
+        super().__init__(loop=rounds.loop)
+        self._rounds = rounds
+        self._context = contextvars.copy_context()
+        self._coro: Coroutine[Any, Any, Any] | None = None
+        self._fut_waiter: asyncio.Future[Any] | None = None
+        self._must_cancel = False
+        self._cancels = 0
+        self._error: BaseException | None = None
+        """What is wrong with what the coroutine has awaited; it is told so."""
+        _register_task(self)  # type: ignore[arg-type]
+        rounds.add(self)
+
+    # ------------------------------------------------------------ for those who make tasks of it
+
+    def begin(self) -> Coroutine[Any, Any, Any]:
+        """What is to run. Called as part of the first step, unless it is cancelled before."""
+        raise NotImplementedError
+
+    def end(self, value: Any, error: BaseException | None) -> None:
+        """It has returned ``value``, or raised ``error``."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------ steps
+
+    def wake(self) -> None:
+        """What it waited for is there: it goes on in the next round."""
+        self._rounds.add(self)
+
+    def step(self) -> None:
+        """Run until it waits again, or ends."""
+        loop = self._rounds.loop
+        value: Any = None
+        failure: BaseException | None = None
+        _enter_task(loop, self)  # type: ignore[arg-type]
+        try:
+            waits_for = self._go_on()
+            self._wait_for(waits_for)
+            return
+        except StopIteration as returned:
+            value = returned.value
+            if self._must_cancel:  # by itself, in its last step
+                failure = asyncio.CancelledError()
+        except BaseException as error:  # noqa: BLE001 - it is told of it
+            failure = error
+        finally:
+            _leave_task(loop, self)  # type: ignore[arg-type]
+        try:
+            self.end(value, failure)
+        finally:
+            failure = None  # whose traceback holds this frame
+            super().set_result(None)
+            self._coro = self._fut_waiter = None
+
+    def _go_on(self) -> Any:
+        error, self._error, self._fut_waiter = self._error, None, None
+        if self._must_cancel:
+            self._must_cancel = False
+            error = asyncio.CancelledError()
+        coro, run = self._coro, self._context.run
+        if error is not None:
+            if coro is None:
+                raise error
+            return run(coro.throw, error)
+        if coro is None:
+            coro = self._coro = run(self.begin)
+        return run(coro.send, None)
+
+    def _wait_for(self, awaited: Any) -> None:
+        if awaited is None:  # as asyncio.sleep(0) does
+            self.wake()
+        elif not getattr(awaited, "_asyncio_future_blocking", False):
+            self._error = RuntimeError(f"Task got bad yield: {awaited!r}")
+            self.wake()
+        elif awaited.get_loop() is not self._rounds.loop:
+            self._error = RuntimeError(f"{awaited!r} is attached to a different loop")
+            self.wake()
+        else:
+            awaited._asyncio_future_blocking = False
+            self._fut_waiter = awaited
+            if type(awaited) is SteppedFuture and awaited.waiter is None:
+                awaited.waiter = self
+            else:
+                awaited.add_done_callback(self._on_done)
+            if self._must_cancel and awaited.cancel():
+                self._must_cancel = False
+
+    def _on_done(self, _: "asyncio.Future[Any]") -> None:
+        try:
+            self.step()
+        except BaseException as error:  # noqa: BLE001 - as in a round
+            self._rounds._on_error(error)
+
+    # ------------------------------------------------------------ as asyncio.Task
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Have its coroutine raise ``CancelledError``, where it waits or at once it does."""
+        if self.done():
+            return False
+        self._cancels += 1
+        if self._fut_waiter is None or not self._fut_waiter.cancel(msg):
+            self._must_cancel = True
+        return True
+
+    def cancelling(self) -> int:
+        """How often it was cancelled and that not taken back."""
+        return self._cancels
+
+    def uncancel(self) -> int:
+        """Take one cancel back; how many are left."""
+        self._cancels = max(0, self._cancels - 1)
+        return self._cancels
+
+    def get_coro(self) -> Coroutine[Any, Any, Any] | None:
+        """Its coroutine, while it goes on."""
+        return self._coro
+
+    def get_name(self) -> str:
+        """What it is called where tasks are told of."""
+        raise NotImplementedError
