@@ -5,7 +5,6 @@ they are the user's and come again from the user's iterator; all else is. What a
 its context since its last turn travels with the event that tells of it.
 """
 
-import dataclasses
 from typing import Any
 
 import msgspec
@@ -14,7 +13,7 @@ from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.core import Core
 from tidegate.transport.messages import Prefill, TokenDetails
 
-KINDS: tuple[type[Any], ...] = (
+KINDS: tuple[type[msgspec.Struct], ...] = (
     ev.StepArrived,
     ev.TurnAsked,
     ev.TurnGivenUp,
@@ -45,7 +44,7 @@ KINDS: tuple[type[Any], ...] = (
 """An event's number in a record is its place here: add at the end, remove none."""
 
 NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
-FIELDS = {kind: [f.name for f in dataclasses.fields(kind) if f.name != "task"] for kind in KINDS}
+FIELDS = {kind: [name for name in kind.__struct_fields__ if name != "task"] for kind in KINDS}
 """What is written of each: not tasks."""
 
 GIVES = (ev.TurnAsked, ev.EpisodeReturned, ev.EpisodeFailed)

@@ -4,33 +4,38 @@ It appends to the arrays of rollouts and marks where a version's tokens begin. W
 are, and what becomes of those that end, is for :mod:`turns` to say.
 """
 
-from array import array
-from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, repeat
+
+from msgspec import Struct
 
 from tidegate.orchestrator.events import Command, StepArrived
 from tidegate.orchestrator.rollout import Turn
 from tidegate.orchestrator.steady import SteadySteps, splitter
 
 
-@dataclass(slots=True)
 class Submission:
     """A turn on an engine."""
 
-    turn: Turn
-    priority: int
-    sampled_before: int
-    """Output tokens of the turn that existed when it was submitted."""
-    version: int = field(init=False, default=-1)
-    """Of the last tokens of this submission; -1 before the first."""
-    token_ids: "array[int]" = field(init=False, repr=False)
-    """The rollout's context, here to be found at once; so is the rest."""
-    logprobs: "array[float]" = field(init=False, repr=False)
-    is_evaluation: bool = field(init=False, repr=False)
+    __slots__ = (
+        "is_evaluation",
+        "logprobs",
+        "priority",
+        "sampled_before",
+        "token_ids",
+        "turn",
+        "version",
+    )
 
-    def __post_init__(self) -> None:
-        rollout = self.turn.rollout
+    def __init__(self, turn: Turn, priority: int, sampled_before: int) -> None:
+        self.turn = turn
+        self.priority = priority
+        self.sampled_before = sampled_before
+        """Output tokens of the turn that existed when it was submitted."""
+        self.version = -1
+        """Of the last tokens of this submission; -1 before the first."""
+        rollout = turn.rollout
         self.token_ids = rollout.token_ids
+        """The rollout's context, here to be found at once; so is the rest."""
         self.logprobs = rollout.logprobs
         self.is_evaluation = rollout.group_id < 0
 
@@ -41,8 +46,7 @@ class Submission:
             self.turn.begin_run(event.version, event.engine)
 
 
-@dataclass(slots=True)
-class StepOutcome:
+class StepOutcome(Struct, gc=False):
     """What a step meant: commands, and how many of its tokens belong to whom."""
 
     commands: list[Command]

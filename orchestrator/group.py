@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from tidegate.orchestrator.rollout import Rollout, RolloutState
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class TaskKey:
+class TaskKey(Struct, frozen=True, order=True, gc=False):
     """Where a task stands among all that the user gives: the same after a crash."""
 
     offer: int

@@ -14,6 +14,8 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Protocol
 
+from msgspec import Struct
+
 from tidegate.orchestrator.token_details import TurnDetails
 from tidegate.transport.messages import KvSpan, SamplingParams
 
@@ -48,8 +50,7 @@ class VersionSpan:
         return f"mixed({self.kv.oldest}, {self.kv.newest})"
 
 
-@dataclass(frozen=True, slots=True)
-class VersionRun:
+class VersionRun(Struct, frozen=True, gc=False):
     """From output token ``start`` of its turn on, ``version`` sampled, on ``engine``."""
 
     version: int
@@ -57,8 +58,7 @@ class VersionRun:
     engine: str
 
 
-@dataclass(frozen=True, slots=True)
-class TurnPrefill:
+class TurnPrefill(Struct, frozen=True, gc=False):
     """From output token ``at`` on, the KV of everything before was computed as ``spans`` say."""
 
     at: int

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,8 +20,7 @@ class _NoMore:
 NO_MORE = _NoMore()
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(msgspec.Struct, frozen=True, gc=False):
     """A task, and where it stands if it was taken before."""
 
     task: object

@@ -15,6 +15,7 @@ What it costs must not grow with the engines: so ask for the least loaded, or fo
 import heapq
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 ENTRIES_PER_NAME = 4
 """The heap keeps outdated entries until they come up; beyond this many it is made anew, which so
@@ -86,8 +87,7 @@ class EngineLoads:
         return least is not None and (load - self._loads[least]) * capacity <= margin_turns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnToRoute:
+class TurnToRoute(NamedTuple):
     """What a policy may know of the turn that it finds an engine for."""
 
     number: int

@@ -1,9 +1,10 @@
 """Drives a core whose turns are placed by rules of a test's choice, by numbered steps."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from tests.orchestrator.driver import Driver
 from tidegate.orchestrator import events as ev
@@ -45,6 +46,6 @@ class PlacedDriver(Driver):
     def do(self, event: ev.Event) -> list[ev.Command]:
         if isinstance(event, ev.StepArrived):
             seq, busy_us = self._steps[event.engine], self.busy_us.get(event.engine, 0)
-            event = dataclasses.replace(event, seq=seq, busy_us=busy_us)
+            event = msgspec.structs.replace(event, seq=seq, busy_us=busy_us)
             self._steps[event.engine] += 1
         return super().do(event)
