@@ -281,7 +281,7 @@ def tokens_are_tagged_with_the_version_at_their_arrival(patch: pytest.MonkeyPatc
     right = Core._on_step
 
     def on_step(self: Core, event: ev.StepArrived) -> list[ev.Command]:
-        fields = {name: getattr(event, name) for name in ev.StepArrived.__slots__}
+        fields = {name: getattr(event, name) for name in ev.StepArrived.__struct_fields__}
         return right(self, ev.StepArrived(**(fields | {"version": self.trainer_version})))
 
     patch.setattr(Core, "_on_step", on_step)

@@ -41,7 +41,7 @@ def sample(
     event = step(engine, 0, [(handle, tokens, finish)])
     driver.do(
         ev.StepArrived(
-            **{name: getattr(event, name) for name in event.__slots__ if name != "details"},
+            **{name: getattr(event, name) for name in event.__struct_fields__ if name != "details"},
             details=[told(handle, *details)] if details else [],
         )
     )
