@@ -50,6 +50,7 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "eos_token_id": 1,
+    "pad_token_id": 0,
 }
 
 FAMILIES = {
@@ -120,7 +121,13 @@ FAMILIES = {
         has_local_rope=True,
     ),
 }
-"""The architectures we compute, as config.json spells them."""
+"""The causal language models we compute, as config.json spells them."""
+
+CLASSIFIERS = {
+    f"{name}ForSequenceClassification": FAMILIES[f"{name}ForCausalLM"]
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma2")
+}
+"""The same with a head that tells a few numbers of a sequence, such as its reward."""
 
 
 class ConfigFields(msgspec.Struct):
@@ -163,6 +170,9 @@ class ConfigFields(msgspec.Struct):
     mlp_only_layers: list[int] | None = None
     quantization_config: dict[str, Any] | None = None
     eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    num_labels: int | None = None
+    id2label: dict[str, str] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
 
@@ -191,10 +201,10 @@ def read_architecture(file: Path) -> str:
     named = naming.architectures or [
         name for name, family in FAMILIES.items() if family.model_type == naming.model_type
     ]
-    known = [name for name in named if name in FAMILIES]
+    known = [name for name in named if name in FAMILIES or name in CLASSIFIERS]
     if not known:
         found = ", ".join(named) or naming.model_type or "no architecture"
-        ours = ", ".join(sorted(FAMILIES))
+        ours = ", ".join([*sorted(FAMILIES), *sorted(CLASSIFIERS)])
         raise ModelNotComputed(f"{file} names {found}; our own code computes {ours}")
     return known[0]
 

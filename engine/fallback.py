@@ -8,7 +8,9 @@ Letters in shapes: P past positions, T a row's tokens, K KV heads, D their width
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,14 @@ import transformers
 from tidegate.engine.fallback_weights import FallbackWeights
 from tidegate.engine.runner import Row
 from tidegate.engine.sampling import RowSampling, StepOutput, sample_rows
+from tidegate.engine.scoring import (
+    RowScore,
+    RowScoring,
+    in_pieces,
+    join_scores,
+    score_hidden,
+    score_logits,
+)
 from tidegate.engine.weight_store import WeightStore
 from tidegate.errors import ModelError
 
@@ -51,19 +61,45 @@ class FallbackRunner:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Run every row's tokens, and sample after the last of those that ask for it."""
+        """Run every row's tokens, and sample after the last of those that ask for it.
+
+        Rows to be scored sample nothing.
+        """
+        scores: list[RowScore] = []
         logits: list[torch.Tensor] = []
         sampling: list[RowSampling] = []
         for row in rows:
             end = row.start + len(row.token_ids)
             slots = _slots(row.block_table, end, self.block_tokens)
+            if row.scoring is not None:
+                scores.append(self._score(row, row.scoring, slots))
+                continue
             out = _read(self.weights.module, row.token_ids, slots, self._caches)
             if row.sampling is not None:
                 logits.append(out)
                 sampling.append(row.sampling)
         if not sampling:
-            return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
-        return sample_rows(torch.stack(logits), sampling)
+            return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32), scores=scores)
+        return replace(sample_rows(torch.stack(logits), sampling), scores=scores)
+
+    def _score(self, row: Row, asked: RowScoring, slots: torch.Tensor) -> RowScore:
+        """Read a row and score its last tokens, in pieces whose logits are not too many."""
+        module, end = self.weights.module, len(row.token_ids)
+        first = end - asked.positions
+        if first:
+            _read(module, row.token_ids[:first], slots[: row.start + first], self._caches)
+        pieces = []
+        for part, piece in in_pieces(asked, module.config.get_text_config().vocab_size):
+            start, stop = first + part.start, first + part.stop
+            tokens, where = row.token_ids[start:stop], slots[: row.start + stop]
+            if asked.reads == "logprobs":
+                logits = _read_all(module, tokens, where, self._caches, told=piece.positions)
+                pieces.append(score_logits(logits.float(), piece))
+                continue
+            with _into_head(module) as hidden:
+                _read_all(module, tokens, where, self._caches, told=piece.positions)
+            pieces.append(score_hidden(hidden[0][-piece.positions :], piece))
+        return join_scores(pieces)
 
 
 def kv_token_bytes(module: Any) -> int:
@@ -107,6 +143,18 @@ def _read(
 
     ``slots`` [P + T] say where the context's positions are in ``caches``.
     """
+    return _read_all(module, token_ids, slots, caches, told=1)[0].float()
+
+
+def _read_all(
+    module: Any,
+    token_ids: npt.NDArray[np.int32],
+    slots: torch.Tensor,
+    caches: Sequence[Cache],
+    *,
+    told: int,
+) -> torch.Tensor:
+    """The same; return the logits [told, V] of the last tokens."""
     past = len(slots) - len(token_ids)
     cache = transformers.DynamicCache()
     if past:
@@ -118,19 +166,31 @@ def _read(
         attention_mask=torch.ones(1, len(slots), dtype=torch.long),
         past_key_values=cache,
         use_cache=True,
-        **_last_logits_only(module),
+        **_last_logits_only(module, told),
     )
     for parts, computed in zip(caches, _layers(module, output, len(slots)), strict=True):
         for part, new in zip(parts, computed, strict=True):
             part.index_copy_(0, slots[past:], new[0, :, past:].transpose(0, 1))
-    logits: torch.Tensor = output.logits[0, -1].float()
+    logits: torch.Tensor = output.logits[0, -told:]
     return logits
 
 
-def _last_logits_only(module: Any) -> dict[str, int]:
+@contextmanager
+def _into_head(module: Any) -> Iterator[list[torch.Tensor]]:
+    """What the LM head is given meanwhile: the normed hidden states [T, H] of each pass."""
+    seen: list[torch.Tensor] = []
+    head = module.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda _, given: seen.append(given[0][0]))
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def _last_logits_only(module: Any, told: int) -> dict[str, int]:
     """How to ask for that, where it can be: all of a long prompt's would take gigabytes."""
     known = inspect.signature(module.forward).parameters
-    return {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+    return {"logits_to_keep": told} if "logits_to_keep" in known else {}
 
 
 def _slots(

@@ -15,8 +15,8 @@ from tidegate.engine.memory import is_out_of_memory, out_of_memory
 from tidegate.engine.runner import Row, Runner, StepOutput
 from tidegate.engine.scheduler import Scheduler, StepColumns
 from tidegate.engine.staging import Live, Staging
-from tidegate.errors import TurnRefused
-from tidegate.transport import messages
+from tidegate.errors import ScoreRefused, TurnRefused
+from tidegate.transport import messages, scoring
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import (
     CancelTurn,
@@ -36,6 +36,7 @@ from tidegate.transport.messages import (
     WeightsFailed,
     WeightsLive,
 )
+from tidegate.transport.scoring import CancelScore, ScoreTokens
 
 STAGING_POLL_S = 0.002
 """How long an idle engine leaves staged weights unnoticed."""
@@ -108,6 +109,10 @@ class EngineLoop:
                 self._submit(message)
             case CancelTurn(turn=turn):
                 self._scheduler.cancel(turn)
+            case ScoreTokens():
+                self._score(message)
+            case CancelScore(request=request):
+                self._scheduler.scores.cancel(request)
             case Pause(mode=mode, clear_cache=clear_cache):
                 self._scheduler.pause(mode, clear_cache=clear_cache)
             case Resume():
@@ -133,6 +138,13 @@ class EngineLoop:
             self._scheduler.submit(message)
         except TurnRefused as error:
             self._link.send(messages.TurnRefused(turn=message.turn, message=cut(str(error))))
+
+    def _score(self, message: ScoreTokens) -> None:
+        try:
+            self._scheduler.score(message)
+        except ScoreRefused as error:
+            why = cut(str(error))
+            self._link.send(scoring.ScoreRefused(request=message.request, message=why))
 
     def _finish_update(self, message: FinishWeightUpdate) -> None:
         self._answers += self._staging.take_answers()  # the last copy may be done, and untold

@@ -3,7 +3,7 @@
 It knows nothing of turns or sampling: a plan says which tokens are where, and weights are an
 argument, so that they can be others in the next step.
 
-Letters in shapes: T tokens of a step, S rows to sample, H hidden, D head_dim.
+Letters in shapes: T tokens of a step, S of them to sample after or to score, H hidden, D head_dim.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,13 +53,13 @@ class StepPlan:
     scratch: torch.Tensor
     """Memory for :func:`~tidegate.kernels.attention.attend`."""
     sampled: torch.Tensor
-    """[S] the tokens whose successors are sampled."""
+    """[S] the tokens whose hidden states are asked for: to sample after them, or to score."""
     native: Native | None
     """Compiled code for this model, or torch's."""
 
 
 def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) -> torch.Tensor:
-    """Run a step; return the normed hidden states [S, H] of the tokens to sample after.
+    """Run a step; return the normed hidden states [S, H] of the tokens asked for.
 
     ``caches`` holds one KV cache per layer; the step's own keys and values are written there.
     """

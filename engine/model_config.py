@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidegate.engine.config_fields import (
+    CLASSIFIERS,
     FAMILIES,
     ConfigFields,
     Family,
@@ -86,6 +87,10 @@ class ModelConfig:
     logits_soft_cap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer; generation_config.json's if it names any."""
+    labels: int = 0
+    """What a classification head tells, in place of an LM head; 0: there is none."""
+    pad_token_id: int | None = None
+    """What a classification head passes over at the end of a sequence."""
     dtype: str = "float32"
     """What the directory's weights are stored in, as torch spells it."""
 
@@ -109,7 +114,7 @@ class ModelConfig:
             )
         file = path / "config.json"
         architecture = read_architecture(file)
-        fields = read_fields(file, FAMILIES[architecture])
+        fields = read_fields(file, _family(architecture))
         refuse_what_nobody_serves(file, fields)
         return _build(file, architecture, fields, read_eos_token_ids(path, fields.eos_token_id))
 
@@ -128,7 +133,7 @@ def refuse_what_nobody_serves(file: Path, fields: ConfigFields) -> None:
 def _build(
     file: Path, architecture: str, fields: ConfigFields, eos_token_ids: tuple[int, ...]
 ) -> ModelConfig:
-    family = FAMILIES[architecture]
+    family = _family(architecture)
     heads = fields.num_attention_heads
     gemma = family.is_gemma
     _check_sizes(file, fields)
@@ -143,7 +148,9 @@ def _build(
         head_dim=fields.head_dim or family.defaults.get("head_dim") or fields.hidden_size // heads,
         norm_epsilon=fields.rms_norm_eps,
         context_tokens_max=context_tokens_max(file, fields),
-        tied_head=fields.tie_word_embeddings,
+        tied_head=fields.tie_word_embeddings and architecture in FAMILIES,
+        labels=_labels(fields) if architecture in CLASSIFIERS else 0,
+        pad_token_id=fields.pad_token_id,
         qkv_bias=fields.attention_bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=fields.attention_bias if family.output_bias is None else family.output_bias,
         mlp_bias=family.reads_mlp_bias and fields.mlp_bias,
@@ -161,6 +168,15 @@ def _build(
     )
     _check_heads(file, config)
     return config
+
+
+def _family(architecture: str) -> Family:
+    return FAMILIES.get(architecture) or CLASSIFIERS[architecture]
+
+
+def _labels(fields: ConfigFields) -> int:
+    """How many; a config that doesn't say has two, in transformers."""
+    return fields.num_labels or len(fields.id2label or ()) or 2
 
 
 def _check_sizes(file: Path, fields: ConfigFields) -> None:

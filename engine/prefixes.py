@@ -39,13 +39,13 @@ class Prefixes:
     def find(self, turn: TurnState) -> list[int]:
         """The cached blocks that go on where the turn's shared ones end.
 
-        Its last token is never in them: it must be computed, for the next is sampled from that.
+        Only those that it need not compute: never its last token, nor what is to be scored.
         """
         found: list[int] = []
         if turn.share_at == NEVER:
             return found
         node = turn.node
-        for place in range(turn.shared_blocks, (turn.length - 1) // self._block_tokens):
+        for place in range(turn.shared_blocks, turn.reusable_tokens // self._block_tokens):
             block = self._cache.find(node, self._tokens(turn, place))
             if block is None:
                 break
@@ -71,9 +71,9 @@ class Prefixes:
         """Let others find the blocks that the step being planned fills.
 
         Not one that ends with the last token known: ``find`` never looks for that, so another turn
-        may have cached the same already.
+        may have cached the same already. Nor one with positions to be scored, for the same reason.
         """
-        self.share(turn, min(turn.computed + turn.chunk_tokens, turn.length - 1))
+        self.share(turn, min(turn.computed + turn.chunk_tokens, turn.reusable_tokens))
 
     def share(self, turn: TurnState, end: int) -> None:
         """Let others find the full blocks before position ``end``.

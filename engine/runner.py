@@ -8,7 +8,7 @@ Letters in shapes: R rows, T tokens of all rows, S sampling rows, B blocks of a 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from tidegate.engine.rope_tables import make_rope_table
 from tidegate.engine.sampling import RowSampling as RowSampling
 from tidegate.engine.sampling import StepOutput as StepOutput
 from tidegate.engine.sampling import sample_rows
+from tidegate.engine.scoring import RowScoring, score_rows
 from tidegate.engine.weight_store import WeightStore
 from tidegate.engine.weights import Weights
 from tidegate.kernels.attention import (
@@ -54,6 +55,8 @@ class Row:
     """The turn's blocks in the order of positions; enough for its last token, or more."""
     sampling: RowSampling | None
     """None in the middle of a prefill: nothing is sampled."""
+    scoring: RowScoring | None = None
+    """What is to be told of its tokens; then nothing is sampled."""
 
 
 class Runner(Protocol):
@@ -75,7 +78,7 @@ class Runner(Protocol):
         """Compute with others from the next step on: those of the same model."""
 
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Run every row's tokens, and sample after the last of those that ask for it.
+        """Run every row's tokens, and sample after the last of those that ask for it; score others.
 
         A row may attend to blocks that rows before it fill in this very step.
         """
@@ -116,7 +119,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Run every row's tokens, and sample after the last of those that ask for it.
+        """Run every row's tokens, and sample after the last of those that ask for it; score others.
 
         A row may attend to blocks that rows before it fill in this very step. Here, because each
         layer writes all keys and values before any row attends.
@@ -126,9 +129,12 @@ class ModelRunner:
         plan = self._plan(rows)
         hidden = forward(self.weights, self._caches, plan)
         sampling = [row.sampling for row in rows if row.sampling is not None]
+        scoring = [row.scoring for row in rows if row.scoring is not None]
+        scores = score_rows(self.weights, hidden[len(sampling) :], scoring) if scoring else ()
         if not sampling:
-            return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
-        return sample_rows(head_logits(self.weights, hidden), sampling)
+            return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32), scores=scores)
+        output = sample_rows(head_logits(self.weights, hidden[: len(sampling)]), sampling)
+        return replace(output, scores=scores) if scores else output
 
     def _plan(self, rows: Sequence[Row]) -> StepPlan:
         """Lay the rows' tokens out one after another, rows of like size together."""
@@ -158,7 +164,7 @@ class ModelRunner:
             places=places,
             write_index=None if is_native else write_index(block, offset, self._shape),
             scratch=self._scratch_for([group for kind in groups for group in kind]),
-            sampled=torch.from_numpy(lasts[samples]),
+            sampled=torch.from_numpy(np.concatenate([lasts[samples], *_scored(rows, lasts)])),
             native=self._native,
         )
 
@@ -226,6 +232,15 @@ class _LayerKinds:
             for table, its in zip(self._rotations, groups, strict=True)
         ]
         return [plans[kind] for kind in self._of_layers]
+
+
+def _scored(rows: Sequence[Row], lasts: Ints) -> list[Ints]:
+    """Where the tokens to be scored are, row after row; ``lasts`` [R] are the rows' last ones."""
+    return [
+        np.arange(last + 1 - row.scoring.positions, last + 1)
+        for row, last in zip(rows, lasts.tolist(), strict=True)
+        if row.scoring is not None
+    ]
 
 
 def _kinds(counts: Ints, ends: Ints, *, decodes_alike: bool) -> Ints:

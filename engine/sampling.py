@@ -15,6 +15,7 @@ import torch
 
 from tidegate.engine import seen_tokens
 from tidegate.engine.options import RowOptions
+from tidegate.engine.scoring import RowScore
 from tidegate.kernels.penalties import ban_, bias_, penalize_
 from tidegate.kernels.sampling import (
     Weighed,
@@ -63,6 +64,8 @@ class StepOutput:
     """By the row's place in the columns."""
     failures: Mapping[int, str] = field(default_factory=dict)
     """Rows that have sampled nothing, and why; what the columns say there means nothing."""
+    scores: Sequence[RowScore] = ()
+    """Of the rows that are scored, in their order."""
 
     def without_failures(self) -> "StepOutput":
         """The columns of the rows that have sampled."""

@@ -12,6 +12,7 @@ from tidegate.engine.drafts import DraftSource, Speculation
 from tidegate.engine.options import OptionReader
 from tidegate.engine.pauses import PauseGate
 from tidegate.engine.runner import Row, StepOutput
+from tidegate.engine.scores import ScoreDesk, ScoringTraits
 from tidegate.engine.seats import Seats
 from tidegate.engine.step_columns import SampledRows
 from tidegate.engine.step_columns import StepColumns as StepColumns
@@ -29,6 +30,7 @@ from tidegate.transport.messages import (
     Resumed,
     SubmitTurn,
 )
+from tidegate.transport.scoring import ScoreTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,14 @@ class Scheduler:
         version: int = 0,
         *,
         options: OptionReader | None = None,
+        scoring: ScoringTraits | None = None,
         shares_prefixes: bool = True,
         drafts: DraftSource | None = None,
     ) -> None:
         """``options`` reads what turns ask of sampling; None serves no text, and no user's own
-        processors. ``shares_prefixes`` and ``drafts`` change nothing but speed; tests compare them
-        with none."""
+        processors. ``scoring``: what the model tells of given tokens; None: nothing.
+        ``shares_prefixes`` and ``drafts`` change nothing but speed; tests compare them with none.
+        """
         self.version = version
         """The live weights'."""
         self._limits = limits
@@ -61,13 +65,15 @@ class Scheduler:
             vocab_size=limits.vocab_size, max_running_turns=limits.max_running_turns
         )
         self._seats = Seats(limits, shares_prefixes=shares_prefixes)
+        self.scores = ScoreDesk(limits, scoring or ScoringTraits(hidden_size=1), self._seats)
+        """What is asked for beside turns."""
         self._prefixes = self._seats.prefixes
         self._speculation = None if drafts is None else Speculation(drafts)
         self._gate = PauseGate()
         self._clears_cache = False
         """Whether a pause that is yet to take effect is to."""
         self._turns: dict[int, TurnState] = {}
-        """Every turn by its handle, running or waiting."""
+        """Every turn by its handle, running or waiting; scores are elsewhere."""
         self._arrivals = 0
         self._planned: list[TurnState] = []
         self._ended: list[EndedTurn] = []
@@ -86,10 +92,20 @@ class Scheduler:
                 f"turn handle {message.turn} belongs to a turn that has not ended; "
                 f"use each handle once"
             )
+        self.scores.refuse_turns()
         turn = admit(message, self._limits, self._arrivals, self._options)
         self._arrivals += 1
         self._turns[turn.handle] = turn
         self._seats.queue(turn)
+
+    def score(self, message: ScoreTokens) -> None:
+        """Queue a request to score, among the turns.
+
+        Raises:
+            tidegate.errors.ScoreRefused: it can never be answered as asked.
+        """
+        self.scores.ask(message, self._arrivals)
+        self._arrivals += 1
 
     def cancel(self, handle: int) -> None:
         """End a turn; unknown handles are ignored, for it may just have finished."""
@@ -126,6 +142,7 @@ class Scheduler:
         self._gate = PauseGate()
         self._clears_cache = False
         self._answers.clear()
+        self.scores.clear()
 
     # ------------------------------------------------------------ what the worker moves
 
@@ -136,6 +153,7 @@ class Scheduler:
     def weights_swapped(self, update: FinishWeightUpdate) -> int:
         """The runner computes with other weights now; return how many turns lose KV to that."""
         recomputed = 0
+        self.scores.begin_again()
         for turn in self._seats.running:
             turn.history.swap(self.version, turn.computed)
             if update.kv_policy == "recompute":
@@ -199,10 +217,14 @@ class Scheduler:
         """Take in what the planned rows sampled; None if it was all prefill, with no end yet."""
         sampled: list[int] = output.token_ids.tolist()
         rows = SampledRows()
+        scores = iter(output.scores)
         place = 0
         for turn in self._planned:
             turn.computed += turn.chunk_tokens
             self._share(turn)
+            if turn.is_score:
+                self._answers += self.scores.take(turn, scores, self.version)
+                continue
             if turn.computed < turn.length:
                 continue
             end = place + 1 + turn.drafted
@@ -322,7 +344,10 @@ class Scheduler:
 
     def _abort_running(self) -> None:
         for turn in self._seats.remove_running():
-            self._end(turn, ABORT)
+            if turn.is_score:
+                self._seats.queue(turn)
+            else:
+                self._end(turn, ABORT)
 
     # ------------------------------------------------------------ for tests
 

@@ -125,6 +125,12 @@ class Seats:
             heapq.heapify(self._waiting)
         self.stop(turn)
 
+    def send_back(self, turn: TurnState) -> None:
+        """Have a running turn wait for a new start, without its KV."""
+        self.running.remove(turn)
+        self.stop(turn)
+        self.queue(turn)
+
     def remove_running(self) -> list[TurnState]:
         """All that run have ended; return them."""
         removed, self.running = self.running, []

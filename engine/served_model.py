@@ -13,6 +13,7 @@ from tidegate.engine.memory import blame_memory
 from tidegate.engine.model import native_for
 from tidegate.engine.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner, Runner
+from tidegate.engine.scores import HIDDEN_WANTS, ScoringTraits
 from tidegate.engine.weight_store import WeightStore
 from tidegate.engine.weights import Weights, load_directory
 from tidegate.errors import ModelError, ModelNotComputed
@@ -45,6 +46,10 @@ class ServedModel(Protocol):
     @property
     def code(self) -> str:
         """Whose code computes it: ``tidegate`` or ``transformers``."""
+
+    @property
+    def scoring(self) -> ScoringTraits:
+        """What it can tell of given tokens."""
 
     @property
     def warning(self) -> str | None:
@@ -85,6 +90,12 @@ class OwnModel:
         self.architecture = config.architecture
         self.vocab_size = config.vocab_size
         self.context_tokens_max = config.context_tokens_max
+        self.scoring = ScoringTraits(
+            hidden_size=config.hidden_size,
+            wants=("rewards" if config.labels else "logprobs", *HIDDEN_WANTS),
+            labels=config.labels,
+            pad_token_id=config.pad_token_id,
+        )
 
     def kv_token_bytes(self) -> int:
         """What keys and values of one position take, in all layers."""
@@ -131,6 +142,11 @@ class FallbackModel:
         self._kv_token_bytes = fallback.kv_token_bytes(weights.module)
         self.architecture = type(weights.module).__name__
         self.context_tokens_max = fallback_weights.context_tokens_max(config)
+        has_head = weights.module.get_output_embeddings() is not None
+        self.scoring = ScoringTraits(
+            hidden_size=config.get_text_config().hidden_size,
+            wants=("logprobs", *(HIDDEN_WANTS if has_head else ())),
+        )
         self.warning = (
             f"{why}. So transformers computes it: the same tokens and log-probs, one turn after "
             f"another, many times slower"

@@ -100,6 +100,9 @@ class TurnState:
         "tokens",
     )
 
+    is_score = False
+    """Whether it samples nothing, and is told of by other messages: see :mod:`scores`."""
+
     def __init__(self, message: SubmitTurn, prompt: npt.NDArray[np.int32], arrival: int) -> None:
         self.handle = message.turn
         self.rank = (message.priority, arrival)
@@ -143,6 +146,12 @@ class TurnState:
     def output_tokens(self) -> int:
         """Tokens sampled in this submission."""
         return self.length - self.prompt_tokens
+
+    @property
+    def reusable_tokens(self) -> int:
+        """So many leading positions need not be computed if their KV is there already: not the last
+        one, for the next token is sampled from that."""
+        return self.length - 1
 
     def next_row(self) -> Row:
         """What the runner computes of this turn in the step under way.
@@ -243,7 +252,7 @@ def admit(
     """
     if not 0 <= message.turn <= HANDLE_MAX:
         raise TurnRefused(f"turn handle must be in [0, {HANDLE_MAX}], got {message.turn}")
-    prompt = _read_prompt(message, limits)
+    prompt = read_token_ids(message.token_ids, limits)
     _check_sampling(message.sampling)
     if not 0 <= message.sampled_before <= len(prompt):
         raise TurnRefused(
@@ -266,13 +275,18 @@ def _row_sampling(asked: SamplingParams) -> RowSampling:
     )
 
 
-def _read_prompt(message: SubmitTurn, limits: EngineLimits) -> npt.NDArray[np.int32]:
-    nbytes = len(message.token_ids)
+def read_token_ids(column: bytes, limits: EngineLimits) -> npt.NDArray[np.int32]:
+    """Read a context.
+
+    Raises:
+        TurnRefused: it is empty, or none of the model's.
+    """
+    nbytes = len(column)
     if nbytes == 0:
         raise TurnRefused("token_ids is empty; a turn needs at least one token to continue from")
     if nbytes % 4 != 0:
         raise TurnRefused(f"token_ids must be int32, 4 bytes each, got {nbytes} bytes")
-    prompt = np.frombuffer(message.token_ids, dtype="<i4")
+    prompt = np.frombuffer(column, dtype="<i4")
     outside = (prompt < 0) | (prompt >= limits.vocab_size)
     if outside.any():
         at = int(outside.argmax())

@@ -5,7 +5,7 @@ the rest is. Matrices lie as they are multiplied fastest; copying packs them, at
 whatever thread loads. One object serves update after update: its pages are touched once, for first
 touches of fresh pages cost more than copies.
 
-Letters in shapes: V vocabulary, H hidden.
+Letters in shapes: V vocabulary, H hidden, L labels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,8 @@ class Weights(WeightStore):
         self.final_norm = final_norm
         """[H]"""
         self.head = head
-        """[V, H], float32; the embedding itself where that is tied and float32."""
+        """[V, H], float32; the embedding itself where that is tied and float32. Of a classification
+        head [L, H]."""
         joint = dict(_joint_places(self))
         model = f"{config.architecture} of {config.num_layers} layers"
         super().__init__(model, dict(_places(self)), joint=joint)
@@ -54,7 +55,8 @@ class Weights(WeightStore):
         ``is_packed`` tells matrices how to lie, whatever is faster on this machine.
         """
         vocabulary = (config.vocab_size, config.hidden_size)
-        head = make_matrix(*vocabulary, torch.float32, is_packed=is_packed)
+        outputs = config.labels or config.vocab_size
+        head = make_matrix(outputs, config.hidden_size, torch.float32, is_packed=is_packed)
         shares = config.tied_head and dtype == torch.float32
         matrix = partial(make_matrix, dtype=dtype, is_packed=is_packed)
         return cls(
@@ -114,7 +116,7 @@ def _places(weights: Weights) -> Iterator[tuple[str, Place]]:
     config = weights.config
     vocabulary = weights.embedding.shape
     embedding = [weights.embedding.rows(0, config.vocab_size)]
-    head = weights.head.rows(0, config.vocab_size)
+    head = weights.head.rows(0, weights.head.shape[0])
     if config.tied_head and weights.head is not weights.embedding:
         embedding.append(head)
     yield "model.embed_tokens.weight", Place(vocabulary, tuple(embedding))
@@ -123,7 +125,8 @@ def _places(weights: Weights) -> Iterator[tuple[str, Place]]:
             yield f"model.layers.{number}.{name}", place
     yield "model.norm.weight", Place((config.hidden_size,), (weights.final_norm,))
     if not config.tied_head:
-        yield "lm_head.weight", Place(vocabulary, (head,))
+        name = "score.weight" if config.labels else "lm_head.weight"
+        yield name, Place(weights.head.shape, (head,))
 
 
 def _joint_places(weights: Weights) -> Iterator[tuple[str, Place]]:

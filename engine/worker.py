@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     link = Link(socket, _hello(arguments, model, limits))
     staging = Staging(model.allocate, Home(arguments.connect, keys))
     try:
-        scheduler = Scheduler(limits, options=options, drafts=drafts)
+        scheduler = Scheduler(limits, options=options, scoring=model.scoring, drafts=drafts)
         return _serve(link, scheduler, runner, staging)
     finally:
         socket.close()
@@ -216,6 +216,7 @@ def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimi
         pid=os.getpid(),
         model_code=model.code,
         speculation=(arguments.speculate or "").partition(":")[0],
+        scores=list(model.scoring.wants),
     )
 
 

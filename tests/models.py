@@ -68,9 +68,18 @@ def make_model_directory(
 
 
 def make_model(
-    architecture: str, *, seed: int = 0, tied: bool = True, vocab_size: int = 96, **fields: Any
+    architecture: str,
+    *,
+    seed: int = 0,
+    tied: bool = True,
+    vocab_size: int = 96,
+    labels: int = 0,
+    **fields: Any,
 ) -> Any:
-    """Make a random transformers model of a model type, in float32 and eval mode."""
+    """Make a random transformers model of a model type, in float32 and eval mode.
+
+    With ``labels`` it ends in a classification head of so many, in place of the LM head.
+    """
     import transformers
 
     values = {
@@ -89,6 +98,9 @@ def make_model(
     }
     values |= FIELDS.get(architecture, {}) | fields
     auto: Any = transformers.AutoModelForCausalLM
+    if labels:
+        auto = transformers.AutoModelForSequenceClassification
+        values["num_labels"] = labels
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(transformers.AutoConfig.for_model(architecture, **values))

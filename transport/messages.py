@@ -13,7 +13,9 @@ import msgspec
 
 from tidegate.errors import BadFrame
 from tidegate.transport.limits import Count, Seconds, check_frame_size, cut
+from tidegate.transport.message import Message as Message
 from tidegate.transport.sampling import SamplingParams as SamplingParams
+from tidegate.transport.scoring import CancelScore, Scored, ScoreRefused, ScoreTokens
 
 PROTOCOL = 1
 """Version of this file's contract. A peer with another one is refused in the handshake."""
@@ -31,10 +33,6 @@ pause or preempted for good, to be continued elsewhere; cancelled on request."""
 
 FINISH_REASONS = ("running", "stop", "length", "abort", "cancelled")
 """The finish codes' names, in the order of their values."""
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
-    """Base of all messages; ``kind`` on the wire picks the subclass."""
 
 
 # ---------------------------------------------------------------- engine -> orchestrator
@@ -76,6 +74,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     speculation: str = ""
     """Where it takes guesses from, to verify several tokens of a turn in a step: ``lookup``,
     ``rollouts`` or ``draft``. Empty: it takes none."""
+    scores: list[str] = []
+    """What it can tell of given tokens: values of ``ScoreTokens.want``."""
 
 
 class KvSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -344,6 +344,8 @@ FromEngine = (
     Hello
     | Step
     | TurnRefused
+    | Scored
+    | ScoreRefused
     | EngineHeartbeat
     | WeightsStaged
     | WeightsLive
@@ -360,6 +362,8 @@ FromOrchestrator = (
     | Ack
     | SubmitTurn
     | CancelTurn
+    | ScoreTokens
+    | CancelScore
     | Pause
     | Resume
     | InitWeights

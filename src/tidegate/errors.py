@@ -10,6 +10,7 @@ TidegateError
 ├── TurnRefused             an engine can never serve this turn         (also ValueError)
 ├── TurnTimeout             a turn took longer than it was given        (also TimeoutError)
 ├── ChatRefused             messages that can't become a prompt         (also ValueError)
+├── ScoreRefused            an engine can never score this as asked     (also ValueError)
 ├── OutOfBlocks             a turn can never fit the KV cache           (also MemoryError)
 ├── OutOfMemory             the machine has no memory for an engine     (also MemoryError)
 ├── TritonMissing           a GPU's kernel was launched without Triton  (also ImportError)
@@ -95,6 +96,10 @@ class TurnTimeout(TidegateError, TimeoutError):
 
 class TurnRefused(TidegateError, ValueError):
     """An engine can never serve this turn as asked."""
+
+
+class ScoreRefused(TidegateError, ValueError):
+    """An engine can never score these tokens as asked, or what its model computed is no number."""
 
 
 class OutOfBlocks(TidegateError, MemoryError):

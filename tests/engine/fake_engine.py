@@ -15,6 +15,7 @@ import numpy as np
 from tidegate.engine.drafts import DraftSource
 from tidegate.engine.runner import ModelRunner, Row, StepOutput
 from tidegate.engine.scheduler import Scheduler, StepColumns
+from tidegate.engine.scores import HIDDEN_WANTS, ScoringTraits
 from tidegate.engine.turns import EngineLimits
 from tidegate.engine.weights import Weights
 from tidegate.kernels.native import Native
@@ -151,7 +152,12 @@ class FakeEngine:
                 | limits
             )
         )
-        self.scheduler = Scheduler(self.limits, shares_prefixes=shares_prefixes, drafts=drafts)
+        self.scheduler = Scheduler(
+            self.limits,
+            scoring=self._scoring(),
+            shares_prefixes=shares_prefixes,
+            drafts=drafts,
+        )
         self.runner = self._make_runner()
         self.turns: dict[int, ToldTurn] = {}
         self.answers: list[Message] = []
@@ -161,6 +167,9 @@ class FakeEngine:
 
     def _make_runner(self) -> FakeRunner | ModelRunner:
         return FakeRunner(self.limits)
+
+    def _scoring(self) -> ScoringTraits | None:
+        return None
 
     def _swap_weights(self, version: int) -> None:
         assert isinstance(self.runner, FakeRunner)
@@ -299,6 +308,15 @@ class DrivenEngine(FakeEngine):
             num_blocks=self.limits.num_blocks,
             block_tokens=self.limits.block_tokens,
             native=self._native,
+        )
+
+    def _scoring(self) -> ScoringTraits:
+        config = self._weights[0].config
+        return ScoringTraits(
+            hidden_size=config.hidden_size,
+            wants=("rewards" if config.labels else "logprobs", *HIDDEN_WANTS),
+            labels=config.labels,
+            pad_token_id=config.pad_token_id,
         )
 
     def _swap_weights(self, version: int) -> None:

@@ -15,6 +15,7 @@ from tests.engine.test_model_parity import TOLERANCE_NATS, load_peer, make_turns
 from tests.models import make_model_directory
 from tidegate.engine.fallback import FallbackRunner, refuse_other_state
 from tidegate.engine.runner import Row, Runner
+from tidegate.engine.scoring import Reads, RowScore, RowScoring, join_scores
 from tidegate.engine.served_model import open_model
 from tidegate.errors import ModelError
 
@@ -76,6 +77,48 @@ def test_turns_in_mixed_chunked_batches_equal_one_forward(model: str, tmp_path: 
         logprobs = torch.log_softmax(peer_logits(peer, turn), -1)
         assert turn.sampled == logprobs.argmax(-1).tolist()
         assert turn.logprobs == pytest.approx(logprobs.amax(-1).tolist(), abs=TOLERANCE_NATS)
+
+
+@pytest.mark.parametrize(
+    "model", ["learned positions, fused qkv", "sliding and full layers, scaled logits"]
+)
+def test_given_tokens_are_scored_in_chunks_as_in_one_forward(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tidegate.engine.scoring.LOGITS_MAX", 5 * 96)
+    model_type, options = MODELS[model]
+    path = make_model_directory(tmp_path, model_type, **options)
+    context = np.random.default_rng(0).integers(0, 96, 41).astype(np.int32)
+    asked: list[tuple[Reads, int]] = [("logprobs", 3), ("hidden_states", 0), ("sum", 0)]
+    with torch.no_grad():
+        output = load_peer(path)(
+            torch.from_numpy(context[:40].astype(np.int64))[None], output_hidden_states=True
+        )
+    logprobs, hidden = output.logits[0].log_softmax(-1), output.hidden_states[-1][0]
+    for reads, top in asked:
+        told: list[RowScore] = []
+        runner = open_runner(path)
+        for start, end, positions in ((0, 9, 0), (9, 20, 7), (20, 40, 20)):
+            scoring = RowScoring(positions, reads, context[end - positions + 1 : end + 1], top)
+            row = Row(
+                context[start:end], start, [3, 1, 4, 0, 5], None, scoring if positions else None
+            )
+            told += runner.step([row]).scores
+        score = join_scores(told)
+        if reads == "logprobs":
+            chosen = logprobs[13:].gather(
+                1, torch.from_numpy(context[14:].astype(np.int64))[:, None]
+            )
+            assert score.logprobs is not None
+            assert score.top_logprobs is not None
+            np.testing.assert_allclose(score.logprobs, chosen[:, 0], atol=TOLERANCE_NATS)
+            top_logprobs = logprobs[13:].topk(3, -1).values
+            np.testing.assert_allclose(score.top_logprobs, top_logprobs, atol=TOLERANCE_NATS)
+            continue
+        assert score.values is not None
+        expected = hidden[13:] if reads == "hidden_states" else hidden[13:].sum(0)
+        values = score.values if reads == "hidden_states" else score.values.sum(0)
+        np.testing.assert_allclose(values, expected, atol=1e-3)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma2"])

@@ -40,6 +40,7 @@ from tidegate.transport.messages import (
     TurnRefused,
 )
 from tidegate.transport.sampling import Processor
+from tidegate.transport.scoring import CancelScore, Scored, ScoreRefused, ScoreTokens
 
 
 def test_tokens_are_those_of_the_model_and_say_who_sampled_them(
@@ -318,3 +319,33 @@ def test_steps_carry_no_finish_column_while_every_turn_goes_on(engine: Orchestra
     steps = [message for message in engine.log[before:] if isinstance(message, Step)]
     assert [step.finish for step in steps] == [b""] * 23 + [bytes([LENGTH])]
     assert all(step.counts == b"" for step in steps)
+
+
+def test_given_tokens_are_scored_beside_turns_until_a_hello_ends_all_requests(
+    fresh: Orchestra, models: Models
+) -> None:
+    hello = fresh.welcome(credit_steps=1)
+    assert hello.scores == ["logprobs", "embedding", "mean_embedding", "hidden_states"]
+    turn = fresh.submit(PROMPT, GREEDY)
+    fresh.send(ask := ScoreTokens(request=0, token_ids=column(PROMPT), start=1, top_logprobs=2))
+    assert fresh.finish(turn).token_ids
+    first = fresh.await_one(Scored)
+    assert (first.request, first.version, len(first.logprobs)) == (0, 0, 4 * (len(PROMPT) - 1))
+
+    fresh.send(msgspec.structs.replace(ask, request=1, token_ids=column([*PROMPT, 96])))
+    assert "token_ids[39] = 96" in fresh.await_one(ScoreRefused).message
+
+    fresh.send(Pause(mode="keep"))
+    fresh.await_one(Paused)
+    fresh.send(msgspec.structs.replace(ask, request=2))
+    fresh.send(CancelScore(request=3))
+    fresh.send(Complaint(message="something was lost"))
+    fresh.welcome()  # the pause and request 2 are forgotten with the conversation
+    fresh.send(msgspec.structs.replace(ask, request=4))
+    again = fresh.await_one(Scored)
+    assert (again.request, again.logprobs) == (4, first.logprobs)
+    assert fresh.await_heartbeat(2).waiting_turns == 0
+
+
+def column(token_ids: list[int]) -> bytes:
+    return np.array(token_ids, "<i4").tobytes()

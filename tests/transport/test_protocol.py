@@ -55,6 +55,7 @@ from tidegate.transport.messages import (
     decode_from_orchestrator,
     encode,
 )
+from tidegate.transport.scoring import CancelScore, Scored, ScoreRefused, ScoreTokens
 from tidegate.transport.sockets import RouterSocket
 
 PROTOCOL_PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -108,9 +109,20 @@ ENGINE_EXAMPLES: list[Message] = [
         next_seq=45,
         turns=struct.pack("<2I", 7, 4_294_967_295),
         model_code="transformers",
+        scores=["logprobs"],
     ),
     EXAMPLE_STEP,
     TurnRefused(turn=3, message="too long"),
+    Scored(
+        request=5,
+        version=3,
+        start=1,
+        logprobs=struct.pack("<2f", -0.5, -0.25),
+        top_ids=struct.pack("<2i", 7, 8),
+        top_logprobs=struct.pack("<2f", -0.5, -0.1),
+        last=False,
+    ),
+    ScoreRefused(request=5, message="too long"),
     EngineHeartbeat(weight_version=1, running_turns=2, waiting_turns=3, free_blocks=4, sent_us=5),
     WeightsStaged(version=1),
     WeightsLive(version=1),
@@ -131,6 +143,8 @@ ORCHESTRATOR_EXAMPLES: list[Message] = [
         sampling=SamplingParams(max_tokens=16, temperature=0.7, stop_token_ids=[2], seed=2**63),
     ),
     CancelTurn(turn=1),
+    ScoreTokens(request=5, token_ids=struct.pack("<3i", 1, 2, 3), start=1, top_logprobs=1),
+    CancelScore(request=5),
     Pause(mode="abort"),
     Resume(),
     InitWeights(channel="shm", info={"path": "/proc/1/fd/3", "inode": 5}),
