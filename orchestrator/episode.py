@@ -145,6 +145,11 @@ class Episode:
         """Place of this rollout in its group."""
         return self._rollout.index
 
+    @property
+    def group_id(self) -> int:
+        """Number of the group, which all attempts at one task share; a resumed run keeps it."""
+        return self._rollout.group_id
+
     def append(self, content: str | Sequence[int]) -> None:
         """Add given text or tokens (a prompt, an observation) to the context; never trained on."""
         self._refuse_if_over()

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.batches import Batch, PackedBatch
     from tidegate.orchestrator.client import Evaluation
     from tidegate.orchestrator.config import RunSettings
+    from tidegate.orchestrator.environments.environment import Environment, Observation
+    from tidegate.orchestrator.environments.environment_episode import environment_episode
+    from tidegate.orchestrator.environments.pool import EnvironmentPool
+    from tidegate.orchestrator.environments.tools import Tools
     from tidegate.orchestrator.episode import Episode
     from tidegate.orchestrator.generated_turn import GeneratedTurn
     from tidegate.orchestrator.sampling_options import SamplingOptions
@@ -36,10 +40,13 @@ __all__ = [
     "Batch",
     "BoundedStaleness",
     "DynamicSampling",
+    "Environment",
+    "EnvironmentPool",
     "Episode",
     "Evaluation",
     "GeneratedTurn",
     "GroupFilter",
+    "Observation",
     "OneStepOffPolicy",
     "OverSampling",
     "PackedBatch",
@@ -54,8 +61,10 @@ __all__ = [
     "Synchronous",
     "TailPacking",
     "TidegateError",
+    "Tools",
     "Unbounded",
     "Window",
+    "environment_episode",
     "serve",
     "serve_sync",
 ]
@@ -65,10 +74,13 @@ _HOMES = {
     "Batch": "orchestrator.batches",
     "BoundedStaleness": "policies.asynchrony",
     "DynamicSampling": "policies.filters",
+    "Environment": "orchestrator.environments.environment",
+    "EnvironmentPool": "orchestrator.environments.pool",
     "Episode": "orchestrator.episode",
     "Evaluation": "orchestrator.client",
     "GeneratedTurn": "orchestrator.generated_turn",
     "GroupFilter": "policies.filters",
+    "Observation": "orchestrator.environments.environment",
     "OneStepOffPolicy": "policies.asynchrony",
     "OverSampling": "policies.rounds",
     "PackedBatch": "orchestrator.batches",
@@ -83,8 +95,10 @@ _HOMES = {
     "Synchronous": "policies.rounds",
     "TailPacking": "policies.rounds",
     "TidegateError": "errors",
+    "Tools": "orchestrator.environments.tools",
     "Unbounded": "policies.asynchrony",
     "Window": "policies.consumption",
+    "environment_episode": "orchestrator.environments.environment_episode",
     "serve": "orchestrator.serve",
     "serve_sync": "orchestrator.serve",
 }

@@ -21,6 +21,11 @@ TidegateError
 ├── PublishDropped          published weights gave way to newer ones     (also RuntimeError)
 ├── PublishNeeded           a batch was asked for that can't fill yet    (also RuntimeError)
 ├── PolicyBroken            a user's staleness policy contradicts itself (also RuntimeError)
+├── EnvironmentFailed       an environment raised, or answered nonsense (also RuntimeError)
+│   ├── EnvironmentHung     it gave no answer in time                   (also TimeoutError)
+│   ├── EnvironmentCrashed  its process died under it                   (also RuntimeError)
+│   └── NotRepeatable       begun again, it went another way            (also RuntimeError)
+├── PackageMissing          an environment's package is not installed   (also ImportError)
 ├── EpisodeError            a user's episode fails every time           (also RuntimeError)
 ├── RunBlocked              the user's code keeps the run's loop to itself (also TimeoutError)
 ├── RunClosed               the run has ended; nothing more can be asked of it (also RuntimeError)
@@ -203,6 +208,39 @@ class PublishNeeded(TidegateError, RuntimeError):
 
 class PolicyBroken(TidegateError, RuntimeError):
     """A staleness policy has chosen what it may not choose."""
+
+
+class EnvironmentFailed(TidegateError, RuntimeError):
+    """An environment could not go on. Its episode fails; no other is hurt."""
+
+    def __init__(self, *, environment: str, doing: str, why: str) -> None:
+        self.environment = environment
+        self.doing = doing
+        """``reset``, ``step 3``, …"""
+        super().__init__(f"environment {environment}, {doing}: {why}")
+
+
+class EnvironmentHung(EnvironmentFailed, TimeoutError):
+    """An environment gave no answer in time; where it blocked its process, that was killed."""
+
+
+class EnvironmentCrashed(EnvironmentFailed):
+    """The process died that an environment was in, and most likely because of it."""
+
+
+class NotRepeatable(EnvironmentFailed):
+    """The same seed, task and actions gave other observations than before its process died."""
+
+
+class PackageMissing(TidegateError, ImportError):
+    """An adapter was used, and the package that it adapts is not installed."""
+
+    def __init__(self, package: str, why: str) -> None:
+        self.package = package
+        super().__init__(
+            f"this environment needs the package {package!r}: pip install '{package}', here or "
+            f"into the Python that the pool is given ({why})"
+        )
 
 
 class EpisodeError(TidegateError, RuntimeError):

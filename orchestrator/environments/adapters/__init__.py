@@ -1,0 +1,1 @@
+"""Environments of other packages, each imported only when its adapter is used."""

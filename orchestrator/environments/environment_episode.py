@@ -1,0 +1,164 @@
+"""How does a model play in an environment? Observation, turn, observation, until one of them ends.
+
+It knows neither what the environment is nor where it runs. How an observation becomes context, and
+a turn an action, is a dialogue's affair: :func:`plain_text`, or your own.
+"""
+
+import inspect
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Unpack
+
+from tidegate.errors import ConfigError
+from tidegate.orchestrator.environments.environment import Environment, Observation
+from tidegate.orchestrator.episode import Episode
+from tidegate.orchestrator.sampling_options import SamplingOptions
+from tidegate.orchestrator.tasks import task_digest
+
+SEED_BITS = 31
+"""Every generator of random numbers takes such a seed, C's too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLimits:
+    """What one turn of a dialogue may take."""
+
+    max_tokens: int | None
+    """None: the run's."""
+    context_tokens_max: int | None
+    """Of the whole context with this turn; None: what engines take."""
+    options: SamplingOptions
+    """For ``generate``."""
+
+
+Dialogue = Callable[[Episode, Observation, TurnLimits], Awaitable[str | None]]
+"""Shows an observation to the model; returns its action, or None if the context has no room."""
+
+
+async def plain_text(episode: Episode, observation: Observation, limits: TurnLimits) -> str | None:
+    """The observation's text is appended as it is; the turn's text is the action."""
+    episode.append(observation.text)
+    max_tokens = limits.max_tokens
+    if limits.context_tokens_max is not None:
+        room = limits.context_tokens_max - len(episode.token_ids)
+        if room <= 0:
+            return None
+        max_tokens = room if max_tokens is None else min(room, max_tokens)
+    turn = await episode.generate(max_tokens=max_tokens, **limits.options)
+    return turn.text
+
+
+@dataclass(slots=True)
+class EpisodeCounts:
+    """What has become of the episodes so far."""
+
+    begun: int = 0
+    ended: int = 0
+    """By the environment."""
+    out_of_turns: int = 0
+    out_of_context: int = 0
+    turns: int = 0
+    failed: int = 0
+    """By the environment, the model's engines, or being cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentEpisode:
+    """An episode function for ``batches`` and ``evaluate``, which counts what it sees."""
+
+    make: Callable[[], Environment]
+    max_turns: int
+    limits: TurnLimits
+    dialogue: Dialogue
+    counts: EpisodeCounts = field(default_factory=EpisodeCounts)
+
+    async def __call__(self, episode: Episode, task: Any) -> float:
+        """Play one episode; the sum of the rewards."""
+        self.counts.begun += 1
+        environment = self.make()
+        try:
+            reward = await self._play(environment, episode, task)
+        except BaseException:
+            self.counts.failed += 1
+            raise
+        finally:
+            await _result(environment.close())
+        return reward
+
+    async def _play(self, environment: Environment, episode: Episode, task: Any) -> float:
+        seed = group_seed(task, episode.group_id)
+        observation = _checked(await _result(environment.reset(seed=seed, task=task)))
+        reward = observation.reward
+        for _ in range(self.max_turns):
+            if observation.done:
+                break
+            action = await self.dialogue(episode, observation, self.limits)
+            if action is None:
+                self.counts.out_of_context += 1
+                return reward
+            self.counts.turns += 1
+            observation = _checked(await _result(environment.step(action)))
+            reward += observation.reward
+        self.counts.ended += observation.done
+        self.counts.out_of_turns += not observation.done
+        return reward
+
+
+def environment_episode(
+    make: Callable[[], Environment],
+    *,
+    max_turns: int,
+    max_tokens: int | None = None,
+    context_tokens_max: int | None = None,
+    dialogue: Dialogue = plain_text,
+    **options: Unpack[SamplingOptions],
+) -> EnvironmentEpisode:
+    """An episode function: the model plays in an environment that ``make`` makes.
+
+    All rollouts of a group begin by the same seed, which follows from the task: equal tasks begin
+    equally, in every epoch and evaluation. Give tasks that differ, if only by a number. The reward
+    is the sum of all observations', also where turns or context run out.
+
+    Args:
+        make: ``pool.environment("module:name", …)``, or a class: then it runs on the run's own
+            loop, where what computes or blocks holds up every other episode.
+        max_turns: of the model.
+        max_tokens: of one turn.
+        context_tokens_max: of the whole context; the turn that reaches it is the last.
+        dialogue: how observations become context.
+        options: as for ``generate``.
+
+    Raises:
+        ConfigError: a limit that nothing could keep.
+    """
+    for name, value in (
+        ("max_turns", max_turns),
+        ("max_tokens", max_tokens),
+        ("context_tokens_max", context_tokens_max),
+    ):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    limits = TurnLimits(max_tokens, context_tokens_max, options)
+    return EnvironmentEpisode(make, max_turns, limits, dialogue)
+
+
+def group_seed(task: object, group_id: int) -> int:
+    """The seed by which a group's environments begin: its task's, or its own.
+
+    Tasks that are no plain data can't be told apart; their groups can.
+    """
+    digest = task_digest(task) or task_digest(group_id)
+    return int.from_bytes(digest, "big") >> (8 * len(digest) - SEED_BITS)
+
+
+def _checked(given: Any) -> Observation:
+    if not isinstance(given, Observation):
+        raise TypeError(
+            f"an environment must answer with a tidegate.Observation, got a "
+            f"{type(given).__name__}: {given!r:.80}"
+        )
+    return given
+
+
+async def _result(given: Any) -> Any:
+    return await given if inspect.isawaitable(given) else given
