@@ -1,15 +1,16 @@
 """How does a model play in an environment? Observation, turn, observation, until one of them ends.
 
-It knows neither what the environment is nor where it runs. How an observation becomes context, and
-a turn an action, is a dialogue's affair: :func:`plain_text`, or your own.
+It knows neither what the environment is nor where it runs. How an observation becomes context is a
+dialogue's affair: :class:`PlainText`, :class:`Chat`, or your own.
 """
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from tidegate.errors import ConfigError
+from tidegate.orchestrator.environments.dialogues import MakeDialogue, PlainText, TurnLimits
 from tidegate.orchestrator.environments.environment import Environment, Observation
 from tidegate.orchestrator.episode import Episode
 from tidegate.orchestrator.sampling_options import SamplingOptions
@@ -17,35 +18,6 @@ from tidegate.orchestrator.tasks import task_digest
 
 SEED_BITS = 31
 """Every generator of random numbers takes such a seed, C's too."""
-
-
-@dataclass(frozen=True, slots=True)
-class TurnLimits:
-    """What one turn of a dialogue may take."""
-
-    max_tokens: int | None
-    """None: the run's."""
-    context_tokens_max: int | None
-    """Of the whole context with this turn; None: what engines take."""
-    options: SamplingOptions
-    """For ``generate``."""
-
-
-Dialogue = Callable[[Episode, Observation, TurnLimits], Awaitable[str | None]]
-"""Shows an observation to the model; returns its action, or None if the context has no room."""
-
-
-async def plain_text(episode: Episode, observation: Observation, limits: TurnLimits) -> str | None:
-    """The observation's text is appended as it is; the turn's text is the action."""
-    episode.append(observation.text)
-    max_tokens = limits.max_tokens
-    if limits.context_tokens_max is not None:
-        room = limits.context_tokens_max - len(episode.token_ids)
-        if room <= 0:
-            return None
-        max_tokens = room if max_tokens is None else min(room, max_tokens)
-    turn = await episode.generate(max_tokens=max_tokens, **limits.options)
-    return turn.text
 
 
 @dataclass(slots=True)
@@ -69,7 +41,7 @@ class EnvironmentEpisode:
     make: Callable[[], Environment]
     max_turns: int
     limits: TurnLimits
-    dialogue: Dialogue
+    dialogue: MakeDialogue
     counts: EpisodeCounts = field(default_factory=EpisodeCounts)
 
     async def __call__(self, episode: Episode, task: Any) -> float:
@@ -88,17 +60,20 @@ class EnvironmentEpisode:
     async def _play(self, environment: Environment, episode: Episode, task: Any) -> float:
         seed = group_seed(task, episode.group_id)
         observation = _checked(await _result(environment.reset(seed=seed, task=task)))
+        dialogue = self.dialogue(episode, self.limits)
         reward = observation.reward
         for _ in range(self.max_turns):
             if observation.done:
                 break
-            action = await self.dialogue(episode, observation, self.limits)
-            if action is None:
+            turn = await dialogue.turn_after(observation)
+            if turn is None:
                 self.counts.out_of_context += 1
                 return reward
             self.counts.turns += 1
-            observation = _checked(await _result(environment.step(action)))
+            observation = _checked(await _result(environment.step(turn.text)))
             reward += observation.reward
+            if observation.reward:
+                turn.reward = observation.reward
         self.counts.ended += observation.done
         self.counts.out_of_turns += not observation.done
         return reward
@@ -110,14 +85,15 @@ def environment_episode(
     max_turns: int,
     max_tokens: int | None = None,
     context_tokens_max: int | None = None,
-    dialogue: Dialogue = plain_text,
+    dialogue: MakeDialogue = PlainText,
     **options: Unpack[SamplingOptions],
 ) -> EnvironmentEpisode:
     """An episode function: the model plays in an environment that ``make`` makes.
 
     All rollouts of a group begin by the same seed, which follows from the task: equal tasks begin
     equally, in every epoch and evaluation. Give tasks that differ, if only by a number. The reward
-    is the sum of all observations', also where turns or context run out.
+    is the sum of all observations', also where turns or context run out; each is its turn's
+    ``reward``, too.
 
     Args:
         make: ``pool.environment("module:name", …)``, or a class: then it runs on the run's own
@@ -125,7 +101,8 @@ def environment_episode(
         max_turns: of the model.
         max_tokens: of one turn.
         context_tokens_max: of the whole context; the turn that reaches it is the last.
-        dialogue: how observations become context.
+        dialogue: how observations become context: ``PlainText`` appends their text, ``Chat`` says
+            their messages through the model's chat template.
         options: as for ``generate``.
 
     Raises:

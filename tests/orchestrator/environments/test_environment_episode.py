@@ -1,5 +1,6 @@
 """Episodes in environments: seeds by group, sums of rewards, limits, and runs that are resumed."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,16 @@ from safetensors.torch import load_file
 
 import tidegate
 from tests.models import make_model_directory
+from tests.orchestrator.chat_templates import add_chat_template
 from tests.orchestrator.environments.games import Hunt
 from tests.orchestrator.environments.test_pool import wait_until_closed
 from tidegate import Environment, EnvironmentPool, Observation, environment_episode
 from tidegate.errors import ConfigError
+from tidegate.orchestrator.environments.dialogues import Chat, TurnLimits
 from tidegate.orchestrator.environments.environment import chat
 from tidegate.orchestrator.environments.environment_episode import group_seed
 from tidegate.orchestrator.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.generated_turn import GeneratedTurn
 from tidegate.orchestrator.model_files import read_model_files
 from tidegate.orchestrator.rollout import Rollout, Turn
 from tidegate.testing import ServeInTests, TurnRequest
@@ -146,10 +150,14 @@ async def test_a_dialogue_of_ones_own_sees_messages(tidegate_serve: ServeInTests
         def step(self, action: str) -> Observation:
             return chat([], reward=float(action == "hi"), done=True)
 
-    async def tagged(episode: Episode, observation: Observation, _: object) -> str:
-        for message in observation.messages:
-            episode.append(f"<{message['role']}>{message['content']}")
-        return (await episode.generate(max_tokens=2)).text
+    class Tagged:
+        def __init__(self, episode: Episode, _: TurnLimits) -> None:
+            self._episode = episode
+
+        async def turn_after(self, observation: Observation) -> GeneratedTurn:
+            for message in observation.messages:
+                self._episode.append(f"<{message['role']}>{message['content']}")
+            return await self._episode.generate(max_tokens=2)
 
     read: list[str] = []
 
@@ -157,10 +165,32 @@ async def test_a_dialogue_of_ones_own_sees_messages(tidegate_serve: ServeInTests
         read.append(request.text)
         return "hi"
 
-    episode = environment_episode(Chatty, max_turns=1, dialogue=tagged)
+    episode = environment_episode(Chatty, max_turns=1, dialogue=Tagged)
     async with tidegate_serve(says=says) as rollouts:
         assert (await rollouts.evaluate(["now"], episode=episode)).rewards == [1.0]
     assert read == ["<system>play<user>now"]
+
+
+async def test_a_chat_says_the_environments_messages_through_the_models_template(
+    tidegate_serve: ServeInTests, tmp_path: Path, model: Path
+) -> None:
+    templated = add_chat_template(shutil.copytree(model, tmp_path / "chatty"), "gemma")
+    read: list[str] = []
+
+    def says(request: TurnRequest) -> str:
+        read.append(request.text)
+        assert len(request.token_ids) + request.max_tokens <= 100
+        return "z"
+
+    episode = environment_episode(
+        Hunt, max_turns=9, max_tokens=2, context_tokens_max=100, dialogue=Chat
+    )
+    async with tidegate_serve(model=templated, says=says) as rollouts:
+        await rollouts.evaluate([5], episode=episode)
+    assert [text.count("user") for text in read] == list(range(1, len(read) + 1))
+    assert 2 <= len(read) < 9
+    assert read[1].startswith(read[0] + "z")
+    assert episode.counts.out_of_context == 1
 
 
 # ---------------------------------------------------------------- in other processes
@@ -189,6 +219,9 @@ class Engines:
 
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         self.cuts.append((turns, tokens))
+
+    def fork(self, rollout: Rollout, reason: str) -> Rollout:
+        raise AssertionError(f"nobody forks here, but {reason}")
 
 
 @pytest.fixture(scope="module")
