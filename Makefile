@@ -40,7 +40,7 @@ format: venv
 	$(BIN)/ruff format .
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 	$(MAKE) --no-print-directory simulate
 
 simulate: venv

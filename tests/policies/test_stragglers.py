@@ -134,7 +134,7 @@ def carry_out(moves: list[Move], running: Running) -> None:
         LongTailLane(min_tokens=1, engines=9, slots=1),
         EvenOut(gap_turns=3),
     ],
-    ids=repr,
+    ids=["none", "lane for few", "lane for all", "even out"],
 )
 def test_whatever_runs_a_turn_moves_once_between_two_engines_that_are_there(
     policy: Stragglers,
