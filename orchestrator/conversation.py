@@ -43,6 +43,16 @@ class _Said:
     has_tool_calls: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A row whose next turn answers these messages."""
+
+    row: "Episode"
+    messages: list[dict[str, Any]]
+    tools: list[str]
+    prompt: str
+
+
 class Conversation:
     """An episode that is asked for turns with messages. Several at once, and any number of threads
     of messages: each that goes on from another turn's end stays in its row."""
@@ -67,16 +77,32 @@ class Conversation:
         Raises:
             ChatRefused: there is no prompt for these messages.
         """
+        return await self.generate_from(self.prepare(messages, tools), options)
+
+    def prepare(self, messages: object, tools: Tools | None) -> "Prepared":
+        """Give a row what these messages add to it; a turn is to be asked for there next.
+
+        Raises:
+            ChatRefused: there is no prompt for these messages.
+        """
         plain = plain_messages(messages)
         names = tool_names(tools)
         prompt = self._template.render(plain, tools)
         row = self._row_for(plain, tools, prompt)
+        row.reserve()
+        return Prepared(row, plain, names, prompt)
+
+    async def generate_from(
+        self, prepared: "Prepared", options: Mapping[str, Any]
+    ) -> "GeneratedTurn":
+        """Have the model speak where that was prepared."""
+        row, messages = prepared.row, prepared.messages
         turn = await row.generate(**options)
-        reply = parse_reply(self._words(turn, options), names)
+        reply = parse_reply(self._words(turn, options), prepared.tools)
         turn.message = _message(reply, f"{row.rollout_id}-{turn.number}")
-        key = keys([*plain, *plain_messages([turn.message])])[-1]
+        key = keys([*messages, *plain_messages([turn.message])])[-1]
         has_calls = bool(reply.tool_calls)
-        self._said[key] = _Said(row, row.num_tokens, prompt, reply.content, has_calls)
+        self._said[key] = _Said(row, row.num_tokens, prepared.prompt, reply.content, has_calls)
         return turn
 
     def prompt_tokens(self, messages: object, tools: Tools | None) -> list[int]:

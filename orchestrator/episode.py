@@ -70,6 +70,7 @@ class Episode:
         "_generating",
         "_is_generating",
         "_is_over",
+        "_is_reserved",
         "_model",
         "_past",
         "_past_branches",
@@ -105,6 +106,7 @@ class Episode:
         """After a resume: those not forked again yet."""
         self._is_generating = False
         self._is_over = False
+        self._is_reserved = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -121,13 +123,46 @@ class Episode:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no turn is being generated."""
-        return not self._is_generating
+        """Whether no turn is being generated, or about to be."""
+        return not self._is_generating and not self._is_reserved
+
+    def reserve(self) -> None:
+        """Its next turn is about to be asked for: nobody else is to go on from here."""
+        self._is_reserved = True
 
     @property
     def rollout_id(self) -> int:
         """As in trajectories.parquet; a branch has its own."""
         return self._rollout.rollout_id
+
+    def encode(self, text: str) -> list[int]:
+        """A text as tokens, none added."""
+        ids: list[int] = self._model.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Tokens as text, special ones left out."""
+        return str(self._model.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def row_from(self, context: Sequence[int]) -> "Episode":
+        """A row with exactly this context: the one that it goes on from, or a new branch."""
+        context = list(context)
+        for row in sorted(self.rows, key=lambda row: -row.num_tokens):
+            known = row.num_tokens
+            if row.is_idle and known <= len(context) and row.token_ids == context[:known]:
+                row.append(context[known:])
+                row.reserve()
+                return row
+        branch = self.branch(context, "new_context: it goes on from no row's end")
+        branch.reserve()
+        return branch
+
+    @property
+    def rows(self) -> "Iterator[Episode]":
+        """This one and its branches, and theirs."""
+        yield self
+        for branch in self.branches:
+            yield from branch.rows
 
     @property
     def conversation(self) -> Conversation:
@@ -230,6 +265,7 @@ class Episode:
                 timeout_s=timeout_s,
                 **options,
             )
+        self._is_reserved = False
         if self._is_generating:
             raise RuntimeError("an episode takes one turn at a time; await the first generate()")
         if not self.num_tokens:

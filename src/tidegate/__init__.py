@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.environments.pool import EnvironmentPool
     from tidegate.orchestrator.environments.tools import Tools
     from tidegate.orchestrator.episode import Episode
+    from tidegate.orchestrator.gateway import Endpoint, Gateway
     from tidegate.orchestrator.generated_turn import GeneratedTurn
     from tidegate.orchestrator.sampling_options import SamplingOptions
     from tidegate.orchestrator.serve import Rollouts, SyncRollouts, serve, serve_sync
@@ -40,10 +41,12 @@ __all__ = [
     "Batch",
     "BoundedStaleness",
     "DynamicSampling",
+    "Endpoint",
     "Environment",
     "EnvironmentPool",
     "Episode",
     "Evaluation",
+    "Gateway",
     "GeneratedTurn",
     "GroupFilter",
     "Observation",
@@ -76,8 +79,10 @@ _HOMES = {
     "DynamicSampling": "policies.filters",
     "Environment": "orchestrator.environments.environment",
     "EnvironmentPool": "orchestrator.environments.pool",
+    "Endpoint": "orchestrator.gateway",
     "Episode": "orchestrator.episode",
     "Evaluation": "orchestrator.client",
+    "Gateway": "orchestrator.gateway",
     "GeneratedTurn": "orchestrator.generated_turn",
     "GroupFilter": "policies.filters",
     "Observation": "orchestrator.environments.environment",

@@ -1,0 +1,191 @@
+"""What does a client of OpenAI's API ask for? Request bodies, checked, as options of ``generate``.
+
+Fields that say nothing to an engine (``user``, ``store``, …) are passed over, as other servers do;
+those that would change what is said are refused if they can't be honoured. It answers nothing.
+"""
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from tidegate.errors import ChatRefused
+from tidegate.transport.sampling import Processor
+
+CHOICES_MAX = 64
+"""``n`` of one request: each is a row of the trainer's batch."""
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """What completions of both kinds may be asked for."""
+
+    model: str = ""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    """Beside OpenAI's, as vLLM has it: also ``prompt_token_ids`` and ``weight_versions``."""
+
+    OPTIONAL: ClassVar[tuple[str, ...]] = (
+        "temperature",
+        "top_p",
+        "min_p",
+        "seed",
+        "stop_token_ids",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+    )
+
+    @property
+    def choices(self) -> int:
+        """How many completions."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def tokens_max(self) -> int | None:
+        """Each may have."""
+        raise NotImplementedError
+
+    @property
+    def top_logprobs_asked(self) -> int | None:
+        """How many likely tokens to tell beside each; None: no log-probs at all."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        """As keywords of ``generate``.
+
+        Raises:
+            ChatRefused: one can't be honoured.
+        """
+        if not 1 <= self.choices <= CHOICES_MAX:
+            raise ChatRefused(f"n must be from 1 to {CHOICES_MAX}, got {self.choices}")
+        if self.seed is not None and self.choices > 1:
+            raise ChatRefused("with a seed all n choices would be the same; leave one of them out")
+        options = {k: v for k in self.OPTIONAL if (v := getattr(self, k)) is not None}
+        if self.top_k is not None and self.top_k > 0:
+            options["top_k"] = self.top_k  # -1 and 0 mean all, in the dialects that have it
+        if self.stop:
+            options["stop_strings"] = [self.stop] if isinstance(self.stop, str) else self.stop
+        if self.logit_bias:
+            try:
+                options["logit_bias"] = {int(k): bias for k, bias in self.logit_bias.items()}
+            except ValueError:
+                raise ChatRefused("logit_bias must have token ids for its keys") from None
+        if self.top_logprobs_asked:
+            options["top_logprobs"] = self.top_logprobs_asked
+        if self.tokens_max is not None:
+            options["max_tokens"] = self.tokens_max
+        return options
+
+
+class ChatRequest(Request, kw_only=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+
+    @property
+    def tokens_max(self) -> int | None:
+        """The newer name before the older."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def top_logprobs_asked(self) -> int | None:
+        """None unless ``logprobs`` is true."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """Those that the model is told of.
+
+        Raises:
+            ChatRefused: it is to be forced to call one.
+        """
+        if self.tool_choice not in (None, "auto", "none"):
+            raise ChatRefused("tool_choice must be 'auto' or 'none': no call can be forced")
+        return None if self.tool_choice == "none" else self.tools or None
+
+    def options(self) -> dict[str, Any]:
+        """As :meth:`Request.options`, and a schema to keep to."""
+        options = super().options()
+        wanted = self.response_format or {"type": "text"}
+        if wanted.get("type") == "json_schema":
+            described = wanted.get("json_schema")
+            schema = described.get("schema") if isinstance(described, dict) else None
+            if not isinstance(schema, dict):
+                raise ChatRefused("response_format.json_schema must have a schema, an object")
+            options["processors"] = [Processor("json_schema", {"schema": schema})]
+        elif wanted.get("type") != "text":
+            raise ChatRefused("response_format must be of type 'text' or 'json_schema'")
+        return options
+
+
+class CompletionRequest(Request, kw_only=True):
+    """``POST /v1/completions``; a prompt of token ids goes on in a row that it begins with."""
+
+    prompt: str | list[int]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+    @property
+    def tokens_max(self) -> int | None:
+        """16 unless told otherwise, as OpenAI has it."""
+        return self.max_tokens
+
+    @property
+    def top_logprobs_asked(self) -> int | None:
+        """As asked for."""
+        return self.logprobs
+
+    def options(self) -> dict[str, Any]:
+        """As :meth:`Request.options`."""
+        if self.echo or self.suffix:
+            raise ChatRefused("echo and suffix are not served: leave them out")
+        if not self.prompt:
+            raise ChatRefused("prompt must not be empty")
+        return super().options()
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """``POST /tokenize``: a text, or a conversation as it would be a prompt."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class RewardRequest(msgspec.Struct, kw_only=True):
+    """``POST /sessions/{id}/reward``."""
+
+    reward: float
+
+
+def read_body(body: bytes, kind: type[Any]) -> Any:
+    """A request of this kind.
+
+    Raises:
+        ChatRefused: it is not JSON, or has other fields or types.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ChatRefused(f"the body can't be read: {error}") from None
