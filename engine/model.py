@@ -73,7 +73,7 @@ def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) ->
         _add(hidden, attended, layer.output, layer.output_bias, layer.attention_post_norm, config)
         normed = _norm(hidden, layer.mlp_norm, config, plan.native)
         if layer.router is not None:
-            hidden += _experts(layer, layer.router, config, normed, activate)
+            hidden += _experts(layer, layer.router, config, normed, activate, plan.native)
             continue
         gate_up = layer.gate_up[0].linear(normed, layer.gate_up_bias)
         inner = _gated(gate_up, activate, plan.native)
@@ -161,6 +161,7 @@ def _experts(
     config: ModelConfig,
     normed: torch.Tensor,
     activate: Callable[[torch.Tensor], torch.Tensor],
+    compiled: Native | None,
 ) -> torch.Tensor:
     """Send each token through the experts that the router scores highest: [T, H].
 
@@ -177,8 +178,8 @@ def _experts(
     outputs = []
     for expert, part in enumerate(normed[tokens].split_with_sizes(counts)):
         if part.shape[0]:
-            gate, up = layer.gate_up[expert].linear(part).chunk(2, dim=-1)
-            outputs.append(layer.down[expert].linear(activate(gate).mul_(up)))
+            inner = _gated(layer.gate_up[expert].linear(part), activate, compiled)
+            outputs.append(layer.down[expert].linear(inner))
     mixed = torch.cat(outputs)
     mixed *= shares.flatten()[order, None].to(mixed.dtype)
     return torch.zeros_like(normed).index_add_(0, tokens, mixed)

@@ -21,7 +21,7 @@ from tidegate.engine.model_config import ModelConfig
 from tidegate.engine.rope_tables import make_rope_table
 from tidegate.engine.sampling import RowSampling as RowSampling
 from tidegate.engine.sampling import StepOutput as StepOutput
-from tidegate.engine.sampling import sample_rows
+from tidegate.engine.sampling import sample_apart, sample_rows
 from tidegate.engine.scoring import RowScoring, score_rows
 from tidegate.engine.weight_store import WeightStore
 from tidegate.engine.weights import Weights
@@ -95,8 +95,15 @@ class ModelRunner:
         num_blocks: int,
         block_tokens: int = 16,
         native: Native | None = None,
+        is_deterministic: bool = False,
     ) -> None:
-        """``native`` is compiled code that suits the model, to decode by instead of by torch's."""
+        """``native`` is compiled code that suits the model, to decode by instead of by torch's.
+
+        With ``is_deterministic`` a row's outputs are the same bits whatever rows are beside it, and
+        however its context was cut into chunks. That takes compiled code, and packed weights.
+        """
+        if is_deterministic and (native is None or not weights.is_packed):
+            raise ValueError("only compiled code computes the same bits in every batch")
         self.config = config
         self.weights = weights
         """May be replaced between two steps, by weights of the same config and dtype."""
@@ -109,6 +116,7 @@ class ModelRunner:
         self._scratch = torch.empty(0, dtype=weights.dtype)
         positions = min(config.context_tokens_max, num_blocks * block_tokens)
         self._native = native
+        self._is_deterministic = is_deterministic
         self._layers = _LayerKinds(config, positions, weights.dtype)
 
     def swap(self, weights: WeightStore) -> None:
@@ -133,14 +141,22 @@ class ModelRunner:
         scores = score_rows(self.weights, hidden[len(sampling) :], scoring) if scoring else ()
         if not sampling:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32), scores=scores)
-        output = sample_rows(head_logits(self.weights, hidden[: len(sampling)]), sampling)
+        output = self._sample(head_logits(self.weights, hidden[: len(sampling)]), sampling)
         return replace(output, scores=scores) if scores else output
+
+    def _sample(self, logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput:
+        if self._is_deterministic:
+            assert self._native is not None  # or __init__ refuses
+            return sample_apart(logits, sampling, self._native)
+        return sample_rows(logits, sampling)
 
     def _plan(self, rows: Sequence[Row]) -> StepPlan:
         """Lay the rows' tokens out one after another, rows of like size together."""
         counts = np.fromiter([len(row.token_ids) for row in rows], np.int64, len(rows))
         starts = np.fromiter([row.start for row in rows], np.int64, len(rows))
         kinds = _kinds(counts, starts + counts, decodes_alike=self._native is not None)
+        if self._is_deterministic:
+            kinds[:] = 0  # chunks, too, are computed token by token
         order = np.argsort(kinds, kind="stable")
         kinds, counts, starts = kinds[order], counts[order], starts[order]
         ordered = [rows[i] for i in order]
@@ -178,10 +194,10 @@ class ModelRunner:
             group = slice(first, end)
             blocks = -(-int((starts[group] + counts[group]).max()) // self.block_tokens)
             token = groups[-1].end_token if groups else 0
-            if self._native is not None and counts[first] == 1:
-                decoded = np.ascontiguousarray(tables[group, :blocks]), starts[group] + 1
-                where, lengths = map(torch.from_numpy, decoded)
-                last = token + int(end - first)
+            if self._native is not None and kinds[first] == 0:
+                singles = _singles(starts[group], counts[group], tables[group, :blocks])
+                where, lengths = map(torch.from_numpy, singles)
+                last = token + len(lengths)
                 groups.append(LastTokens(token, last, where, lengths, window_tokens))
                 continue
             groups.append(
@@ -251,6 +267,15 @@ def _kinds(counts: Ints, ends: Ints, *, decodes_alike: bool) -> Ints:
     queries = np.searchsorted(QUERY_LEVELS, counts)
     kinds = queries * (CONTEXT_LEVELS.size + 1) + np.searchsorted(CONTEXT_LEVELS, ends)
     return np.where(counts == 1, 0, kinds) if decodes_alike else kinds
+
+
+def _singles(starts: Ints, counts: Ints, tables: Ints) -> tuple[Ints, Ints]:
+    """Rows [R] seen as rows of one query each [T]: their tables [T, B], and their lengths [T]."""
+    if counts.sum() == counts.size:
+        return np.ascontiguousarray(tables), starts + 1
+    firsts = np.cumsum(counts) - counts
+    lengths = np.arange(1, counts.sum() + 1) + np.repeat(starts - firsts, counts)
+    return np.repeat(tables, counts, axis=0), lengths
 
 
 def _tables(rows: Sequence[Row], blocks: Ints) -> Ints:

@@ -16,6 +16,7 @@ import torch
 from tidegate.engine import seen_tokens
 from tidegate.engine.options import RowOptions
 from tidegate.engine.scoring import RowScore
+from tidegate.kernels.native import Native
 from tidegate.kernels.penalties import ban_, bias_, penalize_
 from tidegate.kernels.sampling import (
     Weighed,
@@ -85,7 +86,58 @@ class _Columns:
 
 def sample_rows(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput:
     """Draw one token for each row of ``logits`` [S, V], float32, which may be written to."""
-    columns = _Columns(
+    columns = _columns(sampling)
+    options = {row: one.options for row, one in enumerate(sampling) if one.options is not None}
+    if options:
+        return _sample_with_options(logits, columns, sampling, options)
+    token_ids, logprobs = sample(
+        logits, columns.temperature, columns.top_k, columns.top_p, columns.uniforms
+    )
+    return StepOutput(token_ids.numpy().astype(np.int32), logprobs.numpy())
+
+
+def sample_apart(
+    logits: torch.Tensor, sampling: Sequence[RowSampling], native: Native
+) -> StepOutput:
+    """As :func:`sample_rows`, but each row gets the same bits whatever rows are beside it.
+
+    So its own options alone choose the code. Ours computes row by row; torch gets one row at a
+    time, for what it computes of one may depend on where in a vector its numbers lie.
+    """
+    token_ids = np.empty(len(sampling), np.int32)
+    logprobs = np.empty(len(sampling), np.float32)
+    details: dict[int, RowDetails] = {}
+    failures: dict[int, str] = {}
+    plain = [row for row, one in enumerate(sampling) if _is_plain(one)]
+    if plain:
+        mine = logits if len(plain) == len(logits) else logits[plain]
+        token_ids[plain], logprobs[plain] = _draw_plain(mine, [sampling[r] for r in plain], native)
+    for row in sorted({*range(len(sampling))} - {*plain}):
+        output = sample_rows(logits[row : row + 1].clone(), [sampling[row]])
+        token_ids[row], logprobs[row] = output.token_ids[0], output.logprobs[0]
+        if output.details:
+            details[row] = output.details[0]
+        if output.failures:
+            failures[row] = output.failures[0]
+    return StepOutput(token_ids, logprobs, details, failures)
+
+
+def _is_plain(one: RowSampling) -> bool:
+    return one.options is None and one.top_k == 0 and one.top_p == 1
+
+
+def _draw_plain(
+    logits: torch.Tensor, sampling: Sequence[RowSampling], native: Native
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    columns = _columns(sampling)
+    token_ids, logprobs = native.draw(
+        logits, torch.from_numpy(columns.temperature), torch.from_numpy(columns.uniforms)
+    )
+    return token_ids.numpy(), logprobs.numpy()
+
+
+def _columns(sampling: Sequence[RowSampling]) -> _Columns:
+    return _Columns(
         np.array([one.temperature for one in sampling], np.float32),
         np.array([one.top_k for one in sampling], np.int64),
         np.array([one.top_p for one in sampling], np.float32),
@@ -94,13 +146,6 @@ def sample_rows(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOu
             np.array([one.index for one in sampling], np.uint64),
         ),
     )
-    options = {row: one.options for row, one in enumerate(sampling) if one.options is not None}
-    if options:
-        return _sample_with_options(logits, columns, sampling, options)
-    token_ids, logprobs = sample(
-        logits, columns.temperature, columns.top_k, columns.top_p, columns.uniforms
-    )
-    return StepOutput(token_ids.numpy().astype(np.int32), logprobs.numpy())
 
 
 def _sample_with_options(

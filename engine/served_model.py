@@ -16,7 +16,7 @@ from tidegate.engine.runner import ModelRunner, Runner
 from tidegate.engine.scores import HIDDEN_WANTS, ScoringTraits
 from tidegate.engine.weight_store import WeightStore
 from tidegate.engine.weights import Weights, load_directory
-from tidegate.errors import ModelError, ModelNotComputed
+from tidegate.errors import ConfigError, ModelError, ModelNotComputed
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and our own models do without it
     from tidegate.engine.fallback_weights import FallbackWeights
@@ -65,15 +65,22 @@ class ServedModel(Protocol):
         """Make room for a second version beside the one that serves."""
 
 
-def open_model(path: Path, dtype: DtypeChoice) -> ServedModel:
+def open_model(path: Path, dtype: DtypeChoice, *, is_deterministic: bool = False) -> ServedModel:
     """Find out who can compute the model in ``path``.
 
     Raises:
         ModelError: nobody can.
+        ConfigError: nobody can so that each turn gets the same bits in every batch.
     """
     try:
-        return OwnModel(path, ModelConfig.from_directory(path), dtype)
+        config = ModelConfig.from_directory(path)
+        return OwnModel(path, config, dtype, is_deterministic=is_deterministic)
     except ModelNotComputed as error:
+        if is_deterministic:
+            raise ConfigError(
+                f"deterministic: {error}, and what transformers computes depends on how a context "
+                f"was cut; serve another model, or leave deterministic out"
+            ) from error
         return FallbackModel(path, dtype, why=str(error))
 
 
@@ -83,10 +90,21 @@ class OwnModel:
     code = "tidegate"
     warning = None
 
-    def __init__(self, path: Path, config: ModelConfig, dtype: DtypeChoice) -> None:
+    def __init__(
+        self, path: Path, config: ModelConfig, dtype: DtypeChoice, *, is_deterministic: bool = False
+    ) -> None:
         self._path = path
         self._config = config
         self._dtype = _dtype(dtype, config.dtype)
+        self._is_deterministic = is_deterministic
+        self._native = native_for(config, self._dtype)
+        if is_deterministic and self._native is None:
+            raise ConfigError(
+                f"deterministic: this machine has no compiled code for {config.architecture} in "
+                f"{self._dtype} (head_dim={config.head_dim}, activation={config.activation}), and "
+                f"torch's sums depend on the batch; install a C++ compiler, serve another model, "
+                f"or leave deterministic out"
+            )
         self.architecture = config.architecture
         self.vocab_size = config.vocab_size
         self.context_tokens_max = config.context_tokens_max
@@ -106,18 +124,24 @@ class OwnModel:
     def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
         """Load the weights, and make room for the KV cache."""
         with blame_memory(doing=f"for the weights of {self._path}", remedy=SMALLER_MODEL):
-            weights = load_directory(self._path, self._config, self._dtype)
+            weights = load_directory(self._path, self._config, self._dtype, is_packed=self._packs)
         return ModelRunner(
             self._config,
             weights,
             num_blocks=num_blocks,
             block_tokens=block_tokens,
-            native=native_for(self._config, self._dtype),
+            native=self._native,
+            is_deterministic=self._is_deterministic,
         )
 
     def allocate(self) -> Weights:
         """Make room for a second version."""
-        return Weights.allocate(self._config, self._dtype)
+        return Weights.allocate(self._config, self._dtype, is_packed=self._packs)
+
+    @property
+    def _packs(self) -> bool | None:
+        """How matrices lie; None: as is fastest. Packed ones compute the same bits in any batch."""
+        return True if self._is_deterministic else None
 
 
 class FallbackModel:

@@ -19,7 +19,7 @@ from tidegate.engine.layer_weights import LayerWeights, allocate_layer, joint_pl
 from tidegate.engine.model_config import ModelConfig
 from tidegate.engine.weight_store import Place, WeightStore
 from tidegate.errors import ModelError, WeightsRefused
-from tidegate.kernels.weight_matrix import Matrix, make_matrix
+from tidegate.kernels.weight_matrix import Matrix, PackedMatrix, make_matrix
 
 
 class Weights(WeightStore):
@@ -75,6 +75,11 @@ class Weights(WeightStore):
     def tied_to(self, name: str) -> str | None:
         """A tied model's head is its embedding."""
         return "model.embed_tokens.weight" if name == "lm_head.weight" else None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its matrices are: so products are the same bits whatever rows are beside."""
+        return isinstance(self.head, PackedMatrix)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         keys = None if arguments.keys is None else read_engine_keys(arguments.keys)
-        model = open_model(arguments.model, arguments.dtype)
+        model = open_model(
+            arguments.model, arguments.dtype, is_deterministic=arguments.deterministic
+        )
         limits = _limits(arguments, model)
         options = _options(arguments, limits)
         torch.set_num_threads(arguments.threads)
@@ -109,6 +111,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         metavar="MODULE",
         help="import this module, and know the logit processors of its PROCESSORS",
+    )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="give each turn the same bits in every batch, however it is chunked or moved",
     )
     parser.add_argument(
         "--speculate",
@@ -217,6 +224,7 @@ def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimi
         model_code=model.code,
         speculation=(arguments.speculate or "").partition(":")[0],
         scores=list(model.scoring.wants),
+        is_deterministic=arguments.deterministic,
     )
 
 

@@ -79,6 +79,9 @@ class RunSettings(BaseModel):
     processors: tuple[str, ...] = ()
     """Modules of logit processors, each with a dict ``PROCESSORS``, that engines import; from the
     directory that the run is started in, or PYTHONPATH."""
+    deterministic: bool = False
+    """Have engines give each turn the same tokens and log-probs to the last bit, whatever else is
+    in the batch, and however the turn is chunked, preempted or moved; costs some speed."""
     speculate: str | None = None
     """Have engines guess tokens and verify several in a step, which changes their speed only:
     ``lookup`` guesses from what a turn has read and written before; ``rollouts`` from earlier

@@ -64,6 +64,7 @@ class Engine:
             rows_busy_s=self.rows_busy_us / 1e6,
             model_code=self.hello.model_code,
             speculation=self.hello.speculation,
+            is_deterministic=self.hello.is_deterministic,
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
         )

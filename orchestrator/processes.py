@@ -195,6 +195,8 @@ def engine_command(settings: RunSettings, name: str, address: str) -> list[str]:
         options["speculate"] = settings.speculate
     for option, value in options.items():
         command += [f"--{option}", str(value)]
+    if settings.deterministic:
+        command.append("--deterministic")
     for module in settings.processors:
         command += ["--processors", module]
     return command

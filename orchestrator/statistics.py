@@ -104,6 +104,8 @@ class EngineStatistics:
     """Rows of each step times its time, added up; likewise."""
     model_code: str = ""
     """Whose code computes its model: ``tidegate``, or ``transformers``, which is far slower."""
+    is_deterministic: bool = False
+    """Whether its turns get the same bits in every batch."""
     speculation: str = ""
     """Where it takes guesses from: ``lookup``, ``rollouts`` or ``draft``; empty: it takes none."""
     drafted_tokens: int = 0

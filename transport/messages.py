@@ -76,6 +76,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     ``rollouts`` or ``draft``. Empty: it takes none."""
     scores: list[str] = []
     """What it can tell of given tokens: values of ``ScoreTokens.want``."""
+    is_deterministic: bool = False
+    """Whether the same request, weights and seed give the same bits, whatever is in the batch."""
 
 
 class KvSpan(msgspec.Struct, frozen=True, array_like=True):

@@ -292,10 +292,12 @@ class DrivenEngine(FakeEngine):
         shares_prefixes: bool = True,
         drafts: DraftSource | None = None,
         native: Native | None = None,
+        is_deterministic: bool = False,
         **limits: int,
     ) -> None:
         self._weights = weights
         self._native = native
+        self._is_deterministic = is_deterministic
         vocab_size = weights[0].config.vocab_size
         super().__init__(
             shares_prefixes=shares_prefixes, drafts=drafts, vocab_size=vocab_size, **limits
@@ -308,6 +310,7 @@ class DrivenEngine(FakeEngine):
             num_blocks=self.limits.num_blocks,
             block_tokens=self.limits.block_tokens,
             native=self._native,
+            is_deterministic=self._is_deterministic,
         )
 
     def _scoring(self) -> ScoringTraits:

@@ -1,0 +1,191 @@
+"""What do guesses save, and what do they cost where nothing is to be guessed?
+
+``python -m benchmarks.speculation [--json]`` prints ``name, value, unit, peer, ratio``. Scheduler
+and model run in this process, on one thread, without the wire: 12 layers of 512, a vocabulary of
+8,192, random weights in float32. The peer is the same engine without guesses; both by turns,
+medians of CPU time. ``accepted``: the share of verified guesses that were right.
+
+``repeats``: a model that mostly says again what it said last, so a context tells what comes.
+``again``: prompts that were sampled before, by weights that then changed a little; greedy.
+``random``: a model that never repeats itself. What is lost there is the price of trying.
+The draft model is the first two layers of the large one.
+"""
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from time import process_time
+
+import numpy as np
+import torch
+
+from benchmarks.table import Row, compared, show
+from tidegate.engine.drafts import DraftSource
+from tidegate.engine.lookup_drafts import LookupDrafts
+from tidegate.engine.model import native_for
+from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.model_drafts import ModelDrafts
+from tidegate.engine.rollout_drafts import RolloutDrafts
+from tidegate.engine.runner import ModelRunner
+from tidegate.engine.scheduler import Scheduler
+from tidegate.engine.turns import EngineLimits
+from tidegate.engine.weights import Weights, load_directory
+from tidegate.transport.messages import SamplingParams, SubmitTurn
+
+LAYERS, DRAFT_LAYERS, VOCAB = 12, 2, 8192
+BLOCKS, BLOCK_TOKENS = 1024, 16
+PROMPT_TOKENS, OUTPUT_TOKENS = 32, 96
+CONCURRENT = (1, 8, 32)
+RUNS = 3
+
+KEPT = 0.02
+"""Of what layers add to the residual stream, in the model that repeats itself."""
+
+CHANGED = 0.01
+"""Of weights, by an update between two samples of a prompt."""
+
+LIMITS = EngineLimits(
+    max_running_turns=max(CONCURRENT),
+    max_step_tokens=1024,
+    num_blocks=BLOCKS,
+    block_tokens=BLOCK_TOKENS,
+    context_tokens_max=PROMPT_TOKENS + OUTPUT_TOKENS,
+    vocab_size=VOCAB,
+)
+
+
+@dataclass(slots=True)
+class Spent:
+    """What a number of turns took."""
+
+    cpu_s: float
+    tokens: int
+    drafted: int
+    accepted: int
+
+
+class Engine:
+    """Scheduler and model, without a wire."""
+
+    def __init__(self, weights: Weights, drafts: DraftSource | None) -> None:
+        self.runner = make_runner(weights)
+        self._scheduler = Scheduler(LIMITS, drafts=drafts, shares_prefixes=False)
+        self._handles = count()
+
+    def run(self, turns: int, temperature: float) -> Spent:
+        """Sample that many turns at once, of prompts that are the same in every call."""
+        for number in range(turns):
+            chance = np.random.default_rng(number)
+            prompt = chance.integers(0, VOCAB, PROMPT_TOKENS).astype("<i4")
+            asked = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=temperature, seed=number)
+            handle = next(self._handles)
+            message = SubmitTurn(turn=handle, token_ids=prompt.tobytes(), sampling=asked)
+            self._scheduler.submit(message)
+        spent = Spent(0.0, 0, 0, 0)
+        started = process_time()
+        while rows := self._scheduler.plan():
+            columns = self._scheduler.complete(self.runner.step(rows))
+            if columns is not None:
+                spent.tokens += len(columns.token_ids) // 4
+                spent.drafted += columns.drafted_tokens
+                spent.accepted += columns.accepted_tokens
+        spent.cpu_s = process_time() - started
+        return spent
+
+
+def make_runner(weights: Weights) -> ModelRunner:
+    """A runner by the fastest code there is."""
+    native = native_for(weights.config, torch.float32)
+    return ModelRunner(
+        weights.config, weights, num_blocks=BLOCKS, block_tokens=BLOCK_TOKENS, native=native
+    )
+
+
+def load(path: Path, *, kept: float = 1.0, changed: float = 0.0, layers: int = LAYERS) -> Weights:
+    """The model's weights: layers that add so much, noise of that share, the first layers only."""
+    import transformers
+
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(config)
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor += changed * tensor.std() * torch.randn(tensor.shape, generator=noise)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensor *= kept
+    del model.model.layers[layers:]
+    model.config.num_hidden_layers = layers
+    model.config.layer_types = model.config.layer_types[:layers]
+    model.save_pretrained(path)
+    return load_directory(path, ModelConfig.from_directory(path), torch.float32)
+
+
+def measure(
+    name: str,
+    weights: Weights,
+    source: Callable[[], DraftSource],
+    *,
+    temperature: float,
+    before: Weights | None = None,
+) -> Iterator[Row]:
+    """Sample with guesses and without; ``before``: these weights have sampled the prompts once."""
+    for turns in CONCURRENT:
+        rates: dict[bool, list[float]] = {True: [], False: []}
+        spent = Spent(0.0, 0, 0, 0)
+        for _ in range(RUNS):
+            for guesses in (True, False):
+                engine = Engine(before or weights, source() if guesses else None)
+                if before is not None:
+                    engine.run(turns, temperature)
+                    engine.runner.swap(weights)
+                one = engine.run(turns, temperature)
+                rates[guesses].append(one.tokens / one.cpu_s)
+                spent = one if guesses else spent
+        accepted = 100 * spent.accepted / max(1, spent.drafted)
+        yield Row(f"{name}/{turns}/accepted", accepted, "%")
+        ours, peer = (statistics.median(rates[guesses]) for guesses in (True, False))
+        yield compared(f"{name}/{turns}/tokens_per_cpu_s", "1/s", ours, peer)
+
+
+def rows(directory: Path) -> Iterator[Row]:
+    """The whole table."""
+    repeats = load(directory / "repeats", kept=KEPT)
+    small = load(directory / "draft", kept=KEPT, layers=DRAFT_LAYERS)
+    anything = load(directory / "random")
+    changed = load(directory / "changed", changed=CHANGED)
+
+    def by_model() -> DraftSource:
+        return ModelDrafts(make_runner(small), LIMITS.context_tokens_max)
+
+    yield from measure("lookup/repeats", repeats, LookupDrafts, temperature=0.9)
+    yield from measure("draft/repeats", repeats, by_model, temperature=0.9)
+    yield from measure("rollouts/again", changed, RolloutDrafts, temperature=0.0, before=anything)
+    yield from measure("lookup/random", anything, LookupDrafts, temperature=1.0)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one object a line")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        show(rows(Path(directory)), as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    main()
