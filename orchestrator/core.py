@@ -122,14 +122,14 @@ class Core:
                 return self._on_step(event)
             case ev.TurnAsked():
                 return self.groups.ask_turn(event)
-            case ev.TurnGivenUp() | ev.RolloutCut() | ev.RolloutForked() | ev.TurnsRewarded():
-                return self.groups.change_rollout(event)
             case ev.EpisodeReturned():
                 return self.groups.finish(event) + self._hand_over()
-            case ev.EpisodeFailed():
-                return self.groups.fail(event) + self._hand_over()
             case ev.TaskArrived():
                 return self._admit(event)
+            case ev.TurnGivenUp() | ev.RolloutCut() | ev.RolloutForked() | ev.TurnsRewarded():
+                return self.groups.change_rollout(event)
+            case ev.EpisodeFailed():
+                return self.groups.fail(event) + self._hand_over()
             case ev.TaskFound(task=task, key=key):
                 return self._on_task_found(task, key)
             case ev.TasksExhausted():

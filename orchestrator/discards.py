@@ -107,9 +107,11 @@ class _Tally:
 class _Block:
     """Rollouts that were trained or discarded one after the other."""
 
-    __slots__ = ("generated", "generated_tokens", "trained", "trained_tokens")
+    __slots__ = ("generated", "generated_tokens", "rollouts", "trained", "trained_tokens")
 
     def __init__(self) -> None:
+        self.rollouts = 0
+        """In all; the sum of ``generated``."""
         self.generated = [0] * LENGTH_BUCKETS
         self.trained = [0] * LENGTH_BUCKETS
         self.generated_tokens = 0
@@ -117,6 +119,7 @@ class _Block:
 
     def count(self, tokens: int, *, is_trained: bool) -> None:
         bucket = length_bucket(tokens)
+        self.rollouts += 1
         self.generated[bucket] += 1
         self.generated_tokens += tokens
         if is_trained:
@@ -146,7 +149,7 @@ class Discards:
         self._ended(rollout.sampled_tokens, is_trained=True)
 
     def _ended(self, tokens: int, *, is_trained: bool) -> None:
-        if sum(self._blocks[-1].generated) >= WINDOW_ROLLOUTS:
+        if self._blocks[-1].rollouts >= WINDOW_ROLLOUTS:
             self._blocks = [self._blocks[-1], _Block()]
         self._blocks[-1].count(tokens, is_trained=is_trained)
 
@@ -219,6 +222,7 @@ class Discards:
         for lengths in saved.blocks:
             block = _Block()
             block.generated, block.trained = list(lengths.generated), list(lengths.trained)
+            block.rollouts = sum(block.generated)
             block.generated_tokens = lengths.generated_tokens
             block.trained_tokens = lengths.trained_tokens
             self._blocks.append(block)

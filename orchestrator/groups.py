@@ -15,6 +15,7 @@ from tidegate.orchestrator.prompts import Prompts
 from tidegate.orchestrator.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.taken_tasks import TakenTasks
 from tidegate.orchestrator.turns import TurnBook
+from tidegate.policies.filters import GroupFilter
 
 KEPT_ROLLOUTS_MIN = 2
 """A group needs two rewards to compare; with fewer left it is dropped (unless group_size is 1)."""
@@ -32,6 +33,8 @@ class GroupBook:
         self._turns = turns
         self._tasks = tasks
         self._prompts = prompts
+        self._keeps_all = type(prompts.filter) is GroupFilter
+        """Then no group is given up before its last rollout has ended."""
         self.group_size = group_size
         self.ledger = Ledger()
         self.evaluation_ledger = Ledger()
@@ -243,6 +246,8 @@ class GroupBook:
     def _rollout_ended(self, group: Group) -> list[ev.Command]:
         self.rollout_ends += 1
         group.running -= 1
+        if group.running and self._keeps_all:
+            return []
         own = group.kept_rewards
         rewards = [*group.sibling_rewards, *own]
         reason = self._prompts.filter.reject(rewards, running=group.running)

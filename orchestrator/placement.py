@@ -39,6 +39,8 @@ class Placement:
         self._rules = rules
         self.watches_steps = rules.speeds is not None or rules.stragglers is not None
         """Whether anything is to be done after a step; mostly there isn't, and steps are many."""
+        self._is_by_load = type(rules.routing) is LeastLoaded
+        """Then nothing need be known of the turn; turns are many."""
         self._open: EngineLoads | None = None
         """Engines that may get any turn; None: to be looked at anew."""
         self._reserved: frozenset[str] = frozenset()
@@ -111,6 +113,8 @@ class Placement:
             reserved = self._open_reserved.least()
             if reserved is not None and (not loads.names or self._takes(reserved, turn)):
                 return reserved
+        if self._is_by_load:
+            return loads.least()
         group_id, kv_engine = turn.rollout.group_id, _kv_engine(turn)
         to_route = TurnToRoute(number=number, group_id=group_id, kv_engine=kv_engine)
         return self._rules.routing.choose(loads, to_route)

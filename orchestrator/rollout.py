@@ -348,8 +348,13 @@ class Rollout:
     @property
     def oldest_trained_version(self) -> int | None:
         """The oldest weights that sampled one of its tokens that is not masked; None: none is."""
-        versions = {run.version for turn in self.turns for run in turn.runs}
-        return min((v for v in versions if v >= self.oldest_trainable), default=None)
+        oldest, floor = None, self.oldest_trainable
+        for turn in self.turns:
+            for run in turn.runs:
+                version = run.version
+                if version >= floor and (oldest is None or version < oldest):
+                    oldest = version
+        return oldest
 
     @property
     def oldest_version(self) -> int | None:

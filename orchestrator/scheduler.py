@@ -49,6 +49,9 @@ from tidegate.transport.messages import (
 OF_ENGINES = frozenset((ev.EngineJoined, ev.EngineLeft, ev.VersionPublished))
 """Events that the shell has its own part in. Most are not: one look must be enough to tell."""
 
+FREES_NO_PLACE = frozenset((ev.TurnAsked, ev.StepArrived))
+"""Events after which no more tasks may arrive than before. Most are."""
+
 log = logging.getLogger("tidegate")
 
 
@@ -249,14 +252,17 @@ class Scheduler:
 
     def handle(self, events: Iterable[ev.Event], episode: EpisodeFunction | None = None) -> None:
         """Feed events to the core and carry out its commands, in order."""
+        may_free_places = False
         for event in events:
-            if type(event) in OF_ENGINES:
+            kind = type(event)
+            if kind in OF_ENGINES:
                 self._note_engines(event)
+            may_free_places = may_free_places or kind not in FREES_NO_PLACE
             if self._journal is not None:
                 self._journal.log(event)
             for command in self.core.handle(event):
                 self._act(command, episode)
-        if not self._wants_tasks.is_set() and self.core.capacity_groups:
+        if may_free_places and not self._wants_tasks.is_set() and self.core.capacity_groups:
             self._wants_tasks.set()
         if self._journal is not None:
             self._journal.compact_if_due()

@@ -38,11 +38,29 @@ from tidegate.transport.zeromq import (
 NO_WAIT, MORE_FOLLOWS = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 """As plain numbers: adding pyzmq's flags up takes as long as a send does."""
 
+send = zmq.backend.Socket.send
+"""Without what pyzmq's own looks for first, for sockets of other kinds: half of its time."""
+
 FRAMES_PER_DRAIN = 1024
 """Messages read before other callbacks get a turn: about 1 ms of reading."""
 
 BYTES_PER_DRAIN = 16 * 1024 * 1024
 """The same for large messages: some milliseconds of copying, and the most that a batch may take."""
+
+BUSY_WAKEUPS = 16
+BUSY_WITHIN_S = 0.032
+"""After so many wakeups within such a time, more than 500 a second, messages are looked for by the
+clock: to be woken for one costs as much as to take in the tokens of a hundred turns."""
+
+WAKEUPS_PER_SEND = 4
+"""Unless more is sent than this: somebody may wait for the answers. Acknowledgements are fewer."""
+
+LOOK_INTERVAL_S = 0.004
+"""By the clock: well below a decode step of most models, and four messages at a time where there
+are a thousand a second."""
+
+VAIN_LOOKS_MAX = 3
+"""In a row that bring nothing, or to which answers are sent; then the descriptor wakes again."""
 
 UNREAD_MESSAGES_MAX = 1024 * 1024
 """Waiting for one peer. No run gives an engine so many turns at once."""
@@ -77,6 +95,10 @@ class RouterSocket:
         self._on_frames: OnFrames = _no_frames
         self._budget_frames = FRAMES_PER_DRAIN
         self._scheduled: asyncio.Handle | None = None
+        self._clock: asyncio.TimerHandle | None = None
+        """While messages are looked for by the clock; else the descriptor wakes."""
+        self._wakeups = self._sends = self._vain_looks = 0
+        self._counted_since_s = 0.0
         self._frames = self._bytes = self._malformed = 0
         self._patience = Patience(answers_max=COMPLAINTS_PER_S_MAX, interval_s=1.0)
         try:
@@ -98,9 +120,10 @@ class RouterSocket:
             BadFrame: the message is larger than its kind may be.
         """
         frame = sendable(message)
+        self._sends += 1
         try:
-            self._socket.send(peer, MORE_FOLLOWS)
-            self._socket.send(frame, NO_WAIT)
+            send(self._socket, peer, MORE_FOLLOWS)
+            send(self._socket, frame, NO_WAIT)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
@@ -108,7 +131,8 @@ class RouterSocket:
         finally:
             # A send reads the socket's internal mailbox too, and may so swallow the signal that
             # messages have arrived. One look per turn of the loop makes up for all its sends.
-            self._schedule_drain()
+            if self._clock is None:
+                self._schedule_drain()
         return True
 
     def complain(self, peer: bytes, why: str) -> None:
@@ -133,7 +157,7 @@ class RouterSocket:
         if budget < 1:
             raise ValueError(f"budget counts messages per drain and must be >= 1, got {budget}")
         self._loop, self._on_frames, self._budget_frames = loop, on_frames, budget
-        loop.add_reader(self._socket.FD, self._drain)
+        loop.add_reader(self._socket.FD, self._on_readable)
         self._schedule_drain()  # for what came before anyone watched
 
     def detach(self) -> None:
@@ -143,6 +167,9 @@ class RouterSocket:
         if self._scheduled is not None:
             self._scheduled.cancel()
             self._scheduled = None
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
         self._loop.remove_reader(self._socket.FD)
         self._loop = None
         self._on_frames = _no_frames
@@ -160,6 +187,36 @@ class RouterSocket:
         """What came in so far."""
         refused = self._doorkeeper.refused if self._doorkeeper else 0
         return SocketStatistics(self._frames, self._bytes, self._malformed, refused)
+
+    def _on_readable(self) -> None:
+        """The descriptor wakes; if it does so on and on, the clock takes over."""
+        loop = self._loop
+        assert loop is not None
+        now_s = loop.time()
+        if now_s - self._counted_since_s > BUSY_WITHIN_S:
+            self._wakeups, self._sends, self._counted_since_s = 0, 0, now_s
+        self._wakeups += 1
+        if self._wakeups >= max(BUSY_WAKEUPS, WAKEUPS_PER_SEND * self._sends):
+            loop.remove_reader(self._socket.FD)
+            self._wakeups = self._vain_looks = 0
+            self._clock = loop.call_later(LOOK_INTERVAL_S, self._on_clock)
+        self._drain()
+
+    def _on_clock(self) -> None:
+        """Look by the clock, until there is nothing for some looks."""
+        before = self._frames, self._malformed
+        has_sent, self._sends = self._sends > 0, 0
+        try:
+            self._drain()
+        finally:  # the callback may raise, or detach
+            if self._loop is not None:
+                is_empty = (self._frames, self._malformed) == before
+                self._vain_looks = self._vain_looks + 1 if is_empty or has_sent else 0
+                if self._vain_looks < VAIN_LOOKS_MAX:
+                    self._clock = self._loop.call_later(LOOK_INTERVAL_S, self._on_clock)
+                else:
+                    self._clock = None
+                    self._loop.add_reader(self._socket.FD, self._on_readable)
 
     def _drain(self) -> None:
         """Read all that is there, or the budget of it, and hand it over as one batch.

@@ -19,7 +19,7 @@ class Inbox:
         self.frames: list[tuple[bytes, bytes]] = []
         self.batch_sizes: list[int] = []
         self.on_frame: Callable[[bytes, bytes], object] = lambda peer, frame: None
-        self._arrived = asyncio.Event()
+        self.arrived = asyncio.Event()
         router.attach(asyncio.get_running_loop(), self._take, budget=budget)
 
     def _take(self, batch: list[tuple[bytes, bytes]]) -> None:
@@ -27,14 +27,14 @@ class Inbox:
         self.batch_sizes.append(len(batch))
         for peer, frame in batch:
             self.on_frame(peer, frame)
-        self._arrived.set()
+        self.arrived.set()
 
     async def wait_for(self, count: int) -> list[tuple[bytes, bytes]]:
         """The first ``count`` frames, once they are there."""
         async with asyncio.timeout(WAIT_S):
             while len(self.frames) < count:
-                self._arrived.clear()
-                await self._arrived.wait()
+                self.arrived.clear()
+                await self.arrived.wait()
         return self.frames[:count]
 
 

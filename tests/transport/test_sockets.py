@@ -104,6 +104,37 @@ def test_20_000_messages_arrive_in_order_while_each_is_answered(
     assert answers == list(range(count))
 
 
+@pytest.mark.parametrize("answers_each", [0, 1])
+async def test_all_is_read_of_a_stream_that_comes_one_by_one_and_of_what_comes_after_it(
+    router: RouterSocket, answers_each: int
+) -> None:
+    dealer = DealerSocket(router.address, b"engine-0")
+    inbox = Inbox(router)
+    sent: list[bytes] = []
+
+    def raise_once(peer: bytes, frame: bytes) -> None:
+        inbox.on_frame = lambda peer, frame: None
+        loop.call_soon(inbox.arrived.set)
+        raise ZeroDivisionError("a callback broke")
+
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: None)
+    for index in range(120):
+        if index == 60:  # by now they are looked for by the clock, unless each is answered
+            inbox.on_frame = raise_once
+            sent.append(dealer.send(Resumed()))
+        sent.append(dealer.send(Goodbye(reason=str(index))))
+        [*_, (peer, _)] = await inbox.wait_for(len(sent))
+        for seq in range(answers_each):
+            assert router.send(peer, Ack(seq=seq))
+    assert [frame for _, frame in inbox.frames] == sent
+    router.detach()
+    again = Inbox(router)
+    dealer.send(Resumed())
+    await again.wait_for(1)
+    dealer.close()
+
+
 async def test_a_send_that_swallows_the_wakeup_does_not_strand_the_message(
     router: RouterSocket,
 ) -> None:
