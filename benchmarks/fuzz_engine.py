@@ -20,6 +20,7 @@ from tidegate.engine.model_config import AttentionKind, LayerShape, ModelConfig
 from tidegate.engine.rope_config import Rope
 from tidegate.engine.runner import ModelRunner
 from tidegate.engine.scheduler import Scheduler
+from tidegate.engine.sleep import Sleeper
 from tidegate.engine.staging import Staging
 from tidegate.engine.turns import EngineLimits
 from tidegate.engine.weights import Weights
@@ -181,11 +182,13 @@ class FuzzedEngine:
         self._socket = DealerSocket(self._address, self._name)
         self._staging = Staging(lambda: _random_weights())
         runner = ModelRunner(_CONFIG, _random_weights(), num_blocks=64, block_tokens=16)
+        scheduler = Scheduler(LIMITS)
         self._loop = EngineLoop(
             Link(self._socket, _hello(self._name.decode())),
             runner=runner,
-            scheduler=Scheduler(LIMITS),
+            scheduler=scheduler,
             staging=self._staging,
+            sleeper=Sleeper(runner, self._staging, scheduler, reload=lambda weights: None),
         )
         self._thread = threading.Thread(target=self._live, name=self._name.decode())
         self._thread.start()

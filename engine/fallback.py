@@ -59,6 +59,10 @@ class FallbackRunner:
             raise TypeError(f"weights of {type(self).__name__}, got {type(weights).__name__}")
         self.weights = weights
 
+    def cache_tensors(self) -> list[torch.Tensor]:
+        """All that the KV is kept in, and nothing that must outlast it."""
+        return [part for cache in self._caches for part in cache]
+
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> StepOutput:
         """Run every row's tokens, and sample after the last of those that ask for it.

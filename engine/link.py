@@ -29,6 +29,7 @@ from tidegate.transport.messages import (
     Welcome,
     encode,
 )
+from tidegate.transport.sleep_messages import MemoryTag
 from tidegate.transport.sockets import DealerSocket
 from tidegate.transport.streams import SendWindow
 
@@ -81,7 +82,14 @@ class Link:
             return True
         return time.monotonic() - self._greeted_at_s > HELLO_INTERVAL_S
 
-    def say_hello(self, *, weight_version: int, turns: Sequence[int]) -> None:
+    def say_hello(
+        self,
+        *,
+        weight_version: int,
+        turns: Sequence[int],
+        asleep: Sequence[MemoryTag] = (),
+        lacks_weights: bool = False,
+    ) -> None:
         """Begin a conversation: who we are, what we hold, and which steps come again."""
         self._greeted, self._greeted_at_s = self._connection, time.monotonic()
         hello = msgspec.structs.replace(
@@ -90,6 +98,8 @@ class Link:
             first_seq=self._window.first_seq,
             next_seq=self._window.next_seq(),
             turns=np.array(turns, dtype="<u4").tobytes(),
+            asleep=list(asleep),
+            lacks_weights=lacks_weights,
         )
         self._socket.send(hello)
 

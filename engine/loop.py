@@ -14,6 +14,7 @@ from tidegate.engine.link import Link
 from tidegate.engine.memory import is_out_of_memory, out_of_memory
 from tidegate.engine.runner import Row, Runner, StepOutput
 from tidegate.engine.scheduler import Scheduler, StepColumns
+from tidegate.engine.sleep import Sleeper
 from tidegate.engine.staging import Live, Staging
 from tidegate.errors import ScoreRefused, TurnRefused
 from tidegate.transport import messages, scoring
@@ -29,10 +30,12 @@ from tidegate.transport.messages import (
     Refused,
     Resume,
     Shutdown,
+    Sleep,
     StartWeightUpdate,
     Step,
     SubmitTurn,
     UpdateWeights,
+    Wake,
     WeightsFailed,
     WeightsLive,
 )
@@ -55,12 +58,20 @@ class EngineLoop:
     """One engine's life, on one thread."""
 
     def __init__(
-        self, link: Link, *, runner: Runner, scheduler: Scheduler, staging: Staging
+        self,
+        link: Link,
+        *,
+        runner: Runner,
+        scheduler: Scheduler,
+        staging: Staging,
+        sleeper: Sleeper,
     ) -> None:
         self._link = link
         self._runner = runner
         self._scheduler = scheduler
         self._staging = staging
+        self._sleeper = sleeper
+        sleeper.beat = self._beat
         self._answers: list[Message] = []
         """Due, in order, once the turns that ended before them have been told."""
         self.refusal: str | None = None
@@ -98,8 +109,14 @@ class EngineLoop:
         """
         self._scheduler.start_over()
         self._staging.abandon()
+        self._sleeper.start_over()
         self._answers.clear()
-        self._link.say_hello(weight_version=self._scheduler.version, turns=self._scheduler.handles)
+        self._link.say_hello(
+            weight_version=self._scheduler.version,
+            turns=self._scheduler.handles,
+            asleep=self._sleeper.asleep,
+            lacks_weights=self._sleeper.lacks_weights,
+        )
 
     # ------------------------------------------------------------ messages
 
@@ -117,6 +134,10 @@ class EngineLoop:
                 self._scheduler.pause(mode, clear_cache=clear_cache)
             case Resume():
                 self._scheduler.resume()
+            case Sleep():
+                self._sleeper.ask(message)
+            case Wake():
+                self._answers.append(self._sleeper.wake(message))
             case InitWeights():
                 self._staging.init(message)
             case StartWeightUpdate():
@@ -160,6 +181,8 @@ class EngineLoop:
         """Say what is due, and swap weights that are."""
         self._answers += self._staging.take_answers()
         self._answers += self._scheduler.take_answers()
+        if slept := self._sleeper.settle():  # which may have given up what was staged
+            self._answers += [*self._staging.take_answers(), *slept]
         if not self._tell():
             return
         update = self._scheduler.swap_due()
@@ -181,6 +204,7 @@ class EngineLoop:
 
     def _swap(self, update: FinishWeightUpdate) -> None:
         self._runner.swap(self._staging.exchange(update.version, self._runner.weights))
+        self._sleeper.swapped()
         recomputed_turns = self._scheduler.weights_swapped(update)
         self._link.send(
             WeightsLive(
@@ -255,6 +279,10 @@ class EngineLoop:
         why = self.refusal or self._link.given_up()
         if why is not None:
             self.end(why)
+        self._beat()
+
+    def _beat(self) -> None:
+        """Send a heartbeat if one is due."""
         if self._link.take_heartbeat_due():
             self._link.send(
                 EngineHeartbeat(

@@ -14,17 +14,19 @@ class PauseGate:
         self._mode: PauseMode | None = None
         self._unanswered: list[PauseMode] = []
         self._swap: FinishWeightUpdate | None = None
+        self.is_held = False
+        """Whether no turn may run whatever pauses say, for want of memory."""
 
     @property
     def turns_start(self) -> bool:
         """Whether waiting turns may start."""
         draining = self._swap is not None and self._swap.pause_mode == "wait"
-        return self._mode is None and not draining
+        return self._mode is None and not draining and not self.is_held
 
     @property
     def turns_run(self) -> bool:
         """Whether running turns go on; ``abort`` has ended them, ``wait`` lets them finish."""
-        return self._mode != "keep"
+        return self._mode != "keep" and not self.is_held
 
     def pause(self, mode: PauseMode) -> None:
         """Ask for a pause, or change the mode of the one there is."""
@@ -38,11 +40,25 @@ class PauseGate:
 
     def take_effective(self, running_turns: int) -> list[Paused]:
         """Answers to the pauses that are in effect now."""
-        if not self._unanswered or (self._mode == "wait" and running_turns > 0):
+        if not self._unanswered or not self.is_pause_in_effect(running_turns):
             return []
         answers = [Paused(mode=mode) for mode in self._unanswered]
         self._unanswered.clear()
         return answers
+
+    @property
+    def is_pause_asked(self) -> bool:
+        """Whether a pause is on, or will be."""
+        return self._mode is not None
+
+    def is_pause_in_effect(self, running_turns: int) -> bool:
+        """Whether a pause is on; frozen turns run no more than ended ones."""
+        return self._mode is not None and (self._mode != "wait" or running_turns == 0)
+
+    @property
+    def is_swap_asked(self) -> bool:
+        """Whether new weights are to be swapped in."""
+        return self._swap is not None
 
     def ask_swap(self, update: FinishWeightUpdate) -> None:
         """Ask for new weights; asking again changes how."""

@@ -77,6 +77,9 @@ class Runner(Protocol):
     def swap(self, weights: WeightStore) -> None:
         """Compute with others from the next step on: those of the same model."""
 
+    def cache_tensors(self) -> list[torch.Tensor]:
+        """All that the KV is kept in, and nothing that must outlast it."""
+
     def step(self, rows: Sequence[Row]) -> StepOutput:
         """Run every row's tokens, and sample after the last of those that ask for it; score others.
 
@@ -124,6 +127,10 @@ class ModelRunner:
         if not isinstance(weights, Weights):
             raise TypeError(f"weights of {type(self).__name__}, got {type(weights).__name__}")
         self.weights = weights
+
+    def cache_tensors(self) -> list[torch.Tensor]:
+        """All that the KV is kept in, and nothing that must outlast it."""
+        return [*self._caches, self._scratch]
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> StepOutput:

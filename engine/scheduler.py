@@ -139,10 +139,22 @@ class Scheduler:
 
     def start_over(self) -> None:
         """Whoever asked for pauses and swaps is gone; what turns there are stays, and goes on."""
+        is_held = self._gate.is_held
         self._gate = PauseGate()
+        self._gate.is_held = is_held
         self._clears_cache = False
         self._answers.clear()
         self.scores.clear()
+
+    def hold(self, is_held: bool) -> None:
+        """Run no turn whatever pauses say, until told otherwise: there is no memory for it."""
+        self._gate.is_held = is_held
+
+    def forget_kv(self) -> None:
+        """The memory of all KV is gone; turns that have any wait to be computed again."""
+        for turn in self._seats.remove_running():
+            self._seats.queue(turn)
+        self._prefixes.forget([], self.version)
 
     # ------------------------------------------------------------ what the worker moves
 
@@ -255,6 +267,21 @@ class Scheduler:
     def waiting_turns(self) -> int:
         """Turns that hold no KV."""
         return self._seats.waiting_turns
+
+    @property
+    def is_pause_asked(self) -> bool:
+        """Whether a pause is on, or will be."""
+        return self._gate.is_pause_asked
+
+    @property
+    def is_pause_in_effect(self) -> bool:
+        """Whether a pause is on, and no turn runs."""
+        return self._gate.is_pause_in_effect(self.running_turns)
+
+    @property
+    def is_swap_asked(self) -> bool:
+        """Whether staged weights are to be swapped in."""
+        return self._gate.is_swap_asked
 
     @property
     def free_blocks(self) -> int:

@@ -15,7 +15,7 @@ from tidegate.engine.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner, Runner
 from tidegate.engine.scores import HIDDEN_WANTS, ScoringTraits
 from tidegate.engine.weight_store import WeightStore
-from tidegate.engine.weights import Weights, load_directory
+from tidegate.engine.weights import Weights, fill_from_directory, load_directory
 from tidegate.errors import ConfigError, ModelError, ModelNotComputed
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and our own models do without it
@@ -63,6 +63,13 @@ class ServedModel(Protocol):
 
     def allocate(self) -> WeightStore:
         """Make room for a second version beside the one that serves."""
+
+    def reload(self, weights: WeightStore) -> None:
+        """Fill what was allocated, or loaded, from the model directory again.
+
+        Raises:
+            ModelError: it isn't there any more as it was.
+        """
 
 
 def open_model(path: Path, dtype: DtypeChoice, *, is_deterministic: bool = False) -> ServedModel:
@@ -143,6 +150,10 @@ class OwnModel:
         """How matrices lie; None: as is fastest. Packed ones compute the same bits in any batch."""
         return True if self._is_deterministic else None
 
+    def reload(self, weights: WeightStore) -> None:
+        """Fill what was allocated, or loaded, from the model directory again."""
+        fill_from_directory(weights, self._path)
+
 
 class FallbackModel:
     """A model that transformers computes; its weights are loaded at once, to see whether it can."""
@@ -155,8 +166,9 @@ class FallbackModel:
         try:
             config = fallback_weights.read_config(path)
             with blame_memory(doing=f"for the weights of {path}", remedy=SMALLER_MODEL):
-                stored = str(config.dtype).removeprefix("torch.")
-                weights = fallback_weights.load_fallback(path, _dtype(dtype, stored))
+                self._path = path
+                self._dtype = _dtype(dtype, str(config.dtype).removeprefix("torch."))
+                weights = fallback_weights.load_fallback(path, self._dtype)
             self.vocab_size: int = config.get_text_config().vocab_size
             fallback.refuse_other_state(weights.module, self.vocab_size)
         except ModelError as error:
@@ -187,6 +199,14 @@ class FallbackModel:
     def allocate(self) -> "FallbackWeights":
         """Make room for a second version."""
         return self._live.twin()
+
+    def reload(self, weights: WeightStore) -> None:
+        """Fill what was allocated, or loaded, from the model directory again."""
+        from tidegate.engine.fallback_weights import load_fallback
+
+        weights.start()
+        for name, tensor in load_fallback(self._path, self._dtype).module.state_dict().items():
+            weights.load(name, tensor)
 
 
 def _dtype(asked: DtypeChoice, stored: str) -> torch.dtype:

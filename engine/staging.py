@@ -17,6 +17,7 @@ from queue import SimpleQueue
 import torch
 
 from tidegate.engine.memory import blame_memory
+from tidegate.engine.returned_memory import Region, regions_of
 from tidegate.engine.weight_store import WeightStore
 from tidegate.errors import TidegateError, WeightsRefused
 from tidegate.transport.messages import (
@@ -172,6 +173,18 @@ class Staging:
         staged, self._buffer = self._buffer, live
         self._update = None
         return staged
+
+    def give_up(self, why: str) -> bool:
+        """Stop what is under way; whether nothing is any more, so that nobody uses the buffer."""
+        if self._update is not None and self._update.state is not _State.FAILED:
+            self._fail(self._update, f"given up: {why}")
+        return not self.is_busy
+
+    def regions(self) -> list[Region]:
+        """The buffer's memory, while nothing is under way; its contents are wanted by nobody."""
+        if self.is_busy:
+            raise AssertionError("the staging thread uses its buffer")
+        return regions_of(self._buffer.tensors()) if self._buffer is not None else []
 
     def close(self) -> None:
         """Stop the thread, in the midst of an update if need be."""

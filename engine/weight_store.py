@@ -3,7 +3,7 @@
 It knows nothing of what is computed with them, nor of versions' numbers or how tensors travel.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,11 @@ class WeightStore:
     def tied_to(self, name: str) -> str | None:
         """Which tensor a redundant one is, or None if it is none at all."""
         return None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that it is kept in, some of it more than once."""
+        for place in self._places.values():
+            yield from place.targets
 
     def start(self) -> None:
         """Begin a new version in the same memory: nothing counts as loaded any more."""

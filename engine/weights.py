@@ -96,13 +96,23 @@ def load_directory(
         ModelError: files are missing or damaged, or don't fit ``config``.
     """
     weights = Weights.allocate(config, dtype, is_packed=is_packed)
+    fill_from_directory(weights, path)
+    return weights
+
+
+def fill_from_directory(weights: WeightStore, path: Path) -> None:
+    """Fill weights from a Hugging Face directory, whatever was in them before.
+
+    Raises:
+        ModelError: files are missing or damaged, or don't fit them.
+    """
+    weights.start()
     for name, tensor in read_tensors(path):
         try:
             weights.load(name, tensor)
         except WeightsRefused as error:
             raise ModelError(f"{path} does not fit its own config.json: {error}") from error
     refuse_lacking(path, weights.missing())
-    return weights
 
 
 def refuse_lacking(path: Path, names: Sequence[str]) -> None:

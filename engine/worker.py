@@ -28,6 +28,7 @@ from tidegate.engine.processors import ProcessorRegistry
 from tidegate.engine.runner import Runner
 from tidegate.engine.scheduler import Scheduler
 from tidegate.engine.served_model import ServedModel, open_model
+from tidegate.engine.sleep import Sleeper
 from tidegate.engine.staging import Staging
 from tidegate.engine.tokenizer import ModelTokenizer
 from tidegate.engine.turns import EngineLimits
@@ -77,7 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     staging = Staging(model.allocate, Home(arguments.connect, keys))
     try:
         scheduler = Scheduler(limits, options=options, scoring=model.scoring, drafts=drafts)
-        return _serve(link, scheduler, runner, staging)
+        sleeper = Sleeper(runner, staging, scheduler, reload=model.reload)
+        loop = EngineLoop(
+            link, runner=runner, scheduler=scheduler, staging=staging, sleeper=sleeper
+        )
+        return _serve(link, loop, staging)
     finally:
         socket.close()
         remove_abandoned()  # if the run was killed, nobody else sees to what it left
@@ -182,9 +187,8 @@ def _runner(model: ServedModel, limits: EngineLimits) -> Runner:
         return model.make_runner(num_blocks=blocks, block_tokens=block_tokens)
 
 
-def _serve(link: Link, scheduler: Scheduler, runner: Runner, staging: Staging) -> int:
+def _serve(link: Link, loop: EngineLoop, staging: Staging) -> int:
     """Live until the end, whatever it is, and tell the orchestrator of it."""
-    loop = EngineLoop(link, runner=runner, scheduler=scheduler, staging=staging)
     _end_on_signals(loop)
     try:
         reason, status = loop.run(), ENDED
@@ -225,6 +229,7 @@ def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimi
         speculation=(arguments.speculate or "").partition(":")[0],
         scores=list(model.scoring.wants),
         is_deterministic=arguments.deterministic,
+        sleep_levels=[1, 2],
     )
 
 

@@ -240,6 +240,7 @@ class RunClient:
             evaluation_ledger=core.evaluation_ledger.snapshot(),
             engines=scheduler.fleet.statistics(),
             pause_mode=scheduler.control.pauses.mode,
+            asleep=scheduler.control.sleeps.asleep,
             staging_version=scheduler.control.publisher.staging_version,
             publish_failure=_say(scheduler.control.publisher.failure),
             stuck=(*filter(None, [self._running.loop_watch.blocked]), *scheduler.stuck),

@@ -63,6 +63,11 @@ class Pauses:
         """Whether a pause or a resume is under way; no engine is told to swap meanwhile."""
         return self._one_at_a_time.locked()
 
+    def holds(self, engine: str) -> bool:
+        """Whether an engine has said that it is paused as was asked for last."""
+        is_known = engine in self._engines and engine not in self._unconfirmed
+        return self.mode is not None and is_known
+
     # ------------------------------------------------------------ for the trainer
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:

@@ -39,6 +39,7 @@ from tidegate.orchestrator.weight_content import Change, anew
 from tidegate.orchestrator.wire import Wire
 from tidegate.transport.messages import (
     CancelTurn,
+    Hello,
     InitWeights,
     Message,
     Refused,
@@ -225,6 +226,11 @@ class Scheduler:
         """An engine refuses the weights that others serve."""
         self.fleet.send(engine, Refused(message=why))
         self.handle(self.fleet.lose(engine, f"could not take weights: {why}"))
+
+    def hello_of(self, engine: str) -> Hello | None:
+        """What an engine said of itself; None if it has gone again."""
+        known = self.fleet.engines.get(engine)
+        return known.hello if known is not None else None
 
     def engine_ended(self, engine: str, why: str) -> None:
         """The process of a local engine has ended."""

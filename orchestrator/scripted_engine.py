@@ -24,6 +24,7 @@ from tidegate.orchestrator.simulated_model import HashedContext, Sampled, output
 from tidegate.orchestrator.simulated_traits import EngineTraits
 from tidegate.orchestrator.simulated_world import World
 from tidegate.transport.messages import SubmitTurn
+from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 LATENCY_S = 0.0005
 """Of a message, on the mean."""
@@ -81,6 +82,10 @@ class ScriptedEngine:
     """Once it has sampled so many, it ends its running turns, to be continued elsewhere."""
     refuses_publishes: int = 0
     """So many of the first new weights don't fit."""
+    sleep_levels: tuple[SleepLevel, ...] = (1, 2)
+    """Those it can sleep at; none: it can't."""
+    refuses_wakes: int = 0
+    """So many times it finds no memory to wake in."""
     requests: list[TurnRequest] = field(default_factory=list, init=False)
     """What it was asked, in order."""
     tokens: int = field(default=0, init=False)
@@ -97,6 +102,12 @@ class ScriptedEngine:
         """What it serves now; None while it isn't there."""
         engine = self._serving.engine
         return engine.turns.version if engine is not None and engine.is_alive else None
+
+    @property
+    def asleep(self) -> list[MemoryTag]:
+        """Which of its memory sleeps now."""
+        engine = self._serving.engine
+        return engine.sleep.asleep if engine is not None else []
 
     def crash(self) -> None:
         """End the process now, without a word; what it has said arrives."""
@@ -157,6 +168,7 @@ class ScriptedHost(EngineHost):
             running_turn_s=0.0,
             staging_s=plan.staging_s,
             max_running_turns=plan.max_running_turns,
+            sleep_levels=plan.sleep_levels,
         )
         name = f"engine-{number}"
         super().__init__(
@@ -200,6 +212,7 @@ class ScriptedHost(EngineHost):
         super()._restart()
         if self.engine is not None and self._epoch == 1:
             self.engine.staging.refusals_due = self._plan.refuses_publishes
+            self.engine.sleep.refusals_due = self._plan.refuses_wakes
 
 
 class ScriptedModel:

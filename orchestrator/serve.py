@@ -25,9 +25,11 @@ from tidegate.orchestrator.publishing import PublishWait
 from tidegate.orchestrator.resuming import resume_token
 from tidegate.orchestrator.rollout import Rollout
 from tidegate.orchestrator.scheduler import Scheduler
+from tidegate.orchestrator.sleep_call import sleep_work, wake_work
 from tidegate.orchestrator.tasks import Tasks
 from tidegate.policies.staleness import OffPolicyness
 from tidegate.transport.messages import PauseMode
+from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
 
 if TYPE_CHECKING:
     import torch
@@ -149,6 +151,38 @@ class Rollouts(RunClient):
         """Have all engines go on; return once they do. Harmless if they weren't paused."""
         await self._do(_pause(None))
 
+    async def sleep(
+        self,
+        level: SleepLevel = 1,
+        *,
+        tags: Sequence[MemoryTag] = MEMORY_TAGS,
+        mode: PauseMode = "abort",
+    ) -> int:
+        """Have all engines give memory back to the system; return how many bytes they did.
+
+        They are paused by ``mode`` first, late joiners too. KV is forgotten: turns frozen by
+        ``keep`` are computed again. Weights of ``level`` 1 go to a file; of level 2 nothing is
+        kept, and the next publish, or at the latest ``wake()``, brings them. A publish reaches
+        sleeping engines too, and wakes their weights and nothing else.
+
+        Raises:
+            ConfigError: an engine can't.
+            SleepFailed: an engine could not, and says why. The others sleep.
+        """
+        return await self._do(sleep_work(level, tags, mode))
+
+    async def wake(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """Have all engines take memory again; without ``tags``, all that sleeps.
+
+        Once nothing sleeps any more they go on, unless they were paused before. To wake
+        ``["weights"]`` first makes room for a publish that needs no KV.
+
+        Raises:
+            SleepFailed: an engine finds no memory, or has no weights and gets none. All stay
+                paused; wake again.
+        """
+        await self._do(wake_work(tags))
+
     async def ack(self, state: Mapping[str, Any]) -> None:
         """This ``state_dict()`` is on disk: nothing before it need be kept any more."""
         await self._do(_ack(state))
@@ -250,6 +284,20 @@ class SyncRollouts(RunClient):
     def resume(self) -> None:
         """As :meth:`Rollouts.resume`."""
         self._do(_pause(None))
+
+    def sleep(
+        self,
+        level: SleepLevel = 1,
+        *,
+        tags: Sequence[MemoryTag] = MEMORY_TAGS,
+        mode: PauseMode = "abort",
+    ) -> int:
+        """As :meth:`Rollouts.sleep`."""
+        return self._do(sleep_work(level, tags, mode))
+
+    def wake(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """As :meth:`Rollouts.wake`."""
+        self._do(wake_work(tags))
 
     def ack(self, state: Mapping[str, Any]) -> None:
         """As :meth:`Rollouts.ack`."""

@@ -14,14 +14,13 @@ from typing import Protocol
 import msgspec
 
 from tidegate.orchestrator.hardships import Hardship
-from tidegate.orchestrator.simulated_model import VOCAB_SIZE
+from tidegate.orchestrator.simulated_sleep import SimulatedSleep
 from tidegate.orchestrator.simulated_staging import SimulatedStaging
-from tidegate.orchestrator.simulated_traits import CONTEXT_TOKENS_MAX, EngineTraits
+from tidegate.orchestrator.simulated_traits import EngineTraits
 from tidegate.orchestrator.simulated_turns import SimulatedTurns, StepRows, StepWork
 from tidegate.orchestrator.simulated_wire import Link
 from tidegate.orchestrator.simulated_world import World
 from tidegate.transport.messages import (
-    PROTOCOL,
     Ack,
     CancelTurn,
     Complaint,
@@ -37,10 +36,12 @@ from tidegate.transport.messages import (
     Resume,
     Resumed,
     Shutdown,
+    Sleep,
     StartWeightUpdate,
     SubmitTurn,
     TurnRefused,
     UpdateWeights,
+    Wake,
     WeightsLive,
     Welcome,
     decode_from_orchestrator,
@@ -106,6 +107,7 @@ class SimulatedEngine:
         self.turns = SimulatedTurns(
             hello.engine, traits, world.model, chance=chance, hardships=world.hardships
         )
+        self.sleep = SimulatedSleep(self.turns, self.staging)
         self.is_alive = True
         self.slowness = 1.0
         """Steps take so many times as long."""
@@ -234,6 +236,7 @@ class SimulatedEngine:
         self.turns.awaited_swap = self.turns.pause_mode = None
         self._answers = _Answers()
         self.staging.abandon()
+        self.sleep.asked = None
         self._send(
             msgspec.structs.replace(
                 self._hello,
@@ -241,6 +244,8 @@ class SimulatedEngine:
                 first_seq=self._window.first_seq,
                 next_seq=self._window.next_seq(),
                 turns=array("I", self.turns.handles).tobytes(),
+                asleep=self.sleep.asleep,
+                lacks_weights=self.sleep.lacks_weights,
             )
         )
 
@@ -266,6 +271,7 @@ class SimulatedEngine:
         if (ended := self.turns.take_ended()) is not None:
             self._send_step(ended, self._loop.time())
         self._answer_pauses()
+        self._answers.due += self.sleep.settle()
         self._answers.due += self.staging.take_answers()
         if self._greeted_at_s is None:
             for answer in self._answers.due:
@@ -283,6 +289,7 @@ class SimulatedEngine:
     def _swap(self, update: FinishWeightUpdate) -> None:
         content = self.staging.take()
         self._truth.swapped(self._hello.engine, update.version, content)
+        self.sleep.swapped()
         self.turns.swap(update, content)
         self._send(WeightsLive(version=update.version, swapped_us=round(self._loop.time() * 1e6)))
         self._owner.swapped()
@@ -350,6 +357,10 @@ class SimulatedEngine:
                 self.turns.cancel(turn)
             case Pause() | Resume():
                 self._pause_or_resume(message)
+            case Sleep():
+                self.sleep.asked = message
+            case Wake():
+                self._answers.due.append(self.sleep.wake(message))
             case StartWeightUpdate() | UpdateWeights() | FinishWeightUpdate():
                 self._handle_weights(message)
 
@@ -379,22 +390,3 @@ class SimulatedEngine:
                     self.turns.abort_running()
             case FinishWeightUpdate(version=version):
                 self.staging.fail(version, "is not staged here")
-
-
-def hello_of(engine: str, epoch: int, traits: EngineTraits) -> Hello:
-    """What an engine like this says of itself."""
-    return Hello(
-        protocol=PROTOCOL,
-        engine=engine,
-        epoch=epoch,
-        weight_version=0,
-        architecture="Hash",
-        vocab_size=VOCAB_SIZE,
-        context_tokens_max=CONTEXT_TOKENS_MAX,
-        max_running_turns=traits.max_running_turns,
-        num_blocks=traits.blocks or CONTEXT_TOKENS_MAX,
-        block_tokens=traits.block_tokens,
-        pause_modes=["abort", "keep", "wait"],
-        kv_policies=["keep", "recompute"],
-        weight_channels=["shm"],
-    )

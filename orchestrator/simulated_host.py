@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from tidegate.orchestrator.faults import Fault, FaultKind
 from tidegate.orchestrator.hardships import Hardship
-from tidegate.orchestrator.simulated_engine import SimulatedEngine, hello_of
-from tidegate.orchestrator.simulated_traits import EngineTraits
+from tidegate.orchestrator.simulated_engine import SimulatedEngine
+from tidegate.orchestrator.simulated_traits import EngineTraits, hello_of
 from tidegate.orchestrator.simulated_world import World
 
 SLOWNESS = 20.0

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+from tidegate.orchestrator.simulated_model import VOCAB_SIZE
+from tidegate.transport.messages import PROTOCOL, Hello
+from tidegate.transport.sleep_messages import SleepLevel
+
 CONTEXT_TOKENS_MAX = 1 << 20
 
 
@@ -24,9 +28,30 @@ class EngineTraits:
     blocks: int | None = None
     """Of KV; None has no end of it."""
     block_tokens: int = 8
+    sleep_levels: tuple[SleepLevel, ...] = (1, 2)
     hands_turns_back: bool = False
     """Whether turns without room end with ``abort``, rather than wait for it."""
 
     def blocks_for(self, tokens: int) -> int:
         """KV blocks that hold so many positions."""
         return -(-tokens // self.block_tokens)
+
+
+def hello_of(engine: str, epoch: int, traits: EngineTraits) -> Hello:
+    """What an engine like this says of itself."""
+    return Hello(
+        protocol=PROTOCOL,
+        engine=engine,
+        epoch=epoch,
+        weight_version=0,
+        architecture="Hash",
+        vocab_size=VOCAB_SIZE,
+        context_tokens_max=CONTEXT_TOKENS_MAX,
+        max_running_turns=traits.max_running_turns,
+        num_blocks=traits.blocks or CONTEXT_TOKENS_MAX,
+        block_tokens=traits.block_tokens,
+        pause_modes=["abort", "keep", "wait"],
+        kv_policies=["keep", "recompute"],
+        weight_channels=["shm"],
+        sleep_levels=list(traits.sleep_levels),
+    )

@@ -119,6 +119,8 @@ class SimulatedTurns:
         """(handle, finish code) of turns that ended without a token."""
         self.pause_mode: PauseMode | None = None
         self.awaited_swap: FinishWeightUpdate | None = None
+        self.is_held = False
+        """Whether no turn may run whatever pauses say, for want of memory."""
 
     @property
     def handles(self) -> list[int]:
@@ -168,7 +170,8 @@ class SimulatedTurns:
         """The swap that can be done now. Frozen turns never finish, so none waits for them."""
         swap = self.awaited_swap
         if swap is not None and swap.pause_mode == "wait":
-            return None if self.running and self.pause_mode != "keep" else swap
+            are_frozen = self.is_held or self.pause_mode == "keep"
+            return None if self.running and not are_frozen else swap
         return swap
 
     def swap(self, update: FinishWeightUpdate, content: int) -> None:
@@ -201,7 +204,7 @@ class SimulatedTurns:
 
     def plan(self) -> StepWork:
         """Choose what the next step computes; no chunks if nothing may run."""
-        if self.pause_mode == "keep":
+        if self.pause_mode == "keep" or self.is_held:
             return StepWork([])
         self._preempt_by_chance()
         self._make_room()
@@ -258,6 +261,14 @@ class SimulatedTurns:
             self.running.remove(turn)
 
     # ------------------------------------------------------------ memory
+
+    def forget_kv(self) -> None:
+        """The memory of all KV is gone; turns that have any wait to be computed again."""
+        for turn in self.running:
+            turn.context.drop_kv()
+            turn.is_prefilling = True
+            insort(self.waiting, turn, key=_rank)
+        self.running.clear()
 
     def _blocks_wanted(self, turn: SimulatedTurn) -> int:
         """By the end of its next step."""

@@ -173,6 +173,8 @@ class RunStatistics:
     engines: tuple[EngineStatistics, ...] = ()
     pause_mode: str | None = None
     """What engines were paused by; None while they run."""
+    asleep: tuple[str, ...] = ()
+    """Which memory of the engines sleeps: ``weights``, ``kv_cache``."""
     staging_version: int | None = None
     """Published, and not yet staged on every engine."""
     publish_failure: str | None = None

@@ -31,6 +31,9 @@ from tidegate.transport.messages import (
     UpdateWeights,
 )
 
+NONE = -1
+"""What an engine serves that has forgotten its weights."""
+
 Outgoing = list[tuple[str, Message]]
 """(engine, message) pairs, to be sent in order."""
 
@@ -289,6 +292,16 @@ class WeightCoordinator:
         update = self._update(version)
         if update is not None:
             update.strike(engine)
+
+    def lost(self, engine: str) -> Outgoing:
+        """An engine has no weights any more, whatever it served: it gets the newest there are."""
+        if engine in self._live:
+            self._live[engine] = NONE
+        return self.catch_up(engine)
+
+    def is_on_its_way(self, engine: str) -> bool:
+        """Whether a version is on its way to this engine."""
+        return any(update.is_for(engine) for update in self._updates)
 
     def refused(self, engine: str, version: int, message: str) -> bool:
         """An engine can't take ``version``; it serves the old one on.

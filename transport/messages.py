@@ -16,6 +16,12 @@ from tidegate.transport.limits import Count, Seconds, check_frame_size, cut
 from tidegate.transport.message import Message as Message
 from tidegate.transport.sampling import SamplingParams as SamplingParams
 from tidegate.transport.scoring import CancelScore, Scored, ScoreRefused, ScoreTokens
+from tidegate.transport.sleep_messages import Asleep as Asleep
+from tidegate.transport.sleep_messages import Awake as Awake
+from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
+from tidegate.transport.sleep_messages import Sleep as Sleep
+from tidegate.transport.sleep_messages import SleepFailed as SleepFailed
+from tidegate.transport.sleep_messages import Wake as Wake
 
 PROTOCOL = 1
 """Version of this file's contract. A peer with another one is refused in the handshake."""
@@ -78,6 +84,12 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """What it can tell of given tokens: values of ``ScoreTokens.want``."""
     is_deterministic: bool = False
     """Whether the same request, weights and seed give the same bits, whatever is in the batch."""
+    sleep_levels: list[SleepLevel] = []
+    """The levels that it can sleep at; none: it can't give memory back."""
+    asleep: list[MemoryTag] = []
+    """What sleeps now; that outlasts a conversation."""
+    lacks_weights: bool = False
+    """Nothing stands behind ``weight_version`` any more: it needs a whole update."""
 
 
 class KvSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -356,6 +368,9 @@ FromEngine = (
     | Resumed
     | Goodbye
     | Complaint
+    | Asleep
+    | Awake
+    | SleepFailed
 )
 FromOrchestrator = (
     Welcome
@@ -374,6 +389,8 @@ FromOrchestrator = (
     | FinishWeightUpdate
     | Shutdown
     | Complaint
+    | Sleep
+    | Wake
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -18,6 +18,7 @@ TidegateError
 ├── EngineLost              an engine stopped answering                 (also ConnectionError)
 ├── EngineStartFailed       an engine process ended before it was ready (also RuntimeError)
 ├── EngineLagging           an engine did not take up new weights       (also TimeoutError)
+├── SleepFailed             an engine can't sleep, or wake, as asked    (also RuntimeError)
 ├── PublishDropped          published weights gave way to newer ones     (also RuntimeError)
 ├── PublishNeeded           a batch was asked for that can't fill yet    (also RuntimeError)
 ├── PolicyBroken            a user's staleness policy contradicts itself (also RuntimeError)
@@ -45,6 +46,7 @@ TidegateError
 Each says what was wrong, with its value, and what to do about it.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -178,6 +180,19 @@ class EngineLagging(TidegateError, TimeoutError):
             f"{', '.join(engines)} still without weights v{wanted_version}, {waited_s:.0f} s after "
             f"it was published ({where}); check the engine's log, or raise weights_timeout_s if "
             f"loading this model really takes longer"
+        )
+
+
+class SleepFailed(TidegateError, RuntimeError):
+    """An engine could not give its memory back, or has none to wake in."""
+
+    def __init__(self, *, what: str, failures: Mapping[str, str]) -> None:
+        self.failures = dict(failures)
+        """Engine -> what it said. The others have done as asked."""
+        said = "; ".join(f"{engine}: {why}" for engine, why in sorted(failures.items()))
+        super().__init__(
+            f"{len(failures)} engines could not {what} ({said}). All stay paused: mend that, then "
+            f"call wake(), which has all go on"
         )
 
 

@@ -5,8 +5,7 @@ from array import array
 from tests.orchestrator.driver import Driver
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.fleet import Fleet, FleetTimes
-from tidegate.orchestrator.simulated_engine import hello_of
-from tidegate.orchestrator.simulated_traits import EngineTraits
+from tidegate.orchestrator.simulated_traits import EngineTraits, hello_of
 from tidegate.orchestrator.weights import WeightCoordinator
 from tidegate.transport.messages import InitWeights, Message, Step, UpdateWeights, encode
 

@@ -21,8 +21,7 @@ from tidegate.orchestrator.fleet import Fleet, FleetTimes
 from tidegate.orchestrator.model_files import ModelFiles
 from tidegate.orchestrator.rollout import Rollout
 from tidegate.orchestrator.run_watch import RunWatch
-from tidegate.orchestrator.simulated_engine import hello_of
-from tidegate.orchestrator.simulated_traits import EngineTraits
+from tidegate.orchestrator.simulated_traits import EngineTraits, hello_of
 from tidegate.orchestrator.virtual_time import run_in_virtual_time
 from tidegate.orchestrator.watchdog import STUCK_MAX, Stuck, Watchdog
 from tidegate.orchestrator.weights import WeightCoordinator

@@ -21,6 +21,8 @@ from tidegate.transport import messages
 from tidegate.transport.messages import (
     LENGTH,
     Ack,
+    Asleep,
+    Awake,
     CancelTurn,
     Complaint,
     EngineHeartbeat,
@@ -41,12 +43,15 @@ from tidegate.transport.messages import (
     Resumed,
     SamplingParams,
     Shutdown,
+    Sleep,
+    SleepFailed,
     StartWeightUpdate,
     Step,
     SubmitTurn,
     TensorSpec,
     TurnRefused,
     UpdateWeights,
+    Wake,
     WeightsFailed,
     WeightsLive,
     WeightsStaged,
@@ -110,6 +115,9 @@ ENGINE_EXAMPLES: list[Message] = [
         turns=struct.pack("<2I", 7, 4_294_967_295),
         model_code="transformers",
         scores=["logprobs"],
+        sleep_levels=[1, 2],
+        asleep=["weights"],
+        lacks_weights=True,
     ),
     EXAMPLE_STEP,
     TurnRefused(turn=3, message="too long"),
@@ -131,6 +139,9 @@ ENGINE_EXAMPLES: list[Message] = [
     Resumed(),
     Goodbye(reason="told to"),
     Complaint(message="what?"),
+    Asleep(request=2**62, tags=["weights", "kv_cache"], returned_bytes=2**40),
+    Awake(request=1, tags=["kv_cache"], lacks_weights=True),
+    SleepFailed(request=1, message="no pause is on"),
 ]
 ORCHESTRATOR_EXAMPLES: list[Message] = [
     Welcome(heartbeat_interval_s=1.5, orchestrator_timeout_s=30.0, credit_steps=64),
@@ -155,6 +166,8 @@ ORCHESTRATOR_EXAMPLES: list[Message] = [
     FinishWeightUpdate(version=2, pause_mode="keep", kv_policy="recompute"),
     Shutdown(),
     Complaint(message="what?"),
+    Sleep(request=1, level=2, tags=["weights"]),
+    Wake(request=2, tags=["weights", "kv_cache"]),
 ]
 
 
