@@ -125,9 +125,12 @@ class EngineControl:
                 self.pauses.heard(engine, message)
             case Asleep() | Awake() | sleep_messages.SleepFailed():
                 self.sleeps.heard(engine, message)
+                if engine in self.sleeps.without_weights:
+                    self.weights.lost(engine)
             case _:
                 return False
-        self._shell.send(self.weights.catch_up(engine))
+        if self._sleeping_mode is None or engine not in self.sleeps.without_weights:
+            self._shell.send(self.weights.catch_up(engine))  # else the trainer is about to publish
         self._advance()
         return True
 
@@ -210,9 +213,9 @@ class EngineControl:
 
     async def _bring_weights(self) -> None:
         """To engines that have none."""
-        for engine in self.sleeps.without_weights:
-            self._shell.send(self.weights.lost(engine))
         lacking = self.sleeps.without_weights
+        for engine in lacking:
+            self._shell.send(self.weights.catch_up(engine))
         if any(not self.weights.is_on_its_way(engine) for engine in lacking):
             raise SleepFailed(what="wake", failures=dict.fromkeys(lacking, NO_WEIGHTS))
         self.publisher.advance()

@@ -28,6 +28,7 @@ class Hardship(StrEnum):
     LAGGED = "the trainer was told that an engine lags"
     TOLD_LATER = "the trainer was told later that a publish had failed"
     PAUSED = "the trainer paused all engines while it trained"
+    SLEPT = "the trainer put all engines to sleep while it trained"
     CANCELLED_PUBLISH = "a publish was cancelled"
     PUBLISHED_TWICE = "weights were published without a batch in between"
     PUBLISH_NEEDED = "a batch was asked for that can't fill"

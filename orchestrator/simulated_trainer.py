@@ -9,16 +9,31 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from enum import Enum, auto
 
-from tidegate.errors import EngineLagging, PublishDropped, PublishNeeded, WeightsRefused
+from tidegate.errors import (
+    EngineLagging,
+    PublishDropped,
+    PublishNeeded,
+    SleepFailed,
+    WeightsRefused,
+)
 from tidegate.orchestrator.episode import Episode
 from tidegate.orchestrator.hardships import Hardship
 from tidegate.orchestrator.scenario import Scenario
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.simulated_world import World
 from tidegate.orchestrator.tasks import Tasks
+from tidegate.transport.messages import PauseMode
+from tidegate.transport.sleep_messages import MEMORY_TAGS
 
 PATIENCE_MAX_S = 0.3
 """A publish that is cancelled gets so long at most."""
+
+
+SLEEP_SHARE = 0.5
+"""Of pauses, engines sleep in."""
+
+PARTIAL_WAKE_SHARE = 0.5
+"""Of sleeps, the weights are woken for a publish, and the rest after it."""
 
 
 class _Next(Enum):
@@ -52,6 +67,8 @@ class SimulatedTrainer:
         """Since tasks were offered."""
         self._unpublished = 0
         self._at_once = iter(self._left())
+        self._sleeps = False
+        """Whether engines were put to sleep, and not all of it was woken."""
         self._slow: list[AsyncIterator[int]] = []
         """Kept until the end: the garbage collector has no place in virtual time."""
 
@@ -80,14 +97,42 @@ class SimulatedTrainer:
         """As trainers do that share their devices with engines, or not."""
         pauses = self._chance.random() < self._scenario.pausing
         if pauses:
-            self._world.hardships.note(Hardship.PAUSED)
-            self.doing = "pauses engines"
-            await scheduler.control.pause(self._chance.choice(("abort", "keep", "wait")))
+            mode: PauseMode = self._chance.choice(("abort", "keep", "wait"))
+            self._sleeps = self._chance.random() < SLEEP_SHARE
+            self.doing = "pauses engines, or puts them to sleep"
+            if self._sleeps:
+                self._world.hardships.note(Hardship.SLEPT)
+                tags = self._chance.choice((MEMORY_TAGS, MEMORY_TAGS, MEMORY_TAGS[:1]))
+                await scheduler.control.sleep(self._chance.choice((1, 2)), tags, mode)
+            else:
+                self._world.hardships.note(Hardship.PAUSED)
+                await scheduler.control.pause(mode)
         self.doing = "trains"
         await asyncio.sleep(self._scenario.train_s)
-        if pauses:
+        if self._sleeps:
+            await self._wake_or_publish_first(scheduler)
+        elif pauses:
             self.doing = "resumes engines"
             await scheduler.control.pause(None)
+
+    async def _wake_or_publish_first(self, scheduler: Scheduler) -> None:
+        """All at once; or the weights, and the rest when they are published."""
+        if self._chance.random() < PARTIAL_WAKE_SHARE:
+            self.doing = "wakes engines' weights"
+            await scheduler.control.wake(["weights"])
+            self._unpublished = self._scenario.batches_per_publish
+        else:
+            await self._wake(scheduler)
+
+    async def _wake(self, scheduler: Scheduler) -> None:
+        """Those that forgot their weights may get them by a publish only."""
+        while self._sleeps:
+            self.doing = "wakes engines"
+            try:
+                await scheduler.control.wake(None)
+                self._sleeps = False
+            except SleepFailed:
+                await self._publish(scheduler)
 
     async def _next_batch(self, scheduler: Scheduler) -> _Next:
         self.doing = "waits for a batch"
@@ -116,6 +161,7 @@ class SimulatedTrainer:
         if self._chance.random() < self._scenario.publishing_twice:
             self._world.hardships.note(Hardship.PUBLISHED_TWICE)
             await self._publish(scheduler)
+        await self._wake(scheduler)
         if not self._scenario.evaluation_tasks:
             return
         if self._scenario.evaluates_beside:

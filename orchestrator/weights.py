@@ -293,11 +293,10 @@ class WeightCoordinator:
         if update is not None:
             update.strike(engine)
 
-    def lost(self, engine: str) -> Outgoing:
-        """An engine has no weights any more, whatever it served: it gets the newest there are."""
+    def lost(self, engine: str) -> None:
+        """An engine has no weights any more, whatever it served: it is behind every version."""
         if engine in self._live:
             self._live[engine] = NONE
-        return self.catch_up(engine)
 
     def is_on_its_way(self, engine: str) -> bool:
         """Whether a version is on its way to this engine."""
