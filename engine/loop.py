@@ -143,7 +143,7 @@ class EngineLoop:
             case StartWeightUpdate():
                 self._scheduler.drop_swap()  # its weights make place for these
                 live = Live(self._scheduler.version, self._runner.weights)
-                self._staging.start(message, live)
+                self._staging.start(message, live if self._sleeper.has_weights else None)
             case UpdateWeights():
                 self._staging.update(message)
             case FinishWeightUpdate():

@@ -95,6 +95,11 @@ class Sleeper:
         """What sleeps now."""
         return [tag for tag in MEMORY_TAGS if tag in self._asleep]
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the live weights are where they serve, or where others can be laid over them."""
+        return "weights" not in self._asleep and not self.lacks_weights
+
     # ------------------------------------------------------------ sleeping
 
     def ask(self, message: Sleep) -> None:

@@ -291,6 +291,7 @@ def _base(update: _Update, message: UpdateWeights) -> WeightStore | None:
         raise WeightsRefused(
             f"v{update.version} is only part of a set, to be laid over v{bases.first} to "
             f"v{bases.last}, and this engine serves {serves}; publish a whole state dict"
+            f"{'' if live is not None else ', or wake weights that sleep'}"
         )
     return live.weights
 

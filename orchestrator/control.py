@@ -5,10 +5,10 @@ each other. Engines' turns and steps are not its matter.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from tidegate.errors import SleepFailed
+from tidegate.errors import ConfigError, SleepFailed
 from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core import Core
 from tidegate.orchestrator.pausing import Pauses
@@ -34,6 +34,10 @@ from tidegate.transport.messages import (
 )
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
 
+ONLY_PARTS = (
+    "engines that forget their weights can't have them again, for only parts of a set were "
+    "published so far; publish a whole state dict once, or sleep at level 1"
+)
 NO_WEIGHTS = "it has forgotten its weights, and none were published that it could take"
 
 
@@ -106,7 +110,8 @@ class EngineControl:
         paused = self.pauses.joined(engine)
         self.sleeps.joined(engine)
         live = NONE if engine in self.sleeps.without_weights else version
-        self._shell.send([*paused, *self.weights.joined(engine, live)])
+        are_asleep = self.sleeps.has_weights_asleep(engine)
+        self._shell.send([*paused, *self.weights.joined(engine, live, are_asleep=are_asleep)])
         self._advance()
 
     def left(self, engine: str) -> None:
@@ -125,14 +130,20 @@ class EngineControl:
                 self.pauses.heard(engine, message)
             case Asleep() | Awake() | sleep_messages.SleepFailed():
                 self.sleeps.heard(engine, message)
-                if engine in self.sleeps.without_weights:
-                    self.weights.lost(engine)
+                self._note_weights(engine)
             case _:
                 return False
         if self._sleeping_mode is None or engine not in self.sleeps.without_weights:
             self._shell.send(self.weights.catch_up(engine))  # else the trainer is about to publish
         self._advance()
         return True
+
+    def _note_weights(self, engine: str) -> None:
+        """Whether its weights sleep, or lack: then no part of a set can be laid over them."""
+        are_asleep = self.sleeps.has_weights_asleep(engine)
+        self.weights.slept(engine, are_asleep=are_asleep)
+        if engine in self.sleeps.without_weights:
+            self.weights.lost(engine)
 
     def _heard_of_weights(
         self, engine: str, message: WeightsStaged | WeightsLive | WeightsFailed
@@ -145,6 +156,7 @@ class EngineControl:
             case WeightsLive():
                 self.weights.live(engine, version)
                 self.sleeps.weights_came(engine, are_new=version > self._slept_version)
+                self._note_weights(engine)
                 self._shell.swapped(engine, message)
             case WeightsFailed(message=why):
                 if self.weights.refused(engine, version, why):
@@ -181,9 +193,11 @@ class EngineControl:
 
     # ------------------------------------------------------------ sleep
 
-    async def sleep(self, level: SleepLevel, tags: Iterable[MemoryTag], mode: PauseMode) -> int:
+    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode) -> int:
         """As :meth:`Sleeps.sleep`, with engines paused first, and no weights on their way."""
         self.sleeps.refuse_unless_all_can(level)
+        if level == 2 and "weights" in tags and not self.weights.can_be_forgotten:
+            raise ConfigError(ONLY_PARTS)
         async with self._one_sleep_at_a_time:
             self._sleeping_mode = mode
             await self._pause()

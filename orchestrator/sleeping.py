@@ -98,6 +98,11 @@ class Sleeps:
         """Engines that need a whole update before they can serve."""
         return sorted(name for name, engine in self._engines.items() if engine.lacks_weights)
 
+    def has_weights_asleep(self, name: str) -> bool:
+        """Whether an engine's weights sleep."""
+        engine = self._engines.get(name)
+        return engine is not None and "weights" in engine.asleep
+
     # ------------------------------------------------------------ for the trainer
 
     def refuse_unless_all_can(self, level: SleepLevel) -> None:

@@ -102,6 +102,8 @@ class WeightCoordinator:
         self._kv_policy: KvPolicy = kv_policy
         self._live: dict[str, int] = {}
         """Engine -> the version it serves."""
+        self._asleep: set[str] = set()
+        """Engines that have nothing to lay parts of a set over."""
         self.update: WeightUpdate | None = None
         """The newest version published."""
         self._kept: WeightUpdate | None = None
@@ -263,9 +265,10 @@ class WeightCoordinator:
 
     # ------------------------------------------------------------ what engines say
 
-    def joined(self, engine: str, version: int) -> Outgoing:
+    def joined(self, engine: str, version: int, *, are_asleep: bool = False) -> Outgoing:
         """An engine came; it gets the newest version if it serves another."""
         self.left(engine)
+        self.slept(engine, are_asleep=are_asleep)
         self._live[engine] = version
         for update in self._updates:
             update.refusals.pop(engine, None)  # another process may see it differently
@@ -274,6 +277,7 @@ class WeightCoordinator:
     def left(self, engine: str) -> None:
         """An engine is gone; nobody waits for it any more."""
         self._live.pop(engine, None)
+        self._asleep.discard(engine)
         self._strike(engine)
 
     def staged(self, engine: str, version: int) -> None:
@@ -297,6 +301,21 @@ class WeightCoordinator:
         """An engine has no weights any more, whatever it served: it is behind every version."""
         if engine in self._live:
             self._live[engine] = NONE
+
+    def slept(self, engine: str, *, are_asleep: bool) -> None:
+        """An engine's weights sleep, so that it needs a whole set if any; or they don't."""
+        if are_asleep:
+            self._asleep.add(engine)
+        else:
+            self._asleep.discard(engine)
+
+    @property
+    def can_be_forgotten(self) -> bool:
+        """Whether an engine that forgets its weights can have them again.
+
+        Not while all that was published are parts of a set, over the model directory's.
+        """
+        return self._kept is None or self._kept.content.whole is not None
 
     def is_on_its_way(self, engine: str) -> bool:
         """Whether a version is on its way to this engine."""
@@ -358,7 +377,8 @@ class WeightCoordinator:
         self._strike(engine)
         update.staging.add(engine)
         start = StartWeightUpdate(version=update.version)
-        chunks = update.content.messages(update.version, live=self._live.get(engine))
+        live = None if engine in self._asleep else self._live.get(engine)
+        chunks = update.content.messages(update.version, live=live)
         return [(engine, start), *((engine, chunk) for chunk in chunks)]
 
     def _strike(self, engine: str) -> None:
