@@ -140,6 +140,9 @@ class _Stack:
     def unpacked(self) -> torch.Tensor:
         return torch.stack([matrix.unpacked() for matrix in self._matrices])
 
+    def storages(self) -> list[torch.Tensor]:
+        return [matrix.storage for matrix in self._matrices]
+
 
 def _norms(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
     """Where blocks' outputs are normed too, the norm before the MLP has another name."""

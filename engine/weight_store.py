@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tidegate.errors import WeightsRefused
-from tidegate.kernels.weight_matrix import Rows, published
+from tidegate.kernels.weight_matrix import Rows, published, storages
 
 LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Others (float8, int8, …) mean nothing without their scales."""
@@ -55,7 +55,8 @@ class WeightStore:
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that it is kept in, some of it more than once."""
         for place in self._places.values():
-            yield from place.targets
+            for target in place.targets:
+                yield from storages(target)
 
     def start(self) -> None:
         """Begin a new version in the same memory: nothing counts as loaded any more."""

@@ -44,6 +44,9 @@ class HiddenRows(Protocol):
     def unpacked(self) -> torch.Tensor:
         """A copy, as published."""
 
+    def storages(self) -> list[torch.Tensor]:
+        """All the memory that they lie in, with others."""
+
 
 Rows = torch.Tensor | HiddenRows
 """Where some rows of a matrix go; in a plain one, a view of it."""
@@ -52,6 +55,11 @@ Rows = torch.Tensor | HiddenRows
 def published(rows: Rows) -> torch.Tensor:
     """What lies there, as it was published. Maybe a copy, not to be written to."""
     return rows if isinstance(rows, torch.Tensor) else rows.unpacked()
+
+
+def storages(rows: Rows) -> list[torch.Tensor]:
+    """All the memory that they lie in, with others: for whoever moves or saves that."""
+    return [rows] if isinstance(rows, torch.Tensor) else rows.storages()
 
 
 class Matrix(Protocol):
@@ -200,6 +208,9 @@ class _PackedRows:
 
     def unpacked(self) -> torch.Tensor:
         return self._matrix.take(torch.arange(self._first, self._first + self._count))
+
+    def storages(self) -> list[torch.Tensor]:
+        return [self._matrix.storage]
 
 
 def make_matrix(

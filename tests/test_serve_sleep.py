@@ -1,5 +1,6 @@
 """Does a trainer that shares its machine with an engine train as ever, and every token audit?"""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ from safetensors.torch import load_file
 import tidegate
 from tests.models import make_model_directory
 from tidegate.orchestrator.audit import audit_run
+from tidegate.transport.sleep_messages import SleepLevel
 
 MIB = 1024 * 1024
 
@@ -32,7 +34,7 @@ def test_a_trainer_sleeps_the_engine_publishes_into_it_and_wakes_it(tmp_path: Pa
         run_directory=tmp_path / "run",
         num_blocks=1000,
     ) as rollouts:
-        levels = iter((1, 2, 2))
+        levels: Iterator[SleepLevel] = iter((1, 2, 2))
         for batch in rollouts.batches(range(6), episode=one_turn):
             assert rollouts.sleep(next(levels), mode="keep") > 10 * MIB  # of a KV cache of 16 MiB
             for tensor in state.values():
