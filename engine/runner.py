@@ -155,7 +155,7 @@ class ModelRunner:
         if self._is_deterministic:
             assert self._native is not None  # or __init__ refuses
             return sample_apart(logits, sampling, self._native)
-        return sample_rows(logits, sampling)
+        return sample_rows(logits, sampling, self._native)
 
     def _plan(self, rows: Sequence[Row]) -> StepPlan:
         """Lay the rows' tokens out one after another, rows of like size together."""

@@ -84,16 +84,23 @@ class _Columns:
     uniforms: npt.NDArray[np.float64]
 
 
-def sample_rows(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput:
-    """Draw one token for each row of ``logits`` [S, V], float32, which may be written to."""
-    columns = _columns(sampling)
-    options = {row: one.options for row, one in enumerate(sampling) if one.options is not None}
-    if options:
-        return _sample_with_options(logits, columns, sampling, options)
-    token_ids, logprobs = sample(
-        logits, columns.temperature, columns.top_k, columns.top_p, columns.uniforms
-    )
-    return StepOutput(token_ids.numpy().astype(np.int32), logprobs.numpy())
+def sample_rows(
+    logits: torch.Tensor, sampling: Sequence[RowSampling], native: Native | None = None
+) -> StepOutput:
+    """Draw one token for each row of ``logits`` [S, V], float32, which may be written to.
+
+    With ``native``, rows that ask for no more than a temperature are drawn by that, whatever the
+    others ask for.
+    """
+    if native is None:
+        return _sample(logits, sampling)
+    others = [row for row, one in enumerate(sampling) if not _is_plain(one)]
+    if not others:
+        token_ids, logprobs = _draw_plain(logits, sampling, native)
+        return StepOutput(token_ids.astype(np.int32), logprobs)
+    if len(others) == len(sampling):
+        return _sample(logits, sampling)
+    return _sample_parts(logits, sampling, native, [others])
 
 
 def sample_apart(
@@ -104,6 +111,17 @@ def sample_apart(
     So its own options alone choose the code. Ours computes row by row; torch gets one row at a
     time, for what it computes of one may depend on where in a vector its numbers lie.
     """
+    others = [[row] for row, one in enumerate(sampling) if not _is_plain(one)]
+    return _sample_parts(logits, sampling, native, others)
+
+
+def _sample_parts(
+    logits: torch.Tensor,
+    sampling: Sequence[RowSampling],
+    native: Native,
+    others: Sequence[Sequence[int]],
+) -> StepOutput:
+    """Rows of each of ``others`` together, by torch, and those that are plain by ``native``."""
     token_ids = np.empty(len(sampling), np.int32)
     logprobs = np.empty(len(sampling), np.float32)
     details: dict[int, RowDetails] = {}
@@ -112,14 +130,24 @@ def sample_apart(
     if plain:
         mine = logits if len(plain) == len(logits) else logits[plain]
         token_ids[plain], logprobs[plain] = _draw_plain(mine, [sampling[r] for r in plain], native)
-    for row in sorted({*range(len(sampling))} - {*plain}):
-        output = sample_rows(logits[row : row + 1].clone(), [sampling[row]])
-        token_ids[row], logprobs[row] = output.token_ids[0], output.logprobs[0]
-        if output.details:
-            details[row] = output.details[0]
-        if output.failures:
-            failures[row] = output.failures[0]
+    for part in others:
+        output = _sample(logits[part], [sampling[row] for row in part])
+        token_ids[part], logprobs[part] = output.token_ids, output.logprobs
+        details |= {part[row]: told for row, told in output.details.items()}
+        failures |= {part[row]: why for row, why in output.failures.items()}
     return StepOutput(token_ids, logprobs, details, failures)
+
+
+def _sample(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput:
+    """As :func:`sample_rows`, by torch."""
+    columns = _columns(sampling)
+    options = {row: one.options for row, one in enumerate(sampling) if one.options is not None}
+    if options:
+        return _sample_with_options(logits, columns, sampling, options)
+    token_ids, logprobs = sample(
+        logits, columns.temperature, columns.top_k, columns.top_p, columns.uniforms
+    )
+    return StepOutput(token_ids.numpy().astype(np.int32), logprobs.numpy())
 
 
 def _is_plain(one: RowSampling) -> bool:
@@ -131,7 +159,9 @@ def _draw_plain(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     columns = _columns(sampling)
     token_ids, logprobs = native.draw(
-        logits, torch.from_numpy(columns.temperature), torch.from_numpy(columns.uniforms)
+        logits.contiguous(),
+        torch.from_numpy(columns.temperature),
+        torch.from_numpy(columns.uniforms),
     )
     return token_ids.numpy(), logprobs.numpy()
 

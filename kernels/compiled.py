@@ -19,9 +19,11 @@ import torch
 
 COMPILER = os.environ.get("CXX", "g++")
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.cpp", "weight_matrix.cpp"))
+SOURCE_NAMES = ("native.cpp", "attend_last.cpp", "weight_matrix.cpp")
 
-HEADER = Path(__file__).with_name("bfloat16.h")
+SOURCES = tuple(Path(__file__).with_name(name) for name in SOURCE_NAMES)
+
+HEADER = Path(__file__).with_name("numbers.h")
 
 FLAGS = (
     "-O3",

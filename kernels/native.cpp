@@ -14,57 +14,9 @@
 #include <cstring>
 #include <vector>
 
-#include "bfloat16.h"
-
-#if !defined(__FMA__) && !defined(__aarch64__)
-#error "without fused multiply-add in hardware torch's code is faster"
-#endif
+#include "numbers.h"
 
 namespace {
-
-template <typename T> inline float rounded(float x) {
-    T there;
-    narrow(x, &there);
-    return widen(there);
-}
-
-// exp for x <= 0: 2^n times a polynomial, to 2 units in the last place; vectorised by the compiler.
-inline float exp_of_negative(float x) {
-    const bool vanishes = x < -87.0f;
-    x = std::max(x, -87.0f);
-    const float t = x * 1.44269504f;
-    const float n = std::floor(t + 0.5f);
-    const float f = std::fma(n, -0.693145752f, x);
-    const float r = std::fma(n, -1.42860677e-6f, f);
-    float p = 1.9875691500e-4f;
-    p = std::fma(p, r, 1.3981999507e-3f);
-    p = std::fma(p, r, 8.3334519073e-3f);
-    p = std::fma(p, r, 4.1665795894e-2f);
-    p = std::fma(p, r, 1.6666665459e-1f);
-    p = std::fma(p, r, 5.0000001201e-1f);
-    p = std::fma(p, r * r, r + 1.0f);
-    const int32_t bits = (int32_t(n) + 127) << 23;
-    float scale;
-    std::memcpy(&scale, &bits, 4);
-    return vanishes ? 0.0f : p * scale;
-}
-
-// Sums in eight lanes, so that the compiler may use vectors without being allowed to reorder.
-inline float sum_lanes(const float* lanes) {
-    return ((lanes[0] + lanes[4]) + (lanes[1] + lanes[5])) +
-           ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
-}
-
-// Several sums side by side: one alone would wait for each of its additions.
-template <int D> inline float dot(const float* a, const float* b) {
-    constexpr int LANES = D % 32 == 0 ? 32 : D % 16 == 0 ? 16 : 8;
-    float lanes[LANES] = {};
-    for (int i = 0; i < D; i += LANES)
-        for (int j = 0; j < LANES; j++) lanes[j] = std::fma(a[i + j], b[i + j], lanes[j]);
-    for (int width = LANES / 2; width >= 8; width /= 2)
-        for (int j = 0; j < width; j++) lanes[j] += lanes[j + width];
-    return sum_lanes(lanes);
-}
 
 template <typename T> float mean_square(const T* x, int64_t n) {
     float lanes[8] = {};
@@ -146,126 +98,6 @@ void rotate_and_write(const T* qkv, const T* qk_norm, const T* table, const int6
     }
 }
 
-// The scores of one query head over a context, and the shares that they come to; unnormalised.
-inline float softmax_shares(float* scores, int64_t n, float scale, float soft_cap) {
-    if (soft_cap > 0.0f)
-        for (int64_t i = 0; i < n; i++)
-            scores[i] = soft_cap * std::tanh(scores[i] * scale / soft_cap) / scale;
-    float most = scores[0];
-    for (int64_t i = 1; i < n; i++) most = scores[i] > most ? scores[i] : most;
-    for (int64_t i = 0; i < n; i++) scores[i] = exp_of_negative((scores[i] - most) * scale);
-    float lanes[8] = {};
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8)
-        for (int j = 0; j < 8; j++) lanes[j] += scores[i + j];
-    float total = sum_lanes(lanes);
-    for (; i < n; i++) total += scores[i];
-    return total;
-}
-
-// Memory that is used again for every head.
-struct Room {
-    std::vector<float> scores, queries, sums, block;
-};
-
-struct Paging {
-    int64_t kv_heads, block_tokens, row_blocks;
-};
-
-inline const float* widened(const float* from, int64_t, float*) { return from; }
-
-inline const float* widened(const bfloat16* from, int64_t n, float* to) {
-    for (int64_t i = 0; i < n; i++) to[i] = widen(from[i]);
-    return to;
-}
-
-// Add ``count`` values to a sum that stays in registers meanwhile, each with its share.
-template <int D>
-inline void add_shares(const float* values, const float* shares, int64_t count, float* sum) {
-    float added[D];
-    for (int d = 0; d < D; d++) added[d] = sum[d];
-    for (int64_t i = 0; i < count; i++)
-        for (int d = 0; d < D; d++) added[d] = std::fma(shares[i], values[i * D + d], added[d]);
-    for (int d = 0; d < D; d++) sum[d] = added[d];
-}
-
-// One KV head of one row: the query heads that share it, over the positions [first, length).
-template <typename T, int D>
-void attend_head(const T* query, const T* cache, const int64_t* table, int64_t head, Paging paging,
-                 int64_t shared, int64_t first, int64_t length, float scale, float soft_cap,
-                 Room& room, T* out) {
-    const int64_t seen = length - first, tokens = paging.block_tokens;
-    room.scores.resize(shared * seen);
-    room.queries.resize(shared * D);
-    room.sums.assign(shared * D, 0.0f);
-    room.block.resize(tokens * D);
-    float *scores = room.scores.data(), *queries = room.queries.data();
-    for (int64_t i = 0; i < shared * D; i++) queries[i] = widen(query[i]);
-    for (int64_t p = first; p < length;) {
-        const int64_t block = table[p / tokens] * 2 * paging.kv_heads + head;
-        const int64_t count = std::min(length - p, tokens - p % tokens);
-        const float* keys =
-            widened(cache + (block * tokens + p % tokens) * D, count * D, room.block.data());
-        for (int64_t g = 0; g < shared; g++)
-            for (int64_t i = 0; i < count; i++)
-                scores[g * seen + p - first + i] = dot<D>(queries + g * D, keys + i * D);
-        p += count;
-    }
-    for (int64_t g = 0; g < shared; g++) {
-        const float total = softmax_shares(scores + g * seen, seen, scale, soft_cap);
-        for (int64_t i = 0; i < seen; i++) scores[g * seen + i] /= total;
-    }
-    for (int64_t p = first; p < length;) {
-        const int64_t block = (table[p / tokens] * 2 + 1) * paging.kv_heads + head;
-        const int64_t count = std::min(length - p, tokens - p % tokens);
-        const float* values =
-            widened(cache + (block * tokens + p % tokens) * D, count * D, room.block.data());
-        for (int64_t g = 0; g < shared; g++)
-            add_shares<D>(values, scores + g * seen + p - first, count, &room.sums[g * D]);
-        p += count;
-    }
-    for (int64_t i = 0; i < shared * D; i++) narrow(room.sums[i], &out[i]);
-}
-
-// One query per row, the last of its context.
-template <typename T, int D>
-void attend_rows(const T* query, const T* cache, const int64_t* tables, const int64_t* lengths,
-                 T* out, int64_t rows, int64_t heads, Paging paging, float scale, int64_t window,
-                 float soft_cap) {
-    const int64_t shared = heads / paging.kv_heads;
-    Room room;
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t length = lengths[r];
-        const int64_t first = window > 0 ? std::max<int64_t>(0, length - window) : 0;
-        for (int64_t k = 0; k < paging.kv_heads; k++) {
-            const int64_t at = (r * heads + k * shared) * D;
-            attend_head<T, D>(query + at, cache, tables + r * paging.row_blocks, k, paging, shared,
-                              first, length, scale, soft_cap, room, out + at);
-        }
-    }
-}
-
-template <typename T>
-void attend_last(const T* query, const T* cache, const int64_t* tables, const int64_t* lengths,
-                 T* out, int64_t rows, int64_t heads, int64_t head_dim, Paging paging, float scale,
-                 int64_t window, float soft_cap) {
-#define WITH_HEADS_OF(D)                                                                           \
-    case D:                                                                                        \
-        return attend_rows<T, D>(query, cache, tables, lengths, out, rows, heads, paging, scale,   \
-                                 window, soft_cap)
-    switch (head_dim) {  // HEAD_DIMS in native.py: known to the compiler, a head stays in registers
-        WITH_HEADS_OF(8);
-        WITH_HEADS_OF(16);
-        WITH_HEADS_OF(32);
-        WITH_HEADS_OF(64);
-        WITH_HEADS_OF(80);
-        WITH_HEADS_OF(96);
-        WITH_HEADS_OF(128);
-        WITH_HEADS_OF(256);
-    }
-#undef WITH_HEADS_OF
-}
-
 constexpr int64_t DRAW_BLOCK = 512;
 
 // Temperature, then a draw by inverting the cumulative distribution: to a block, then within it.
@@ -317,16 +149,6 @@ void draw_row(const float* logits, int64_t vocab, float temperature, double unif
 
 }  // namespace
 
-#define FOR_BOTH(NAME, ARGUMENTS, CALL)                                                            \
-    extern "C" void NAME##_float32 ARGUMENTS {                                                     \
-        using T = float;                                                                           \
-        CALL;                                                                                      \
-    }                                                                                              \
-    extern "C" void NAME##_bfloat16 ARGUMENTS {                                                    \
-        using T = bfloat16;                                                                        \
-        CALL;                                                                                      \
-    }
-
 FOR_BOTH(tg_norm,
          (const void* x, const void* weight, void* out, int64_t rows, int64_t n, float epsilon),
          norm((const T*)x, (const T*)weight, (T*)out, rows, n, epsilon))
@@ -341,13 +163,6 @@ FOR_BOTH(tg_rotate_and_write,
          rotate_and_write((const T*)qkv, (const T*)qk_norm, (const T*)table, positions, blocks,
                           offsets, (T*)query, (T*)cache, tokens, heads, kv_heads, head_dim,
                           block_tokens, epsilon))
-
-FOR_BOTH(tg_attend_last,
-         (const void* query, const void* cache, const int64_t* tables, const int64_t* lengths,
-          void* out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t head_dim,
-          int64_t block_tokens, int64_t row_blocks, float scale, int64_t window, float soft_cap),
-         attend_last((const T*)query, (const T*)cache, tables, lengths, (T*)out, rows, heads,
-                     head_dim, Paging{kv_heads, block_tokens, row_blocks}, scale, window, soft_cap))
 
 extern "C" void tg_draw(const float* logits, const float* temperatures, const double* uniforms,
                         int64_t* ids, float* logprobs, int64_t rows, int64_t vocab) {

@@ -1,7 +1,8 @@
 """What does a decode step run faster in C++ than as torch calls? All but its matrix products.
 
-They are in native.cpp. Where that can't be compiled, the torch functions beside which each of these
-stands compute the same, and nothing else changes. Matrix products have a file of their own.
+They are in native.cpp and attend_last.cpp. Where these can't be compiled, the torch functions
+beside which each of these stands compute the same, and nothing else changes. Matrix products have
+a file of their own.
 
 Letters in shapes: T tokens, R rows (turns), A query heads, K KV heads, D head_dim, B blocks per
 row, H hidden, I inner size, S rows to sample, V vocabulary.

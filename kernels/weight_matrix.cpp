@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include "bfloat16.h"
+#include "numbers.h"
 
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
@@ -49,7 +49,7 @@ inline Lanes spread(float x) { return x - Lanes{}; }
 #endif
 
 constexpr int PANEL = 2 * LANES;
-constexpr int64_t BLOCK_INPUTS = 512;  // of a panel 32 KB in float32: they stay in the L1 or L2 cache
+constexpr int64_t BLOCK_INPUTS = 512;  // of a panel 32 KB in float32: in a near cache
 constexpr int64_t BLOCK_TOKENS = 128;  // their activations stay in the L2 cache
 
 template <typename V, typename S> inline V load(const S* from) {
@@ -92,10 +92,10 @@ void add_tile(const float* x, int64_t x_stride, const T* panels, int64_t panel_s
             for (int p = 0; p < 2 * PANELS; p++) total[r][p] = fma(input, weights[p], total[r][p]);
         }
     }
-    for (int r = 0; r < ROWS; r++) std::memcpy(sums + r * PANELS * PANEL, total[r], sizeof total[r]);
+    std::memcpy(sums, total, sizeof total);
 }
 
-// One token alone has too few sums to keep the multipliers busy; so it takes several panels at once.
+// One token alone has too few sums to keep the multipliers busy; so it takes several panels.
 template <typename T>
 void add_tile(int64_t rows, int64_t panels, const float* x, int64_t x_stride, const T* from,
               int64_t panel_stride, int64_t inputs, float* sums) {
@@ -242,16 +242,6 @@ void take(const T* packed, const int64_t* rows, T* out, int64_t count, int64_t i
 }  // namespace
 
 extern "C" int64_t tg_panel_outputs() { return PANEL; }
-
-#define FOR_BOTH(NAME, ARGUMENTS, CALL)                                                            \
-    extern "C" void NAME##_float32 ARGUMENTS {                                                     \
-        using T = float;                                                                           \
-        CALL;                                                                                      \
-    }                                                                                              \
-    extern "C" void NAME##_bfloat16 ARGUMENTS {                                                    \
-        using T = bfloat16;                                                                        \
-        CALL;                                                                                      \
-    }
 
 FOR_BOTH(tg_multiply,
          (const void* x, const void* packed, const void* bias, void* out, int64_t tokens,

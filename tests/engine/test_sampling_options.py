@@ -25,6 +25,7 @@ from tidegate.engine.options import OptionReader
 from tidegate.engine.sampling import RowSampling, StepOutput, sample_rows
 from tidegate.engine.turns import EngineLimits, TurnState, admit
 from tidegate.errors import TurnRefused
+from tidegate.kernels.native import Native, native
 from tidegate.transport.messages import SubmitTurn
 from tidegate.transport.sampling import SamplingParams, TokenBias
 
@@ -59,8 +60,10 @@ def next_sampling(turn: TurnState) -> RowSampling:
     return sampling
 
 
-def draw(turns: list[TurnState], logits: torch.Tensor) -> StepOutput:
-    return sample_rows(logits.clone(), [next_sampling(turn) for turn in turns])
+def draw(
+    turns: list[TurnState], logits: torch.Tensor, compiled: Native | None = None
+) -> StepOutput:
+    return sample_rows(logits.clone(), [next_sampling(turn) for turn in turns], compiled)
 
 
 def told_distribution(turn: TurnState, logits: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -227,12 +230,14 @@ def asking_for_everything(seed: int, **others: Any) -> SamplingParams:
     return SamplingParams(**(options | others))
 
 
-def go_on(turns: list[TurnState], steps: int, start: int = 0) -> list[list[Any]]:
+def go_on(
+    turns: list[TurnState], steps: int, start: int = 0, compiled: Native | None = None
+) -> list[list[Any]]:
     """All that is told of so many tokens of each turn; logits are random, and each turn's own."""
     told: list[list[Any]] = [[] for _ in turns]
     for step in range(start, start + steps):
         logits = torch.cat([random_logits(1000 * turn.sampling.seed + step) for turn in turns])
-        output = draw(turns, logits)
+        output = draw(turns, logits, compiled)
         for row, turn in enumerate(turns):
             token_id = int(output.token_ids[row])
             told[row].append((token_id, float(output.logprobs[row]), output.details.get(row)))
@@ -249,7 +254,10 @@ def test_a_turn_that_is_moved_is_sampled_as_if_it_had_stayed() -> None:
         assert go_on([moved], 24 - moved_after, start=moved_after)[0] == stayed[moved_after:]
 
 
-def test_a_row_is_sampled_bit_for_bit_alike_whatever_its_companions_ask_for() -> None:
+@pytest.mark.parametrize("compiled", [None, native(torch.float32)], ids=["torch", "compiled"])
+def test_a_row_is_sampled_bit_for_bit_alike_whatever_its_companions_ask_for(
+    compiled: Native | None,
+) -> None:
     plain = SamplingParams(max_tokens=30, seed=2)
     askers = [
         asking_for_everything(1),
@@ -258,9 +266,9 @@ def test_a_row_is_sampled_bit_for_bit_alike_whatever_its_companions_ask_for() ->
         SamplingParams(max_tokens=30, seed=4, top_logprobs=2),
         SamplingParams(max_tokens=30, seed=5, min_p=0.1, temperature=0.3),
     ]
-    together = go_on([make_turn(asked, [4, 4, 9]) for asked in askers], 12)
+    together = go_on([make_turn(asked, [4, 4, 9]) for asked in askers], 12, 0, compiled)
     for asked, told in zip(askers, together, strict=True):
-        assert go_on([make_turn(asked, [4, 4, 9])], 12) == [told]
+        assert go_on([make_turn(asked, [4, 4, 9])], 12, 0, compiled) == [told]
     assert [details for *_, details in together[1]] == [None] * 12
 
 
