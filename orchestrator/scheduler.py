@@ -32,6 +32,7 @@ from tidegate.orchestrator.recording import RunRecorder
 from tidegate.orchestrator.rollout import Rollout
 from tidegate.orchestrator.run_journal import RunJournal
 from tidegate.orchestrator.run_watch import RunWatch
+from tidegate.orchestrator.score_desk import ScoreDesk
 from tidegate.orchestrator.tasks import Tasks
 from tidegate.orchestrator.waiting import Waiting, fail, resolve
 from tidegate.orchestrator.watchdog import Stuck
@@ -46,6 +47,7 @@ from tidegate.transport.messages import (
     UpdateWeights,
     WeightsLive,
 )
+from tidegate.transport.scoring import Scored, ScoreRefused
 
 OF_ENGINES = frozenset((ev.EngineJoined, ev.EngineLeft, ev.VersionPublished))
 """Events that the shell has its own part in. Most are not: one look must be enough to tell."""
@@ -90,6 +92,12 @@ class Scheduler:
         self._wants_tasks = asyncio.Event()
         self._offers = Offers(lambda: self.core, self.handle, wants_tasks=self._wants_tasks)
         self._outbox = Outbox(self.fleet.send, on_error=self.fail)
+        self.scores = ScoreDesk(
+            self.fleet,
+            waiting=self._waiting.scores,
+            live_version=lambda: self.core.turns.live_version,
+            post=self._outbox.post,
+        )
         self.on_engine_silent: Callable[[str], None] = lambda engine: None
         """Told of engines that were given up for their silence."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -204,7 +212,9 @@ class Scheduler:
 
     def _on_heard(self, item: ev.Event | Answer) -> None:
         if isinstance(item, Answer):
-            if not self.control.heard(item.engine, item.message):
+            if isinstance(item.message, Scored | ScoreRefused):
+                self.scores.heard(item.engine, item.message)
+            elif not self.control.heard(item.engine, item.message):
                 log.warning("engine=%s said %s", item.engine, item.message)
             return
         self.handle([item])
@@ -221,6 +231,7 @@ class Scheduler:
         """An engine serves other weights from now on."""
         self._note_engine(engine, "swap", at_us=message.swapped_us, version=message.version)
         self.handle([ev.EngineSwapped(engine, message.version)])
+        self.scores.advance()
 
     def refuse_engine(self, engine: str, why: str) -> None:
         """An engine refuses the weights that others serve."""
@@ -278,11 +289,13 @@ class Scheduler:
         match event:
             case ev.EngineJoined(engine=engine, weight_version=version):
                 self.control.joined(engine, version)
+                self.scores.joined(engine)
             case ev.VersionPublished(version=version):
                 self.fleet.newest_version = version
             case ev.EngineLeft(engine=engine):
                 log.warning("engine=%s lost: %s", engine, self.fleet.departed.get(engine))
                 self.control.left(engine)
+                self.scores.left(engine)
                 self._note_engine(engine, "lost")
 
     def when_safe(self, action: Callable[[], None]) -> None:

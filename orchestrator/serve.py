@@ -9,17 +9,15 @@ The run itself lives on a thread of its own (:mod:`tidegate.orchestrator.run`), 
 blocks stalls no rollout; nothing here decides anything.
 """
 
-import asyncio
-import concurrent.futures
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
 
 from tidegate.errors import ConfigError
 from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.client import Evaluation, RunClient
+from tidegate.orchestrator.client import Evaluation
 from tidegate.orchestrator.config import run_settings
 from tidegate.orchestrator.episodes import EpisodeFunction
+from tidegate.orchestrator.faces import AsyncFace, SyncFace, Work
 from tidegate.orchestrator.publish_call import PublishCall, RollbackCall
 from tidegate.orchestrator.publishing import PublishWait
 from tidegate.orchestrator.resuming import resume_token
@@ -36,30 +34,9 @@ if TYPE_CHECKING:
 
     from tidegate.orchestrator.batches import Batch
 
-Result = TypeVar("Result")
 
-Work = Callable[[Scheduler], Awaitable[Result]]
-"""Something to be done on the run's own loop."""
-
-
-class Rollouts(RunClient):
+class Rollouts(AsyncFace):
     """A run, for a trainer that is async. Use it in ``async with``."""
-
-    async def __aenter__(self) -> Self:
-        try:
-            await asyncio.wrap_future(self._start())
-        except BaseException:
-            self._stop()
-            raise
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stop()
 
     async def batches(self, tasks: Tasks, *, episode: EpisodeFunction) -> AsyncIterator["Batch"]:
         """Batches made from ``tasks``, until they are used up; the last one may be smaller.
@@ -208,35 +185,9 @@ class Rollouts(RunClient):
         """
         return Evaluation(await self._do(_evaluate(tasks, episode)))
 
-    async def _do(self, work: Work[Result]) -> Result:
-        future = self._submit(work)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if future.cancelled() and task is not None and not task.cancelling():
-                raise self._running.failure() from None
-            raise
 
-
-class SyncRollouts(RunClient):
+class SyncRollouts(SyncFace):
     """The same run, for a trainer that is not async. Use it in ``with``."""
-
-    def __enter__(self) -> Self:
-        try:
-            self._start().result()
-        except BaseException:
-            self._stop()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stop()
 
     def batches(self, tasks: Tasks, *, episode: EpisodeFunction) -> Iterator["Batch"]:
         """As :meth:`Rollouts.batches`."""
@@ -312,13 +263,6 @@ class SyncRollouts(RunClient):
     def evaluate(self, tasks: Sequence[Any], *, episode: EpisodeFunction) -> Evaluation:
         """As :meth:`Rollouts.evaluate`."""
         return Evaluation(self._do(_evaluate(tasks, episode)))
-
-    def _do(self, work: Work[Result]) -> Result:
-        future = self._submit(work)
-        try:
-            return future.result()
-        except concurrent.futures.CancelledError:  # the run's loop has ended under it
-            raise self._running.failure() from None
 
 
 def serve(*, resume: Any = None, **settings: Any) -> Rollouts:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.rollout import Rollout, Turn
+from tidegate.orchestrator.scores import Score
 
 
 @dataclass(slots=True)
@@ -19,13 +20,20 @@ class Waiting:
     batches: deque[asyncio.Future[ev.HandOver | None]] = field(default_factory=deque)
     evaluations: dict[int, asyncio.Future[Rollout]] = field(default_factory=dict)
     """By rollout."""
+    scores: set[asyncio.Future[Score]] = field(default_factory=set)
     conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = field(default_factory=list)
     """Looked at whenever an engine or its weights have changed."""
 
     def futures(self) -> "list[asyncio.Future[Any]]":
         """All of them."""
         conditions = [future for _, future in self.conditions]
-        return [*self.turns.values(), *self.batches, *self.evaluations.values(), *conditions]
+        return [
+            *self.turns.values(),
+            *self.batches,
+            *self.evaluations.values(),
+            *self.scores,
+            *conditions,
+        ]
 
     def fail_all(self, error: BaseException) -> None:
         """Tell everybody that nothing will come."""

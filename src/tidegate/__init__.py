@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.environments.pool import EnvironmentPool
     from tidegate.orchestrator.environments.tools import Tools
     from tidegate.orchestrator.episode import Episode
+    from tidegate.orchestrator.faces import Scorer, SyncScorer, score_server, score_server_sync
     from tidegate.orchestrator.gateway import Endpoint, Gateway
     from tidegate.orchestrator.generated_turn import GeneratedTurn
     from tidegate.orchestrator.sampling_options import SamplingOptions
+    from tidegate.orchestrator.scores import Readout, TokenScores
     from tidegate.orchestrator.serve import Rollouts, SyncRollouts, serve, serve_sync
     from tidegate.orchestrator.statistics import RunStatistics
     from tidegate.orchestrator.watchdog import Stuck
@@ -54,20 +56,26 @@ __all__ = [
     "OverSampling",
     "PackedBatch",
     "Processor",
+    "Readout",
     "Rollouts",
     "RunSettings",
     "RunStatistics",
     "SamplingOptions",
+    "Scorer",
     "StalenessPolicy",
     "Stuck",
     "SyncRollouts",
+    "SyncScorer",
     "Synchronous",
     "TailPacking",
     "TidegateError",
+    "TokenScores",
     "Tools",
     "Unbounded",
     "Window",
     "environment_episode",
+    "score_server",
+    "score_server_sync",
     "serve",
     "serve_sync",
 ]
@@ -90,20 +98,26 @@ _HOMES = {
     "OverSampling": "policies.rounds",
     "PackedBatch": "orchestrator.batches",
     "Processor": "transport.sampling",
+    "Readout": "orchestrator.scores",
     "Rollouts": "orchestrator.serve",
     "RunSettings": "orchestrator.config",
     "RunStatistics": "orchestrator.statistics",
     "SamplingOptions": "orchestrator.sampling_options",
+    "Scorer": "orchestrator.faces",
     "StalenessPolicy": "policies.staleness",
     "Stuck": "orchestrator.watchdog",
     "SyncRollouts": "orchestrator.serve",
+    "SyncScorer": "orchestrator.faces",
     "Synchronous": "policies.rounds",
     "TailPacking": "policies.rounds",
     "TidegateError": "errors",
+    "TokenScores": "orchestrator.scores",
     "Tools": "orchestrator.environments.tools",
     "Unbounded": "policies.asynchrony",
     "Window": "policies.consumption",
     "environment_episode": "orchestrator.environments.environment_episode",
+    "score_server": "orchestrator.faces",
+    "score_server_sync": "orchestrator.faces",
     "serve": "orchestrator.serve",
     "serve_sync": "orchestrator.serve",
 }

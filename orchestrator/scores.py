@@ -1,0 +1,206 @@
+"""What can be asked of given tokens, and what is the answer? Knows no engine's state, and no wire.
+
+Letters in shapes: N tokens of a sequence, k likeliest tokens, H hidden, L labels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from tidegate.errors import ConfigError, ScoreRefused
+from tidegate.transport.scoring import TOP_LOGPROBS_MAX, Scored, ScoreTokens, Want
+
+TOKENS_MAX = 2**21
+"""Of one sequence: 8 MiB of ids, which a frame holds."""
+
+LOGPROB_MAX = 1e-3
+"""A probability may exceed 1 by so much: rounding."""
+
+Pooling = Literal["last", "mean", "none"]
+"""Which hidden states an embedding is: the last token's, their mean, or all of them."""
+
+Floats = npt.NDArray[np.float32]
+
+_WANTS: dict[Pooling, Want] = {
+    "last": "embedding",
+    "mean": "mean_embedding",
+    "none": "hidden_states",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """How likely each token of a sequence was, given those before it."""
+
+    version: int
+    """The weights that computed all of it."""
+    engine: str
+    start: int
+    """The position that the first log-prob is of."""
+    logprobs: Floats
+    """[N - start], natural log."""
+    top_ids: npt.NDArray[np.int32]
+    """[N - start, k], likeliest first."""
+    top_logprobs: Floats
+    """[N - start, k]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Readout:
+    """What a model makes of a sequence: an embedding, or rewards."""
+
+    version: int
+    """The weights that computed all of it."""
+    engine: str
+    values: Floats
+    """[H]; [N - start, H] of all hidden states; [L] of rewards."""
+
+
+Score = TokenScores | Readout
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One sequence, and what is wanted of it."""
+
+    token_ids: bytes
+    want: Want
+    start: int = 0
+    top_logprobs: int = 0
+    temperature: float = 1.0
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return len(self.token_ids) // 4
+
+    def message(self, request: int) -> ScoreTokens:
+        """As it travels."""
+        return ScoreTokens(
+            request=request,
+            token_ids=self.token_ids,
+            want=self.want,
+            start=self.start,
+            top_logprobs=self.top_logprobs,
+            temperature=self.temperature,
+        )
+
+
+def ask_logprobs(
+    sequences: Sequence[Any],
+    start: int | Sequence[int],
+    top_logprobs: int,
+    temperature: float,
+) -> list[Asked]:
+    """What ``score`` asks.
+
+    Raises:
+        ConfigError: an argument is none that could be sent.
+    """
+    if not 0 <= top_logprobs <= TOP_LOGPROBS_MAX:
+        raise ConfigError(f"top_logprobs must be in [0, {TOP_LOGPROBS_MAX}], got {top_logprobs}")
+    starts = _starts(start, len(sequences), least=1)
+    return [
+        Asked(_column(tokens), "logprobs", first, int(top_logprobs), float(temperature))
+        for tokens, first in zip(sequences, starts, strict=True)
+    ]
+
+
+def ask_embeddings(
+    sequences: Sequence[Any], pooling: Pooling, start: int | Sequence[int]
+) -> list[Asked]:
+    """What ``embed`` asks.
+
+    Raises:
+        ConfigError: an argument is none that could be sent.
+    """
+    if pooling not in _WANTS:
+        raise ConfigError(f"pooling is 'last', 'mean' or 'none', got {pooling!r}")
+    starts = _starts(start, len(sequences), least=0)
+    return [
+        Asked(_column(tokens), _WANTS[pooling], first)
+        for tokens, first in zip(sequences, starts, strict=True)
+    ]
+
+
+def ask_rewards(sequences: Sequence[Any]) -> list[Asked]:
+    """What ``reward`` asks.
+
+    Raises:
+        ConfigError: a sequence is none.
+    """
+    return [Asked(_column(tokens), "rewards") for tokens in sequences]
+
+
+def read_answer(engine: str, asked: Asked, parts: Sequence[Scored]) -> Score:
+    """Put an answer's parts together.
+
+    Raises:
+        ScoreRefused: they are none to what was asked.
+    """
+    rows, k = asked.tokens - asked.start, asked.top_logprobs
+    version = parts[0].version
+    logprobs = _floats(engine, [part.logprobs for part in parts])
+    values = _floats(engine, [part.values for part in parts])
+    top_logprobs = _floats(engine, [part.top_logprobs for part in parts])
+    top_ids = np.frombuffer(b"".join(part.top_ids for part in parts), "<i4").astype(np.int32)
+    if any(part.version != version for part in parts):
+        raise _defect(engine, f"of versions {sorted({part.version for part in parts})}")
+    if asked.want != "logprobs":
+        if not values.size or (asked.want == "hidden_states" and values.size % rows):
+            raise _defect(engine, f"{values.size} numbers for {rows} positions")
+        is_matrix = asked.want == "hidden_states"
+        return Readout(version, engine, values.reshape(rows, -1) if is_matrix else values)
+    if (logprobs.size, top_ids.size, top_logprobs.size) != (rows, rows * k, rows * k):
+        raise _defect(engine, f"{logprobs.size} log-probs for {rows} tokens")
+    if not (logprobs <= LOGPROB_MAX).all():
+        raise _defect(engine, "what is no logarithm of a probability")
+    return TokenScores(
+        version,
+        engine,
+        asked.start,
+        logprobs,
+        top_ids.reshape(rows, k),
+        top_logprobs.reshape(rows, k),
+    )
+
+
+def _floats(engine: str, columns: Sequence[bytes]) -> Floats:
+    column = b"".join(columns)
+    if len(column) % 4:
+        raise _defect(engine, f"{len(column)} bytes of float32")
+    return np.frombuffer(column, "<f4").astype(np.float32)
+
+
+def _defect(engine: str, what: str) -> ScoreRefused:
+    return ScoreRefused(f"engine {engine!r} answered with {what}; it has a defect")
+
+
+def _column(token_ids: Any) -> bytes:
+    """A sequence's ids as they travel; lists, arrays and tensors will do."""
+    if isinstance(token_ids, str):
+        raise ConfigError("sequences hold token ids, got a text; encode it by the tokenizer")
+    column = np.asarray(token_ids)
+    if column.ndim != 1 or column.dtype.kind not in "iu" or not column.size:
+        raise ConfigError(
+            f"a sequence is a list of token ids, got {column.dtype} of shape {list(column.shape)}"
+        )
+    if column.size > TOKENS_MAX or column.min() < 0 or column.max() >= 2**31:
+        raise ConfigError(
+            f"a sequence has at most {TOKENS_MAX} ids in [0, 2**31), got {column.size} in "
+            f"[{column.min()}, {column.max()}]"
+        )
+    return column.astype("<i4").tobytes()
+
+
+def _starts(start: int | Sequence[int], sequences: int, *, least: int) -> list[int]:
+    starts = [start] * sequences if isinstance(start, int) else [int(one) for one in start]
+    if len(starts) != sequences:
+        raise ConfigError(f"start has {len(starts)} positions for {sequences} sequences")
+    wrong = [one for one in starts if not least <= one <= TOKENS_MAX]
+    if wrong:
+        raise ConfigError(f"start must be in [{least}, {TOKENS_MAX}], got {wrong[0]}")
+    return starts
