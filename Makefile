@@ -8,11 +8,12 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo test simulate lint format bench docs clean
+.PHONY: help venv demo test test-environments simulate lint format bench docs clean
 
 help:
 	@echo "make demo   train a small model with fully asynchronous rollouts, and report on it"
 	@echo "make test   format, lint, types, tests, a short demo, 2,300 simulated runs"
+	@echo "make test-environments   adapters whose packages need a Python of their own (400 MB)"
 	@echo "make lint   the first three of those"
 	@echo "make bench  speed, as ratios against named peers"
 	@echo "make docs   check that the documentation's links lead somewhere"
@@ -43,6 +44,15 @@ test: lint
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 	$(MAKE) --no-print-directory simulate
 
+# Packages that would take openai and others back to older versions: they get their own Python.
+.venv-environments/.ready:
+	$(PYTHON) -m venv .venv-environments
+	.venv-environments/bin/python -m pip install --quiet "verifiers>=0.4,<0.5" "openenv-core>=0.3" msgspec
+	touch $@
+
+test-environments: venv .venv-environments/.ready
+	TIDEGATE_ENVIRONMENTS_PYTHON=.venv-environments/bin/python $(BIN)/python -m pytest tests/orchestrator/environments
+
 simulate: venv
 	$(BIN)/tidegate simulate --seeds 2000 --lives 300
 
@@ -53,4 +63,4 @@ docs: venv
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-environments build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

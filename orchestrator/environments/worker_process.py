@@ -100,7 +100,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=_environment(),
+                env=child_environment(),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
@@ -293,8 +293,9 @@ def _command(python: str, descriptor: int, memory_bytes: int | None) -> list[str
     return command if memory_bytes is None else [*command, "--memory-bytes", str(memory_bytes)]
 
 
-def _environment() -> dict[str, str]:
-    """Modules are found as here, but for what is installed: that may be another Python's."""
+def child_environment() -> dict[str, str]:
+    """The variables of a process that finds modules as this one does, but for those that are
+    installed: it may be another Python, and have its own."""
     places = [str(Path(place or ".").absolute()) for place in sys.path]
     ours = [p for p in places if not p.startswith(INSTALLED) and not p.endswith(".zip")]
     before = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
