@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import uvloop
+
 from tidegate.errors import ConfigError, RunClosed
 from tidegate.orchestrator.environments.dotted_names import checked_name
 from tidegate.orchestrator.environments.pooled_environment import PooledEnvironment
@@ -130,7 +132,7 @@ class EnvironmentPool:
                 work.close()
                 raise RunClosed("the environment pool is closed; nothing more can be asked of it")
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
+                self._loop = uvloop.new_event_loop()
                 # Processes die with the thread that started them: it lives as long as the pool.
                 self._thread = threading.Thread(
                     target=self._loop.run_forever, name="environments", daemon=True
@@ -157,10 +159,10 @@ class EnvironmentPool:
     async def _shut_down(self) -> None:
         closing = [process.close(CLOSE_GRACE_S) for process in self._processes]
         await asyncio.gather(*closing)
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        if others:
+        await asyncio.sleep(0)  # what was submitted last has begun
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
+                task.cancel()
             await asyncio.wait(others)
 
     def __enter__(self) -> Self:

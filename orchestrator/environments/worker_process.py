@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from tidegate.orchestrator.environments import calls
 
@@ -32,6 +32,9 @@ whose loop is blocked comes to this, and what blocks it should be found first.""
 
 START_TIMEOUT_S = 60.0
 """A Python with nothing but msgspec takes a tenth of a second, unless the machine is drowned."""
+
+LAST_WORDS_S = 1.0
+"""How long the output of a process that has ended is read; what it has started may keep it open."""
 
 INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
 """What another Python must not be given: it has its own."""
@@ -51,11 +54,15 @@ class ProcessDied(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A call that was sent."""
+    """A call, from when it is asked to its answer."""
 
+    call_id: int
+    frame: bytes
+    timeout_s: float
     reply: "asyncio.Future[calls.Reply]"
-    begun: "asyncio.Future[None]"
-    """Done when the process can take another call: it awaits, or has answered."""
+    """Cancelled when nobody waits for it any more."""
+    when_free: Callable[[], None] | None
+    timer: asyncio.TimerHandle | None = None
 
 
 @dataclass(slots=True)
@@ -80,17 +87,19 @@ class WorkerProcess:
     def __init__(self, python: str, memory_bytes: int | None) -> None:
         """Start it. Raises OSError if there are no processes, memory or files left."""
         self._loop = asyncio.get_running_loop()
-        self._pending: dict[int, _Pending] = {}
-        self._turn = asyncio.Lock()
-        self._tasks: set[asyncio.Task[calls.Reply]] = set()
+        self._waiting: deque[_Pending] = deque()
+        self._computing: _Pending | None = None
+        """What keeps those that wait from being sent."""
+        self._sent: dict[int, _Pending] = {}
+        """That, and what awaits."""
         self._said = _LastWords()
-        self.queued = 0
-        """Calls that wait here, or keep others waiting."""
         self.environments = 0
         """Open in it; counted by who opens them."""
         self.how_it_died: str | None = None
         self._is_closing = False
-        self._socket, theirs = socket.socketpair()
+        self._is_ready = False
+        self._ended = asyncio.Event()
+        ours, theirs = socket.socketpair()
         with theirs:
             command = _command(python, theirs.fileno(), memory_bytes)
             # Its own session: Ctrl-C is for the run, which then ends its processes; and what
@@ -105,17 +114,22 @@ class WorkerProcess:
                 start_new_session=True,
             )
         self.pid = self._process.pid
-        self._reading = self._loop.create_task(self._read(), name=f"worker {self.pid}: replies")
-        self._listening = self._loop.create_task(self._listen(), name=f"worker {self.pid}: output")
-        self._writer: asyncio.StreamWriter | None = None
-        self._ready = asyncio.Event()
-        """Set when it takes calls; also when it has died."""
-        self._was_ready = False
+        self._transport: asyncio.Transport | None = None
+        self._tasks = {
+            self._loop.create_task(self._connect(ours), name=f"worker {self.pid}: replies"),
+            self._loop.create_task(self._listen(), name=f"worker {self.pid}: output"),
+        }
+        self._starting = self._loop.call_later(START_TIMEOUT_S, self._never_ready)
 
     @property
     def is_dead(self) -> bool:
         """Whether it can be asked nothing more."""
         return self.how_it_died is not None
+
+    @property
+    def queued(self) -> int:
+        """Calls that wait here, or keep others waiting."""
+        return len(self._waiting) + (self._computing is not None)
 
     async def ask(
         self, call: calls.Call, timeout_s: float, *, when_free: Callable[[], None] | None = None
@@ -131,105 +145,86 @@ class WorkerProcess:
             ProcessDied: it did, before or meanwhile, perhaps because this took too long.
             TypeError, ValueError: the call can't be sent.
         """
-        wanted = asyncio.Event()
-        wanted.set()
-        answering = self._loop.create_task(self._ask(call, timeout_s, wanted, when_free))
-        self._tasks.add(answering)
-        answering.add_done_callback(self._forget)
         try:
-            return await asyncio.shield(answering)
-        except asyncio.CancelledError:
-            wanted.clear()
-            raise
-
-    def _forget(self, task: "asyncio.Task[calls.Reply]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # perhaps nobody waits for it any more
-
-    async def _ask(
-        self,
-        call: calls.Call,
-        timeout_s: float,
-        wanted: asyncio.Event,
-        when_free: Callable[[], None] | None,
-    ) -> calls.Reply:
-        self.queued += 1
-        try:
+            if self.how_it_died is not None:
+                raise self._died(suspects=0)
             frame = calls.frame(call)
-            async with self._turn:
-                await self._wait_until_ready()
-                if not wanted.is_set():
-                    raise asyncio.CancelledError
-                pending = self._send(call.call_id, frame)
-                await self._in_time(pending.begun, timeout_s)
-        finally:
-            self.queued -= 1
+        except BaseException:
             if when_free is not None:
                 when_free()
-        # It awaits, or has answered.
-        await self._in_time(pending.reply, 2 * timeout_s + AWAITING_GRACE_S)
-        del self._pending[call.call_id]
-        return pending.reply.result()
+            raise
+        pending = _Pending(call.call_id, frame, timeout_s, self._loop.create_future(), when_free)
+        self._waiting.append(pending)
+        self._send_next()
+        return await pending.reply
 
-    async def _wait_until_ready(self) -> None:
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await self._ready.wait()
-        except TimeoutError:
-            self.kill(f"killed, for it was not ready in {START_TIMEOUT_S:.0f} s")
+    def _died(self, *, suspects: int, was_late: bool = False) -> ProcessDied:
+        # One that never was ready won't be if it is started again.
+        suspects = suspects if self._is_ready or self._is_closing else 1
+        return ProcessDied(self.how_it_died or "", suspects=suspects, was_late=was_late)
 
-    def _send(self, call_id: int, frame: bytes) -> _Pending:
-        if self.how_it_died is not None:
-            # One that never was ready won't be if it is started again.
-            raise ProcessDied(self.how_it_died, suspects=0 if self._was_ready else 1)
-        pending = _Pending(self._loop.create_future(), self._loop.create_future())
-        self._pending[call_id] = pending
-        assert self._writer is not None
-        self._writer.write(frame)
-        return pending
+    def _send_next(self) -> None:
+        if not self._is_ready or self._is_closing:
+            return
+        while self._waiting and self._computing is None:
+            pending = self._waiting.popleft()
+            if pending.reply.cancelled():
+                _free(pending)
+                continue
+            assert self._transport is not None
+            self._transport.write(pending.frame)
+            pending.timer = self._loop.call_later(pending.timeout_s, self._late, pending)
+            self._computing = self._sent[pending.call_id] = pending
 
-    async def _in_time(self, future: "asyncio.Future[Any]", timeout_s: float) -> None:
-        """Wait for it; kill the process if it takes too long."""
-        await asyncio.wait([future], timeout=timeout_s)
-        if not future.done():
-            how = f"killed, for it gave no answer in {timeout_s:g} s"
-            self.kill(how)
-            raise ProcessDied(how, suspects=1, was_late=True)
-        future.result()
+    def _late(self, pending: _Pending) -> None:
+        how = f"killed, for it gave no answer in {pending.timeout_s:g} s"
+        self._end(how, late=pending)
 
     # ------------------------------------------------------------ what comes from it
 
-    async def _read(self) -> None:
-        """Take in replies until there are no more."""
-        reader, self._writer = await asyncio.open_connection(sock=self._socket)
-        why = None
-        try:
-            while True:
-                head = await reader.readexactly(calls.LENGTH_BYTES)
-                body = await reader.readexactly(calls.body_bytes(head))
-                self._take(calls.decode_reply(body))
-        except (asyncio.IncompleteReadError, OSError):
-            pass  # it has ended, or is about to
-        except ValueError as error:  # msgspec's too
-            why = f"killed, for it wrote what is no reply: {error}"
-        self._writer.close()
-        if why is None and not self.is_dead:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._listening), 1.0)
-        self._end(why)
+    async def _connect(self, ours: socket.socket) -> None:
+        await self._loop.create_unix_connection(lambda: _Wire(self), sock=ours)
 
-    def _take(self, reply: calls.Reply) -> None:
+    def connected(self, transport: asyncio.Transport) -> None:
+        """The socket can be written to."""
+        self._transport = transport
+
+    def take(self, reply: calls.Reply) -> None:
+        """It said something."""
         if isinstance(reply, calls.Ready):
-            self._was_ready = True
-            self._ready.set()
-        pending = self._pending.get(reply.call_id)
+            self._is_ready = True
+            self._starting.cancel()
+            self._send_next()
+            return
+        pending = self._sent.get(reply.call_id)
         if pending is None:
             return
-        if not pending.begun.done():
-            pending.begun.set_result(None)
-        if not isinstance(reply, calls.Awaiting) and not pending.reply.done():
+        if pending.timer is not None:
+            pending.timer.cancel()
+        if pending is self._computing:
+            self._computing = None
+            _free(pending)
+            self._send_next()
+        if isinstance(reply, calls.Awaiting):
+            late_s = 2 * pending.timeout_s + AWAITING_GRACE_S
+            pending.timer = self._loop.call_later(late_s, self._late, pending)
+            return
+        del self._sent[reply.call_id]
+        if not pending.reply.done():
             pending.reply.set_result(reply)
+
+    def lost(self, why: str | None) -> None:
+        """It has closed the socket, and so has ended; or it wrote ``why`` it must be ended."""
+        if why is not None or self._is_closing or self.is_dead:
+            self._end(why)
+        else:
+            task = self._loop.create_task(self._end_with_its_last_words())
+            self._tasks.add(task)
+
+    async def _end_with_its_last_words(self) -> None:
+        listening = [task for task in self._tasks if task is not asyncio.current_task()]
+        await asyncio.wait(listening, timeout=LAST_WORDS_S)
+        self._end(None)
 
     async def _listen(self) -> None:
         """Keep the end of what it prints, and let it print on."""
@@ -250,40 +245,95 @@ class WorkerProcess:
         """End it now, with all that it has started."""
         self._end(how)
 
-    def _end(self, how: str | None) -> None:
+    def _never_ready(self) -> None:
+        self._end(f"killed, for it was not ready in {START_TIMEOUT_S:.0f} s")
+
+    def _end(self, how: str | None, *, late: _Pending | None = None) -> None:
         if self.how_it_died is not None:
             return
+        self._starting.cancel()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
         status = self._process.wait()
+        if self._transport is not None:
+            self._transport.abort()
         self.how_it_died = how or _status(status)
         if lines := self._said.lines():
             self.how_it_died += "; it had printed:\n  " + "\n  ".join(lines)
-        self._ready.set()
-        guilty = [pending for pending in self._pending.values() if not pending.begun.done()]
-        # One that computes is found at it; else any of those that await may have done it.
-        suspects = guilty or [p for p in self._pending.values() if not p.reply.done()]
+        self._tell_all(late)
+        self._ended.set()
+
+    def _tell_all(self, late: _Pending | None) -> None:
+        """Who asked learns how it ended, and whether it was their doing."""
+        # One that was late or computes is found at it; else any of those that await may have it.
+        guilty = late or self._computing
+        suspects = [guilty] if guilty is not None else list(self._sent.values())
         if self._is_closing:
             suspects = []
-        for pending in self._pending.values():
-            count = len(suspects) if pending in suspects else 0
-            died = ProcessDied(self.how_it_died, suspects=count)
-            for future in (pending.begun, pending.reply):
-                if not future.done():
-                    future.set_exception(died)
-                    future.exception()  # only one of the two is waited for
+        pendings = [*self._sent.values(), *self._waiting]
+        for pending in pendings:
+            if pending.timer is not None:
+                pending.timer.cancel()
+            if pending is self._computing or pending.call_id not in self._sent:
+                _free(pending)
+            if not pending.reply.done():
+                count = len(suspects) if pending in suspects else 0
+                pending.reply.set_exception(self._died(suspects=count, was_late=pending is late))
+        self._waiting.clear()
+        self._sent.clear()
+        self._computing = None
 
     async def close(self, grace_s: float) -> None:
         """Let it close its environments, for so long; then it ends."""
         self._is_closing = True
-        if self._writer is not None and not self.is_dead:
-            self._writer.write_eof()
-        await asyncio.wait([self._reading], timeout=grace_s)
+        if self._transport is not None and not self.is_dead:
+            self._transport.write_eof()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), grace_s)
         self._end("the pool was closed")
-        # A grandchild may hold the output open; nobody listens any more.
-        self._listening.cancel()
-        await asyncio.wait([self._reading, self._listening])
+        # What an environment has started may hold the output open; nobody listens any more.
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+
+
+class _Wire(asyncio.Protocol):
+    """Cuts what a process writes into replies."""
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self._process = process
+        self._unread = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is there."""
+        self._process.connected(cast(asyncio.Transport, transport))
+
+    def data_received(self, data: bytes) -> None:
+        """Hand on every reply that is whole."""
+        self._unread += data
+        start = 0
+        try:
+            while len(self._unread) - start >= calls.LENGTH_BYTES:
+                body = start + calls.LENGTH_BYTES
+                end = body + calls.body_bytes(self._unread[start:body])
+                if len(self._unread) < end:
+                    break
+                self._process.take(calls.decode_reply(self._unread[body:end]))
+                start = end
+        except ValueError as error:  # msgspec's too
+            self._process.lost(f"killed, for it wrote what is no reply: {error}")
+        del self._unread[:start]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has ended, or was ended."""
+        self._process.lost(None)
+
+
+def _free(pending: _Pending) -> None:
+    when_free, pending.when_free = pending.when_free, None
+    if when_free is not None:
+        when_free()
 
 
 def _command(python: str, descriptor: int, memory_bytes: int | None) -> list[str]:

@@ -120,5 +120,5 @@ def _refuse_what_needs_more(task: Any) -> None:
     if needs:
         raise NotImplementedError(
             f"verifiers' task {kind.__name__} is not graded by one answer alone: "
-            f"{'; '.join(needs)}. Have verifiers' own runner play it, over HTTP"
+            f"{'; '.join(needs)}. Have verifiers' own runner play it, through tidegate.Gateway"
         )
