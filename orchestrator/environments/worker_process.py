@@ -9,22 +9,15 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-import sysconfig
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import cast
 
 from tidegate.orchestrator.environments import calls
-
-OUTPUT_BYTES_KEPT = 4096
-"""Of what a process prints: its last words, for the error that reports its death."""
-
-LINES_SHOWN = 20
-"""A stack of Python's, with a few lines before it."""
+from tidegate.orchestrator.environments.last_words import LastWords
+from tidegate.orchestrator.environments.worker_command import child_environment, worker_command
 
 AWAITING_GRACE_S = 5.0
 """Beyond twice its time, for a call that awaits. It is ended inside the process, in time; only one
@@ -35,9 +28,6 @@ START_TIMEOUT_S = 60.0
 
 LAST_WORDS_S = 1.0
 """How long the output of a process that has ended is read; what it has started may keep it open."""
-
-INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
-"""What another Python must not be given: it has its own."""
 
 
 class ProcessDied(Exception):
@@ -65,22 +55,6 @@ class _Pending:
     timer: asyncio.TimerHandle | None = None
 
 
-@dataclass(slots=True)
-class _LastWords:
-    """The end of what a process has printed."""
-
-    parts: deque[bytes] = field(default_factory=deque)
-
-    def add(self, data: bytes) -> None:
-        self.parts.append(data[-OUTPUT_BYTES_KEPT:])
-        while sum(map(len, self.parts)) - len(self.parts[0]) >= OUTPUT_BYTES_KEPT:
-            self.parts.popleft()
-
-    def lines(self) -> list[str]:
-        text = b"".join(self.parts)[-OUTPUT_BYTES_KEPT:].decode(errors="replace")
-        return text.splitlines()[-LINES_SHOWN:]
-
-
 class WorkerProcess:
     """One process, from the loop that it was started on."""
 
@@ -92,7 +66,7 @@ class WorkerProcess:
         """What keeps those that wait from being sent."""
         self._sent: dict[int, _Pending] = {}
         """That, and what awaits."""
-        self._said = _LastWords()
+        self._said = LastWords()
         self.environments = 0
         """Open in it; counted by who opens them."""
         self.how_it_died: str | None = None
@@ -101,7 +75,7 @@ class WorkerProcess:
         self._ended = asyncio.Event()
         ours, theirs = socket.socketpair()
         with theirs:
-            command = _command(python, theirs.fileno(), memory_bytes)
+            command = worker_command(python, theirs.fileno(), memory_bytes)
             # Its own session: Ctrl-C is for the run, which then ends its processes; and what
             # environments have started is ended with it.
             self._process = subprocess.Popen(
@@ -334,23 +308,6 @@ def _free(pending: _Pending) -> None:
     when_free, pending.when_free = pending.when_free, None
     if when_free is not None:
         when_free()
-
-
-def _command(python: str, descriptor: int, memory_bytes: int | None) -> list[str]:
-    module = "tidegate.orchestrator.environments.worker"
-    command = [python, "-X", "faulthandler", "-m", module]
-    command += ["--socket", str(descriptor), "--parent", str(os.getpid())]
-    return command if memory_bytes is None else [*command, "--memory-bytes", str(memory_bytes)]
-
-
-def child_environment() -> dict[str, str]:
-    """The variables of a process that finds modules as this one does, but for those that are
-    installed: it may be another Python, and have its own."""
-    places = [str(Path(place or ".").absolute()) for place in sys.path]
-    ours = [p for p in places if not p.startswith(INSTALLED) and not p.endswith(".zip")]
-    before = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    own = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(ours)), "PYTHONUNBUFFERED": "1"}
-    return {**before, **os.environ, **own}
 
 
 def _status(status: int) -> str:

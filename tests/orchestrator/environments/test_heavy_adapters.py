@@ -12,7 +12,7 @@ import pytest
 
 from tidegate import EnvironmentPool
 from tidegate.errors import EnvironmentFailed
-from tidegate.orchestrator.environments.worker_process import child_environment
+from tidegate.orchestrator.environments.worker_command import child_environment
 
 HERE = "tests.orchestrator.environments"
 ADAPTERS = "tidegate.orchestrator.environments.adapters"

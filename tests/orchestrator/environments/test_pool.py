@@ -111,6 +111,7 @@ async def test_more_environments_than_may_be_open_wait_for_one_to_close() -> Non
         ("wrong type", EnvironmentFailed, r"step\(\) must return a tidegate.Observation, got a"),
         ("nan", EnvironmentFailed, "reward must be finite, got nan"),
         ("unsendable", EnvironmentFailed, "can't be sent"),
+        ("scribble", EnvironmentCrashed, "killed, for it wrote what is no reply"),
     ],
 )
 async def test_only_the_one_that_misbehaves_fails_and_is_named(

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,10 @@ class Unruly(Walk):
             case "print":
                 sys.stdout.write("\x00\xff garbage " * 100_000)
                 os.write(1, b"\xff" * 100_000)
-            case "pid":
-                return Observation(str(os.getpid()))
+            case "scribble":
+                for descriptor in range(3, 512):
+                    with suppress(OSError):
+                        os.write(descriptor, b"\xff" * 100)
         return super().step(action)
 
     def close(self) -> None:
