@@ -38,8 +38,8 @@ from tidegate.transport.messages import SamplingParams, SubmitTurn
 
 LAYERS, DRAFT_LAYERS, VOCAB = 12, 2, 8192
 BLOCKS, BLOCK_TOKENS = 1024, 16
-PROMPT_TOKENS, OUTPUT_TOKENS = 32, 96
-CONCURRENT = (1, 8, 32)
+PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
+CONCURRENT = (1, 8)
 RUNS = 3
 
 KEPT = 0.02

@@ -76,6 +76,11 @@ class RowOptions:
         """What is penalised; None where nothing is."""
         self.processors: list[tuple[str, LogitProcessor]] = []
 
+    @property
+    def edit_by_output(self) -> bool:
+        """Whether what may come next depends on what came, not only on how much."""
+        return self.seen is not None or bool(self.processors)
+
     def take(self, token_id: int, index: int) -> bool:
         """Count the output token with this index; return whether it completes a stop string."""
         if self.seen is not None:

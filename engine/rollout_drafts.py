@@ -108,7 +108,7 @@ class RolloutDrafts:
             if not follower.prompt.turns:
                 follower.prompt.ends = {}
         start = turn.prompt_tokens - turn.sampled_before
-        if is_whole and turn.sampling.options is None:
+        if is_whole:
             first = max(0, start - NGRAM_TOKENS)
             self._keep(self._prompt(turn), turn.tokens[first : turn.length].copy())
 

@@ -244,7 +244,8 @@ class Scheduler:
                 self._refuse(turn, output.failures[place])
             else:
                 accepted = rows.add(turn, place, sampled[place:end], self.version)
-                rows.tell(turn.handle, output.details.get(place))
+                told = [output.details.get(n) for n in range(place, place + accepted.tokens)]
+                rows.tell(turn.handle, told)
                 self._go_on(turn, accepted, end - place - 1)
             place = end
         if place != len(sampled):

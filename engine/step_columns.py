@@ -3,6 +3,7 @@
 Knows turns one by one; which of them a step has, and what becomes of them, it doesn't.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,11 +57,14 @@ class SampledRows:
         self.kept.extend(range(place, place + accepted.tokens))
         return accepted
 
-    def tell(self, handle: int, told: RowDetails | None) -> None:
-        """Add what the turn wants to know of its token, if anything."""
-        if told is not None:
-            details = TokenDetails(handle, told.raw_logprobs, told.top_ids, told.top_logprobs)
-            self.details.append(details)
+    def tell(self, handle: int, told: Sequence[RowDetails | None]) -> None:
+        """Add what the turn wants to know of its tokens, if anything."""
+        known = [one for one in told if one is not None]
+        if known:
+            raw = b"".join(one.raw_logprobs for one in known)
+            top_ids = b"".join(one.top_ids for one in known)
+            top_logprobs = b"".join(one.top_logprobs for one in known)
+            self.details.append(TokenDetails(handle, raw, top_ids, top_logprobs))
 
     def columns(self, output: StepOutput, version: int) -> StepColumns:
         """Leave out what is nobody's: of turns that could not sample, and after wrong guesses."""

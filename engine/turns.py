@@ -187,6 +187,7 @@ class TurnState:
         for token_id in sampled:
             is_guessed = taken < self.drafted and self.tokens[self.length] == token_id
             finish = self.append(token_id)
+            self.sampling.index += 1
             taken += 1
             if finish != RUNNING or not is_guessed:
                 break

@@ -10,10 +10,9 @@ from hypothesis import settings
 from tests.engine.fake_engine import FakeEngine, next_token, uninterrupted
 from tests.engine.test_scheduler import AnythingAtAll
 from tidegate.engine.drafts import (
-    DRAFT_TOKENS_FIRST,
-    DRAFT_TOKENS_MAX,
     DraftPace,
     Tokens,
+    share_that_pays,
 )
 from tidegate.engine.lookup_drafts import LookupDrafts
 from tidegate.engine.options import OptionReader
@@ -123,7 +122,7 @@ def test_guesses_take_no_block_that_running_turns_may_need_next() -> None:
     assert engine.scheduler.free_blocks == 2
 
 
-def test_turns_with_options_are_not_guessed_for() -> None:
+def test_turns_with_penalties_are_not_guessed_for() -> None:
     engine = FakeEngine(drafts=Oracle(1.0))
     asked = SamplingParams(max_tokens=5, presence_penalty=1.0)
     prompt = np.array([1, 2], "<i4").tobytes()
@@ -132,23 +131,31 @@ def test_turns_with_options_are_not_guessed_for() -> None:
     assert len(engine.scheduler.plan()) == 1
 
 
-def test_a_turn_is_guessed_more_for_while_guesses_are_right_and_seldom_where_none_is() -> None:
+def test_more_is_guessed_the_more_was_right_and_the_fewer_turns_share_a_step() -> None:
     pace = DraftPace()
-    assert pace.count(10) == DRAFT_TOKENS_FIRST
-    for _ in range(5):
-        pace.learn(pace.count(10), pace.count(10), 10)
-    assert pace.count(10) == DRAFT_TOKENS_MAX
-    pace.learn(16, 3, 14)
-    assert pace.count(14) == 3
-    waits = []
-    length = 20
+    alone, among_many = share_that_pays(1), share_that_pays(64)
+    assert alone == 0.2
+    assert (pace.count(10, alone), pace.count(10, among_many)) == (5, 1)
+    for _ in range(20):
+        pace.learn(4, 4, 10)
+    assert (pace.count(10, alone), pace.count(10, among_many)) == (16, 16)
+    for _ in range(60):
+        pace.learn(4, 2, 10)
+    assert (pace.count(10, alone), pace.count(10, share_that_pays(8))) == (3, 1)
+
+
+def test_a_turn_whose_guesses_do_not_pay_is_tried_again_ever_more_seldom() -> None:
+    pace, enough = DraftPace(), share_that_pays(8)
+    waits, length = [], 20
     for _ in range(7):
-        pace.learn(3, 0, length)
+        pace.learn(1, 0, length)
         start = length
-        while not pace.count(length):
+        while not pace.count(length, enough):
             length += 1
         waits.append(length - start)
     assert waits == [2, 4, 8, 16, 32, 64, 64]
+    pace.learn(1, 1, length)
+    assert pace.count(length, enough) == 1
 
 
 # ---------------------------------------------------------------- prompt lookup

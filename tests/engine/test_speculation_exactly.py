@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,17 +14,26 @@ from tidegate.engine.lookup_drafts import LookupDrafts
 from tidegate.engine.model import native_for
 from tidegate.engine.model_config import ModelConfig
 from tidegate.engine.model_drafts import ModelDrafts
+from tidegate.engine.options import OptionReader
 from tidegate.engine.rollout_drafts import RolloutDrafts
 from tidegate.engine.runner import ModelRunner
+from tidegate.engine.scheduler import Scheduler, StepColumns
+from tidegate.engine.tokenizer import ModelTokenizer
 from tidegate.engine.weights import Weights, load_directory
 from tidegate.kernels.native import Native
+from tidegate.transport.messages import STOP, SamplingParams, SubmitTurn
+from tidegate.transport.sampling import TokenBias
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    """Of a model that often repeats itself."""
-    path: Path = make_repeating_model(tmp_path_factory.mktemp("model"))
-    return load_directory(path, ModelConfig.from_directory(path), torch.float32)
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that often repeats itself."""
+    return make_repeating_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def weights(model: Path) -> Weights:
+    return load_directory(model, ModelConfig.from_directory(model), torch.float32)
 
 
 def sample(
@@ -93,3 +103,59 @@ def test_a_draft_models_guesses_change_no_token_and_one_that_is_as_good_is_alway
         assert engine.accepted_tokens == engine.drafted_tokens
         assert not good or engine.accepted_tokens > 150
         assert drafts._cache.free_blocks == blocks
+
+
+LETTER_Z = ord("z") - 31
+"""Its token, in :mod:`tests.models`."""
+
+
+def told_with_options(
+    model: Path, weights: Weights, drafts: DraftSource | None
+) -> list[StepColumns]:
+    """What an engine says of a turn with all the options that are guessed for."""
+    engine = DrivenEngine([weights], num_blocks=40, max_step_tokens=40, context_tokens_max=90)
+    reader = OptionReader(
+        vocab_size=engine.limits.vocab_size,
+        max_running_turns=4,
+        tokenizer=ModelTokenizer(model),
+    )
+    scheduler = Scheduler(engine.limits, options=reader, drafts=drafts)
+    asked = SamplingParams(
+        max_tokens=60,
+        seed=5,
+        min_p=0.01,
+        min_tokens=30,
+        logit_bias=[TokenBias(LETTER_Z, 3.0)],
+        stop_strings=["zz"],
+        raw_logprobs=True,
+        top_logprobs=2,
+    )
+    prompt = np.array([3, 4, 5, LETTER_Z], "<i4").tobytes()
+    scheduler.submit(SubmitTurn(turn=0, token_ids=prompt, sampling=asked))
+    told = []
+    while rows := scheduler.plan():
+        columns = scheduler.complete(engine.runner.step(rows))
+        assert columns is not None
+        told.append(columns)
+    return told
+
+
+def test_options_of_guessed_tokens_take_effect_one_by_one(model: Path, weights: Weights) -> None:
+    plain = told_with_options(model, weights, None)
+    guessed = told_with_options(model, weights, LookupDrafts())
+    assert len(guessed) < len(plain) == 31
+    assert (plain[-1].finish, guessed[-1].finish) == (bytes([STOP]), bytes([STOP]))
+
+    def joined(told: list[StepColumns], column: str) -> bytes:
+        return b"".join(getattr(step, column) for step in told)
+
+    def details(told: list[StepColumns], column: str) -> list[float]:
+        kind = "<i4" if column == "top_ids" else "<f4"
+        all_of_it = b"".join(getattr(detail, column) for step in told for detail in step.details)
+        return [float(value) for value in np.frombuffer(all_of_it, kind)]
+
+    assert joined(guessed, "token_ids") == joined(plain, "token_ids")
+    for column in ("raw_logprobs", "top_ids", "top_logprobs"):
+        expected = details(plain, column)
+        assert len(expected) == (31 if column == "raw_logprobs" else 62)
+        assert details(guessed, column) == pytest.approx(expected, abs=ROUNDING_NATS)
