@@ -15,10 +15,12 @@ rewards; what requests and answers look like is :mod:`gateway_app`'s matter.
 
 import asyncio
 import contextlib
+import inspect
 import secrets
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 
 REQUESTS_PER_SESSION_MAX = 256
 """At once: an agent with more sub-agents than that has lost count of them."""
+
+KEEP_ALIVE_S = 3600
+"""A connection is closed that was idle for so long. Agents' tools take minutes; a server that
+closes while a client begins to ask makes it ask again, and sample again."""
 
 CLAIM_TIMEOUT_S = 30.0
 """How long an agent that asks for a task waits for one; proxies cut off what takes a minute."""
@@ -47,8 +53,12 @@ class Endpoint:
     session_id: str
 
 
-Agent = Callable[[Endpoint, Any], Awaitable[float | None]]
-"""A user's: gets its endpoint and a task, returns the reward, or None if that was posted."""
+Agent = Callable[[Endpoint, Any], Awaitable[float | None] | float | None]
+"""A user's: gets its endpoint and a task, returns the reward, or None if that was posted. One that
+is not async gets a thread."""
+
+AGENT_THREADS_MAX = 256
+"""For agents that are not async, at once; the others wait. A thread costs 50 KB or so."""
 
 
 @dataclass(eq=False, slots=True)
@@ -101,6 +111,7 @@ class Gateway:
         """Whose agent is yet to come."""
         self._has_unclaimed = asyncio.Event()
         self._server: asyncio.Task[None] | None = None
+        self._threads = ThreadPoolExecutor(AGENT_THREADS_MAX, "agent")
 
     def episode(self, agent: Agent | None = None) -> "EpisodeFunction":
         """An episode for :meth:`Rollouts.batches` that is played by ``agent``; or, without one, by
@@ -116,11 +127,20 @@ class Gateway:
                     await session.is_rewarded.wait()
                     return _reward_of(session, None)
                 endpoint = Endpoint(f"{self.url}/v1", session.api_key, session.session_id)
-                return _reward_of(session, await agent(endpoint, task))
+                return _reward_of(session, await self._play(agent, endpoint, task))
             finally:
                 self.end(session)
 
         return play
+
+    async def _play(self, agent: Agent, endpoint: Endpoint, task: object) -> float | None:
+        call = getattr(agent, "__call__", agent)  # noqa: B004 - of an object, its method
+        if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(call):
+            returned = agent(endpoint, task)
+        else:
+            loop = asyncio.get_running_loop()
+            returned = await loop.run_in_executor(self._threads, agent, endpoint, task)
+        return await returned if isinstance(returned, Awaitable) else returned
 
     # ------------------------------------------------------------ sessions
 
@@ -207,7 +227,13 @@ class Gateway:
         from tidegate.orchestrator.gateway_app import gateway_app
 
         config = uvicorn.Config(
-            gateway_app(self), lifespan="off", ws="none", log_config=None, access_log=False
+            gateway_app(self),
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         server = uvicorn.Server(config)
         listening = self._socket.dup()  # closed with the server; ours stays for another run
@@ -219,8 +245,9 @@ class Gateway:
             listening.close()
 
     def close(self) -> None:
-        """Let go of the port. Harmless when repeated."""
+        """Let go of the port; agents' threads end when they do. Harmless when repeated."""
         self._socket.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _reward_of(session: Session, returned: float | None) -> float:

@@ -10,7 +10,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from tidegate.errors import ChatRefused
+
+_encoder = msgspec.json.Encoder(order="sorted", enc_hook=repr)
 
 KEPT_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
 """What templates look at; the rest of a message is dropped."""
@@ -80,6 +84,6 @@ def keys(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
     found: list[bytes] = []
     for message in messages:
         said = {**message, "content": message["content"].strip()}
-        digest.update(json.dumps(said, sort_keys=True, default=repr).encode() + b"\0")
+        digest.update(_encoder.encode(said) + b"\0")
         found.append(digest.digest())
     return found

@@ -128,6 +128,21 @@ def test_a_journal_knows_branches_and_the_rewards_of_turns() -> None:
             driver.return_reward(second)
 
 
+@pytest.mark.parametrize("snapshot", [True, False])
+def test_after_a_crash_rollouts_begin_again_and_find_their_branches(snapshot: bool) -> None:
+    driver = Driver(group_size=2, groups_per_batch=1)
+    first, _, branch = a_group_that_forks(driver)
+    roots = set(driver.running)
+    driver.die_and_resume(0, snapshot=snapshot)
+    assert set(driver.running) == roots
+    resumed = driver.running[first.rollout_id]
+    (again,) = resumed.branches
+    assert (again.rollout_id, again.token_ids) == (branch.rollout_id, branch.token_ids)
+    driver.do(ev.RolloutCut(again.rollout_id, 0, 0, "went_another_way"))  # not forked again
+    driver.return_reward(resumed)
+    assert driver.core.ledger.discarded["went_another_way"] == 4
+
+
 async def explore(episode: tidegate.Episode, task: int) -> float:
     """Two branches side by side, then one turn more on the trunk."""
     import asyncio

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.orchestrator.talking import CALL, TOOLS, Talk, tool, user
 from tidegate.errors import ConfigError
 from tidegate.orchestrator import gateway_app as app_module
-from tidegate.orchestrator.gateway import REQUESTS_PER_SESSION_MAX, Gateway, Session
+from tidegate.orchestrator.gateway import REQUESTS_PER_SESSION_MAX, Endpoint, Gateway, Session
 from tidegate.orchestrator.gateway_app import gateway_app
 from tidegate.orchestrator.rollout import Rollout, Turn
 from tidegate.transport.messages import SamplingParams
@@ -248,6 +248,48 @@ async def test_an_agent_from_outside_takes_a_task_and_posts_its_reward(
         assert await playing == 0.5
         assert (await client.post(path, json={"reward": 1}, headers=own)).status_code == 401
     assert gateway.num_sessions == 0
+
+
+async def test_a_client_that_goes_away_has_its_turn_given_up(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    talk = Talk(tmp_path, "chatml")
+    is_asked, is_given_up = asyncio.Event(), asyncio.Event()
+
+    async def never(rollout: Rollout, sampling: SamplingParams) -> Turn:
+        rollout.turns.append(Turn(rollout, sampling))
+        is_asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    talk.engine.ask = never  # type: ignore[method-assign]
+    talk.engine.give_up_turn = lambda rollout: is_given_up.set()  # type: ignore[method-assign]
+
+    async def agent(endpoint: Endpoint, task: object) -> float:
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        async with httpx.AsyncClient(headers=headers, timeout=60.0) as client:
+            body = {"messages": [user("q")]}
+            url = f"{endpoint.base_url}/chat/completions"
+            asking = asyncio.ensure_future(client.post(url, json=body))
+            await is_asked.wait()
+            asking.cancel()
+            await is_given_up.wait()
+        return 1.0
+
+    assert await gateway.episode(agent)(talk.episode, "task") == 1.0
+
+
+async def test_an_agent_that_is_not_async_has_a_thread(gateway: Gateway, tmp_path: Path) -> None:
+    talk = Talk(tmp_path, "chatml")
+    talk.engine.words.append(f"3{END}")
+
+    def agent(endpoint: Endpoint, task: object) -> float:
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        url = f"{endpoint.base_url}/chat/completions"
+        answer = httpx.post(url, json={"messages": [user("q")]}, headers=headers, timeout=60.0)
+        return float(answer.json()["choices"][0]["message"]["content"])
+
+    assert await gateway.episode(agent)(talk.episode, "task") == 3.0
 
 
 async def test_an_agent_that_neither_returns_nor_posts_a_reward_is_told_so(
