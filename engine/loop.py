@@ -8,10 +8,12 @@ Order matters in two places. Turns ended by a pause are told before the pause is
 effect. And new weights are announced before the first step that used them.
 """
 
+import sys
 import time
 
 from tidegate.engine.link import Link
 from tidegate.engine.memory import is_out_of_memory, out_of_memory
+from tidegate.engine.returned_memory import trim_heap
 from tidegate.engine.runner import Row, Runner, StepOutput
 from tidegate.engine.scheduler import Scheduler, StepColumns
 from tidegate.engine.sleep import Sleeper
@@ -21,6 +23,7 @@ from tidegate.transport import messages, scoring
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import (
     CancelTurn,
+    Complaint,
     EngineHeartbeat,
     FinishWeightUpdate,
     FromOrchestrator,
@@ -74,6 +77,8 @@ class EngineLoop:
         sleeper.beat = self._beat
         self._answers: list[Message] = []
         """Due, in order, once the turns that ended before them have been told."""
+        self._out_of_memory_steps = 0
+        """Steps that failed, and were tried again with less."""
         self.refusal: str | None = None
         """Why the orchestrator doesn't want this engine, if it said so."""
         self.ending: str | None = None
@@ -224,14 +229,21 @@ class EngineLoop:
         rows = self._scheduler.plan()
         if not rows:
             return False
-        columns = self._scheduler.complete(self._compute(rows))
+        output = self._compute(rows)
+        if output is None:
+            trim_heap()  # only here is what the failed step held let go of
+            return True
+        columns = self._scheduler.complete(output)
         if columns is not None:
             self._send_step(columns, started_ns, time.monotonic_ns() - started_ns)
         return True
 
-    def _compute(self, rows: list[Row]) -> StepOutput:
-        """What the rows sample. Of a step that fails nothing is told, and so nothing is lost: who
-        takes over its turns goes on from the tokens told before."""
+    def _compute(self, rows: list[Row]) -> StepOutput | None:
+        """What the rows sample; None if there was no memory for so many, and fewer are tried next.
+
+        Of a step that fails nothing is told, and so nothing is lost: whoever takes over its turns
+        goes on from the tokens told before.
+        """
         try:
             return self._runner.step(rows)
         except Exception as error:
@@ -239,7 +251,18 @@ class EngineLoop:
                 raise
             tokens = sum(len(row.token_ids) for row in rows)
             doing = f"in a step of {len(rows)} turns and {tokens} tokens"
-            raise out_of_memory(error, doing=doing, remedy=LESS_PER_STEP) from error
+            lack = out_of_memory(error, doing=doing, remedy=LESS_PER_STEP)
+            if not self._scheduler.fail(tokens):
+                raise lack from error
+            self._survive(str(lack))
+            return None
+
+    def _survive(self, lack: str) -> None:
+        """Tell of a step that failed, and is tried again with less."""
+        self._out_of_memory_steps += 1
+        less = f"goes on with steps of {self._scheduler.step_tokens_max} tokens at most"
+        sys.stderr.write(f"warning: {lack}; {less}\n")
+        self._link.send(Complaint(message=cut(f"{lack}; {less}")))
 
     def _send_step(self, columns: StepColumns, started_ns: int, busy_ns: int) -> None:
         step = Step(
@@ -291,5 +314,6 @@ class EngineLoop:
                     waiting_turns=self._scheduler.waiting_turns,
                     free_blocks=self._scheduler.free_blocks,
                     sent_us=time.monotonic_ns() // 1000,
+                    out_of_memory_steps=self._out_of_memory_steps,
                 )
             )

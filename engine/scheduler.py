@@ -14,6 +14,7 @@ from tidegate.engine.pauses import PauseGate
 from tidegate.engine.runner import Row, StepOutput
 from tidegate.engine.scores import ScoreDesk, ScoringTraits
 from tidegate.engine.seats import Seats
+from tidegate.engine.step_budget import StepBudget
 from tidegate.engine.step_columns import SampledRows
 from tidegate.engine.step_columns import StepColumns as StepColumns
 from tidegate.engine.turns import AcceptedTokens, EngineLimits, TurnState, admit
@@ -70,6 +71,7 @@ class Scheduler:
         self._prefixes = self._seats.prefixes
         self._speculation = None if drafts is None else Speculation(drafts)
         self._gate = PauseGate()
+        self._budget = StepBudget(limits.max_step_tokens)
         self._clears_cache = False
         """Whether a pause that is yet to take effect is to."""
         self._turns: dict[int, TurnState] = {}
@@ -206,17 +208,17 @@ class Scheduler:
     def plan(self) -> list[Row]:
         """Choose the rows of the next step, decodes before prefills; none if nothing may run.
 
-        Each plan is followed by ``complete``, with no other call in between.
+        Each plan is followed by ``complete`` or ``fail``, with no other call in between.
         """
         self._planned = []
         if not self._gate.turns_run:
             return []
-        left = self._limits.max_step_tokens - self._plan_decodes()
+        left = self._budget.tokens - self._plan_decodes()
         for turn in self._seats.running:
             if turn.is_prefilling and left > 0:
                 left -= self._plan_chunk(turn, left)
         if left > 0 and self._gate.turns_start:
-            for turn in self._seats.start_waiting(self.version):
+            for turn in self._seats.start_waiting(self.version, self._budget.tokens):
                 left -= self._plan_chunk(turn, left)
                 if left == 0:
                     break
@@ -227,6 +229,7 @@ class Scheduler:
 
     def complete(self, output: StepOutput) -> StepColumns | None:
         """Take in what the planned rows sampled; None if it was all prefill, with no end yet."""
+        self._budget.succeed()
         sampled: list[int] = output.token_ids.tolist()
         rows = SampledRows()
         scores = iter(output.scores)
@@ -252,7 +255,21 @@ class Scheduler:
             raise AssertionError(f"{len(sampled)} tokens sampled for {place} rows")
         return rows.columns(output, self.version) if rows.handles else None
 
+    def fail(self, tokens: int) -> bool:
+        """There was no memory for the step planned; False if none can be smaller.
+
+        Its turns wait to be computed again, in steps of half the tokens for a while. So do those
+        that were not in it: they may share what it should have computed.
+        """
+        self.forget_kv()
+        return self._budget.fail(tokens)
+
     # ------------------------------------------------------------ what there is
+
+    @property
+    def step_tokens_max(self) -> int:
+        """How many tokens the next step may have."""
+        return self._budget.tokens
 
     @property
     def handles(self) -> list[int]:

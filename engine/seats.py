@@ -45,14 +45,15 @@ class Seats:
         """A turn waits for its start, in the place that its rank gives it."""
         heapq.heappush(self._waiting, (turn.rank, turn))
 
-    def start_waiting(self, weight_version: int) -> Iterator[TurnState]:
-        """Start waiting turns, best first, while there is room for them.
+    def start_waiting(self, weight_version: int, running_max: int) -> Iterator[TurnState]:
+        """Start waiting turns, best first, while there is room for them, and fewer run than may.
 
         A turn gets the blocks of all its known tokens at once, so that a prefill never waits half
         way. And one block must stay free for each turn that runs, or the next decodes would throw
         out again what has just started.
         """
-        while self._waiting and len(self.running) < self._limits.max_running_turns:
+        running_max = min(running_max, self._limits.max_running_turns)
+        while self._waiting and len(self.running) < running_max:
             turn = self._waiting[0][1]
             spare = self._cache.free_blocks - len(self.running)
             if spare <= 0:

@@ -28,6 +28,7 @@ class Engine:
     accepted_tokens: int = 0
     running_turns: int = 0
     waiting_turns: int = 0
+    out_of_memory_steps: int = 0
     stuck_since_s: float | None = None
     """Since when its next step is missing, or is refused whenever it comes."""
     may_return: bool = False
@@ -55,6 +56,7 @@ class Engine:
             weight_version=self.weight_version,
             running_turns=self.running_turns,
             waiting_turns=self.waiting_turns,
+            out_of_memory_steps=self.out_of_memory_steps,
             tokens=self.tokens,
             busy_s=self.busy_us / 1e6,
             max_running_turns=self.hello.max_running_turns,

@@ -225,6 +225,7 @@ class Fleet:
             case EngineHeartbeat():
                 engine.running_turns = message.running_turns
                 engine.waiting_turns = message.waiting_turns
+                engine.out_of_memory_steps = message.out_of_memory_steps
             case TurnRefused(turn=turn, message=why):
                 heard.append(TurnRejected(name, turn, cut(why)))
             case Goodbye(reason=reason):

@@ -106,6 +106,8 @@ class EngineStatistics:
     """Whose code computes its model: ``tidegate``, or ``transformers``, which is far slower."""
     is_deterministic: bool = False
     """Whether its turns get the same bits in every batch."""
+    out_of_memory_steps: int = 0
+    """Steps for which it had no memory, and that it tried again with less."""
     speculation: str = ""
     """Where it takes guesses from: ``lookup``, ``rollouts`` or ``draft``; empty: it takes none."""
     drafted_tokens: int = 0

@@ -183,6 +183,8 @@ class EngineHeartbeat(Message, frozen=True, kw_only=True, tag="engine_heartbeat"
     free_blocks: Count
     sent_us: Count
     """Engine's monotonic clock."""
+    out_of_memory_steps: Count = 0
+    """Steps so far for which there was no memory, and that were tried again with less."""
 
 
 class WeightsStaged(Message, frozen=True, kw_only=True, tag="weights_staged"):

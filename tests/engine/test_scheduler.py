@@ -281,6 +281,18 @@ class AnythingAtAll(RuleBasedStateMachine):
         assert self.engine.scheduler.swap_due() is None
         self.engine.settle()
 
+    @rule(is_computed=st.booleans())
+    def fail_a_step(self, is_computed: bool) -> None:
+        rows = self.engine.scheduler.plan()
+        if rows:
+            if is_computed:  # as far as it came, for nothing
+                self.engine.runner.step(rows)
+            self.engine.scheduler.fail(sum(len(row.token_ids) for row in rows))
+
+    @rule()
+    def sleep(self) -> None:
+        self.engine.scheduler.forget_kv()
+
     @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:
         for _ in range(steps):
