@@ -9,7 +9,9 @@ each; values are medians. Ours is a worker process driven over its wire, log-pro
     tokens_per_s         the same by wall time: on a busy machine it says little
     roofline_share       of a step of all requests: the time that the machine needs to read the
                          weights, or to multiply by them, whichever is longer, by what it took
-    update_stall_steps   the longest pause between two steps while weights are published, in steps
+    update_stall_steps   by how many steps the longest time from one step to the next exceeds the
+                         median, while weights are published, staged and swapped; and the same
+                         without an update, for other processes stall steps, too
 
 Peers are `transformers`, with continuous batching and as one static batch, llama.cpp
 and vLLM's CPU build, if ``LLAMA_PYTHON`` and ``VLLM_PYTHON`` name Pythons that have them: see
@@ -118,8 +120,9 @@ def measure(case: Case, runs: int, peers: list[str]) -> Iterator[Row]:
     step_us = statistics.median(one["full_step_us"] for one in taken["tidegate"])
     limit_us = Machine.measured(case.dtype).step_us(SHAPES[case.model], case.dtype, case.concurrent)
     yield case.row("roofline_share", limit_us / step_us, "of 1", "machine", None)
-    stall = updated["gap_us_max"] / step_us
-    yield case.row("update_stall_steps", stall, "steps", "one decode step", None)
+    undisturbed = statistics.median(one["stall_steps"] for one in taken["tidegate"])
+    yield case.row("update_stall_steps", updated["stall_steps"], "steps", "one decode step", None)
+    yield case.row("update_stall_steps", undisturbed, "steps", "without an update", None)
 
 
 def speed_rows(case: Case, taken: dict[str, list[Measured]]) -> Iterator[Row]:

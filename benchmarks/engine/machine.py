@@ -28,7 +28,8 @@ class Machine:
 
     read_bytes_per_s: float
     flops_per_s: float
-    """In the dtype that it was measured with."""
+    """In the dtype that it was measured with; or in float32 where that is faster, for weights can
+    be widened on the way."""
 
     @classmethod
     def measured(cls, dtype: str) -> "Machine":
@@ -36,8 +37,7 @@ class Machine:
         torch.set_num_threads(1)
         numbers = torch.ones(READ_BYTES // 4)
         read_s = statistics.median(_cpu_s(lambda: numbers.sum()) for _ in range(RUNS))
-        square = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=getattr(torch, dtype))
-        gemm_s = statistics.median(_cpu_s(lambda: square @ square) for _ in range(RUNS))
+        gemm_s = min(_gemm_s(getattr(torch, dtype)), _gemm_s(torch.float32))
         return cls(READ_BYTES / read_s, 2 * GEMM_SIZE**3 / gemm_s)
 
     def step_us(self, shape: Shape, dtype: str, rows: int) -> float:
@@ -46,6 +46,11 @@ class Machine:
         read_s = parameters * (4 if dtype == "float32" else 2) / self.read_bytes_per_s
         multiply_s = 2 * parameters * rows / self.flops_per_s
         return 1e6 * max(read_s, multiply_s)
+
+
+def _gemm_s(dtype: torch.dtype) -> float:
+    square = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=dtype)
+    return statistics.median(_cpu_s(lambda: square @ square) for _ in range(RUNS))
 
 
 def _cpu_s(work: object) -> float:

@@ -1,7 +1,10 @@
 """How fast does our engine answer? A real worker process, driven over its wire.
 
 ``python -m benchmarks.engine.ours MODEL REQUESTS [--update]`` prints one JSON object: tokens, and
-the CPU and wall time that the worker's process took for them, its I/O threads included.
+the CPU and wall time that the worker's process took for them, its I/O threads included. Then the
+same prompts get answers of one length, so that all run in many a step: how long such a step takes,
+and the longest from one's start to the next's beyond that, with ``--update`` while weights are
+published, staged and swapped.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import IO
 
@@ -43,6 +47,9 @@ from tidegate.transport.sockets import RouterSocket
 from tidegate.transport.weight_channels import sender
 
 CREDIT_STEPS = 256
+FULL_TOKENS = 64
+"""Of the answers of one length."""
+
 TIMEOUT_S = 3600.0
 
 
@@ -159,15 +166,18 @@ async def drive(
     driver.tokens = 0
     cpu_before_s, began_s = _cpu_s(worker), time.perf_counter()
     driver.submit(requests, seed=1000)
-    if published is not None:
-        await driver.publish(published)
     await _until(driver.finished, worker, errors)
-    return {
+    measured = {
         "tokens": float(driver.tokens),
         "cpu_s": _cpu_s(worker) - cpu_before_s,
         "wall_s": time.perf_counter() - began_s,
-        **_steps(driver.steps, len(requests)),
     }
+    driver.steps.clear()
+    driver.submit([Request(one.prompt, FULL_TOKENS) for one in requests], seed=2000)
+    if published is not None:
+        await driver.publish(published)
+    await _until(driver.finished, worker, errors)
+    return measured | _steps(driver.steps, len(requests))
 
 
 def _command(address: str, model: Path, concurrent: int) -> list[str]:
@@ -192,14 +202,14 @@ def _cpu_s(worker: subprocess.Popen[bytes]) -> float:
 
 
 def _steps(steps: Sequence[Step], concurrent: int) -> dict[str, float]:
-    """How long a step takes while all run, and the longest pause between two."""
-    full = [step.busy_us for step in steps if len(step.turns) // 4 == concurrent]
-    full = full or [step.busy_us for step in steps]
-    ends = [step.started_us + step.busy_us for step in steps]
-    starts = [step.started_us for step in steps]
+    """How long a step of all takes, and by how many of them the longest pause exceeds one."""
+    full = [step for step in steps if len(step.turns) // 4 == concurrent]
+    starts = [step.started_us for step in full]
+    apart = [after - before for before, after in pairwise(starts)]
+    usual = statistics.median(apart)
     return {
-        "full_step_us": statistics.median(full),
-        "gap_us_max": max(b - a for a, b in zip(ends, starts[1:], strict=False)),
+        "full_step_us": statistics.median(step.busy_us for step in full),
+        "stall_steps": (max(apart) - usual) / usual,
     }
 
 
