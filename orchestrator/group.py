@@ -69,12 +69,22 @@ class Group:
     @property
     def kept_rewards(self) -> list[float]:
         """One for each rollout that has one; a branch has its rollout's."""
-        return [r.reward for r in self.kept if r.reward is not None and r.branch_of is None]
+        return [
+            rollout.reward
+            for rollout in self.rollouts
+            if rollout.reward is not None
+            and rollout.branch_of is None
+            and rollout.state is not RolloutState.DISCARDED
+        ]
 
     @property
     def num_kept(self) -> int:
         """Rollouts that were not discarded, whatever their branches."""
-        return sum(r.branch_of is None for r in self.kept)
+        kept = 0
+        for rollout in self.rollouts:
+            if rollout.branch_of is None and rollout.state is not RolloutState.DISCARDED:
+                kept += 1
+        return kept
 
     @property
     def oldest_version(self) -> int | None:

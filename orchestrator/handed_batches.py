@@ -57,7 +57,11 @@ class HandedBatches:
     @property
     def unpublished_groups(self) -> int:
         """Groups that no version was made from yet."""
-        return sum(batch.num_groups for batch in self.holding if batch.version is None)
+        groups = 0
+        for batch in self.holding:  # asked as often, while the trainer waits
+            if batch.version is None:
+                groups += batch.num_groups
+        return groups
 
     def hand(self, groups: list[Group], trainer_version: int) -> int:
         """Note a batch handed over now; its number."""

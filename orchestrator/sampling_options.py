@@ -69,8 +69,7 @@ def sampling_params(
         TurnRefused: no engine could read it.
         TypeError: there is no such option.
     """
-    unknown = options.keys() - SamplingOptions.__annotations__.keys()
-    if unknown:
+    if options and (unknown := options.keys() - SamplingOptions.__annotations__.keys()):
         raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}")
     try:
         plain = _plain(max_tokens, temperature, top_k, top_p, tuple(stop_token_ids))
