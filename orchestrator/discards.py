@@ -4,6 +4,8 @@ Every policy that discards is a filter on what is trained; this says what it fil
 in bounded memory, the same for the same calls; it decides nothing and knows no policy.
 """
 
+from itertools import islice
+
 import msgspec
 
 from tidegate.orchestrator.group import TaskKey
@@ -85,7 +87,9 @@ class _Tally:
             return
         rollouts, unsure = self.tasks.get(task, (0, 0))
         if not rollouts and len(self.tasks) >= TASKS_COUNTED:
-            least = min(self.tasks, key=lambda key: self.tasks[key][0])  # of equals, the oldest
+            counts = [count for count, _ in self.tasks.values()]
+            at = counts.index(min(counts))  # of equals, the oldest
+            least = next(islice(self.tasks, at, None))
             rollouts = unsure = self.tasks.pop(least)[0]
         self.tasks[task] = (rollouts + 1, unsure)
 
