@@ -210,7 +210,9 @@ class EngineLoop:
     def _swap(self, update: FinishWeightUpdate) -> None:
         self._runner.swap(self._staging.exchange(update.version, self._runner.weights))
         self._sleeper.swapped()
-        recomputed_turns = self._scheduler.weights_swapped(update)
+        recomputed_turns = self._scheduler.weights_swapped(
+            update, adapters=self._runner.weights.adapters.keys()
+        )
         self._link.send(
             WeightsLive(
                 version=update.version,

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from tidegate.engine.adapters import AdapterTokens, add_low_rank
 from tidegate.engine.layer_weights import LayerWeights
 from tidegate.engine.model_config import ModelConfig
 from tidegate.engine.weights import Weights
@@ -56,6 +57,7 @@ class StepPlan:
     """[S] the tokens whose hidden states are asked for: to sample after them, or to score."""
     native: Native | None
     """Compiled code for this model, or torch's."""
+    adapters: Sequence[AdapterTokens] = ()
 
 
 def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) -> torch.Tensor:
@@ -68,16 +70,28 @@ def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) ->
     if config.embedding_scale != 1.0:  # rounded first, as transformers does
         hidden *= torch.tensor(config.embedding_scale, dtype=hidden.dtype)
     activate = ACTIVATIONS[config.activation]
-    for layer, cache, attention in zip(weights.layers, caches, plan.attention, strict=True):
-        attended = _attention(layer, config, hidden, cache, plan, attention)
-        _add(hidden, attended, layer.output, layer.output_bias, layer.attention_post_norm, config)
+    layers = zip(weights.layers, caches, plan.attention, strict=True)
+    for number, (layer, cache, attention) in enumerate(layers):
+        attended = _attention(layer, config, hidden, cache, plan, attention, number)
+        low_rank = partial(add_low_rank, plan.adapters, number, "output", attended)
+        _add(
+            hidden,
+            attended,
+            layer.output,
+            layer.output_bias,
+            layer.attention_post_norm,
+            config,
+            low_rank,
+        )
         normed = _norm(hidden, layer.mlp_norm, config, plan.native)
         if layer.router is not None:
             hidden += _experts(layer, layer.router, config, normed, activate, plan.native)
             continue
         gate_up = layer.gate_up[0].linear(normed, layer.gate_up_bias)
+        add_low_rank(plan.adapters, number, "gate_up", normed, gate_up)
         inner = _gated(gate_up, activate, plan.native)
-        _add(hidden, inner, layer.down[0], layer.down_bias, layer.mlp_post_norm, config)
+        low_rank = partial(add_low_rank, plan.adapters, number, "down", inner)
+        _add(hidden, inner, layer.down[0], layer.down_bias, layer.mlp_post_norm, config, low_rank)
     return _norm(hidden.index_select(0, plan.sampled), weights.final_norm, config, plan.native)
 
 
@@ -104,10 +118,12 @@ def _attention(
     cache: torch.Tensor,
     plan: StepPlan,
     attention: AttentionPlan,
+    number: int,
 ) -> torch.Tensor:
     """Write a layer's keys and values, and attend: [T, query heads * D]."""
     normed = _norm(hidden, layer.input_norm, config, plan.native)
     qkv = layer.qkv.linear(normed, layer.qkv_bias)
+    add_low_rank(plan.adapters, number, "qkv", normed, qkv)
     qkv = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
     query = _place(layer, config, qkv, cache, plan, attention)
     outputs = [
@@ -213,9 +229,13 @@ def _add(
     bias: torch.Tensor | None,
     post_norm: torch.Tensor | None,
     config: ModelConfig,
+    add_adapters: Callable[[torch.Tensor], None],
 ) -> None:
-    """Add a block's last projection to the residual stream, in place."""
+    """Add a block's last projection, and what adapters add to it, to the residual stream."""
     if post_norm is None:
         matrix.add_linear_(total, x, bias)
-    else:
-        total += _norm(matrix.linear(x, bias), post_norm, config)
+        add_adapters(total)
+        return
+    projected = matrix.linear(x, bias)
+    add_adapters(projected)
+    total += _norm(projected, post_norm, config)

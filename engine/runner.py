@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tidegate.engine.adapters import AdapterTokens
 from tidegate.engine.model import AttentionPlan, StepPlan, forward, head_logits
 from tidegate.engine.model_config import ModelConfig
 from tidegate.engine.rope_tables import make_rope_table
@@ -57,6 +58,8 @@ class Row:
     """None in the middle of a prefill: nothing is sampled."""
     scoring: RowScoring | None = None
     """What is to be told of its tokens; then nothing is sampled."""
+    adapter: str = ""
+    """One of the weights', by name; empty: none."""
 
 
 class Runner(Protocol):
@@ -189,7 +192,23 @@ class ModelRunner:
             scratch=self._scratch_for([group for kind in groups for group in kind]),
             sampled=torch.from_numpy(np.concatenate([lasts[samples], *_scored(rows, lasts)])),
             native=self._native,
+            adapters=self._adapters(ordered, row_of_token),
         )
+
+    def _adapters(self, rows: Sequence[Row], row_of_token: Ints) -> list[AdapterTokens]:
+        """The tokens of each adapter that the rows ask for."""
+        names = [row.adapter for row in rows]
+        if not any(names):
+            return []
+        used = dict.fromkeys(names)
+        groups = []
+        for name in filter(None, used):
+            tokens = None
+            if len(used) > 1:
+                its = np.array([other == name for other in names])
+                tokens = torch.from_numpy(np.flatnonzero(its[row_of_token]))
+            groups.append(AdapterTokens(self.weights.adapters[name], tokens))
+        return groups
 
     def _groups(
         self, kinds: Ints, starts: Ints, counts: Ints, tables: Ints, window_tokens: int | None

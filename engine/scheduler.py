@@ -4,6 +4,7 @@ It decides and the worker moves: ``plan`` says which rows to compute, ``complete
 sampled. Same calls in, same answers out. Who runs at all, and in which blocks, is seats' business.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,6 +71,8 @@ class Scheduler:
         """What is asked for beside turns."""
         self._prefixes = self._seats.prefixes
         self._speculation = None if drafts is None else Speculation(drafts)
+        self._adapters: frozenset[str] = frozenset()
+        """The live version's, by name."""
         self._gate = PauseGate()
         self._budget = StepBudget(limits.max_step_tokens)
         self._clears_cache = False
@@ -95,6 +98,11 @@ class Scheduler:
                 f"use each handle once"
             )
         self.scores.refuse_turns()
+        if not self._has(message.sampling.adapter):
+            raise TurnRefused(
+                f"v{self.version} has no adapter {message.sampling.adapter!r}, it has "
+                f"{sorted(self._adapters) or 'none'}; publish it first"
+            )
         turn = admit(message, self._limits, self._arrivals, self._options)
         self._arrivals += 1
         self._turns[turn.handle] = turn
@@ -164,10 +172,16 @@ class Scheduler:
         """The swap to do now, before any other step."""
         return self._gate.swap_due(self.running_turns)
 
-    def weights_swapped(self, update: FinishWeightUpdate) -> int:
-        """The runner computes with other weights now; return how many turns lose KV to that."""
+    def weights_swapped(self, update: FinishWeightUpdate, *, adapters: Collection[str] = ()) -> int:
+        """The runner computes with other weights now; return how many turns lose KV to that.
+
+        Turns with an adapter that isn't among the new ``adapters`` end.
+        """
         recomputed = 0
         self.scores.begin_again()
+        self._adapters = frozenset(adapters)
+        for turn in [turn for turn in self._turns.values() if not self._has(turn.adapter)]:
+            self._refuse(turn, f"v{update.version} came without its adapter {turn.adapter!r}")
         for turn in self._seats.running:
             turn.history.swap(self.version, turn.computed)
             if update.kv_policy == "recompute":
@@ -364,6 +378,9 @@ class Scheduler:
                 self._speculation.learn(turn, drafted, accepted.tokens - 1)
         if accepted.finish != RUNNING:
             self._finish(turn, is_whole=True)
+
+    def _has(self, adapter: str) -> bool:
+        return not adapter or adapter in self._adapters
 
     # ------------------------------------------------------------ leaving
 

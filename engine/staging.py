@@ -16,11 +16,13 @@ from queue import SimpleQueue
 
 import torch
 
+from tidegate.engine import adapters
 from tidegate.engine.memory import blame_memory
 from tidegate.engine.returned_memory import Region, regions_of
 from tidegate.engine.weight_store import WeightStore
 from tidegate.errors import TidegateError, WeightsRefused
 from tidegate.transport.messages import (
+    Adapter,
     Complaint,
     InitWeights,
     Message,
@@ -69,6 +71,11 @@ class _Update:
     def __init__(self, version: int, live: Live | None) -> None:
         self.version = version
         self.live = live
+        self.adapter_tensors: dict[Adapter, dict[str, torch.Tensor]] = {}
+        """The thread's: of each adapter that comes with it."""
+        self.adapters: dict[str, adapters.Adapter] = {}
+        self.keeps_weights = False
+        """Whether the model's own tensors are those of the live version."""
         self.state = _State.OPEN
         self.started_ns = time.monotonic_ns()
 
@@ -170,7 +177,13 @@ class Staging:
         """Hand out the weights of ``version``; ``live`` is the buffer of the next update."""
         if not self.is_staged(version) or self.is_busy or self._buffer is None:
             raise AssertionError(f"v{version} is not staged")
-        staged, self._buffer = self._buffer, live
+        staged, update = self._buffer, self._update
+        if update is not None and update.keeps_weights:
+            staged = live
+        else:
+            self._buffer = live
+        if update is not None:
+            staged.adapters = update.adapters
         self._update = None
         return staged
 
@@ -251,18 +264,26 @@ class Staging:
             raise WeightsRefused(self._why_closed)
         base = _base(update, message)
         # A part of a set may be an empty one, which lies nowhere.
+        if message.adapter is not None:
+            update.adapter_tensors.setdefault(message.adapter, {})
         wanted = partial(_is_open, update)
         views = self._receiver.tensors(message, wanted) if message.tensors else ()
         for spec, view in views:
             if update.state is not _State.OPEN:
                 return None
-            self._buffer.load(spec.name, _tensor(spec, view))
+            self._take(update, message.adapter, spec, view)
             check_sum(spec, view)  # after the copy: so what was copied was right
         if not message.last:
             return None
+        update.adapters = {
+            adapter.name: self._buffer.make_adapter(tensors, adapter.scale)
+            for adapter, tensors in update.adapter_tensors.items()
+        }
         if base is not None:
-            self._buffer.complete_from(base)
-        missing = self._buffer.missing()
+            update.keeps_weights = self._buffer.is_untouched
+            if not update.keeps_weights:
+                self._buffer.complete_from(base)
+        missing = [] if update.keeps_weights else self._buffer.missing()
         if missing:
             shown = ", ".join(missing[:NAMES_SHOWN_MAX])
             raise WeightsRefused(
@@ -271,6 +292,15 @@ class Staging:
             )
         staging_us = (time.monotonic_ns() - update.started_ns) // 1000
         return WeightsStaged(version=update.version, staging_us=staging_us)
+
+    def _take(
+        self, update: _Update, adapter: Adapter | None, spec: TensorSpec, view: memoryview
+    ) -> None:
+        tensor = _tensor(spec, view)
+        if adapter is not None:
+            update.adapter_tensors[adapter][spec.name] = tensor.clone()
+        elif self._buffer is not None:
+            self._buffer.load(spec.name, tensor)
 
 
 def _is_open(update: _Update) -> bool:

@@ -76,6 +76,7 @@ class TurnState:
     """One turn in the engine: its tokens, its KV, and what is left to do."""
 
     __slots__ = (
+        "adapter",
         "block_tokens_held",
         "blocks",
         "cached_tokens",
@@ -107,6 +108,7 @@ class TurnState:
         self.handle = message.turn
         self.rank = (message.priority, arrival)
         """Orders turns, best first; no two are equal."""
+        self.adapter = message.sampling.adapter
         self.stop_ids = frozenset(message.sampling.stop_token_ids)
         self.sampled_before = message.sampled_before
         self.prompt_tokens = len(prompt)
@@ -139,7 +141,7 @@ class TurnState:
         """Whether the next token it samples begins a new history of its KV."""
         self.history = KvHistory()
         self.sampling = _row_sampling(message.sampling)
-        self.row = Row(self.tokens, 0, self.blocks, None)
+        self.row = Row(self.tokens, 0, self.blocks, None, adapter=self.adapter)
         """Filled in anew for each step: making one per token costs more than the rest of it."""
 
     @property
@@ -175,7 +177,8 @@ class TurnState:
         for number in range(1, self.drafted + 1):
             place = self.length + number - 1
             sampling = replace(first, index=first.index + number)
-            yield Row(self.tokens[place : place + 1], place, self.blocks, sampling)
+            token = self.tokens[place : place + 1]
+            yield Row(token, place, self.blocks, sampling, adapter=self.adapter)
 
     def accept(self, sampled: Sequence[int]) -> AcceptedTokens:
         """Take in what the step has sampled: after its last token, then after each guessed one.

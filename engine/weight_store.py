@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tidegate.engine.adapters import Adapter
 from tidegate.errors import WeightsRefused
 from tidegate.kernels.weight_matrix import Rows, published, storages
 
@@ -41,6 +42,8 @@ class WeightStore:
         self._joint_places = joint or {}
         """Other names, each for several of ``_places``."""
         self._loaded: set[str] = set()
+        self.adapters: Mapping[str, Adapter] = {}
+        """Those of the version, by name; replaced, never changed."""
         self._ignored: set[str] = set()
         """Redundant names that came."""
 
@@ -92,9 +95,20 @@ class WeightStore:
         self._loaded.update(place.covers or (name,))
 
     @property
-    def has_loaded(self) -> bool:
-        """Whether any tensor has come since :meth:`start`."""
-        return bool(self._loaded)
+    def is_untouched(self) -> bool:
+        """Whether no tensor has come since :meth:`start`."""
+        return not self._loaded and not self._ignored
+
+    def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> Adapter:
+        """An adapter for this model, of tensors as the protocol names them.
+
+        Raises:
+            WeightsRefused: it doesn't fit, or no adapter can be served.
+        """
+        raise WeightsRefused(
+            f"transformers computes {self._model} here, without adapters; merge them into the "
+            f"weights, and publish those"
+        )
 
     def complete_from(self, other: "WeightStore") -> None:
         """Copy what has not come from a whole set of the same model.

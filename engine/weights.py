@@ -8,12 +8,13 @@ touches of fresh pages cost more than copies.
 Letters in shapes: V vocabulary, H hidden, L labels.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from tidegate.engine.adapters import Adapter, make_adapter
 from tidegate.engine.checkpoint import read_tensors
 from tidegate.engine.layer_weights import LayerWeights, allocate_layer, joint_places, layer_places
 from tidegate.engine.model_config import ModelConfig
@@ -71,6 +72,12 @@ class Weights(WeightStore):
         """A tied model's head is its embedding; old Llama directories hold rotary frequencies."""
         tied = self.config.tied_head and name == "lm_head.weight"
         return tied or name.endswith(".rotary_emb.inv_freq")
+
+    def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> Adapter:
+        """An adapter for this model, of tensors as the protocol names them."""
+        shapes = {name: place.shape for name, place in self._places.items()}
+        layers = self.config.num_layers
+        return make_adapter(tensors, scale, shapes, num_layers=layers, dtype=self.dtype)
 
     def tied_to(self, name: str) -> str | None:
         """A tied model's head is its embedding."""

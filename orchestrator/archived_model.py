@@ -18,20 +18,44 @@ from tidegate.errors import AuditError
 from tidegate.orchestrator.weight_parts import WeightParts
 
 
-def load_version(version: int, where: Callable[[int], Path]) -> Any:
-    """Load a version in float32.
+def load_version(version: int, where: Callable[[int], Path], adapter: str = "") -> Any:
+    """Load a version in float32, with one of its adapters merged into it.
 
     Raises:
         AuditError: a part of it is not there, is damaged, or doesn't fit.
     """
     laid_over: list[Path] = []
-    while (parts := WeightParts.read(where(version))).over is not None:
-        laid_over.append(where(version) / parts.file_name)
-        version = parts.over
-    model = load_weights(where(version))
+    adapters = WeightParts.read(where(version)).adapters
+    whole = version
+    while (parts := WeightParts.read(where(whole))).over is not None:
+        if not parts.is_adapter and (where(whole) / parts.file_name).is_file():
+            laid_over.append(where(whole) / parts.file_name)
+        whole = parts.over
+    model = load_weights(where(whole))
     for path in reversed(laid_over):
         _lay_over(model, path)
+    if adapter:
+        found = adapters.get(adapter)
+        if found is None:
+            raise AuditError(f"v{version} has no adapter {adapter!r} in the archive")
+        _merge(model, where(found.version) / WeightParts(is_adapter=True).file_name, found.scale)
     return model
+
+
+@torch.no_grad()
+def _merge(model: Any, path: Path, scale: float) -> None:
+    """Add ``scale * B @ A`` to each matrix that an adapter has a pair for."""
+    try:
+        tensors = load_file(path)
+        for name, narrow in tensors.items():
+            projection, is_narrow, _ = name.partition(".lora_A.weight")
+            if is_narrow:
+                wide = tensors[f"{projection}.lora_B.weight"]
+                matrix = model.get_parameter(f"{projection}.weight")
+                matrix += scale * (wide.float() @ narrow.float())
+    except Exception as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise AuditError(f"the adapter in {path} can't be merged: {why}") from error
 
 
 def _lay_over(model: Any, path: Path) -> None:

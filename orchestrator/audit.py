@@ -16,6 +16,7 @@ from tidegate.orchestrator.recording import archived_weights, archives
 from tidegate.orchestrator.replay_plan import Plan, Problem, Purpose, Replay, Segment, plan_rollout
 from tidegate.orchestrator.run_files import replace_file
 from tidegate.orchestrator.trajectories import count_trajectories, read_trajectories, to_json
+from tidegate.orchestrator.weight_parts import WeightParts
 from tidegate.transport.messages import KvSpan
 
 AUDIT_FILE = "audit.json"
@@ -142,7 +143,7 @@ def audit_run(
     from tidegate.orchestrator.replay import replay_all
 
     directory = Path(directory)
-    archived = _archived_versions(directory)
+    archived = _archived(directory)
     recorded = count_trajectories(directory)
     plans = _plans(directory, recorded, rollouts_max)
     tokens = sum(plan.tokens for plan in plans)
@@ -182,7 +183,11 @@ def write_audit(directory: Path, report: AuditReport) -> Path:
     return path
 
 
-def _archived_versions(directory: Path) -> set[int]:
+Archived = set[tuple[int, str]]
+"""The versions that can be replayed, and with which adapters; an empty one is none."""
+
+
+def _archived(directory: Path) -> Archived:
     weights = directory / "weights"
     if not directory.is_dir():
         raise AuditError(f"{directory} is not a directory")
@@ -192,7 +197,8 @@ def _archived_versions(directory: Path) -> set[int]:
         raise AuditError(
             f"{weights} holds no weights; a run can be audited only if it archived them"
         )
-    return versions
+    parts = {v: WeightParts.read(archived_weights(directory, v)) for v in versions}
+    return {(v, adapter) for v in versions for adapter in ("", *parts[v].adapters)}
 
 
 def _plans(directory: Path, recorded: int, rollouts_max: int | None) -> list[Plan]:
@@ -207,30 +213,31 @@ def _plans(directory: Path, recorded: int, rollouts_max: int | None) -> list[Pla
     ]
 
 
-def _replayable(replays: list[Replay], archived: set[int], problems: list[Problem]) -> list[Replay]:
+def _replayable(replays: list[Replay], archived: Archived, problems: list[Problem]) -> list[Replay]:
     """Sort out those that need weights nobody has; such a tag is wrong by itself."""
     possible = []
     for replay in replays:
-        unknown = {stage.version for stage in replay.stages} - archived
+        unknown = {(stage.version, replay.adapter) for stage in replay.stages} - archived
         if not unknown:
             possible.append(replay)
         for segment in replay.segments if unknown else ():
+            adapter = f" with adapter {replay.adapter!r}" if replay.adapter else ""
             message = (
-                f"tokens from {segment.first_token} on need weights v{min(unknown)}, "
+                f"tokens from {segment.first_token} on need weights v{min(unknown)[0]}{adapter}, "
                 f"which are not in the archive"
             )
             problems.append(Problem(segment.rollout_id, segment.turn, message))
     return possible
 
 
-def _probes(replays: list[Replay], archived: set[int]) -> list[Replay]:
+def _probes(replays: list[Replay], archived: Archived) -> list[Replay]:
     """Replays of some spans under tags made wrong, to see whether it would show."""
     pairs = [(replay, segment) for replay in replays for segment in replay.segments]
     fresh = [pair for pair in pairs if not pair[1].is_mixed]
     mixed = [pair for pair in pairs if pair[1].is_mixed]
     probes = []
     for replay, segment in _some(fresh):
-        if (other := _neighbour(segment.version, archived)) is not None:
+        if (other := _neighbour(segment.version, replay.adapter, archived)) is not None:
             probes.append(_probe(replay, segment, other, "other_version"))
     for replay, segment in _some(mixed):
         probes.append(_probe(replay, segment, segment.version, "fresh_kv"))
@@ -242,8 +249,8 @@ def _some(pairs: list[tuple[Replay, Segment]]) -> list[tuple[Replay, Segment]]:
     return random.Random(0).sample(pairs, min(PROBES_MAX, len(pairs)))
 
 
-def _neighbour(version: int, archived: set[int]) -> int | None:
-    return next((v for v in (version + 1, version - 1) if v in archived), None)
+def _neighbour(version: int, adapter: str, archived: Archived) -> int | None:
+    return next((v for v in (version + 1, version - 1) if (v, adapter) in archived), None)
 
 
 def _probe(replay: Replay, segment: Segment, version: int, purpose: Purpose) -> Replay:
@@ -259,7 +266,7 @@ def _probe(replay: Replay, segment: Segment, version: int, purpose: Purpose) -> 
         is_mixed=False,
     )
     end = segment.position + len(segment.token_ids) - 1
-    return Replay(replay.context, [KvSpan(version, 0, end)], [copy], purpose)
+    return Replay(replay.context, [KvSpan(version, 0, end)], [copy], purpose, replay.adapter)
 
 
 def _agreeing(segment: Segment, tolerance: float) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":

@@ -69,6 +69,9 @@ class RunSettings(BaseModel):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     max_tokens: Count = 256
     """Per turn, unless ``generate`` says otherwise."""
+    adapter: str = ""
+    """The LoRA adapter that turns are sampled with, unless ``generate`` says otherwise; publish it
+    before the first batch. Empty: none."""
     seed: int = 0
     """Of the run: which random numbers the turns draw."""
 

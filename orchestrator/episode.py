@@ -58,6 +58,7 @@ class SamplingDefaults:
     temperature: float
     seed: int
     """Of the run."""
+    adapter: str = ""
 
 
 class Episode:
@@ -278,6 +279,8 @@ class Episode:
             self._model.stop_token_ids if stop_token_ids is None else stop_token_ids,
             options,
         )
+        if self._defaults.adapter and "adapter" not in options:
+            sampling = msgspec.structs.replace(sampling, adapter=self._defaults.adapter)
         if "seed" not in options:
             seed = _seed(self._defaults.seed + self._salt, self._rollout, self._num_turns)
             sampling = msgspec.structs.replace(sampling, seed=seed)

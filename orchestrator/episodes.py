@@ -112,7 +112,9 @@ class EpisodeRunner:
         self._loop = asyncio.get_running_loop()
         self.rounds = Rounds(self._loop, on_error)
         self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up)
-        self._defaults = SamplingDefaults(settings.max_tokens, settings.temperature, settings.seed)
+        self._defaults = SamplingDefaults(
+            settings.max_tokens, settings.temperature, settings.seed, settings.adapter
+        )
         self._model = model
         self._waiting = waiting
         self._handle = handle

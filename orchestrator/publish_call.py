@@ -6,16 +6,18 @@ and what is being written then is written to its end, for nobody else may write 
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, get_args
+
+import msgspec
 
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.publishing import PublishWait
 from tidegate.orchestrator.run import Run
 from tidegate.orchestrator.scheduler import Scheduler
-from tidegate.orchestrator.weight_content import anew, laid_over
-from tidegate.orchestrator.weight_parts import WHOLE, WeightParts
+from tidegate.orchestrator.weight_content import Change, WeightContent, anew, laid_over
+from tidegate.orchestrator.weight_parts import WHOLE, ArchivedAdapter
 from tidegate.transport.messages import UpdateWeights
 from tidegate.transport.weight_channels.checksums import checksums, with_checksums
 
@@ -44,7 +46,10 @@ class PublishCall:
         self._run = run
         self.state_dict = state_dict
         self._wait: PublishWait = wait
-        self._change = laid_over if partial else anew
+        self._change: Change = laid_over if partial else anew
+        self._is_part = partial
+        """Whether the version has more than these tensors."""
+        self._over: int | None = None
         self.version = -1
         """-1 until one is reserved."""
         self.parts = WHOLE
@@ -65,27 +70,38 @@ class PublishCall:
         Raises:
             EngineLagging, WeightsRefused, PublishDropped: as :meth:`Publisher.publish`.
         """
-        is_part = self._change is not anew
-        if is_part and not scheduler.control.publisher.knows_before:
+        if self._is_part and not scheduler.control.publisher.knows_before:
             raise WeightsRefused(
                 "this run goes on with another's weights, and hasn't got those that a part of a "
-                "set would be laid over; publish a whole state dict first"
+                "set or an adapter would be laid over; publish a whole state dict first, the model "
+                "directory's if only adapters are trained"
             )
         version = await scheduler.reserve_version()
         try:
             weights = scheduler.control.weights
             keep = weights.kept_buffers
-            if is_part:
-                self.parts = WeightParts(over=weights.version_before)
+            # A whole set keeps the adapters of before.
+            if self._is_part or weights.adapters_before:
                 keep |= weights.buffers_before
+            self._over = weights.version_before if self._is_part else None
             chunks = await self._written(version, keep)
         except BaseException:
             scheduler.release_version()
             raise
         self.version = version
-        await scheduler.publish(version, chunks, self._wait, self._change)
+        await scheduler.publish(version, chunks, self._wait, self._changed)
         self._has_returned = True
         return version
+
+    def _changed(self, before: WeightContent, parts: Sequence[UpdateWeights]) -> WeightContent:
+        content = self._change(before, parts)
+        adapters = {
+            name: ArchivedAdapter(part.version, part.adapter.scale)
+            for name, (part, *_) in content.adapters.items()
+            if part.adapter is not None
+        }
+        self.parts = msgspec.structs.replace(self.parts, over=self._over, adapters=adapters)
+        return content
 
     async def _written(self, version: int, keep: set[int]) -> list[UpdateWeights]:
         """Have a thread put the weights where engines can read them."""
@@ -101,6 +117,8 @@ class PublishCall:
     def _write(self, version: int, keep: set[int]) -> list[UpdateWeights]:
         from tidegate.orchestrator.batches import named_buffers  # torch: not for who only audits
 
+        if self._is_part and not self.state_dict:
+            return []
         buffers = named_buffers(self.state_dict)
         # Of what is sent, not of what was written: so an error in between shows too.
         sums = checksums(buffers) if self._run.settings.weight_checksums else {}

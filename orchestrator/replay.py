@@ -45,22 +45,23 @@ def replay_all(
     Raises:
         AuditError: weights that can't be loaded.
     """
-    due: defaultdict[int, list[Replay]] = defaultdict(list)
+    due: defaultdict[tuple[int, str], list[Replay]] = defaultdict(list)
     pasts: dict[int, Layers] = {}
     for replay in replays:
-        due[replay.stages[0].version].append(replay)
-    version = -1
+        due[_weights_due(replay)].append(replay)
+    key = (-1, "")
     while due:
         # Versions mostly grow along a context, so one sweep upwards finishes nearly all.
-        version = min((v for v in due if v > version), default=min(due))
+        key = min((v for v in due if v > key), default=min(due))
+        version, adapter = key
         progress(version)
-        model = load_version(version, weights)
-        for batch in _batches(due.pop(version), model.config.vocab_size):
+        model = load_version(version, weights, adapter)
+        for batch in _batches(due.pop(key), model.config.vocab_size):
             _read(model, batch, pasts)
             for replay in batch:
                 replay.stages_done += 1
                 if replay.stages_done < len(replay.stages):
-                    due[replay.stages[replay.stages_done].version].append(replay)
+                    due[_weights_due(replay)].append(replay)
 
 
 def _batches(replays: list[Replay], vocab_size: int) -> Iterator[list[Replay]]:
@@ -79,6 +80,11 @@ def _batches(replays: list[Replay], vocab_size: int) -> Iterator[list[Replay]]:
         batch.append(replay)
     if batch:
         yield batch
+
+
+def _weights_due(replay: Replay) -> tuple[int, str]:
+    """The version that reads it next, and with which adapter."""
+    return replay.stages[replay.stages_done].version, replay.adapter
 
 
 def _stage(replay: Replay) -> Any:

@@ -76,6 +76,8 @@ class Replay:
     """Gapless from 0; neighbours differ in version."""
     segments: list[Segment]
     purpose: Purpose = "audit"
+    adapter: str = ""
+    """What the model computed with; empty: no adapter."""
     stages_done: int = 0
 
 
@@ -204,7 +206,8 @@ def _plan_pass(
                 is_mixed=seen != {span.version},
             )
         )
-    plan.replays.append(Replay(place.context, stages, segments))
+    adapter = turn.options.adapter if turn.options is not None else ""
+    plan.replays.append(Replay(place.context, stages, segments, adapter=adapter))
 
 
 def is_replayable(turn: RecordedTurn) -> bool:
@@ -277,7 +280,7 @@ def _merged(replays: list[Replay]) -> list[Replay]:
     kept: list[Replay] = []
     for replay in sorted(replays, key=lambda r: r.stages[-1].end, reverse=True):
         for longer in kept:
-            if _continues(longer.stages, replay.stages):
+            if longer.adapter == replay.adapter and _continues(longer.stages, replay.stages):
                 longer.segments += replay.segments
                 break
         else:

@@ -53,6 +53,8 @@ class SamplingOptions(TypedDict, total=False):
     raw_logprobs: bool
     """Read them off ``GeneratedTurn.raw_logprobs``."""
     processors: Sequence[Processor | str]
+    adapter: str
+    """In place of the run's own; empty: none."""
 
 
 def sampling_params(

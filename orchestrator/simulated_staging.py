@@ -114,6 +114,9 @@ class SimulatedStaging:
         update, version = self._update, message.version
         if update is None or update.version != version:
             self.fail(version, "was not started")
+        elif update.state == "open" and not message.location:
+            update.state = "failed"
+            self.fail(version, "comes without tensors, which no simulated engine can take")
         elif update.state == "open" and message.last:
             self._copies_running += 1
             place = int(message.location)

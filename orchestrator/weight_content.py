@@ -4,15 +4,15 @@ It knows neither engines nor what tensors mean, only which names were published 
 
 A version is a whole set of tensors, published at some time or the model directory's, under what was
 published since of single ones. An engine that serves any version since that set needs no more than
-the latter. Whoever serves another gets both.
+the latter. Whoever serves another gets both. Adapters are small: each engine gets all of them.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from tidegate.transport.messages import Bases, UpdateWeights
+from tidegate.transport.messages import Adapter, Bases, UpdateWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,17 @@ class WeightContent:
     bases: Bases | None = None
     """Versions that ``over`` alone leads on from: those released since the whole set, if any."""
 
+    adapters: Mapping[str, tuple[UpdateWeights, ...]] = field(default_factory=dict)
+    """All tensors of each LoRA adapter that the version has."""
+
     @property
     def buffers(self) -> set[int]:
         """The versions as which its parts were written: those that the channel must keep."""
-        return {part.version for part in (*(self.whole or ()), *self.over)}
+        return {part.version for part in (*(self.whole or ()), *self.over, *self._of_adapters)}
+
+    @property
+    def _of_adapters(self) -> Iterator[UpdateWeights]:
+        return (part for parts in self.adapters.values() for part in parts)
 
     def messages(self, version: int, *, live: int | None) -> list[UpdateWeights]:
         """How an engine that serves ``live`` gets this as ``version``."""
@@ -39,6 +46,7 @@ class WeightContent:
             parts, bases = [*self.whole, *self.over], None
         else:
             parts = [*self.over]
+        parts += self._of_adapters
         parts = parts or [UpdateWeights(version=version, location="", tensors=[])]
         return [
             msgspec.structs.replace(part, version=version, bases=bases, last=part is parts[-1])
@@ -58,8 +66,8 @@ Change = Callable[[WeightContent, Sequence[UpdateWeights]], WeightContent]
 
 
 def anew(before: WeightContent, parts: Sequence[UpdateWeights]) -> WeightContent:
-    """A whole set."""
-    return WeightContent(tuple(parts), (), None)
+    """A whole set of the model's own tensors."""
+    return WeightContent(tuple(parts), (), None, before.adapters)
 
 
 def laid_over(before: WeightContent, parts: Sequence[UpdateWeights]) -> WeightContent:
@@ -67,6 +75,22 @@ def laid_over(before: WeightContent, parts: Sequence[UpdateWeights]) -> WeightCo
     names = {spec.name for part in parts for spec in part.tensors}
     left = (_without(part, names) for part in before.over)
     return replace(before, over=(*(part for part in left if part.tensors), *parts))
+
+
+def with_adapter(
+    adapter: Adapter, before: WeightContent, parts: Sequence[UpdateWeights]
+) -> WeightContent:
+    """Another adapter, or new tensors for one."""
+    named = tuple(msgspec.structs.replace(part, adapter=adapter) for part in parts)
+    return replace(before, adapters={**before.adapters, adapter.name: named})
+
+
+def without_adapter(
+    name: str, before: WeightContent, parts: Sequence[UpdateWeights]
+) -> WeightContent:
+    """An adapter fewer."""
+    left = {other: parts for other, parts in before.adapters.items() if other != name}
+    return replace(before, adapters=left)
 
 
 def _without(part: UpdateWeights, names: set[str]) -> UpdateWeights:

@@ -12,16 +12,30 @@ from tidegate.errors import AuditError
 PARTS_FILE = "parts.json"
 
 
+class ArchivedAdapter(msgspec.Struct, frozen=True):
+    """Where an adapter's tensors are."""
+
+    version: int
+    """They are archived with this one."""
+    scale: float
+
+
 class WeightParts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a version is, beside the tensors archived with it."""
 
     over: int | None = None
     """The version that they are laid over; None: they are a whole set."""
+    is_adapter: bool = False
+    """Whether they are an adapter's instead of the model's."""
+    adapters: dict[str, ArchivedAdapter] = {}
+    """The LoRA adapters that the version has, by name."""
 
     @property
     def file_name(self) -> str:
         """What the tensors' file is called: not what a whole set is, for it would be loaded as one
         and what it lacks be made up."""
+        if self.is_adapter:
+            return "adapter.safetensors"
         return "model.safetensors" if self.over is None else "part.safetensors"
 
     def write(self, directory: Path) -> None:

@@ -12,6 +12,7 @@ A version that is only part of a set is laid over the newest that was published 
 What that one is made of stays in the buffer for it.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -131,6 +132,11 @@ class WeightCoordinator:
     def version_before(self) -> int:
         """What a part of a set would be laid over now."""
         return self._before.version if self._before is not None else 0
+
+    @property
+    def adapters_before(self) -> Collection[str]:
+        """The adapters that it has."""
+        return self._before.content.adapters if self._before is not None else ()
 
     @property
     def buffers_before(self) -> set[int]:

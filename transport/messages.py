@@ -308,6 +308,13 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """Of its bytes, as zlib computes it; None: nobody asked for it to be checked."""
 
 
+class Adapter(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter: its name, and what the products of its matrices are multiplied by."""
+
+    name: str
+    scale: float
+
+
 class Bases(msgspec.Struct, frozen=True, array_like=True):
     """The versions that differ from an update by no more than its tensors: ``[first, last]``."""
 
@@ -342,6 +349,9 @@ class UpdateWeights(Message, frozen=True, kw_only=True, tag="update_weights"):
     """What these tensors may be laid over: if the live version is among them, what doesn't come is
     taken from that, else the update is refused. None: all tensors come. The same in each chunk of
     an update."""
+    adapter: Adapter | None = None
+    """These tensors are not the model's but all of an adapter's. The version has those adapters
+    that come with it, and no others."""
 
 
 class FinishWeightUpdate(Message, frozen=True, kw_only=True, tag="finish_weight_update"):

@@ -66,6 +66,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_d
     """Also tell each token's log-probability before all of these steps, at temperature 1."""
     processors: list[str] = []
     """As :meth:`Processor.to_str` writes them."""
+    adapter: str = ""
+    """The LoRA adapter that the model computes with, by its name; empty: none."""
 
 
 class Processor(msgspec.Struct, frozen=True):

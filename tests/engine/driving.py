@@ -25,6 +25,7 @@ class DrivenTurn:
     sampling: RowSampling
     chunks: Chunks
     """Sizes of its successive prefill chunks, over and over."""
+    adapter: str = ""
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -59,4 +60,5 @@ def _row(turn: DrivenTurn, computed: int, chunk: int, table: list[int]) -> Row:
     context = turn.context
     end = min(computed + chunk, len(context))
     sampling = replace(turn.sampling, index=len(turn.sampled)) if end == len(context) else None
-    return Row(np.array(context[computed:end], np.int32), computed, table, sampling)
+    tokens = np.array(context[computed:end], np.int32)
+    return Row(tokens, computed, table, sampling, adapter=turn.adapter)

@@ -1,0 +1,164 @@
+"""What do LoRA adapters add to a layer's matrices? Low-rank products, for some of a step's tokens.
+
+It knows nothing of versions, nor of how tensors travel. Query, key and value projections are one
+matrix here, and so are gate and up; so what is added to them is one product too: the parts' narrow
+halves on top of each other, their wide ones side by side, each in the rows of its projection.
+
+Hu et al. 2021, arXiv:2106.09685. Letters in shapes: R ranks of all parts, T tokens, r one rank.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tidegate.errors import WeightsRefused
+
+Place = Literal["qkv", "output", "gate_up", "down"]
+"""The matrices of a layer that something can be added to."""
+
+PARTS: dict[Place, tuple[str, ...]] = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""What Hugging Face calls the projections in each, in the order of their rows."""
+
+RANK_MAX = 512
+"""Of one projection. Beyond it an adapter costs about as much as a whole set; publish that."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of the model's own tensors, by Hugging Face's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What is added to a matrix, as two."""
+
+    narrow: torch.Tensor
+    """[R, in]"""
+    wide: torch.Tensor
+    """[out, R], scaled."""
+
+
+Adapter = Sequence[Mapping[Place, LowRank]]
+"""For each layer, what is added where."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTokens:
+    """An adapter, and which of a step's tokens it is for."""
+
+    adapter: Adapter
+    tokens: torch.Tensor | None
+    """Indices; None: all."""
+
+
+def add_low_rank(
+    adapters: Sequence[AdapterTokens],
+    layer: int,
+    place: Place,
+    x: torch.Tensor,
+    y: torch.Tensor,
+) -> None:
+    """Add to ``y`` [T, out], in place, what a layer's adapters make of ``x`` [T, in]."""
+    for group in adapters:
+        low_rank = group.adapter[layer].get(place)
+        if low_rank is None:
+            continue
+        if group.tokens is None:
+            y.addmm_(x @ low_rank.narrow.t(), low_rank.wide.t())
+        else:
+            narrow = x.index_select(0, group.tokens) @ low_rank.narrow.t()
+            y.index_add_(0, group.tokens, narrow @ low_rank.wide.t())
+
+
+def make_adapter(
+    tensors: Mapping[str, torch.Tensor],
+    scale: float,
+    shapes: Shapes,
+    *,
+    num_layers: int,
+    dtype: torch.dtype,
+) -> Adapter:
+    """Lay an adapter's tensors out for a model's matrices.
+
+    Args:
+        tensors: ``model.layers.N.PROJECTION.lora_A.weight`` [r, in], ``….lora_B.weight`` [out, r].
+        scale: what their product is multiplied by.
+        shapes: of the model's own tensors.
+        num_layers: of the model.
+        dtype: what it computes in.
+
+    Raises:
+        WeightsRefused: they are not two for each projection, or not of this model.
+    """
+    pairs = _pairs(tensors, shapes)
+    layers: list[dict[Place, LowRank]] = []
+    for number in range(num_layers):
+        prefix = f"model.layers.{number}."
+        layer: dict[Place, LowRank] = {}
+        for place, names in PARTS.items():
+            found = [(name, pairs.pop(prefix + name, None)) for name in names]
+            if any(pair is not None for _, pair in found):
+                rows = [shapes[f"{prefix}{name}.weight"][0] for name in names]
+                layer[place] = _joint([pair for _, pair in found], rows, scale, dtype)
+        layers.append(layer)
+    if pairs:
+        raise WeightsRefused(
+            f"an adapter of {min(pairs)} can't be served: there are only those of "
+            f"{', '.join(name for names in PARTS.values() for name in names)}, and none of experts"
+        )
+    return layers
+
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _pairs(tensors: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[str, _Pair]:
+    """The two matrices of each projection, checked."""
+    pairs: dict[str, _Pair] = {}
+    for projection in sorted({name.rpartition(".lora_")[0] or name for name in tensors}):
+        narrow = tensors.get(f"{projection}.lora_A.weight")
+        wide = tensors.get(f"{projection}.lora_B.weight")
+        if narrow is None or wide is None:
+            raise WeightsRefused(
+                f"an adapter has a tensor of {projection!r}, but not both of its lora_A.weight and "
+                f"lora_B.weight"
+            )
+        shape = shapes.get(f"{projection}.weight")
+        if shape is None or len(shape) != 2:
+            raise WeightsRefused(f"an adapter is of {projection!r}, which this model hasn't got")
+        rank = narrow.shape[0]
+        if not 0 < rank <= RANK_MAX:
+            raise WeightsRefused(f"{projection} has rank {rank}; ranks are in [1, {RANK_MAX}]")
+        for name, tensor, expected in (
+            ("lora_A", narrow, (rank, shape[1])),
+            ("lora_B", wide, (shape[0], rank)),
+        ):
+            if tuple(tensor.shape) != expected or not tensor.is_floating_point():
+                raise WeightsRefused(
+                    f"{projection}.{name}.weight is {tensor.dtype} of shape {list(tensor.shape)}, "
+                    f"expected floating point of shape {list(expected)}"
+                )
+        pairs[projection] = (narrow, wide)
+    return pairs
+
+
+def _joint(
+    parts: Sequence[_Pair | None], rows: Sequence[int], scale: float, dtype: torch.dtype
+) -> LowRank:
+    narrows = [pair[0].to(dtype) for pair in parts if pair is not None]
+    narrow = torch.cat(narrows)
+    wide = torch.zeros(sum(rows), narrow.shape[0], dtype=dtype)
+    row = column = 0
+    for pair, height in zip(parts, rows, strict=True):
+        if pair is not None:
+            rank = pair[0].shape[0]
+            scaled = pair[1].float() * scale
+            wide[row : row + height, column : column + rank] = scaled.to(dtype)
+            column += rank
+        row += height
+    return LowRank(narrow, wide)
