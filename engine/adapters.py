@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from tidegate.errors import WeightsRefused
+from tidegate.kernels.weight_matrix import Matrix, make_matrix
 
 Place = Literal["qkv", "output", "gate_up", "down"]
 """The matrices of a layer that something can be added to."""
@@ -35,12 +36,21 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to a matrix, as two."""
+    """What is added to a matrix, as two. They lie as the model's own do, so a row's outputs depend
+    on what is beside it no more than with those."""
 
-    narrow: torch.Tensor
+    narrow: Matrix
     """[R, in]"""
-    wide: torch.Tensor
+    wide: Matrix
     """[out, R], scaled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """How a model's matrices lie."""
+
+    dtype: torch.dtype
+    is_packed: bool
 
 
 Adapter = Sequence[Mapping[Place, LowRank]]
@@ -68,11 +78,12 @@ def add_low_rank(
         low_rank = group.adapter[layer].get(place)
         if low_rank is None:
             continue
+        its = x if group.tokens is None else x.index_select(0, group.tokens)
+        added = low_rank.wide.linear(low_rank.narrow.linear(its))
         if group.tokens is None:
-            y.addmm_(x @ low_rank.narrow.t(), low_rank.wide.t())
+            y.add_(added)  # not in one with the product: whose bits would be others
         else:
-            narrow = x.index_select(0, group.tokens) @ low_rank.narrow.t()
-            y.index_add_(0, group.tokens, narrow @ low_rank.wide.t())
+            y.index_add_(0, group.tokens, added)
 
 
 def make_adapter(
@@ -81,7 +92,7 @@ def make_adapter(
     shapes: Shapes,
     *,
     num_layers: int,
-    dtype: torch.dtype,
+    like: Like,
 ) -> Adapter:
     """Lay an adapter's tensors out for a model's matrices.
 
@@ -90,7 +101,7 @@ def make_adapter(
         scale: what their product is multiplied by.
         shapes: of the model's own tensors.
         num_layers: of the model.
-        dtype: what it computes in.
+        like: how its own matrices lie.
 
     Raises:
         WeightsRefused: they are not two for each projection, or not of this model.
@@ -104,7 +115,7 @@ def make_adapter(
             found = [(name, pairs.pop(prefix + name, None)) for name in names]
             if any(pair is not None for _, pair in found):
                 rows = [shapes[f"{prefix}{name}.weight"][0] for name in names]
-                layer[place] = _joint([pair for _, pair in found], rows, scale, dtype)
+                layer[place] = _joint([pair for _, pair in found], rows, scale, like)
         layers.append(layer)
     if pairs:
         raise WeightsRefused(
@@ -147,18 +158,21 @@ def _pairs(tensors: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[str, _Pa
     return pairs
 
 
-def _joint(
-    parts: Sequence[_Pair | None], rows: Sequence[int], scale: float, dtype: torch.dtype
-) -> LowRank:
-    narrows = [pair[0].to(dtype) for pair in parts if pair is not None]
-    narrow = torch.cat(narrows)
-    wide = torch.zeros(sum(rows), narrow.shape[0], dtype=dtype)
+def _joint(parts: Sequence[_Pair | None], rows: Sequence[int], scale: float, like: Like) -> LowRank:
+    narrow = torch.cat([pair[0] for pair in parts if pair is not None])
+    wide = torch.zeros(sum(rows), narrow.shape[0])
     row = column = 0
     for pair, height in zip(parts, rows, strict=True):
         if pair is not None:
             rank = pair[0].shape[0]
-            scaled = pair[1].float() * scale
-            wide[row : row + height, column : column + rank] = scaled.to(dtype)
+            wide[row : row + height, column : column + rank] = pair[1].float() * scale
             column += rank
         row += height
-    return LowRank(narrow, wide)
+    return LowRank(_matrix(narrow, like), _matrix(wide, like))
+
+
+def _matrix(tensor: torch.Tensor, like: Like) -> Matrix:
+    rows, columns = tensor.shape
+    matrix = make_matrix(rows, columns, like.dtype, is_packed=like.is_packed)
+    matrix.rows(0, rows).copy_(tensor)
+    return matrix

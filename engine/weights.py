@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from tidegate.engine.adapters import Adapter, make_adapter
+from tidegate.engine.adapters import Adapter, Like, make_adapter
 from tidegate.engine.checkpoint import read_tensors
 from tidegate.engine.layer_weights import LayerWeights, allocate_layer, joint_places, layer_places
 from tidegate.engine.model_config import ModelConfig
@@ -76,8 +76,8 @@ class Weights(WeightStore):
     def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> Adapter:
         """An adapter for this model, of tensors as the protocol names them."""
         shapes = {name: place.shape for name, place in self._places.items()}
-        layers = self.config.num_layers
-        return make_adapter(tensors, scale, shapes, num_layers=layers, dtype=self.dtype)
+        like = Like(self.dtype, self.is_packed)
+        return make_adapter(tensors, scale, shapes, num_layers=self.config.num_layers, like=like)
 
     def tied_to(self, name: str) -> str | None:
         """A tied model's head is its embedding."""

@@ -75,7 +75,7 @@ def test_adapters_come_without_a_copy_of_the_models_weights_and_take_the_place_o
     assert rig.staging.exchange(4, live) is live
     assert live.adapters.keys() == {"a", "b"}
     added = live.adapters["a"][1]["down"]
-    assert torch.equal(added.wide, torch.full((64, 2), 1.5))
+    assert torch.equal(added.wide.unpacked(), torch.full((64, 2), 1.5))
     assert live.adapters["a"][0] == {}
     rig.live = Live(4, live)
     assert isinstance(stage(rig, 5, {Adapter("b", 1.0): pair(1.0)}, Bases(3, 4))[0], WeightsStaged)

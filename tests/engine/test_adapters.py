@@ -95,6 +95,26 @@ def test_a_batch_of_one_adapter_is_as_peft_has_it(tmp_path: Path) -> None:
     assert_sampled_by(peer, turns)
 
 
+def test_where_bits_must_not_depend_on_the_batch_those_of_adapters_do_not(tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path, "qwen2")
+    model = open_model(path, "float32", is_deterministic=True)
+    runner = model.make_runner(num_blocks=128, block_tokens=8)
+    runner.weights.adapters = {
+        name: lay_out(runner.weights, make_peft(path, name)[1]) for name in CONFIGS
+    }
+    names = ["", *CONFIGS]
+    turns, alone = (
+        [replace(turn, adapter=names[n % len(names)]) for n, turn in enumerate(make_turns())]
+        for _ in range(2)
+    )
+    drive(runner, turns, new_tokens=6)
+    for turn in alone:
+        turn.chunks = (64,)
+        drive(runner, [turn], new_tokens=6)
+    assert [turn.sampled for turn in turns] == [turn.sampled for turn in alone]
+    assert [turn.logprobs for turn in turns] == [turn.logprobs for turn in alone]
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
