@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from tidegate.errors import ConfigError
 from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.adapter_call import AdapterCall, UnloadCall
+from tidegate.orchestrator.adapter_faces import AsyncAdapters, SyncAdapters
 from tidegate.orchestrator.client import Evaluation
 from tidegate.orchestrator.config import run_settings
 from tidegate.orchestrator.episodes import EpisodeFunction
-from tidegate.orchestrator.faces import AsyncFace, SyncFace, Work
+from tidegate.orchestrator.faces import Work
 from tidegate.orchestrator.publish_call import PublishCall, RollbackCall
 from tidegate.orchestrator.publishing import PublishWait
 from tidegate.orchestrator.resuming import resume_token
@@ -31,14 +31,12 @@ from tidegate.transport.messages import PauseMode
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
     from tidegate.orchestrator.batches import Batch
 
 
-class Rollouts(AsyncFace):
+class Rollouts(AsyncAdapters):
     """A run, for a trainer that is async. Use it in ``async with``."""
 
     async def batches(self, tasks: Tasks, *, episode: EpisodeFunction) -> AsyncIterator["Batch"]:
@@ -93,48 +91,6 @@ class Rollouts(AsyncFace):
             return await self._do(publish.run)
         finally:
             self._published(publish)
-
-    async def publish_adapter(
-        self,
-        name: str,
-        adapter: "Mapping[str, torch.Tensor] | str | Path",
-        *,
-        config: object = None,
-        wait: PublishWait = "live",
-    ) -> int:
-        """Bring a LoRA adapter to the engines, or new tensors for one; return the version.
-
-        ``adapter`` is a directory that PEFT's ``save_pretrained`` wrote; or tensors, as
-        ``peft.get_peft_model_state_dict`` gives them, with their ``config``: a ``LoraConfig``, or a
-        mapping with ``r`` and ``lora_alpha``. Only these travel. It is a version like any other,
-        whose weights are the version's before and this. Turns ask for it by
-        ``generate(adapter=name)``, or all do, by ``serve(adapter=name)``.
-
-        Raises:
-            ConfigError: it is no LoRA adapter, or asks for more than engines have.
-            WeightsRefused, EngineLagging, PublishDropped: as :meth:`publish`.
-        """
-        self._mark("train")
-        call = AdapterCall(self._running, name, adapter, config, wait)
-        try:
-            return await self._do(call.run)
-        finally:
-            self._published(call)
-
-    async def unload_adapter(self, name: str, *, wait: PublishWait = "live") -> int:
-        """Have engines forget an adapter; return the version that hasn't got it.
-
-        Turns that are running with it are refused.
-
-        Raises:
-            WeightsRefused: there is none of this name; else as :meth:`publish`.
-        """
-        self._mark("train")
-        call = UnloadCall(self._running, name, wait)
-        try:
-            return await self._do(call.run)
-        finally:
-            self._published(call)
 
     async def rollback(
         self, state_dict: "Mapping[str, torch.Tensor]", *, first_bad: int | None = None
@@ -231,7 +187,7 @@ class Rollouts(AsyncFace):
         return Evaluation(await self._do(_evaluate(tasks, episode)))
 
 
-class SyncRollouts(SyncFace):
+class SyncRollouts(SyncAdapters):
     """The same run, for a trainer that is not async. Use it in ``with``."""
 
     def batches(self, tasks: Tasks, *, episode: EpisodeFunction) -> Iterator["Batch"]:
@@ -260,31 +216,6 @@ class SyncRollouts(SyncFace):
             return self._do(publish.run)
         finally:
             self._published(publish)
-
-    def publish_adapter(
-        self,
-        name: str,
-        adapter: "Mapping[str, torch.Tensor] | str | Path",
-        *,
-        config: object = None,
-        wait: PublishWait = "live",
-    ) -> int:
-        """As :meth:`Rollouts.publish_adapter`."""
-        self._mark("train")
-        call = AdapterCall(self._running, name, adapter, config, wait)
-        try:
-            return self._do(call.run)
-        finally:
-            self._published(call)
-
-    def unload_adapter(self, name: str, *, wait: PublishWait = "live") -> int:
-        """As :meth:`Rollouts.unload_adapter`."""
-        self._mark("train")
-        call = UnloadCall(self._running, name, wait)
-        try:
-            return self._do(call.run)
-        finally:
-            self._published(call)
 
     def rollback(
         self, state_dict: "Mapping[str, torch.Tensor]", *, first_bad: int | None = None
