@@ -7,13 +7,15 @@ still read a new message. Nothing here knows what a rollout, a group or a reward
 Letters in shapes: R rows (turns) of a step message, N tokens in it, M tensors.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import msgspec
 
 from tidegate.errors import BadFrame
 from tidegate.transport.limits import Count, Seconds, check_frame_size, cut
+from tidegate.transport.message import KvPolicy as KvPolicy
 from tidegate.transport.message import Message as Message
+from tidegate.transport.message import PauseMode as PauseMode
 from tidegate.transport.sampling import SamplingParams as SamplingParams
 from tidegate.transport.scoring import CancelScore, Scored, ScoreRefused, ScoreTokens
 from tidegate.transport.sleep_messages import Asleep as Asleep
@@ -22,16 +24,19 @@ from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 from tidegate.transport.sleep_messages import Sleep as Sleep
 from tidegate.transport.sleep_messages import SleepFailed as SleepFailed
 from tidegate.transport.sleep_messages import Wake as Wake
+from tidegate.transport.weight_messages import Adapter as Adapter
+from tidegate.transport.weight_messages import Bases as Bases
+from tidegate.transport.weight_messages import FinishWeightUpdate as FinishWeightUpdate
+from tidegate.transport.weight_messages import InitWeights as InitWeights
+from tidegate.transport.weight_messages import StartWeightUpdate as StartWeightUpdate
+from tidegate.transport.weight_messages import TensorSpec as TensorSpec
+from tidegate.transport.weight_messages import UpdateWeights as UpdateWeights
+from tidegate.transport.weight_messages import WeightsFailed as WeightsFailed
+from tidegate.transport.weight_messages import WeightsLive as WeightsLive
+from tidegate.transport.weight_messages import WeightsStaged as WeightsStaged
 
 PROTOCOL = 1
 """Version of this file's contract. A peer with another one is refused in the handshake."""
-
-PauseMode = Literal["abort", "keep", "wait"]
-"""What a pause does to running turns: ``abort`` ends them now, handing back what they have;
-``keep`` freezes them; ``wait`` lets them finish and starts nothing new."""
-
-KvPolicy = Literal["keep", "recompute"]
-"""What new weights do to the KV of frozen turns: ``keep`` it, or ``recompute`` it under them."""
 
 RUNNING, STOP, LENGTH, ABORT, CANCELLED = range(5)
 """Finish codes of a step's rows: goes on; stop token sampled; ``max_tokens`` reached; ended by a
@@ -187,29 +192,6 @@ class EngineHeartbeat(Message, frozen=True, kw_only=True, tag="engine_heartbeat"
     """Steps so far for which there was no memory, and that were tried again with less."""
 
 
-class WeightsStaged(Message, frozen=True, kw_only=True, tag="weights_staged"):
-    """A version is complete beside the live one, checked, and can be swapped in."""
-
-    version: Count
-    staging_us: Count = 0
-
-
-class WeightsLive(Message, frozen=True, kw_only=True, tag="weights_live"):
-    """From now on every token of this engine comes from ``version``."""
-
-    version: Count
-    swapped_us: Count = 0
-    """Engine's monotonic clock at the swap."""
-    recomputed_turns: Count = 0
-
-
-class WeightsFailed(Message, frozen=True, kw_only=True, tag="weights_failed"):
-    """An update was refused; the old version serves on."""
-
-    version: Count
-    message: str
-
-
 class Paused(Message, frozen=True, kw_only=True, tag="paused"):
     """The pause asked for has taken effect: no turn runs."""
 
@@ -292,74 +274,6 @@ class Pause(Message, frozen=True, kw_only=True, tag="pause"):
 
 class Resume(Message, frozen=True, kw_only=True, tag="resume"):
     """Run again; answered by ``Resumed``."""
-
-
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """Where one tensor lies in the buffer of an update, and what it is."""
-
-    name: str
-    dtype: str
-    """As torch spells it: ``float32``, ``bfloat16``, …"""
-    shape: Annotated[list[int], msgspec.Meta(max_length=16)]
-    offset: Count
-    """First byte, from the start of the buffer."""
-    nbytes: Count
-    crc32: Count | None = None
-    """Of its bytes, as zlib computes it; None: nobody asked for it to be checked."""
-
-
-class Adapter(msgspec.Struct, frozen=True, array_like=True):
-    """A LoRA adapter: its name, and what the products of its matrices are multiplied by."""
-
-    name: str
-    scale: float
-
-
-class Bases(msgspec.Struct, frozen=True, array_like=True):
-    """The versions that differ from an update by no more than its tensors: ``[first, last]``."""
-
-    first: Count
-    last: Count
-
-
-class InitWeights(Message, frozen=True, kw_only=True, tag="init_weights"):
-    """Phase 1 of 4: how weights will travel."""
-
-    channel: str
-    info: dict[str, Any] = {}
-
-
-class StartWeightUpdate(Message, frozen=True, kw_only=True, tag="start_weight_update"):
-    """Phase 2 of 4: make room for ``version`` beside the live weights."""
-
-    version: Count
-
-
-class UpdateWeights(Message, frozen=True, kw_only=True, tag="update_weights"):
-    """Phase 3 of 4, as often as needed: copy these tensors. Answered once all are in by
-    ``WeightsStaged`` or ``WeightsFailed``."""
-
-    version: Count
-    location: str
-    """Where the buffer is, in the channel's own terms: a segment's name, a file's path."""
-    tensors: list[TensorSpec]
-    last: bool = True
-    """No more chunks follow: check names, shapes and dtypes, and answer."""
-    bases: Bases | None = None
-    """What these tensors may be laid over: if the live version is among them, what doesn't come is
-    taken from that, else the update is refused. None: all tensors come. The same in each chunk of
-    an update."""
-    adapter: Adapter | None = None
-    """These tensors are not the model's but all of an adapter's. The version has those adapters
-    that come with it, and no others."""
-
-
-class FinishWeightUpdate(Message, frozen=True, kw_only=True, tag="finish_weight_update"):
-    """Phase 4 of 4: swap ``version`` in between two steps. Answered by ``WeightsLive``."""
-
-    version: Count
-    pause_mode: PauseMode
-    kv_policy: KvPolicy
 
 
 class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
