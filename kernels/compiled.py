@@ -11,9 +11,12 @@ import logging
 import os
 import platform
 import shlex
+import stat
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,15 +61,36 @@ POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 def library() -> ctypes.CDLL | None:
     """The compiled functions; None where nothing can be compiled."""
     try:
-        path = _cache_directory() / f"native-{_fingerprint()}.so"
-        if not path.exists():
-            _build(path)
-        return ctypes.CDLL(str(path))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        directory = _cache_directory()
+        name = f"native-{_fingerprint()}.so"
+        if directory is not None:
+            return _load(directory / name)
+        with tempfile.TemporaryDirectory(prefix="tidegate.") as mine:
+            return _load(Path(mine) / name)  # once loaded, it needs no file
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or b""
         why = f"{error} {said[:STDERR_BYTES_SHOWN].decode(errors='replace')}"
         log.warning("compiled code=none: engines compute by torch's alone. %s", why)
         return None
+
+
+def function(
+    functions: ctypes.CDLL, name: str, arguments: Sequence[Any], dtype: torch.dtype | None = None
+) -> Callable[..., int]:
+    """One of the compiled functions, the one for ``dtype`` where there are two.
+
+    It raises MemoryError where there was no memory for what it needs.
+    """
+    found = functions[name if dtype is None else f"{name}_{DTYPES[dtype]}"]
+    found.argtypes, found.restype = arguments, INT
+    found.errcheck = _raise_lack  # type: ignore[assignment]  # of any result, so of an int
+    return found
+
+
+def _raise_lack(lacks_memory: int, called: object, arguments: object) -> int:
+    if lacks_memory:
+        raise MemoryError("compiled code got no memory to compute in")
+    return lacks_memory
 
 
 @functools.cache
@@ -76,13 +100,24 @@ def processor() -> str:
         return "".join(line for line in lines if line.startswith(PROCESSOR_LINES))[:4096]
 
 
+def _load(path: Path) -> ctypes.CDLL:
+    """Load what is compiled, which is done first where that isn't there yet, or doesn't load."""
+    if path.exists() and _is_ours_alone(path):
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:  # damaged; or of a machine with other system libraries and the same home
+            log.warning("compiled code: %s can't be loaded, and is compiled again", path)
+    _build(path)
+    return ctypes.CDLL(str(path))
+
+
 def _build(path: Path) -> None:
     """Compile beside ``path`` and rename: engines that start together don't see half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         built = Path(directory) / path.name
         command = [*shlex.split(COMPILER), *FLAGS, *map(str, SOURCES), "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S)
+        built.chmod(stat.S_IRWXU)
         built.replace(path)
 
 
@@ -94,6 +129,25 @@ def _fingerprint() -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _cache_directory() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "tidegate"
+def _cache_directory() -> Path | None:
+    """Where it is kept. None where there can be no such place, or others could leave theirs there,
+    which would run as this user; then every engine compiles for itself."""
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        path = Path(home) / "tidegate"
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(f"{path} can't be written to")
+        if not _is_ours_alone(path):
+            raise PermissionError(f"{path} belongs to another user, or others may write to it")
+    except (OSError, RuntimeError) as error:
+        log.warning("compiled code is not kept, so each engine compiles it at its start: %s", error)
+        return None
+    return path
+
+
+def _is_ours_alone(path: Path) -> bool:
+    """Whether nobody but this user can have written there."""
+    found = path.stat()
+    others_write = stat.S_IWGRP | stat.S_IWOTH
+    return found.st_uid == os.geteuid() and not found.st_mode & others_write

@@ -164,10 +164,12 @@ FOR_BOTH(tg_rotate_and_write,
                           offsets, (T*)query, (T*)cache, tokens, heads, kv_heads, head_dim,
                           block_tokens, epsilon))
 
-extern "C" void tg_draw(const float* logits, const float* temperatures, const double* uniforms,
-                        int64_t* ids, float* logprobs, int64_t rows, int64_t vocab) {
-    std::vector<float> weights(vocab), blocks((vocab + DRAW_BLOCK - 1) / DRAW_BLOCK);
-    for (int64_t r = 0; r < rows; r++)
-        draw_row(logits + r * vocab, vocab, temperatures[r], uniforms[r], ids + r, logprobs + r,
-                 weights, blocks);
+extern "C" int64_t tg_draw(const float* logits, const float* temperatures, const double* uniforms,
+                           int64_t* ids, float* logprobs, int64_t rows, int64_t vocab) {
+    return lacks_memory([&] {
+        std::vector<float> weights(vocab), blocks((vocab + DRAW_BLOCK - 1) / DRAW_BLOCK);
+        for (int64_t r = 0; r < rows; r++)
+            draw_row(logits + r * vocab, vocab, temperatures[r], uniforms[r], ids + r, logprobs + r,
+                     weights, blocks);
+    });
 }

@@ -9,12 +9,13 @@ row, H hidden, I inner size, S rows to sample, V vocabulary.
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from tidegate.kernels.compiled import DTYPES, FLOAT, INT, POINTER, library
+from tidegate.kernels.compiled import DTYPES, FLOAT, INT, POINTER, function, library
 
 HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128, 256)
 """What :meth:`Native.attend_last` is compiled for."""
@@ -57,17 +58,14 @@ class Native:
     """The compiled functions, for tensors of one dtype on the CPU, all contiguous."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        def function(name: str) -> "ctypes._NamedFuncPointer":
-            found = library[f"{name}_{DTYPES[dtype]}"]
-            found.argtypes, found.restype = ARGUMENTS[name], None
-            return found
+        def found(name: str) -> Callable[..., int]:
+            return function(library, name, ARGUMENTS[name], dtype)
 
-        self._norm = function("tg_norm")
-        self._gate = function("tg_gate")
-        self._rotate_and_write = function("tg_rotate_and_write")
-        self._attend_last = function("tg_attend_last")
-        self._draw = library["tg_draw"]
-        self._draw.argtypes, self._draw.restype = [POINTER] * 5 + [INT] * 2, None
+        self._norm = found("tg_norm")
+        self._gate = found("tg_gate")
+        self._rotate_and_write = found("tg_rotate_and_write")
+        self._attend_last = found("tg_attend_last")
+        self._draw = function(library, "tg_draw", [POINTER] * 5 + [INT] * 2)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """:func:`tidegate.kernels.norm.rms_norm` of ``x`` [T, H] with ``weight`` [H]."""

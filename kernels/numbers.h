@@ -1,5 +1,5 @@
 // What the compiled files share: bfloat16, which is the upper half of a float32; sums,
-// exponentials, and functions that come for both dtypes.
+// exponentials, and functions that come for both dtypes. Those return 0, or 1 if they got no memory.
 
 #pragma once
 
@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
 
 #if !defined(__FMA__) && !defined(__aarch64__)
 #error "without fused multiply-add in hardware torch's code is faster"
@@ -66,12 +67,22 @@ inline float sum_lanes(const float* lanes) {
            ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
 }
 
+// Whether there was no memory for it: an exception would end the process, not the step.
+template <typename F> inline int64_t lacks_memory(F compute) {
+    try {
+        compute();
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
+
 #define FOR_BOTH(NAME, ARGUMENTS, CALL)                                                            \
-    extern "C" void NAME##_float32 ARGUMENTS {                                                     \
+    extern "C" int64_t NAME##_float32 ARGUMENTS {                                                  \
         using T = float;                                                                           \
-        CALL;                                                                                      \
+        return lacks_memory([&] { CALL; });                                                        \
     }                                                                                              \
-    extern "C" void NAME##_bfloat16 ARGUMENTS {                                                    \
+    extern "C" int64_t NAME##_bfloat16 ARGUMENTS {                                                 \
         using T = bfloat16;                                                                        \
-        CALL;                                                                                      \
+        return lacks_memory([&] { CALL; });                                                        \
     }

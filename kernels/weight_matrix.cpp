@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -196,7 +197,13 @@ void multiply(const T* x, const T* packed, const T* bias, T* out, int64_t tokens
                            panels * part / threads, panels * (part + 1) / threads);
     };
     std::vector<std::thread> others;
-    for (int64_t part = 1; part < threads; part++) others.emplace_back(multiply_some, part);
+    int64_t part = 1;
+    try {
+        others.reserve(threads);
+        for (; part < threads; part++) others.emplace_back(multiply_some, part);
+    } catch (const std::exception&) {  // no more threads are to be had
+    }
+    for (; part < threads; part++) multiply_some(part);
     multiply_some(0);
     for (std::thread& other : others) other.join();
 }

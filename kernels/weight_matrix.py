@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from tidegate.kernels.compiled import DTYPES, INT, POINTER, library, processor
+from tidegate.kernels.compiled import DTYPES, INT, POINTER, function, library, processor
 
 OWN_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 """With these torch multiplies bfloat16 faster than float32 registers can."""
@@ -127,14 +127,12 @@ class PackedMatrix:
     def __init__(
         self, outputs: int, inputs: int, dtype: torch.dtype, functions: ctypes.CDLL
     ) -> None:
-        def function(name: str) -> Callable[..., None]:
-            found = functions[f"{name}_{DTYPES[dtype]}"]
-            found.argtypes, found.restype = ARGUMENTS[name], None
-            return found
+        def found(name: str) -> Callable[..., int]:
+            return function(functions, name, ARGUMENTS[name], dtype)
 
-        self._multiply_by = function("tg_multiply")
-        self._pack = function("tg_pack")
-        self._take = function("tg_take")
+        self._multiply_by = found("tg_multiply")
+        self._pack = found("tg_pack")
+        self._take = found("tg_take")
         self.shape = (outputs, inputs)
         self.dtype = dtype
         panel = functions["tg_panel_outputs"]()
@@ -184,8 +182,9 @@ class PackedMatrix:
     ) -> None:
         tokens, (outputs, inputs) = x.shape[0], self.shape
         worth = tokens * outputs * inputs // THREAD_PRODUCTS
+        x = x.contiguous()  # held while it is read: its address alone holds nothing
         self._multiply_by(
-            x.contiguous().data_ptr(),
+            x.data_ptr(),
             self.storage.data_ptr(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),

@@ -85,6 +85,12 @@ def test_what_is_packed_comes_back_and_parts_may_come_in_any_order(
     assert torch.equal(matrix.take(some), weights.to(dtype)[some])
 
 
+def test_activations_may_lie_in_another_order() -> None:
+    weights, x = torch.randn(33, 2000), torch.randn(2000, 600)
+    ours = packed(weights).linear(x.t())
+    assert torch.equal(ours, packed(weights).linear(x.t().contiguous()))
+
+
 def test_rows_of_another_shape_are_refused_before_anything_is_written() -> None:
     matrix = packed(torch.ones(8, 4))
     with pytest.raises(ValueError, match=r"\[2, 3\] is not the shape of 2 rows"):

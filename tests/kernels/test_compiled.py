@@ -1,0 +1,122 @@
+"""Whose compiled code does an engine run, and what does that do where there is no memory?"""
+
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tidegate.kernels import compiled
+
+pytestmark = pytest.mark.skipif(
+    shutil.which(shlex.split(compiled.COMPILER)[0]) is None,
+    reason=f"no {compiled.COMPILER}: engines compute by torch's code here",
+)
+
+
+@dataclass
+class Home:
+    """A user's, and a compiler that takes no time: it copies what the real one has made."""
+
+    path: Path
+    monkeypatch: pytest.MonkeyPatch
+
+    def cache(self, name: str) -> Path:
+        """Have it be elsewhere: no file can be loaded twice by one process."""
+        self.monkeypatch.setenv("XDG_CACHE_HOME", str(self.path / name))
+        return self.path / name / "tidegate"
+
+    def load(self) -> int:
+        """Load the code as an engine does that starts now; how often was it compiled so far?"""
+        assert compiled.library.__wrapped__() is not None
+        return len((self.path / "runs").read_text().splitlines())
+
+    def with_kept(self, name: str, text: str) -> Path:
+        """A cache with this text where the compiled code would be."""
+        directory = self.cache(name)
+        directory.mkdir(parents=True, mode=0o700)
+        (kept,) = (self.path / "first" / "tidegate").iterdir()
+        kept = directory / kept.name
+        kept.write_text(text)
+        return kept
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    """One whose first cache has the compiled code."""
+    built = compiled.library()
+    assert built is not None
+    script = tmp_path / "compiler.sh"
+    script.write_text(f'for to; do :; done\necho >>{tmp_path}/runs\ncp {built._name} "$to"\n')
+    monkeypatch.setattr(compiled, "COMPILER", f"sh {script}")
+    made = Home(tmp_path, monkeypatch)
+    made.cache("first")
+    assert made.load() == 1
+    return made
+
+
+def test_code_is_compiled_once_and_nobody_else_may_write_to_it(home: Home) -> None:
+    assert home.load() == 1
+    cache = home.cache("first")
+    (kept,) = cache.iterdir()
+    assert (cache.stat().st_mode & 0o777, kept.stat().st_mode & 0o777) == (0o700, 0o700)
+
+
+def test_code_that_is_damaged_or_that_others_may_have_written_is_compiled_again(
+    home: Home,
+) -> None:
+    home.with_kept("damaged", "not a library")
+    assert [home.load(), home.load()] == [2, 2]
+    (good,) = home.cache("first").iterdir()
+    kept = home.with_kept("strange", "")
+    shutil.copy(good, kept)
+    kept.chmod(0o722)
+    assert [home.load(), home.load()] == [3, 3]
+
+
+def test_a_cache_that_others_may_write_to_is_left_alone(
+    home: Home, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = home.with_kept("open", "whatever another user would like us to run")
+    kept.parent.chmod(0o777)
+    assert [home.load(), home.load()] == [2, 3]
+    assert kept.read_text() == "whatever another user would like us to run"
+    assert "others may write to it" in caplog.text
+
+
+@pytest.mark.parametrize("compiler", ["", 'g++ "', "there-is-none"])
+def test_a_compiler_that_cannot_be_run_is_none(
+    home: Home, monkeypatch: pytest.MonkeyPatch, compiler: str
+) -> None:
+    home.cache("empty")
+    monkeypatch.setattr(compiled, "COMPILER", compiler)
+    assert compiled.library.__wrapped__() is None
+
+
+MULTIPLY_WITHOUT_MEMORY = """
+import resource, torch
+from tidegate.kernels.weight_matrix import make_matrix
+
+torch.set_num_threads(4)
+wide = make_matrix(1, 1 << 22, torch.bfloat16, is_packed=True)
+many = make_matrix(4096, 1024, torch.float32, is_packed=True)
+many.rows(0, 4096).copy_(torch.ones(4096, 1024))
+x, y, out = torch.ones(8, 1 << 22, dtype=torch.bfloat16), torch.ones(8, 1024), torch.zeros(8, 4096)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 20), resource.RLIM_INFINITY))
+many.add_linear_(out, y)  # the threads that share this would want 8 MB each
+try:
+    wide.linear(x)  # and this 128 MB
+except MemoryError as error:
+    print(float(out.min()), float(out.max()), error)
+"""
+
+
+def test_without_memory_compiled_code_says_so_and_without_threads_it_does_without() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", MULTIPLY_WITHOUT_MEMORY], capture_output=True, text=True, check=False
+    )
+    assert run.stdout == "1024.0 1024.0 compiled code got no memory to compute in\n", run.stderr
