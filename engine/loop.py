@@ -37,6 +37,7 @@ from tidegate.transport.messages import (
     StartWeightUpdate,
     Step,
     SubmitTurn,
+    SubmitTurns,
     UpdateWeights,
     Wake,
     WeightsFailed,
@@ -129,6 +130,9 @@ class EngineLoop:
         match message:
             case SubmitTurn():
                 self._submit(message)
+            case SubmitTurns(turns=turns):
+                for turn in turns:
+                    self._submit(turn)
             case CancelTurn(turn=turn):
                 self._scheduler.cancel(turn)
             case ScoreTokens():

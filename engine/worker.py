@@ -230,6 +230,7 @@ def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimi
         scores=list(model.scoring.wants),
         is_deterministic=arguments.deterministic,
         sleep_levels=[1, 2],
+        takes_turns_together=True,
     )
 
 

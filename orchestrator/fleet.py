@@ -149,6 +149,11 @@ class Fleet:
         """Send a message to an engine; to a vanished one it is dropped, its loss is noticed."""
         self._send(engine.encode(), message)
 
+    def takes_turns_together(self, engine: str) -> bool:
+        """Whether an engine has said that it knows ``SubmitTurns``."""
+        known = self.engines.get(engine)
+        return known is not None and known.hello.takes_turns_together
+
     def tick(self, now_s: float) -> list[Event]:
         """Send heartbeats; notice who has been silent for too long."""
         events: list[Event] = []

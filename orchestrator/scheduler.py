@@ -91,7 +91,11 @@ class Scheduler:
         self._episodes = EpisodeRunner(settings, model, self._waiting, self.handle, self.fail)
         self._wants_tasks = asyncio.Event()
         self._offers = Offers(lambda: self.core, self.handle, wants_tasks=self._wants_tasks)
-        self._outbox = Outbox(self.fleet.send, on_error=self.fail)
+        self._outbox = Outbox(
+            self.fleet.send,
+            takes_turns_together=self.fleet.takes_turns_together,
+            on_error=self.fail,
+        )
         self.scores = ScoreDesk(
             self.fleet,
             waiting=self._waiting.scores,

@@ -39,6 +39,7 @@ from tidegate.transport.messages import (
     Sleep,
     StartWeightUpdate,
     SubmitTurn,
+    SubmitTurns,
     TurnRefused,
     UpdateWeights,
     Wake,
@@ -350,9 +351,11 @@ class SimulatedEngine:
                 self._take_complaint(why)
             case Ack(seq=seq):
                 self._window.acknowledge(seq)
-            case SubmitTurn(turn=turn):
-                if (refusal := self.turns.submit(message)) is not None:
-                    self._send(TurnRefused(turn=turn, message=refusal))
+            case SubmitTurn():
+                self._submit(message)
+            case SubmitTurns(turns=turns):
+                for turn in turns:
+                    self._submit(turn)
             case CancelTurn(turn=turn):
                 self.turns.cancel(turn)
             case Pause() | Resume():
@@ -363,6 +366,10 @@ class SimulatedEngine:
                 self._answers.due.append(self.sleep.wake(message))
             case StartWeightUpdate() | UpdateWeights() | FinishWeightUpdate():
                 self._handle_weights(message)
+
+    def _submit(self, message: SubmitTurn) -> None:
+        if (refusal := self.turns.submit(message)) is not None:
+            self._send(TurnRefused(turn=message.turn, message=refusal))
 
     def _pause_or_resume(self, message: Pause | Resume) -> None:
         if isinstance(message, Resume):

@@ -54,4 +54,5 @@ def hello_of(engine: str, epoch: int, traits: EngineTraits) -> Hello:
         kv_policies=["keep", "recompute"],
         weight_channels=["shm"],
         sleep_levels=list(traits.sleep_levels),
+        takes_turns_together=True,
     )

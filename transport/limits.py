@@ -20,6 +20,7 @@ FRAME_BYTES_MAX_BY_KIND: Final = {
     "hello": 1024 * 1024,  # 200,000 turns held, 4 bytes each
     "step": 4 * 1024 * 1024,  # 4,096 turns of 64 tokens are 2 MiB
     "submit_turn": 16 * 1024 * 1024,  # a context of 4 M tokens
+    "submit_turns": 4 * 1024 * 1024,  # their sender can send fewer at once
     "score_tokens": 16 * 1024 * 1024,
     "scored": 4 * 1024 * 1024,  # of a larger answer, a part
     "update_weights": FRAME_BYTES_MAX,  # a tensor's place takes about 100 bytes

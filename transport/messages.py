@@ -95,6 +95,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """What sleeps now; that outlasts a conversation."""
     lacks_weights: bool = False
     """Nothing stands behind ``weight_version`` any more: it needs a whole update."""
+    takes_turns_together: bool = False
+    """Whether it knows ``SubmitTurns``."""
 
 
 class KvSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -258,6 +260,13 @@ class SubmitTurn(Message, frozen=True, kw_only=True, tag="submit_turn"):
     turn uses the i-th random number of its seed, wherever and whenever it is sampled."""
 
 
+class SubmitTurns(Message, frozen=True, kw_only=True, tag="submit_turns"):
+    """Each of these as if it had come by itself; only for engines that say they take them so."""
+
+    turns: list[SubmitTurn]
+    """In the order in which they would have come."""
+
+
 class CancelTurn(Message, frozen=True, kw_only=True, tag="cancel_turn"):
     """Stop this turn; unknown or finished handles are ignored."""
 
@@ -304,6 +313,7 @@ FromOrchestrator = (
     | OrchestratorHeartbeat
     | Ack
     | SubmitTurn
+    | SubmitTurns
     | CancelTurn
     | ScoreTokens
     | CancelScore

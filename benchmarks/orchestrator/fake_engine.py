@@ -24,6 +24,7 @@ from tidegate.transport.messages import (
     Shutdown,
     Step,
     SubmitTurn,
+    SubmitTurns,
     UpdateWeights,
     WeightsLive,
     WeightsStaged,
@@ -93,6 +94,7 @@ class FakeEngine:
                 pause_modes=["keep"],
                 kv_policies=["keep", "recompute"],
                 weight_channels=["shm"],
+                takes_turns_together=True,
             )
         )
 
@@ -101,6 +103,9 @@ class FakeEngine:
         match message:
             case SubmitTurn(turn=turn):
                 self._waiting.append(turn)
+                self._fill_slots(now_s)
+            case SubmitTurns(turns=turns):
+                self._waiting.extend(submitted.turn for submitted in turns)
                 self._fill_slots(now_s)
             case Ack(seq=seq):
                 self._window.acknowledge(seq)

@@ -37,6 +37,7 @@ from tidegate.transport.messages import (
     StartWeightUpdate,
     Step,
     SubmitTurn,
+    SubmitTurns,
     WeightsLive,
     WeightsStaged,
     Welcome,
@@ -247,19 +248,33 @@ class Orchestra:
         priority: int = 0,
         sampled_before: int = 0,
     ) -> int:
+        message = self._new_turn(prompt, sampling, priority, sampled_before)
+        self.send(message)
+        return message.turn
+
+    def submit_together(self, prompts: list[list[int]], sampling: SamplingParams) -> list[int]:
+        """All in one message."""
+        turns = [self._new_turn(prompt, sampling) for prompt in prompts]
+        self.send(SubmitTurns(turns=turns))
+        return [message.turn for message in turns]
+
+    def _new_turn(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        priority: int = 0,
+        sampled_before: int = 0,
+    ) -> SubmitTurn:
         turn = self._next_turn
         self._next_turn += 1
         self.turns[turn] = SeenTurn(prompt, sampling, sampled_before)
-        self.send(
-            SubmitTurn(
-                turn=turn,
-                token_ids=np.array(prompt, "<i4").tobytes(),
-                sampling=sampling,
-                priority=priority,
-                sampled_before=sampled_before,
-            )
+        return SubmitTurn(
+            turn=turn,
+            token_ids=np.array(prompt, "<i4").tobytes(),
+            sampling=sampling,
+            priority=priority,
+            sampled_before=sampled_before,
         )
-        return turn
 
     def finish(self, turn: int) -> SeenTurn:
         """Read until the turn has ended."""

@@ -144,6 +144,14 @@ def test_bytes_that_are_no_message_are_answered_and_harm_nobody(engine: Orchestr
     assert engine.finish(turn).finish == LENGTH
 
 
+def test_turns_that_come_together_are_as_if_each_had_come_by_itself(engine: Orchestra) -> None:
+    alone = engine.generate(PROMPT, GREEDY)
+    first, refused, last = engine.submit_together([PROMPT, [], PROMPT], GREEDY)
+    assert engine.await_one(TurnRefused).turn == refused
+    assert engine.finish(first).token_ids == alone.token_ids
+    assert engine.finish(last).token_ids == alone.token_ids
+
+
 def test_without_credit_no_step_is_made_but_control_is_answered(engine: Orchestra) -> None:
     engine.acknowledges = False
     turn = engine.submit(PROMPT, LONG)

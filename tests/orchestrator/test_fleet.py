@@ -259,3 +259,15 @@ def test_columns_whose_lengths_disagree_are_refused(damage: dict[str, bytes]) ->
     }
     with pytest.raises(BadFrame, match="step 0"):
         step_arrived("a", Step(seq=0, version=0, **columns))  # type: ignore[arg-type]
+
+
+def test_turns_go_together_only_to_engines_that_have_said_they_take_them_so() -> None:
+    wire = Wire()
+    new = msgspec.structs.replace(hello("b"), takes_turns_together=True)
+    wire.hear(hello("a"))
+    wire.hear(new, peer=b"b")
+    assert [wire.fleet.takes_turns_together(engine) for engine in ("a", "b", "none")] == [
+        False,
+        True,
+        False,
+    ]

@@ -48,6 +48,7 @@ from tidegate.transport.messages import (
     StartWeightUpdate,
     Step,
     SubmitTurn,
+    SubmitTurns,
     TensorSpec,
     TurnRefused,
     UpdateWeights,
@@ -118,6 +119,7 @@ ENGINE_EXAMPLES: list[Message] = [
         sleep_levels=[1, 2],
         asleep=["weights"],
         lacks_weights=True,
+        takes_turns_together=True,
     ),
     EXAMPLE_STEP,
     TurnRefused(turn=3, message="too long"),
@@ -143,16 +145,18 @@ ENGINE_EXAMPLES: list[Message] = [
     Awake(request=1, tags=["kv_cache"], lacks_weights=True),
     SleepFailed(request=1, message="no pause is on"),
 ]
+EXAMPLE_TURN = SubmitTurn(
+    turn=4_294_967_295,
+    token_ids=struct.pack("<3i", 1, 2, 3),
+    sampling=SamplingParams(max_tokens=16, temperature=0.7, stop_token_ids=[2], seed=2**63),
+)
 ORCHESTRATOR_EXAMPLES: list[Message] = [
     Welcome(heartbeat_interval_s=1.5, orchestrator_timeout_s=30.0, credit_steps=64),
     Refused(message="another vocabulary"),
     OrchestratorHeartbeat(),
     Ack(seq=41),
-    SubmitTurn(
-        turn=4_294_967_295,
-        token_ids=struct.pack("<3i", 1, 2, 3),
-        sampling=SamplingParams(max_tokens=16, temperature=0.7, stop_token_ids=[2], seed=2**63),
-    ),
+    EXAMPLE_TURN,
+    SubmitTurns(turns=[EXAMPLE_TURN, EXAMPLE_TURN]),
     CancelTurn(turn=1),
     ScoreTokens(request=5, token_ids=struct.pack("<3i", 1, 2, 3), start=1, top_logprobs=1),
     CancelScore(request=5),
