@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tidegate.engine.drafts import DraftSource
 from tidegate.engine.lookup_drafts import LookupDrafts
+from tidegate.engine.memory import blame_memory
 from tidegate.engine.model_drafts import ModelDrafts
 from tidegate.engine.rollout_drafts import RolloutDrafts
 from tidegate.engine.served_model import DtypeChoice, ServedModel, open_model
@@ -50,5 +51,6 @@ def _model_drafts(
             f"speculate='draft:{path}': its vocabulary has {small.vocab_size} tokens, the model's "
             f"{model.vocab_size}; take a smaller model of the same family"
         )
-    runner = small.make_runner(num_blocks=limits.num_blocks, block_tokens=limits.block_tokens)
+    with blame_memory(doing=f"for the KV cache of {path}", remedy="lower num_blocks"):
+        runner = small.make_runner(num_blocks=limits.num_blocks, block_tokens=limits.block_tokens)
     return ModelDrafts(runner, small.context_tokens_max)

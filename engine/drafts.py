@@ -132,4 +132,7 @@ class Speculation:
         pace = self._paces.get(turn.handle)
         if pace is None:
             pace = self._paces[turn.handle] = DraftPace()
-        return pace.count(turn.length, enough)
+        count = pace.count(turn.length, enough)
+        if options is None or options.step_tokens_max is None:
+            return count
+        return min(count, options.step_tokens_max - 1)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tidegate.engine.drafts import Tokens
+from tidegate.engine.drafts import NO_TOKENS, Tokens
 from tidegate.engine.kv_cache import KvCache
+from tidegate.engine.memory import is_out_of_memory
 from tidegate.engine.runner import Row, RowSampling, Runner
 from tidegate.engine.turns import TurnState
 
@@ -25,7 +26,20 @@ class _Drafted:
 
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
-    """Leading positions whose KV is of the tokens that the turn really has."""
+    """Leading positions whose KV is there."""
+    guess: Tokens = field(default_factory=lambda: NO_TOKENS)
+    """What was guessed last. Its KV is of use where the turn really said the same."""
+    guessed_at: int = 0
+    """The position of its first token."""
+
+    def keep_what_was_right(self, turn: TurnState) -> None:
+        """Count as computed only KV of tokens that the turn really has, and not the last one's."""
+        said = turn.tokens[self.guessed_at : turn.length][: len(self.guess)]
+        wrong = np.flatnonzero(said != self.guess[: len(said)])
+        if wrong.size:
+            self.computed = min(self.computed, self.guessed_at + int(wrong[0]))
+        self.computed = min(self.computed, turn.length - 1)
+        self.guess = NO_TOKENS
 
 
 @dataclass(slots=True)
@@ -59,6 +73,13 @@ class _Guess:
         """The small model's next token."""
         self.tokens[self.count] = token_id
         self.count += 1
+        if self.is_full:
+            self.drafted.guess, self.drafted.guessed_at = self.tokens, self.turn.length
+
+    def give_up(self) -> None:
+        """Guess nothing, and have what may not have been computed be computed again."""
+        self.tokens = NO_TOKENS
+        self.drafted.guess, self.drafted.computed = NO_TOKENS, 0
 
 
 class ModelDrafts:
@@ -77,19 +98,31 @@ class ModelDrafts:
         behind: list[Row] = []
         for turn, count in zip(turns, counts, strict=True):
             drafted = self._turns.setdefault(turn.handle, _Drafted())
-            drafted.computed = min(drafted.computed, turn.length - 1)
+            drafted.keep_what_was_right(turn)
             missing = turn.length - drafted.computed
             if not self._has_room(drafted, turn.length + count):
                 count = 0
             elif missing > tokens_left:
                 behind += self._catch_up(turn, drafted, tokens_left)
-                count = 0
+                count = tokens_left = 0
+            else:
+                tokens_left -= missing
             guesses.append(_Guess(turn, drafted, np.empty(count, np.int32)))
-            tokens_left -= min(missing, tokens_left)
+        try:
+            self._compute(guesses, behind)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            for guess in guesses:  # the model itself may still have enough to go on without
+                guess.give_up()
+        return [guess.tokens for guess in guesses]
+
+    def _compute(self, guesses: Sequence[_Guess], behind: list[Row]) -> None:
+        """Read on where that is due, and guess token by token."""
         while True:
             growing = [guess for guess in guesses if not guess.is_full]
             if not growing and not behind:
-                return [guess.tokens for guess in guesses]
+                return
             rows = [guess.next_row() for guess in growing]
             sampled = self._runner.step([*rows, *behind]).token_ids.tolist()
             behind = []

@@ -54,6 +54,7 @@ class RowOptions:
         "processors",
         "raw_logprobs",
         "seen",
+        "step_tokens_max",
         "top_logprobs",
     )
 
@@ -72,6 +73,8 @@ class RowOptions:
         self.biases = np.array([one.bias for one in asked.logit_bias], np.float32)
         self.top_logprobs = asked.top_logprobs
         self.raw_logprobs = asked.raw_logprobs
+        self.step_tokens_max: int | None = None
+        """More at once, with what is told of each, might not fit a step's frame; None: any will."""
         self.seen: SeenCounts | None = None
         """What is penalised; None where nothing is."""
         self.processors: list[tuple[str, LogitProcessor]] = []
@@ -124,9 +127,9 @@ class OptionReader:
         registry: ProcessorRegistry | None = None,
     ) -> None:
         self._vocab_size = vocab_size
-        self._top_logprobs_max = min(
-            vocab_size, max(1, TOP_LOGPROBS_BYTES_MAX // (8 * max_running_turns))
-        )
+        self._step_top_logprobs = max(1, TOP_LOGPROBS_BYTES_MAX // (8 * max_running_turns))
+        """A turn's share of a step."""
+        self._top_logprobs_max = min(vocab_size, self._step_top_logprobs)
         self._tokenizer = tokenizer or ModelTokenizer(None)
         self._registry = registry or ProcessorRegistry()
 
@@ -144,6 +147,8 @@ class OptionReader:
         self._check(asked, message.sampled_before)
         stop_ids = sorted({t for t in asked.stop_token_ids if 0 <= t < self._vocab_size})
         options = RowOptions(asked, tokens, prompt_tokens)
+        if asked.top_logprobs:
+            options.step_tokens_max = self._step_top_logprobs // asked.top_logprobs
         if asked.min_tokens:
             self._ban(options, stop_ids)
         if _is_penalized(asked):

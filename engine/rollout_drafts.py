@@ -18,6 +18,9 @@ from tidegate.engine.turns import TurnState
 KEPT_TOKENS_MAX = 4 * 1024 * 1024
 """Of all prompts' samples, 16 MB; those of the prompts asked for longest ago are forgotten."""
 
+PROMPT_TOKENS, SAMPLE_TOKENS = 96, 32
+"""What the objects of each take beside its tokens, in tokens of four bytes."""
+
 SAMPLES_MAX = 8
 """Of one prompt, the latest. More are more work when a turn begins than they are help."""
 
@@ -25,7 +28,7 @@ SAMPLES_MAX = 8
 class _Prompt:
     """The samples of one prompt, each after the prompt's last tokens."""
 
-    __slots__ = ("ends", "samples", "turns")
+    __slots__ = ("ends", "forgotten", "samples", "turns")
 
     def __init__(self) -> None:
         self.samples: list[Tokens] = []
@@ -34,6 +37,20 @@ class _Prompt:
         self.ends: dict[Ngram, tuple[Tokens, int]] = {}
         """Where each run of tokens ended last; empty while no turn needs it, for it takes fifty
         times the room of the samples."""
+        self.forgotten = 0
+        """Samples that are in ``ends`` still."""
+
+    def add(self, sample: Tokens) -> Tokens | None:
+        """Keep a sample; return the one that makes place for it, if any has to."""
+        self.samples.append(sample)
+        if self.ends:
+            self.index(sample)
+        if len(self.samples) <= SAMPLES_MAX:
+            return None
+        self.forgotten += 1
+        if self.forgotten >= SAMPLES_MAX:  # where turns overlap, one always needs it
+            self.ends, self.forgotten = {}, 0
+        return self.samples.pop(0)
 
     def index(self, sample: Tokens) -> None:
         """Have ``find`` find what followed in this sample."""
@@ -125,17 +142,15 @@ class RolloutDrafts:
         prompt = self._prompts.get(key)
         if prompt is None:
             prompt = self._prompts[key] = _Prompt()
-            self._kept_tokens += NGRAM_TOKENS  # an empty one takes room, too
+            self._kept_tokens += PROMPT_TOKENS
         self._prompts.move_to_end(key)
         return prompt
 
     def _keep(self, prompt: _Prompt, sample: Tokens) -> None:
-        prompt.samples.append(sample)
-        self._kept_tokens += len(sample)
-        if len(prompt.samples) > SAMPLES_MAX:
-            self._kept_tokens -= len(prompt.samples.pop(0))
-        if prompt.ends:
-            prompt.index(sample)
+        self._kept_tokens += SAMPLE_TOKENS + len(sample)
+        forgotten = prompt.add(sample)
+        if forgotten is not None:
+            self._kept_tokens -= SAMPLE_TOKENS + len(forgotten)
         while self._kept_tokens > self._kept_tokens_max and len(self._prompts) > 1:
             _, oldest = self._prompts.popitem(last=False)
-            self._kept_tokens -= NGRAM_TOKENS + sum(map(len, oldest.samples))
+            self._kept_tokens -= PROMPT_TOKENS + sum(SAMPLE_TOKENS + len(s) for s in oldest.samples)

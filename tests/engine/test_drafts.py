@@ -16,7 +16,7 @@ from tidegate.engine.drafts import (
 )
 from tidegate.engine.lookup_drafts import LookupDrafts
 from tidegate.engine.options import OptionReader
-from tidegate.engine.rollout_drafts import RolloutDrafts
+from tidegate.engine.rollout_drafts import SAMPLES_MAX, RolloutDrafts
 from tidegate.engine.scheduler import StepColumns
 from tidegate.engine.turns import TurnState, admit
 from tidegate.transport.messages import LENGTH, STOP, SamplingParams, SubmitTurn
@@ -238,13 +238,30 @@ def test_a_turn_that_came_from_elsewhere_is_a_sample_of_the_prompt_it_had_there(
 
 
 def test_what_was_cut_short_is_no_sample_and_the_prompts_of_longest_ago_are_forgotten() -> None:
-    drafts = RolloutDrafts(kept_tokens_max=40)
+    drafts = RolloutDrafts(kept_tokens_max=700)
     drafts.ended(ended_turn([1, 2, 3], [10, 11]), is_whole=False)
     assert guessed(drafts, ended_turn([1, 2, 3], [], handle=1)) == []
     for prompt in range(2, 9):
         drafts.ended(ended_turn([prompt, 2, 3], [10, 11], handle=prompt), is_whole=True)
     known = [bool(guessed(drafts, ended_turn([n, 2, 3], [], handle=n + 9))) for n in range(2, 9)]
     assert known == [False, False, True, True, True, True, True]
+
+
+def test_samples_of_a_prompt_that_is_always_asked_for_take_no_more_and_more_room() -> None:
+    drafts = RolloutDrafts()
+    drafts.ended(ended_turn([1, 2, 3], list(range(10, 50))), is_whole=True)
+    assert guessed(drafts, ended_turn([1, 2, 3], [], handle=1)) == [10, 11, 12, 13]
+    chance = random.Random(0)
+    for handle in range(2, 60):
+        output = [chance.randrange(50) for _ in range(40)]
+        turn = ended_turn([1, 2, 3], output[:3], handle=handle)
+        guessed(drafts, turn)
+        for token_id in output[3:]:
+            turn.append(token_id)
+        drafts.ended(turn, is_whole=True)
+        (prompt,) = drafts._prompts.values()
+        assert len(prompt.ends) <= 2 * SAMPLES_MAX * 40
+    assert guessed(drafts, ended_turn([1, 2, 3], output[:10], handle=60)) == output[10:14]
 
 
 # ---------------------------------------------------------------- anything at all

@@ -1,5 +1,6 @@
 """Are guesses invisible but for speed, with real weights and real log-probs?"""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from tests.engine.fake_engine import DrivenEngine, ToldTurn
 from tests.engine.test_prefixes_exactly import ROUNDING_NATS
 from tests.repeating import make_repeating_model
+from tidegate.engine import options
 from tidegate.engine.drafts import DraftSource
 from tidegate.engine.lookup_drafts import LookupDrafts
 from tidegate.engine.model import native_for
@@ -16,9 +18,10 @@ from tidegate.engine.model_config import ModelConfig
 from tidegate.engine.model_drafts import ModelDrafts
 from tidegate.engine.options import OptionReader
 from tidegate.engine.rollout_drafts import RolloutDrafts
-from tidegate.engine.runner import ModelRunner
+from tidegate.engine.runner import ModelRunner, Row, StepOutput
 from tidegate.engine.scheduler import Scheduler, StepColumns
 from tidegate.engine.tokenizer import ModelTokenizer
+from tidegate.engine.turns import EngineLimits, TurnState, admit
 from tidegate.engine.weights import Weights, load_directory
 from tidegate.kernels.native import Native
 from tidegate.transport.messages import STOP, SamplingParams, SubmitTurn
@@ -105,6 +108,83 @@ def test_a_draft_models_guesses_change_no_token_and_one_that_is_as_good_is_alway
         assert drafts._cache.free_blocks == blocks
 
 
+def make_turn(tokens: list[int], handle: int, limits: EngineLimits) -> TurnState:
+    message = SubmitTurn(
+        turn=handle,
+        token_ids=np.array(tokens, "<i4").tobytes(),
+        sampling=SamplingParams(max_tokens=30, seed=handle),
+    )
+    return admit(message, limits, handle, OptionReader(vocab_size=100, max_running_turns=4))
+
+
+LIMITS = EngineLimits(
+    max_running_turns=4,
+    max_step_tokens=64,
+    num_blocks=400,
+    block_tokens=4,
+    context_tokens_max=1000,
+    vocab_size=100,
+)
+
+
+def small_model(weights: Weights, context_tokens_max: int = 900) -> ModelDrafts:
+    runner = ModelRunner(weights.config, weights, num_blocks=300, block_tokens=4)
+    return ModelDrafts(runner, context_tokens_max)
+
+
+@pytest.mark.parametrize("others", [1, 3, 9])
+def test_a_turn_that_went_another_way_for_a_while_is_guessed_for_as_if_it_were_new(
+    weights: Weights, others: int
+) -> None:
+    drafts, turn = small_model(weights), make_turn([3, 1, 4, 1], 7, LIMITS)
+    (first,) = drafts.propose([turn], [6])
+    turn.append(int(first[0]))
+    for _ in range(others):
+        turn.append((int(first[1]) + 1) % 50)
+    (again,) = drafts.propose([turn], [6])
+    fresh = small_model(weights)
+    (expected,) = fresh.propose([turn], [6])
+    assert again.tolist() == expected.tolist()
+    for ours, theirs in zip(kv_of(drafts, turn), kv_of(fresh, turn), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def kv_of(drafts: ModelDrafts, turn: TurnState) -> list[torch.Tensor]:
+    """What the small model holds of the tokens that a turn has, layer by layer."""
+    positions = np.arange(turn.length)
+    blocks = np.array(drafts._turns[turn.handle].blocks)[positions // 4]
+    return [cache[blocks, :, :, positions % 4] for cache in drafts._runner.cache_tensors()[:-1]]
+
+
+def test_a_turn_that_is_too_long_for_the_small_model_keeps_no_other_from_guesses(
+    weights: Weights,
+) -> None:
+    drafts = small_model(weights, context_tokens_max=700)
+    long, short = make_turn([5] * 690, 0, LIMITS), make_turn([3, 1, 4, 1], 1, LIMITS)
+    nothing, guess = drafts.propose([long, short], [16, 4])
+    assert (len(nothing), len(guess)) == (0, 4)
+
+
+class TightRunner(ModelRunner):
+    """Has no memory for its third step."""
+
+    steps = 0
+
+    def step(self, rows: Sequence[Row]) -> StepOutput:
+        """As ever, but for that one."""
+        self.steps += 1
+        if self.steps == 3:
+            torch.empty(1 << 54)
+        return super().step(rows)
+
+
+def test_a_small_model_without_memory_guesses_nothing_and_then_goes_on(weights: Weights) -> None:
+    runner = TightRunner(weights.config, weights, num_blocks=100, block_tokens=4)
+    drafts, turn = ModelDrafts(runner, 900), make_turn([3, 1, 4, 1], 7, LIMITS)
+    assert [len(guess) for guess in drafts.propose([turn], [6])] == [0]
+    assert [len(guess) for guess in drafts.propose([turn], [6])] == [6]
+
+
 LETTER_Z = ord("z") - 31
 """Its token, in :mod:`tests.models`."""
 
@@ -159,3 +239,12 @@ def test_options_of_guessed_tokens_take_effect_one_by_one(model: Path, weights: 
         expected = details(plain, column)
         assert len(expected) == (31 if column == "raw_logprobs" else 62)
         assert details(guessed, column) == pytest.approx(expected, abs=ROUNDING_NATS)
+
+
+def test_what_is_told_of_guessed_tokens_fits_a_steps_frame(
+    model: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "TOP_LOGPROBS_BYTES_MAX", 4 * 3 * 2 * 8)
+    told = told_with_options(model, weights, LookupDrafts())
+    sizes = [len(detail.top_ids) // 8 for step in told for detail in step.details]
+    assert max(sizes) == 3  # of two tokens each, for one turn of four
