@@ -1,12 +1,13 @@
-"""Do malformed frames do any harm? A million of them, to every place where frames are read.
+"""Does anything malformed do harm? A million frames and more, to every place where they are read.
 
-``python -m benchmarks.fuzz [--frames N] [--seed S] [--json]`` prints ``name, value, unit`` and ends
-with status 1 if anything raised, hung or grew. Half of the frames go to the orchestrator's fleet
-and core in this process, where a seed replays exactly; a quarter to an engine, a quarter to a whole
-run over its socket.
+``python -m benchmarks.fuzz [--frames N] [--bodies N] [--seed S] [--json]`` prints ``name, value,
+unit`` and ends with status 1 if anything raised, hung or grew. Half of the frames go to the
+orchestrator's fleet and core in this process, where a seed replays exactly; a quarter to an engine,
+a quarter to a whole run over its socket. Bodies go to the gateway, over HTTP.
 """
 
 import argparse
+import logging
 import sys
 import tempfile
 import traceback
@@ -15,14 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import uvloop
 
 from benchmarks.fuzz_engine import FuzzedEngine
 from benchmarks.fuzz_fleet import FuzzedFleet
+from benchmarks.fuzz_http import FuzzedGateway
 from benchmarks.fuzz_wire import FuzzedRun
 from benchmarks.table import Row, show
 
 FRAMES_DEFAULT = 1_250_000
 """Four in five turn out to be malformed: a million."""
+
+BODIES_DEFAULT = 125_000
+"""As many of them are malformed: a hundred thousand."""
 
 FAILURES_SHOWN_MAX = 5
 
@@ -131,18 +137,46 @@ def fuzz_wire(frames: int, seed: int) -> Outcome:
     return outcome
 
 
+def fuzz_http(bodies: int, seed: int) -> Outcome:
+    """The gateway, over HTTP."""
+    outcome = Outcome("http", frames=bodies)
+    warm_up, before_mib = int(bodies * WARM_UP_SHARE), 0.0
+
+    def each(number: int) -> None:
+        nonlocal before_mib
+        if number == warm_up:
+            before_mib = rss_mib()
+
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # warns of what is not HTTP
+    with tempfile.TemporaryDirectory() as directory:
+        fuzzed = FuzzedGateway(seed, Path(directory))
+        try:
+            uvloop.run(fuzzed.feed(bodies, each))
+        except Exception:  # noqa: BLE001 - as above
+            outcome.fail(traceback.format_exc())
+    outcome.growth_mib = rss_mib() - before_mib
+    for failure in fuzzed.failures:
+        outcome.fail(failure)
+    outcome.malformed, outcome.healthy = fuzzed.refused, fuzzed.healthy
+    return outcome
+
+
 def main() -> int:
-    """Run all three and print the table."""
+    """Run all four and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--frames", type=int, default=FRAMES_DEFAULT)
+    parser.add_argument("--bodies", type=int, default=BODIES_DEFAULT)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     half, quarter = arguments.frames // 2, arguments.frames // 4
     outcomes = []
-    for fuzz, frames in ((fuzz_fleet, half), (fuzz_engine, quarter), (fuzz_wire, quarter)):
-        outcome = fuzz(frames, arguments.seed)
+    places = ((fuzz_fleet, half), (fuzz_engine, quarter), (fuzz_wire, quarter))
+    for fuzz, count in (*places, (fuzz_http, arguments.bodies)):
+        if not count:
+            continue
+        outcome = fuzz(count, arguments.seed)
         outcomes.append(outcome)
         show(outcome.rows(), as_json=arguments.json)
         sys.stderr.write(outcome.story)

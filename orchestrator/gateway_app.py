@@ -143,6 +143,8 @@ class _App:
         options = request.options()
         prompt = request.prompt
         ids = session.episode.encode(prompt) if isinstance(prompt, str) else prompt
+        if not ids:
+            raise GatewayError(400, "invalid_request_error", "the prompt has no token")
 
         def begin() -> _Choice:
             row = session.episode.row_from(ids)
