@@ -177,7 +177,8 @@ class EpisodeRunner:
         number = task.rollout.rollout_id
         try:
             event = self._said(task, value, error)
-            if event is not None and number not in self.left.stubborn:  # else it changes nothing
+            # Cancelled for its rollout was given up, or for the run ends: what it says is void.
+            if event is not None and not (number in self.left.stubborn or self._is_ending):
                 assert task.episode is not None
                 self._handle([*task.episode.turn_rewards(), event])
         finally:
@@ -187,13 +188,13 @@ class EpisodeRunner:
     def _said(
         self, task: "EpisodeTask", value: object, error: BaseException | None
     ) -> ev.Event | None:
-        """What a task's end means to its rollout; nothing, if somebody has cancelled it."""
+        """What a task's end means to its rollout; nothing, if it never began."""
         if task.episode is None:  # it never began
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 raise error
             return None
         reward = _reward(value) if error is None else error
-        event: ev.Event | None
+        event: ev.Event
         if isinstance(reward, float):
             self._deadlines.end(task)
             event = ev.EpisodeReturned(task.rollout.rollout_id, reward)
@@ -202,35 +203,32 @@ class EpisodeRunner:
             event = self._failed(task, reward)
         else:
             raise reward
-        if event is not None:
-            self._settle(task.rollout, task.episode)
+        if not self._is_ending:  # else a resumed run goes on with what is unfinished
+            self._settle(task.episode)
         return event
 
-    def _failed(self, task: "EpisodeTask", error: BaseException) -> ev.Event | None:
+    def _failed(self, task: "EpisodeTask", error: BaseException) -> ev.Event:
         rollout = task.rollout
         was_too_long = self._deadlines.end(task)
         reason = "episode_error"
-        if isinstance(error, asyncio.CancelledError):
-            if task.cancelling():
-                return None  # somebody cancels it; else its code has awaited something dead
-            if was_too_long:
-                reason, late = "episode_timeout", TimeoutError("it took too long")
-                late.__cause__, error = error, late
-        if rollout.rollout_id not in self.left.stubborn:
+        if isinstance(error, asyncio.CancelledError) and was_too_long:
+            reason, late = "episode_timeout", TimeoutError("it took too long")
+            late.__cause__, error = error, late
+        if not (rollout.rollout_id in self.left.stubborn or self._is_ending):
             self._count_failure(rollout, error)
         return ev.EpisodeFailed(rollout.rollout_id, reason)
 
-    def _settle(self, rollout: Rollout, episode: Episode) -> None:
+    def _settle(self, episode: Episode) -> None:
         episode.end()
         self.left.ended.append(weakref.ref(episode))
-        for row in rollout.rows:
+        for row in episode.rows:  # its rollout has left those out that have no tokens
             if left := self._waiting.turns.pop(row.rollout_id, None):
                 fail(left, RunClosed(EPISODE_IS_OVER))
 
     def _give_up(self, episode_of: tuple[Rollout, Episode]) -> None:
         """Go on without an episode that goes on after it was cancelled at its deadline."""
         rollout, episode = episode_of
-        self._settle(rollout, episode)
+        self._settle(episode)
         if rollout.rollout_id in self.left.stubborn:
             return  # it was stopped, and the core waits for it no more
         self.left.stubborn.add(rollout.rollout_id)

@@ -82,6 +82,7 @@ class SteppedTask(asyncio.Future[None]):
     """
 
     __slots__ = (
+        "_cancel_message",
         "_cancels",
         "_context",
         "_coro",
@@ -99,6 +100,8 @@ class SteppedTask(asyncio.Future[None]):
         self._coro: Coroutine[Any, Any, Any] | None = None
         self._fut_waiter: asyncio.Future[Any] | None = None
         self._must_cancel = False
+        self._cancel_message: Any = None
+        """What the error of a cancel says: anyio knows by it whose scope was cancelled."""
         self._cancels = 0
         self._error: BaseException | None = None
         """What is wrong with what the coroutine has awaited; it is told so."""
@@ -134,7 +137,7 @@ class SteppedTask(asyncio.Future[None]):
         except StopIteration as returned:
             value = returned.value
             if self._must_cancel:  # by itself, in its last step
-                failure = asyncio.CancelledError()
+                failure = self._cancelled_error()
         except BaseException as error:  # noqa: BLE001 - it is told of it
             failure = error
         finally:
@@ -150,7 +153,7 @@ class SteppedTask(asyncio.Future[None]):
         error, self._error, self._fut_waiter = self._error, None, None
         if self._must_cancel:
             self._must_cancel = False
-            error = asyncio.CancelledError()
+            error = self._cancelled_error()
         coro, run = self._coro, self._context.run
         if error is not None:
             if coro is None:
@@ -176,8 +179,12 @@ class SteppedTask(asyncio.Future[None]):
                 awaited.waiter = self
             else:
                 awaited.add_done_callback(self._on_done)
-            if self._must_cancel and awaited.cancel():
+            if self._must_cancel and awaited.cancel(self._cancel_message):
                 self._must_cancel = False
+
+    def _cancelled_error(self) -> asyncio.CancelledError:
+        message = self._cancel_message
+        return asyncio.CancelledError() if message is None else asyncio.CancelledError(message)
 
     def _on_done(self, _: "asyncio.Future[Any]") -> None:
         try:
@@ -193,7 +200,7 @@ class SteppedTask(asyncio.Future[None]):
             return False
         self._cancels += 1
         if self._fut_waiter is None or not self._fut_waiter.cancel(msg):
-            self._must_cancel = True
+            self._must_cancel, self._cancel_message = True, msg
         return True
 
     def cancelling(self) -> int:
