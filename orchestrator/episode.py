@@ -282,8 +282,7 @@ class Episode:
         if self._defaults.adapter and "adapter" not in options:
             sampling = msgspec.structs.replace(sampling, adapter=self._defaults.adapter)
         if "seed" not in options:
-            seed = _seed(self._defaults.seed + self._salt, self._rollout, self._num_turns)
-            sampling = msgspec.structs.replace(sampling, seed=seed)
+            sampling = msgspec.structs.replace(sampling, seed=self._next_seed())
         self._is_generating = True
         try:
             if timeout_s is None:
@@ -338,9 +337,12 @@ class Episode:
         for branch in self.branches:
             yield from branch.turn_rewards()
 
-    @property
-    def _num_turns(self) -> int:
-        return self._past.turns if self._past else len(self._rollout.turns)
+    def _next_seed(self) -> int:
+        """A turn of the past keeps its own: its group has another number since, if it was split."""
+        if self._past is not None:
+            return self._past.next_seed
+        seed = self._defaults.seed + self._salt
+        return _seed(seed, self._rollout, len(self._rollout.turns))
 
     async def _turn_again(self, past: Recollection, sampling: SamplingParams) -> Turn:
         """A turn of the past, if the episode is still there; else a new one."""

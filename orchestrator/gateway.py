@@ -202,7 +202,7 @@ class Gateway:
 
     def end(self, session: Session) -> None:
         """It may be asked for nothing any more."""
-        del self._by_key[session.api_key]
+        self._by_key.pop(session.api_key, None)
         if self._sessions.get(session.session_id) is session:
             del self._sessions[session.session_id]
         with contextlib.suppress(ValueError):
@@ -211,15 +211,25 @@ class Gateway:
     # ------------------------------------------------------------ the server
 
     def _serve(self) -> None:
-        """Serve on the loop of the run, which ends the server when it ends."""
+        """Serve on the loop of the run, which ends the server when it ends.
+
+        Raises:
+            ConfigError: it serves another run, or is closed.
+        """
         loop = asyncio.get_running_loop()
-        if self._server is None or self._server.done() or self._server.get_loop() is not loop:
-            if self._server is not None:  # what is left is of a run before
-                self._sessions.clear()
-                self._by_key.clear()
-                self._unclaimed.clear()
-                self._has_unclaimed = asyncio.Event()
-            self._server = loop.create_task(self._run_server(), name="gateway")
+        before = self._server
+        if before is not None and before.get_loop() is loop and not before.done():
+            return
+        if self._socket.fileno() < 0:
+            raise ConfigError("the gateway is closed; make another one")
+        if before is not None and before.get_loop() is not loop:
+            if before.get_loop().is_running():
+                raise ConfigError("a gateway serves one run at a time; make one for each")
+            self._sessions.clear()  # what is left is of the run before
+            self._by_key.clear()
+            self._unclaimed.clear()
+            self._has_unclaimed = asyncio.Event()
+        self._server = loop.create_task(self._run_server(), name="gateway")
 
     async def _run_server(self) -> None:
         import uvicorn

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -48,6 +48,7 @@ BODY_BYTES_MAX = 16 * 1024 * 1024
 STREAM_INTERVAL_S = 0.05
 """Between two looks at what was said so far: as fast as people read."""
 
+Result = TypeVar("Result")
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 log = logging.getLogger("tidegate")
@@ -174,7 +175,9 @@ class _App:
 
     async def open_session(self, http: HttpRequest) -> Response:
         """``POST /sessions``: a task for an agent that came from outside."""
-        session = await self._gateway.claim(_key(http))
+        await _body(http)  # what follows it is that the client goes away
+        claiming = asyncio.ensure_future(self._gateway.claim(_key(http)))
+        session = await _unless_gone(http, claiming)
         about = {"id": session.session_id, "api_key": session.api_key}
         about["base_url"] = f"{self._gateway.url}/v1"
         return Response(to_json({**about, "task": session.task}), media_type="application/json")
@@ -214,16 +217,7 @@ def _begin(session: "Session", request: Request, begin: Callable[[], _Choice]) -
 async def _answer(http: HttpRequest, asking: _Asking) -> Response:
     if asking.request.stream:
         return StreamingResponse(_stream(asking), media_type="text/event-stream")
-    waiting = asyncio.ensure_future(_wait(asking))
-    leaving = asyncio.ensure_future(http.receive())
-    try:
-        await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
-            raise GatewayError(499, "client_closed", "the client has gone")
-        await waiting
-    finally:
-        waiting.cancel()
-        leaving.cancel()
+    await _unless_gone(http, asyncio.ensure_future(_wait(asking)))
     answers = asking.answers
     return _json(
         completion(
@@ -234,6 +228,21 @@ async def _answer(http: HttpRequest, asking: _Asking) -> Response:
             text_of=asking.token_text,
         )
     )
+
+
+async def _unless_gone(http: HttpRequest, work: "asyncio.Future[Result]") -> Result:
+    """What comes of it, which is for the client of a request whose body was read; if that goes
+    away before, it is cancelled."""
+    leaving = asyncio.ensure_future(http.receive())
+    either: set[asyncio.Future[Any]] = {work, leaving}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise GatewayError(499, "client_closed", "the client has gone")
+        return await work
+    finally:
+        work.cancel()
+        leaving.cancel()
 
 
 async def _wait(asking: _Asking) -> None:
@@ -253,7 +262,9 @@ async def _stream(asking: _Asking) -> AsyncIterator[bytes]:
         while not waiting.done():
             await asyncio.wait({waiting}, timeout=STREAM_INTERVAL_S)
             if not waiting.done() and _shows_parts(asking.request):
-                for index, choice in enumerate(asking.choices):
+                # One that has its turn may go on meanwhile, for somebody else: its end comes last.
+                going_on = [(n, c) for n, c in enumerate(asking.choices) if not c.turn.done()]
+                for index, choice in going_on:
                     said = choice.row.decode(choice.row.token_ids[choice.prompt_tokens :])
                     if more := _more(choice, said.rstrip("\ufffd")):
                         yield _event(_text(asking, index, more))

@@ -38,6 +38,11 @@ class Recollection:
         self.tokens = end
         return True
 
+    @property
+    def next_seed(self) -> int:
+        """Of the turn that comes next."""
+        return self._rollout.turns[self.turns].sampling.seed
+
     def next_turn(self, sampling: SamplingParams) -> Turn | None:
         """The turn that the episode asked for here, then; None if it asks for another."""
         turn = self._rollout.turns[self.turns]

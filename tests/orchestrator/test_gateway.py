@@ -250,6 +250,43 @@ async def test_an_agent_from_outside_takes_a_task_and_posts_its_reward(
     assert gateway.num_sessions == 0
 
 
+async def test_a_task_is_not_given_to_who_has_gone_away(gateway: Gateway, tmp_path: Path) -> None:
+    opener = gateway.episode()
+    first = asyncio.ensure_future(opener(Talk(tmp_path, "chatml").episode, "first"))
+    headers = {"Authorization": "Bearer master"}
+    async with httpx.AsyncClient(headers=headers, timeout=60.0, base_url=gateway.url) as client:
+        assert (await client.post("/sessions")).json()["task"] == "first"
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/sessions", timeout=0.3)
+        await client.get("/health")  # after it: the server has seen it go by now
+        second = asyncio.ensure_future(opener(Talk(tmp_path, "chatml").episode, "second"))
+        assert (await client.post("/sessions", timeout=20.0)).json()["task"] == "second"
+    first.cancel()
+    second.cancel()
+    await asyncio.wait({first, second})
+
+
+async def test_another_run_is_refused_while_one_is_served_and_a_closed_gateway_refuses_all(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    talk = Talk(tmp_path, "chatml")
+    talk.engine.words.append(f"3{END}")
+    playing = asyncio.ensure_future(gateway.episode()(talk.episode, "first"))
+    await asyncio.sleep(0)
+
+    def play_elsewhere() -> None:
+        asyncio.run(gateway.episode()(talk.episode, "second"))  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match="serves one run at a time"):
+        await asyncio.to_thread(play_elsewhere)
+    assert gateway.num_sessions == 1
+    playing.cancel()
+    await asyncio.wait({playing})
+    gateway.close()
+    with pytest.raises(ConfigError, match="is closed"):
+        await asyncio.to_thread(play_elsewhere)
+
+
 async def test_a_client_that_goes_away_has_its_turn_given_up(
     gateway: Gateway, tmp_path: Path
 ) -> None:

@@ -82,6 +82,13 @@ async def test_an_episode_that_does_the_same_again_gets_the_same_and_samples_not
     assert (engines.asked, engines.cuts) == ([], [])
 
 
+async def test_it_gets_the_same_in_a_group_that_was_split_since_and_has_another_number() -> None:
+    rollout, engines = await lived(), Engines()
+    rollout.group_id = 7
+    await solve(Episode(rollout, MODEL, engines, DEFAULTS))
+    assert (engines.asked, engines.cuts) == ([], [])
+
+
 async def test_what_is_not_lived_through_yet_is_not_seen() -> None:
     episode = Episode(await lived(), MODEL, Engines(), DEFAULTS)
     assert episode.token_ids == []
