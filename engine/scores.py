@@ -271,6 +271,8 @@ def _check_numbers(message: ScoreTokens, tokens: int, limits: EngineLimits) -> N
             f"{tokens} tokens are more than the model's context of {limits.context_tokens_max}"
         )
     first = 1 if message.want == "logprobs" else 0
+    if tokens <= first:
+        raise ScoreRefused("one token has no log-prob, for nothing comes before it; send two")
     if not first <= message.start < tokens and message.want not in ("embedding", "rewards"):
         raise ScoreRefused(
             f"start must be in [{first}, {tokens - 1}] for {message.want} of {tokens} tokens, got "

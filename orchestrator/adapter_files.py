@@ -69,7 +69,9 @@ def load_adapter(
         fields, tensors = _read_directory(Path(adapter))
     else:
         fields, tensors = _fields(config), dict(adapter)
-    return LoadedAdapter(_scale(fields), _renamed(tensors))
+    scale, renamed = _scale(fields), _renamed(tensors)
+    _refuse_other_ranks(renamed, int(fields["r"]))
+    return LoadedAdapter(scale, renamed)
 
 
 def checked_name(name: str) -> str:
@@ -140,6 +142,19 @@ def _scale(fields: Mapping[str, Any]) -> float:
     if not isfinite(scale):
         raise ConfigError(f"the adapter's scale is {scale}; lora_alpha must be finite")
     return scale
+
+
+def _refuse_other_ranks(tensors: "Mapping[str, torch.Tensor]", rank: int) -> None:
+    """The scale is by the config's rank: of another one's tensors it would be wrong, unnoticed."""
+    for name, tensor in tensors.items():
+        has = tensor.shape[0 if ".lora_A." in name else -1] if tensor.ndim == 2 else rank
+        if has != rank:
+            raise ConfigError(
+                f"{name} has rank {has}, and the config says r={rank}; pass the adapter's own "
+                f"config"
+            )
+        if not tensor.isfinite().all():
+            raise ConfigError(f"{name} holds what is no number (NaN, or infinite)")
 
 
 def _renamed(tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":

@@ -5,6 +5,7 @@ Letters in shapes: N tokens of a sequence, k likeliest tokens, H hidden, L label
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Literal
 
 import numpy as np
@@ -100,12 +101,18 @@ def ask_logprobs(
     Raises:
         ConfigError: an argument is none that could be sent.
     """
-    if not 0 <= top_logprobs <= TOP_LOGPROBS_MAX:
-        raise ConfigError(f"top_logprobs must be in [0, {TOP_LOGPROBS_MAX}], got {top_logprobs}")
-    starts = _starts(start, len(sequences), least=1)
+    top = _whole("top_logprobs", top_logprobs)
+    if not 0 <= top <= TOP_LOGPROBS_MAX:
+        raise ConfigError(f"top_logprobs must be in [0, {TOP_LOGPROBS_MAX}], got {top}")
+    try:
+        heat = float(temperature)
+    except (TypeError, ValueError):
+        raise ConfigError(f"temperature must be a number, got {temperature!r:.100}") from None
+    columns = _columns(sequences)
+    starts = _starts(start, len(columns), least=1)
     return [
-        Asked(_column(tokens), "logprobs", first, int(top_logprobs), float(temperature))
-        for tokens, first in zip(sequences, starts, strict=True)
+        Asked(column, "logprobs", first, top, heat)
+        for column, first in zip(columns, starts, strict=True)
     ]
 
 
@@ -119,10 +126,10 @@ def ask_embeddings(
     """
     if pooling not in _WANTS:
         raise ConfigError(f"pooling is 'last', 'mean' or 'none', got {pooling!r}")
-    starts = _starts(start, len(sequences), least=0)
+    columns = _columns(sequences)
+    starts = _starts(start, len(columns), least=0)
     return [
-        Asked(_column(tokens), _WANTS[pooling], first)
-        for tokens, first in zip(sequences, starts, strict=True)
+        Asked(column, _WANTS[pooling], first) for column, first in zip(columns, starts, strict=True)
     ]
 
 
@@ -132,7 +139,7 @@ def ask_rewards(sequences: Sequence[Any]) -> list[Asked]:
     Raises:
         ConfigError: a sequence is none.
     """
-    return [Asked(_column(tokens), "rewards") for tokens in sequences]
+    return [Asked(column, "rewards") for column in _columns(sequences)]
 
 
 def read_answer(engine: str, asked: Asked, parts: Sequence[Scored]) -> Score:
@@ -179,6 +186,16 @@ def _defect(engine: str, what: str) -> ScoreRefused:
     return ScoreRefused(f"engine {engine!r} answered with {what}; it has a defect")
 
 
+def _columns(sequences: Any) -> list[bytes]:
+    try:
+        several = list(sequences)
+    except TypeError:
+        raise ConfigError(
+            f"sequences are several lists of token ids, got {type(sequences).__name__}"
+        ) from None
+    return [_column(token_ids) for token_ids in several]
+
+
 def _column(token_ids: Any) -> bytes:
     """A sequence's ids as they travel; lists, arrays and tensors will do."""
     if isinstance(token_ids, str):
@@ -196,11 +213,25 @@ def _column(token_ids: Any) -> bytes:
     return column.astype("<i4").tobytes()
 
 
-def _starts(start: int | Sequence[int], sequences: int, *, least: int) -> list[int]:
-    starts = [start] * sequences if isinstance(start, int) else [int(one) for one in start]
+def _starts(start: Any, sequences: int, *, least: int) -> list[int]:
+    """A position for each sequence, of one for all or of as many."""
+    if np.ndim(start):
+        starts = [_whole("start", one) for one in start]
+    else:
+        starts = [_whole("start", start)] * sequences
     if len(starts) != sequences:
         raise ConfigError(f"start has {len(starts)} positions for {sequences} sequences")
     wrong = [one for one in starts if not least <= one <= TOKENS_MAX]
     if wrong:
         raise ConfigError(f"start must be in [{least}, {TOKENS_MAX}], got {wrong[0]}")
     return starts
+
+
+def _whole(name: str, value: Any) -> int:
+    """A count of ours: numpy's and torch's will do, but no engine reads a bool as one."""
+    try:
+        if not isinstance(value, bool | np.bool_):
+            return index(value)
+    except TypeError:
+        pass
+    raise ConfigError(f"{name} must be a whole number, got {value!r:.100}")

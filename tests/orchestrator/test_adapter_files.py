@@ -45,6 +45,7 @@ def test_names_of_a_models_own_state_dict_and_rank_stabilised_scales_are_underst
         ({"init_lora_weights": "pissa_niter_4"}, "changes the model's own weights"),
         ({"r": 0}, "needs r >= 1"),
         ({"lora_alpha": None}, "lora_alpha=None"),
+        ({"r": 8}, "has rank 4, and the config says r=8"),
     ],
 )
 def test_what_asks_for_more_than_two_matrices_and_a_scale_is_refused_by_name(
@@ -66,5 +67,7 @@ def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
         load_adapter(TENSORS | twice, CONFIG)
     with pytest.raises(ConfigError, match="has no tensors"):
         load_adapter({}, CONFIG)
+    with pytest.raises(ConfigError, match=r"lora_A.weight holds what is no number"):
+        load_adapter({n: t * float("nan") for n, t in TENSORS.items()}, CONFIG)
     with pytest.raises(ConfigError, match="an adapter's name is"):
         checked_name("")

@@ -2,9 +2,11 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 
 from tests.orchestrator.test_fleet import hello
@@ -184,10 +186,23 @@ async def test_an_engine_that_answers_nonsense_is_not_believed(
         (([[1, 2]], 0, 0, 1.0), "start must be in"),
         (([[1, 2]], [1, 1], 0, 1.0), "2 positions for 1 sequences"),
         (([[1, 2]], 1, 129, 1.0), "top_logprobs must be in"),
+        (([[1, 2]], True, 0, 1.0), "start must be a whole number, got True"),
+        (([[1, 2]], [1.7], 0, 1.0), "start must be a whole number, got 1.7"),
+        (([[1, 2]], 1, 2.5, 1.0), "top_logprobs must be a whole number, got 2.5"),
+        (([[1, 2]], 1, 0, "hot"), "temperature must be a number, got 'hot'"),
+        ((None, 1, 0, 1.0), "several lists of token ids, got NoneType"),
     ],
 )
-def test_what_could_not_be_sent_is_refused_at_the_door(
-    arguments: tuple[list[object], int, int, float], told: str
-) -> None:
+def test_what_could_not_be_sent_is_refused_at_the_door(arguments: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         ask_logprobs(*arguments)
+
+
+def test_positions_may_be_numbers_of_numpy_and_torch() -> None:
+    sequences: Any = np.array([[1, 2, 3], [4, 5, 6]])
+    top: Any = np.int64(3)
+    starts: list[Any] = [np.int64(2), torch.tensor(2), [2, np.int32(2)], torch.tensor([2, 2])]
+    for start in starts:
+        asked = ask_logprobs(sequences, start, top, 0.5)
+        assert [one.message(0).start for one in asked] == [2, 2]
+        assert all(type(one.start) is type(one.top_logprobs) is int for one in asked)
