@@ -188,7 +188,7 @@ class FuzzedEngine:
             runner=runner,
             scheduler=scheduler,
             staging=self._staging,
-            sleeper=Sleeper(runner, self._staging, scheduler, reload=lambda weights: None),
+            sleeper=Sleeper(runner, self._staging, scheduler, reload=lambda weights, beat: None),
         )
         self._thread = threading.Thread(target=self._live, name=self._name.decode())
         self._thread.start()

@@ -63,6 +63,8 @@ class Link:
         self._is_welcome = False
         """Whether the hello has been answered: a conversation is on."""
         self._greeted_at_s = self._heard_at_s = self._heartbeat_due_s = time.monotonic()
+        self._listened_at_s = self._heard_at_s
+        """Of the last look. What came after it was not missed, however long ago that was."""
         self._refused: deque[int] = deque(maxlen=REFUSALS_MAX)
         """The oldest unacknowledged step at each of the last complaints."""
 
@@ -128,7 +130,9 @@ class Link:
         self._connection = self._socket.connection()
         if self._greeted != self._connection:
             self._break_off()
-        return [message for message in self._socket.receive(timeout_s) if self._counts(message)]
+        messages = [one for one in self._socket.receive(timeout_s) if self._counts(one)]
+        self._listened_at_s = time.monotonic()
+        return messages
 
     def _counts(self, message: FromOrchestrator) -> bool:
         """Whether the engine has to do with this message; what is the link's own is done here."""
@@ -214,7 +218,7 @@ class Link:
 
     def given_up(self) -> str | None:
         """Why the orchestrator must be gone for good; None while it may come back."""
-        silent_s = time.monotonic() - self._heard_at_s
+        silent_s = self._listened_at_s - self._heard_at_s
         if self._welcome is None:
             return "not welcomed" if silent_s > WELCOME_TIMEOUT_S else None
         if silent_s > self._welcome.orchestrator_timeout_s:

@@ -4,6 +4,7 @@ It knows nothing of turns or messages: it makes what runs steps, and what new we
 kinds keep one contract, so that nothing above them asks which it is.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -64,8 +65,10 @@ class ServedModel(Protocol):
     def allocate(self) -> WeightStore:
         """Make room for a second version beside the one that serves."""
 
-    def reload(self, weights: WeightStore) -> None:
+    def reload(self, weights: WeightStore, beat: Callable[[], None]) -> None:
         """Fill what was allocated, or loaded, from the model directory again.
+
+        ``beat`` is called now and then, as far as the model's code can.
 
         Raises:
             ModelError: it isn't there any more as it was.
@@ -150,9 +153,9 @@ class OwnModel:
         """How matrices lie; None: as is fastest. Packed ones compute the same bits in any batch."""
         return True if self._is_deterministic else None
 
-    def reload(self, weights: WeightStore) -> None:
+    def reload(self, weights: WeightStore, beat: Callable[[], None]) -> None:
         """Fill what was allocated, or loaded, from the model directory again."""
-        fill_from_directory(weights, self._path)
+        fill_from_directory(weights, self._path, beat)
 
 
 class FallbackModel:
@@ -200,13 +203,14 @@ class FallbackModel:
         """Make room for a second version."""
         return self._live.twin()
 
-    def reload(self, weights: WeightStore) -> None:
+    def reload(self, weights: WeightStore, beat: Callable[[], None]) -> None:
         """Fill what was allocated, or loaded, from the model directory again."""
         from tidegate.engine.fallback_weights import load_fallback
 
         weights.start()
         for name, tensor in load_fallback(self._path, self._dtype).module.state_dict().items():
             weights.load(name, tensor)
+            beat()
 
 
 def _dtype(asked: DtypeChoice, stored: str) -> torch.dtype:

@@ -71,9 +71,9 @@ class Sleeper:
         staging: Staging,
         turns: Turns,
         *,
-        reload: Callable[[WeightStore], None],
+        reload: Callable[[WeightStore, Callable[[], None]], None],
     ) -> None:
-        """``reload`` fills weights from the model directory."""
+        """``reload`` fills weights from the model directory, and calls back now and then."""
         self._runner = runner
         self._staging = staging
         self._turns = turns
@@ -177,7 +177,7 @@ class Sleeper:
             self._offloaded.restore(self.beat)
             self._offloaded = None
         elif self._are_the_directorys:
-            self._reload(self._runner.weights)
+            self._reload(self._runner.weights, self.beat)
         else:
             self.lacks_weights = True
 

@@ -8,7 +8,7 @@ touches of fresh pages cost more than copies.
 Letters in shapes: V vocabulary, H hidden, L labels.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -107,8 +107,12 @@ def load_directory(
     return weights
 
 
-def fill_from_directory(weights: WeightStore, path: Path) -> None:
+def fill_from_directory(
+    weights: WeightStore, path: Path, beat: Callable[[], None] = lambda: None
+) -> None:
     """Fill weights from a Hugging Face directory, whatever was in them before.
+
+    ``beat`` is called now and then.
 
     Raises:
         ModelError: files are missing or damaged, or don't fit them.
@@ -119,6 +123,7 @@ def fill_from_directory(weights: WeightStore, path: Path) -> None:
             weights.load(name, tensor)
         except WeightsRefused as error:
             raise ModelError(f"{path} does not fit its own config.json: {error}") from error
+        beat()
     refuse_lacking(path, weights.missing())
 
 

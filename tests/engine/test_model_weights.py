@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from tests.models import make_model_directory
 from tidegate.engine.checkpoint import read_tensors
 from tidegate.engine.model_config import ModelConfig
-from tidegate.engine.weights import Weights, load_directory
+from tidegate.engine.weights import Weights, fill_from_directory, load_directory
 from tidegate.errors import ModelError, WeightsRefused
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -21,6 +21,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def weights(model: Path) -> Weights:
     return Weights.allocate(ModelConfig.from_directory(model), torch.float32)
+
+
+def test_whoever_waits_for_a_directory_to_be_read_hears_of_each_tensor(
+    model: Path, weights: Weights
+) -> None:
+    beats: list[int] = []
+    fill_from_directory(weights, model, lambda: beats.append(len(weights.missing())))
+    assert len(beats) == len(dict(read_tensors(model)))
+    assert beats == sorted(beats, reverse=True)
+    assert beats[-1] == 0
 
 
 def test_a_new_version_counts_as_missing_until_its_last_tensor_is_loaded(

@@ -1,0 +1,79 @@
+"""When does an engine take its orchestrator for gone?"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from tests.orchestrator.test_fleet import hello
+from tidegate.engine.link import Link
+from tidegate.transport.messages import (
+    FromOrchestrator,
+    Message,
+    OrchestratorHeartbeat,
+    Welcome,
+    encode,
+)
+from tidegate.transport.sockets import DealerSocket
+
+WELCOME = Welcome(heartbeat_interval_s=1.0, orchestrator_timeout_s=60.0, credit_steps=8)
+
+
+class Wire:
+    """One connection, in memory."""
+
+    def __init__(self) -> None:
+        self.incoming: list[FromOrchestrator] = []
+
+    def connection(self) -> int:
+        """There is one."""
+        return 1
+
+    def receive(self, timeout_s: float) -> Sequence[FromOrchestrator]:
+        """What has come."""
+        incoming, self.incoming = self.incoming, []
+        return incoming
+
+    def send(self, message: Message) -> bytes:
+        """Nobody reads it."""
+        return encode(message)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in its only place."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def welcomed(wire: Wire) -> Link:
+    link = Link(cast(DealerSocket, cast(Any, wire)), hello("a"))
+    link.receive(0.0)
+    link.say_hello(weight_version=0, turns=[])
+    wire.incoming.append(WELCOME)
+    link.receive(0.0)
+    return link
+
+
+def test_an_engine_gives_up_an_orchestrator_that_says_nothing_for_too_long(
+    clock: list[float],
+) -> None:
+    link = welcomed(Wire())
+    clock[0] += 59.0
+    link.receive(0.0)
+    assert link.given_up() is None
+    clock[0] += 2.0
+    link.receive(0.0)
+    assert link.given_up() == "heard nothing for 61.0 s"
+
+
+def test_what_was_not_listened_for_was_not_missed(clock: list[float]) -> None:
+    wire = Wire()
+    link = welcomed(wire)
+    clock[0] += 300.0  # waking weights takes as long as a disk does
+    assert link.given_up() is None
+    wire.incoming.append(OrchestratorHeartbeat())
+    link.receive(0.0)
+    assert link.given_up() is None
