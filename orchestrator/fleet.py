@@ -98,8 +98,16 @@ Heard = list[Event | Answer]
 class Fleet:
     """The engines of a run."""
 
-    def __init__(self, times: FleetTimes, send: Callable[[bytes, Message], bool]) -> None:
+    def __init__(
+        self,
+        times: FleetTimes,
+        send: Callable[[bytes, Message], bool],
+        *,
+        is_deterministic: bool = False,
+    ) -> None:
+        """An ``is_deterministic`` one takes only engines that are."""
         self._times = times
+        self._is_deterministic = is_deterministic
         self._send = send
         self.engines: dict[str, Engine] = {}
         self.malformed_frames = 0
@@ -329,6 +337,11 @@ class Fleet:
             return f"engine {hello.engine!r} must connect under its own name, not {peer!r}"
         if hello.max_running_turns < 1:
             return f"max_running_turns must be >= 1, got {hello.max_running_turns}"
+        if self._is_deterministic and not hello.is_deterministic:
+            return (
+                f"engine {hello.engine!r} gives a turn other bits in other batches, and this run "
+                f"is deterministic; start the engine with --deterministic"
+            )
         if hello.weight_version > self.newest_version:
             return (
                 f"engine {hello.engine!r} serves weights v{hello.weight_version}, but this run has "

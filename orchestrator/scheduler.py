@@ -83,7 +83,9 @@ class Scheduler:
             self.core = journal.core
         else:
             self.core = Core(settings.rules())
-        self.fleet = Fleet(FleetTimes.of(settings), router.send)
+        self.fleet = Fleet(
+            FleetTimes.of(settings), router.send, is_deterministic=settings.deterministic
+        )
         self._waiting = Waiting()
         self.control = EngineControl(settings, init_weights, self._waiting, self)
         failure = self.control.publisher.take_failure

@@ -55,4 +55,5 @@ def hello_of(engine: str, epoch: int, traits: EngineTraits) -> Hello:
         weight_channels=["shm"],
         sleep_levels=list(traits.sleep_levels),
         takes_turns_together=True,
+        is_deterministic=True,  # tokens are hashes of what came before them
     )

@@ -98,6 +98,15 @@ def test_an_engine_of_another_protocol_is_refused_with_both_numbers() -> None:
     )
 
 
+def test_an_engine_that_is_not_deterministic_is_refused_by_a_run_that_is() -> None:
+    wire = Wire()
+    wire.fleet = Fleet(TIMES, wire.send, is_deterministic=True)
+    assert wire.hear(hello()) == []
+    assert "gives a turn other bits in other batches" in str(wire.last())
+    same = msgspec.structs.replace(hello(), is_deterministic=True)
+    assert wire.hear(same) == [ev.EngineJoined("a", 0, 4, epoch=1)]
+
+
 def test_an_engine_under_a_name_that_is_not_its_own_is_refused() -> None:
     wire = Wire()
     assert wire.hear(hello("b"), peer=b"a") == []
