@@ -5,6 +5,7 @@ can't hide in its proof. Knows nothing of runs: it is told where each version li
 """
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,9 @@ from safetensors.torch import load_file
 
 from tidegate.errors import AuditError
 from tidegate.orchestrator.weight_parts import WeightParts
+
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+"""One expert's matrix, as directories name it; a model holds all experts' in one tensor."""
 
 
 def load_version(version: int, where: Callable[[int], Path], adapter: str = "") -> Any:
@@ -61,6 +65,7 @@ def _merge(model: Any, path: Path, scale: float) -> None:
 def _lay_over(model: Any, path: Path) -> None:
     try:
         tensors = load_file(path)
+        _lay_over_experts(model.state_dict(), tensors)
         unknown = model.load_state_dict(tensors, strict=False).unexpected_keys
     except Exception as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -70,6 +75,26 @@ def _lay_over(model: Any, path: Path) -> None:
             f"{path} holds {len(unknown)} tensors by names that transformers' model hasn't got, "
             f"first {unknown[0]}; publish parts by the names of its state_dict()"
         )
+
+
+@torch.no_grad()
+def _lay_over_experts(state: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+    """Put single experts' matrices where ``state`` has them, and take them out of ``tensors``."""
+    for name in [name for name in tensors if name not in state]:
+        found = EXPERT.fullmatch(name)
+        if found is None:
+            continue
+        layer, expert, kind = found.groups()
+        joint = state.get(f"{layer}.{'down' if kind == 'down' else 'gate_up'}_proj")
+        if joint is None:
+            continue
+        place = joint[int(expert)]
+        if kind != "down":
+            place = place.chunk(2)[kind == "up"]
+        tensor = tensors.pop(name)
+        if tensor.shape != place.shape:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}")
+        place.copy_(tensor)
 
 
 def load_weights(directory: Path) -> Any:
