@@ -53,8 +53,10 @@ PR_SET_PDEATHSIG = 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one engine until it ends; return the process's exit status."""
     arguments = _parse(argv)
-    if arguments.die_with_parent:
+    if arguments.die_with_parent is not None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != arguments.die_with_parent:
+            return ENDED  # it died while this process was importing, and nothing told of it
     try:
         keys = None if arguments.keys is None else read_engine_keys(arguments.keys)
         model = open_model(
@@ -131,8 +133,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--die-with-parent",
-        action="store_true",
-        help="end when the thread that started this process does",
+        type=int,
+        metavar="PID",
+        help="end when the thread that started this process does; of which process it is",
     )
     return parser.parse_args(argv)
 

@@ -178,8 +178,9 @@ class LocalEngines:
 
 def engine_command(settings: RunSettings, name: str, address: str) -> list[str]:
     """The command line of a worker that serves ``settings.model``."""
-    command = [sys.executable, "-m", "tidegate.engine.worker", "--die-with-parent"]
+    command = [sys.executable, "-m", "tidegate.engine.worker"]
     options: dict[str, object] = {
+        "die-with-parent": os.getpid(),
         "connect": address,
         "model": settings.model,
         "engine": name,

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -357,3 +359,13 @@ def test_given_tokens_are_scored_beside_turns_until_a_hello_ends_all_requests(
 
 def column(token_ids: list[int]) -> bytes:
     return np.array(token_ids, "<i4").tobytes()
+
+
+def test_an_engine_whose_parent_died_before_it_was_noticed_ends_at_once(tmp_path: Path) -> None:
+    """As one does whose trainer is killed while it imports torch: it would wait for ever."""
+    stranger = os.getppid()
+    command = [sys.executable, "-m", "tidegate.engine.worker", "--die-with-parent", str(stranger)]
+    command += ["--connect", f"ipc://{tmp_path}/nobody", "--engine", "orphan"]
+    command += ["--model", str(tmp_path / "none")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
