@@ -8,10 +8,11 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo test test-environments simulate lint format bench docs clean
+.PHONY: help venv demo demo-agent test test-environments simulate lint format bench docs clean
 
 help:
 	@echo "make demo   train a small model with fully asynchronous rollouts, and report on it"
+	@echo "make demo-agent   the same with an agent that calls a tool, and one that plays a game"
 	@echo "make test   format, lint, types, tests, a short demo, 2,300 simulated runs"
 	@echo "make test-environments   adapters whose packages need a Python of their own (400 MB)"
 	@echo "make lint   the first three of those"
@@ -30,6 +31,9 @@ $(READY): pyproject.toml
 
 demo: venv
 	$(BIN)/python -m examples.async_grpo $(ARGS)
+
+demo-agent: venv
+	$(BIN)/python -m examples.agent_demo $(ARGS)
 
 lint: venv
 	$(BIN)/ruff format --check .

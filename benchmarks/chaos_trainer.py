@@ -19,8 +19,8 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 import tidegate
-from examples.async_grpo import load_trainer, train_step
 from examples.calculator import Episode, Task, solve, tasks
+from examples.grpo import load_trainer, train_step
 
 CHECKPOINT_FILE = "checkpoint.pt"
 DIARY_FILE = "diary.jsonl"

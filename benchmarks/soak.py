@@ -26,8 +26,8 @@ import torch
 
 import tidegate
 from benchmarks.checks import Row, show
-from examples.async_grpo import load_trainer, train_step
 from examples.calculator import Episode, Task, solve, tasks
+from examples.grpo import load_trainer, train_step
 from examples.tiny_model import make_model
 
 SAMPLE_INTERVAL_S = 5.0

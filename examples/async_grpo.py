@@ -5,8 +5,8 @@
     python -m examples.async_grpo --pause abort            # or keep, wait
     python -m examples.async_grpo --model PATH             # any Qwen2, Qwen3 or Llama directory
 
-The loop in :func:`train` is all there is to it: batches come in, weights go out, and the engines
-go on generating meanwhile. The task is in ``calculator.py``, the small model in ``tiny_model.py``.
+The loop is in ``grpo.py``: batches come in, weights go out, and the engines go on generating
+meanwhile. The task is in ``calculator.py``, the small model in ``tiny_model.py``.
 """
 
 import argparse
@@ -18,14 +18,12 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tidegate
 from examples.calculator import solve, tasks
+from examples.grpo import learn
 from examples.tiny_model import make_model
-from tidegate.orchestrator.progress import RunProgress
 from tidegate.orchestrator.report import write_report
-from tidegate.policies.objectives import LossDiagnostics, decoupled_ppo_loss
 
 MODES = {"sync": 0, "one-step": 1, "async": 2}
 """Mode -> how many versions old a trained token may be."""
@@ -77,68 +75,22 @@ async def train(options: argparse.Namespace, run_directory: Path) -> None:
         run_directory=run_directory,
         seed=options.seed,
     ) as rollouts:
-        model, optimizer = load_trainer(model_path, options.learning_rate)
-        before = await rollouts.evaluate(held_out, episode=solve)
-        print(f"held-out reward before training: {before.mean_reward:.3f}", flush=True)
-        with RunProgress(rollouts.statistics, batches_total=options.versions) as progress:
-            async for batch in rollouts.batches(training, episode=solve):
-                train_step(model, optimizer, batch, corrects=options.correction != "none")
-                await rollouts.publish(model.state_dict())
-                progress.batch({"reward": batch.rewards.mean().item()})
-        after = await rollouts.evaluate(held_out, episode=solve)
-        print(f"held-out reward after training:  {after.mean_reward:.3f}", flush=True)
+        gain = await learn(
+            rollouts,
+            solve,
+            model=model_path,
+            training=training,
+            held_out=held_out,
+            batches=options.versions,
+            learning_rate=options.learning_rate,
+            corrects=options.correction != "none",
+        )
         rollouts.note(
             mode=options.mode,
-            reward_before=before.mean_reward,
-            reward_after=after.mean_reward,
+            reward_before=gain.before,
+            reward_after=gain.after,
             warm_up=warm_up,
         )
-
-
-def load_trainer(path: Path, learning_rate: float) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
-    """The model as the trainer holds it, and what changes it."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-    )
-    return model, optimizer
-
-
-def train_step(
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-    batch: tidegate.Batch,
-    *,
-    corrects: bool = True,
-) -> LossDiagnostics | None:
-    """One optimizer step on a batch; None if nothing can be learned from it.
-
-    Only groups whose rewards differ carry a gradient, so only their rows are computed. Tokens are
-    weighed by how much likelier they are now than when they were sampled, unless ``corrects`` is
-    False: that is what one loses.
-    """
-    rows = batch.advantages.nonzero().squeeze(1)
-    if not len(rows):
-        return None
-    targets = batch.token_ids[rows, 1:]
-    inputs = {"input_ids": batch.token_ids[rows], "attention_mask": batch.attention_mask[rows]}
-    logits = model(**inputs).logits[:, :-1].float()
-    logprobs = -torch.nn.functional.cross_entropy(
-        logits.transpose(1, 2), targets, reduction="none"
-    )  # [R, T - 1]
-    loss, diagnostics = decoupled_ppo_loss(
-        logprobs,
-        logprobs.detach(),  # one step per batch: the update starts from these very weights
-        batch.logprobs[rows, 1:] if corrects else logprobs.detach(),
-        batch.advantages[rows, None],
-        batch.loss_mask[rows, 1:],
-        tokens_in_batch=batch.sampled_tokens,
-    )
-    optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return diagnostics
 
 
 def staleness_bound(options: argparse.Namespace) -> int:

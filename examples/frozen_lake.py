@@ -9,6 +9,7 @@ episode only. To train on it, give :func:`episode` to ``rollouts.batches`` as as
 import argparse
 import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,14 @@ class Lake:
 
 def drawn(observation: Any, env: Any) -> str:
     """The lake, with P where the player is."""
-    fields = [[field.decode() for field in row] for row in env.unwrapped.desc]
-    row, column = divmod(int(observation), env.unwrapped.ncol)
+    rows = ["".join(field.decode() for field in row) for row in env.unwrapped.desc]
+    return picture(rows, int(observation))
+
+
+def picture(rows: Sequence[str], place: int) -> str:
+    """The same; places are counted row by row."""
+    fields = [list(row) for row in rows]
+    row, column = divmod(place, len(fields[0]))
     fields[row][column] = "P"
     text = "\n".join("".join(line) for line in fields)
     return f"\n{text.replace('F', '.').replace('S', '.')}\n> "

@@ -12,7 +12,7 @@ import hashlib
 import json
 import string
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,10 +22,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from examples import calculator
-from examples import warm_up as warm_up_module
 from examples.calculator import INSTRUCTION
-from examples.warm_up import BATCH_DEMONSTRATIONS, Progress, warm_up
+from examples.imitation import Progress, School, go_to
+from examples.warm_up import ToolSchool
 
 PAD, EOS = 0, 1
 VOCABULARY = [
@@ -41,7 +40,6 @@ TOKENIZER_CONFIG = {
     "pad_token": "<pad>",
     "eos_token": "<eos>",
     "unk_token": "<unk>",
-    "model_max_length": 256,
 }
 """What transformers' AutoTokenizer wants to know beside tokenizer.json."""
 
@@ -65,9 +63,30 @@ class WarmUpReport:
     """See :class:`Mastery`; on held-out tasks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What a small model is made of."""
+
+    tokenizer: Callable[[], Tokenizer]
+    school: Callable[[Tokenizer, int], School]
+    """Given a seed."""
+    sources: tuple[str, ...]
+    """Names of the files here that say what it is taught."""
+    context_tokens: int = 256
+    chat_template: str | None = None
+
+    def fingerprint(self, seed: int, steps_max: int) -> str:
+        """Any edit of the files that make a model remakes it: cheaper than to serve a stale one."""
+        names = (Path(__file__).name, "imitation.py", *self.sources)
+        sources = [(Path(__file__).parent / name).read_bytes() for name in names]
+        settings = f"seed={seed} steps_max={steps_max}".encode()
+        return hashlib.sha256(b"\0".join([*sources, settings])).hexdigest()[:16]
+
+
 def make_model(
     directory: Path,
     *,
+    recipe: Recipe | None = None,
     seed: int = 0,
     steps_max: int = STEPS_MAX,
     on_progress: Callable[[Progress], None] = lambda progress: None,
@@ -75,57 +94,74 @@ def make_model(
     """Make a warmed-up Hugging Face model in ``directory``, or find it there from last time.
 
     A directory that was left half made, or made by another recipe, is made again: files of the
-    same names are written over, others left alone.
+    same names are written over, others left alone. Left out, the recipe is the calculator's.
     """
     if steps_max < 1:
         raise ValueError(f"steps_max must be > 0, got {steps_max}")
-    recipe = _recipe(seed, steps_max)
+    recipe = recipe or CALCULATOR
+    fingerprint = recipe.fingerprint(seed, steps_max)
     found = _read_report(directory)
-    if found is not None and found.recipe == recipe:
+    if found is not None and found.recipe == fingerprint:
         return found
     directory.mkdir(parents=True, exist_ok=True)
     (directory / MARKER).unlink(missing_ok=True)
     started = time.perf_counter()
-    tokenizer = make_tokenizer()
+    tokenizer = recipe.tokenizer()
     with _one_seeded_thread(seed):
-        model = Qwen3ForCausalLM(_config())
-        for progress in warm_up(model, tokenizer, seed, steps_max):
+        model = Qwen3ForCausalLM(_config(tokenizer.get_vocab_size(), recipe.context_tokens))
+        school = recipe.school(tokenizer, seed)
+        for progress in go_to(school, model, steps_max):
             on_progress(progress)
     report = WarmUpReport(
-        recipe=recipe,
+        recipe=fingerprint,
         seed=seed,
         steps=progress.steps,
-        demonstrations=progress.steps * BATCH_DEMONSTRATIONS,
+        demonstrations=progress.steps * school.plan.batch_demonstrations,
         seconds=round(time.perf_counter() - started, 2),
         loss=progress.loss,
         skill=progress.mastery.skill,
         accuracy=progress.mastery.accuracy,
     )
-    _save(directory, model, tokenizer, report)
+    _save(directory, model, tokenizer, recipe, report)
     return report
 
 
 def make_tokenizer() -> Tokenizer:
     """One token per character, and one for the instruction that every question begins with."""
-    ids = {text: token_id for token_id, text in enumerate(VOCABULARY)}
+    return character_tokenizer(VOCABULARY, special=VOCABULARY[:3], phrases=[INSTRUCTION])
+
+
+def character_tokenizer(
+    vocabulary: Sequence[str], *, special: Sequence[str], phrases: Sequence[str]
+) -> Tokenizer:
+    """One token per character; and one for each special token, and each phrase."""
+    ids = {text: token_id for token_id, text in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(["<pad>", "<eos>", "<unk>"])
-    tokenizer.add_tokens([AddedToken(INSTRUCTION, normalized=False)])
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
     return tokenizer
 
 
-def _config() -> Qwen3Config:
+CALCULATOR = Recipe(
+    tokenizer=make_tokenizer,
+    school=ToolSchool,
+    sources=("calculator.py", "warm_up.py"),
+)
+"""The demo's model."""
+
+
+def _config(vocabulary: int, context_tokens: int) -> Qwen3Config:
     return Qwen3Config(
-        vocab_size=len(VOCABULARY),
+        vocab_size=vocabulary,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=256,
+        max_position_embeddings=context_tokens,
         tie_word_embeddings=True,
         pad_token_id=PAD,
         eos_token_id=EOS,
@@ -134,13 +170,20 @@ def _config() -> Qwen3Config:
 
 
 def _save(
-    directory: Path, model: Qwen3ForCausalLM, tokenizer: Tokenizer, report: WarmUpReport
+    directory: Path,
+    model: Qwen3ForCausalLM,
+    tokenizer: Tokenizer,
+    recipe: Recipe,
+    report: WarmUpReport,
 ) -> None:
     """The layout of any Hugging Face directory; the marker last."""
     with _no_progress_bars():
         model.save_pretrained(directory)
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=2) + "\n")
+    config = {**TOKENIZER_CONFIG, "model_max_length": recipe.context_tokens}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if recipe.chat_template is not None:
+        (directory / "chat_template.jinja").write_text(recipe.chat_template)
     (directory / MARKER).write_text(json.dumps(asdict(report), indent=2) + "\n")
 
 
@@ -162,14 +205,6 @@ def _read_report(directory: Path) -> WarmUpReport | None:
         return WarmUpReport(**json.loads((directory / MARKER).read_text()))
     except (OSError, ValueError, TypeError):
         return None
-
-
-def _recipe(seed: int, steps_max: int) -> str:
-    """Any edit of the files that make the model remakes it: cheaper than to serve a stale one."""
-    paths = [__file__, warm_up_module.__file__, calculator.__file__]
-    sources = [Path(path).read_bytes() for path in paths]
-    settings = f"seed={seed} steps_max={steps_max}".encode()
-    return hashlib.sha256(b"\0".join([*sources, settings])).hexdigest()[:16]
 
 
 @contextmanager

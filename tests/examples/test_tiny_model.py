@@ -14,13 +14,14 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from examples.calculator import FinishedTurn, Task, solve, tasks
+from examples.imitation import Progress
 from examples.tiny_model import (
     MARKER,
     WarmUpReport,
     make_model,
     make_tokenizer,
 )
-from examples.warm_up import Progress, demonstrate, measure_mastery, tool_actions
+from examples.warm_up import demonstrate, measure_mastery, tool_actions
 
 STEPS = 3
 

@@ -1,0 +1,209 @@
+"""Do agents learn from asynchronous rollouts? One with a tool, and one that plays a game.
+
+    python -m examples.agent_demo                     # both, one after the other
+    python -m examples.agent_demo --task tool         # or lake
+    python -m examples.agent_demo --model PATH        # any directory with a chat template
+
+Each task gets a small model, warmed up; is measured, trained and measured again; then every token
+of the run is audited. The loop is in ``grpo.py``, the tasks are in ``tool_agent.py`` and
+``frozen_lake.py``.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tidegate
+from examples import calculator, frozen_lake, lake_lessons
+from examples.calculator import Split
+from examples.grpo import learn
+from examples.lake_lessons import LAKE_PLAYER
+from examples.tiny_model import Recipe, make_model
+from examples.tool_agent import ToolAgent
+from examples.tool_lessons import TOOL_AGENT
+from tidegate.orchestrator.audit import AuditReport, audit_run, write_audit
+from tidegate.orchestrator.episodes import EpisodeFunction
+from tidegate.orchestrator.report import Facts, read_facts, write_report
+from tidegate.orchestrator.trajectories import RecordedRollout, read_trajectories
+
+HELD_OUT_SEED = 11
+ENGINES = 2
+SLOTS = 8
+"""Few, so that rollouts are spread over time and updates find many of them under way."""
+MAX_STALENESS = 2
+GROUP_SIZE = 8
+LEARNING_RATE = 3e-4
+
+WORKER_BYTES = 1 << 30
+"""Address space of a process with tools or lakes: Python, numpy and gymnasium take half of it."""
+CALL_TIMEOUT_S = 30.0
+"""A call takes a millisecond; a machine with much else to do may stop for seconds."""
+
+Counts = Callable[[], dict[str, int]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Subject:
+    """Something to learn."""
+
+    recipe: Recipe
+    tasks: Callable[[Split, int], Iterator[Any]]
+    player: Callable[[tidegate.EnvironmentPool], Awaitable[tuple[EpisodeFunction, Counts]]]
+    """An episode function that uses the pool, and what it has counted."""
+
+
+async def _tool_agent(pool: tidegate.EnvironmentPool) -> tuple[EpisodeFunction, Counts]:
+    agent = await ToolAgent.with_tools(pool)
+    return agent, lambda: {"tool calls": agent.counts.made, "failed": agent.counts.failed}
+
+
+async def _lake_player(pool: tidegate.EnvironmentPool) -> tuple[EpisodeFunction, Counts]:
+    walk = frozen_lake.episode(pool)
+    counts = walk.counts
+    return walk, lambda: {"moves": counts.turns, "walks given up": counts.out_of_turns}
+
+
+SUBJECTS = {
+    "tool": Subject(TOOL_AGENT, calculator.tasks, _tool_agent),
+    "lake": Subject(LAKE_PLAYER, lake_lessons.lakes, _lake_player),
+}
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Train agents with asynchronous rollouts.")
+    add = parser.add_argument
+    add("--task", choices=(*SUBJECTS, "both"), default="both")
+    add("--model", type=Path, help="Hugging Face directory; left out, a small one is made")
+    add("--versions", type=int, default=40, help="weight versions to make")
+    add("--groups-per-batch", type=int, default=16)
+    add("--held-out", type=int, default=256, help="tasks that measure, before and after")
+    add("--seed", type=int, default=0)
+    add("--runs", type=Path, default=Path("runs"), help="where runs and models are kept")
+    add("--name", default="agent-%Y%m%d-%H%M%S", help="of the runs; the task is added")
+    return parser.parse_args(arguments)
+
+
+async def train(name: str, options: argparse.Namespace, run_directory: Path) -> dict[str, int]:
+    """Measure, train, measure again; returns what was counted."""
+    subject = SUBJECTS[name]
+    model, warm_up = find_model(name, options)
+    held_out = list(itertools.islice(subject.tasks("held_out", HELD_OUT_SEED), options.held_out))
+    wanted = options.versions * options.groups_per_batch
+    async with (
+        tidegate.EnvironmentPool(
+            processes=2, call_timeout_s=CALL_TIMEOUT_S, memory_bytes=WORKER_BYTES
+        ) as pool,
+        tidegate.serve(
+            model=model,
+            engines=ENGINES,
+            max_running_turns=SLOTS,
+            max_staleness=MAX_STALENESS,
+            group_size=GROUP_SIZE,
+            groups_per_batch=options.groups_per_batch,
+            run_directory=run_directory,
+            seed=options.seed,
+        ) as rollouts,
+    ):
+        episode, counts = await subject.player(pool)
+        gain = await learn(
+            rollouts,
+            episode,
+            model=model,
+            training=itertools.islice(subject.tasks("train", options.seed), wanted),
+            held_out=held_out,
+            batches=options.versions,
+            learning_rate=LEARNING_RATE,
+        )
+        rollouts.note(
+            mode="async", reward_before=gain.before, reward_after=gain.after, warm_up=warm_up
+        )
+    return counts()
+
+
+def find_model(name: str, options: argparse.Namespace) -> tuple[Path, dict[str, object] | None]:
+    """The directory given, or the task's small model, made now or found from last time."""
+    if options.model is not None:
+        return options.model, None
+    path = options.runs / f"model-{name}-{options.seed}"
+    report = make_model(
+        path,
+        recipe=SUBJECTS[name].recipe,
+        seed=options.seed,
+        on_progress=lambda p: print(
+            f"warm-up: step {p.steps}, loss {p.loss:.3f}, skill {p.mastery.skill:.2f}, "
+            f"accuracy {p.mastery.accuracy:.2f}",
+            flush=True,
+        ),
+    )
+    return path, dataclasses.asdict(report)
+
+
+def crossed(rollout: RecordedRollout) -> bool:
+    """Whether new weights came between two of its turns, or in a later one than its first."""
+    first = {span.version for span in rollout.turns[0].spans} if rollout.turns else set()
+    later = {span.version for turn in rollout.turns[1:] for span in turn.spans}
+    return bool(later - first)
+
+
+def summary(
+    name: str, facts: Facts, audit: AuditReport, counts: dict[str, int], trained: list[bool]
+) -> list[str]:
+    """A run in a few lines; ``trained``: of each trained rollout, whether updates crossed turns."""
+    return [
+        f"{name}: reward {facts.reward_before or 0:.3f} -> {facts.reward_after or 0:.3f} on "
+        f"held-out tasks, {facts.versions} versions in {facts.wall_s:.0f} s",
+        "  " + ", ".join(f"{what} {count}" for what, count in counts.items()),
+        f"  {facts.rollouts_trained} rollouts trained: {facts.mixed_version_share:.1%} over two or "
+        f"more versions, {sum(trained) / max(1, len(trained)):.1%} with an update between turns",
+        f"  staleness {facts.mean_staleness:.2f}, highest {facts.max_staleness}, bound "
+        f"{facts.staleness_bound}",
+        f"  audit: {audit.tokens_agreeing} of {audit.tokens} tokens agree; "
+        f"{'agrees' if audit.agrees else 'DISAGREES'}",
+    ]
+
+
+def run(name: str, options: argparse.Namespace, run_directory: Path) -> tuple[list[str], bool]:
+    """Train and audit; the summary, and whether the audit agrees."""
+    counts = asyncio.run(train(name, options, run_directory))
+    audit = audit_run(run_directory)
+    write_audit(run_directory, audit)
+    print(f"report: {write_report(run_directory)}", flush=True)
+    recorded = read_trajectories(run_directory)
+    trained = [crossed(rollout) for rollout in recorded if rollout.state == "trained"]
+    return summary(name, read_facts(run_directory), audit, counts, trained), audit.agrees
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run it; 1 if an audit disagrees, 2 for what the user can mend, 130 for Ctrl-C."""
+    options = parse_arguments(arguments)
+    torch.set_num_threads(1)
+    torch.manual_seed(options.seed)
+    base = time.strftime(options.name)
+    lines: list[str] = []
+    agree = True
+    try:
+        for name in SUBJECTS if options.task == "both" else (options.task,):
+            said, agrees = run(name, options, options.runs / f"{base}-{name}")
+            lines += said
+            agree = agree and agrees
+    except tidegate.TidegateError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    print("\n".join(["", *lines]))
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

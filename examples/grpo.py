@@ -1,0 +1,97 @@
+"""How does a trainer learn from asynchronous rollouts? The loop, and one step of GRPO.
+
+It knows no task: whoever calls it says which tasks are trained on, which measure, and how they are
+played.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import tidegate
+from tidegate.orchestrator.episodes import EpisodeFunction
+from tidegate.orchestrator.progress import RunProgress
+from tidegate.policies.objectives import LossDiagnostics, decoupled_ppo_loss
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Mean reward on held-out tasks, measured in the same way twice."""
+
+    before: float
+    after: float
+
+
+async def learn(
+    rollouts: tidegate.Rollouts,
+    episode: EpisodeFunction,
+    *,
+    model: Path,
+    training: Iterable[Any],
+    held_out: Sequence[Any],
+    batches: int,
+    learning_rate: float,
+    corrects: bool = True,
+) -> Gain:
+    """Measure, train, measure again. ``model`` is what the engines were started with."""
+    policy, optimizer = load_trainer(model, learning_rate)
+    before = await rollouts.evaluate(held_out, episode=episode)
+    print(f"held-out reward before training: {before.mean_reward:.3f}", flush=True)
+    with RunProgress(rollouts.statistics, batches_total=batches) as progress:
+        async for batch in rollouts.batches(training, episode=episode):
+            train_step(policy, optimizer, batch, corrects=corrects)
+            await rollouts.publish(policy.state_dict())
+            progress.batch({"reward": batch.rewards.mean().item()})
+    after = await rollouts.evaluate(held_out, episode=episode)
+    print(f"held-out reward after training:  {after.mean_reward:.3f}", flush=True)
+    return Gain(before.mean_reward, after.mean_reward)
+
+
+def load_trainer(path: Path, learning_rate: float) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
+    """The model as the trainer holds it, and what changes it."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    return model, optimizer
+
+
+def train_step(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    batch: tidegate.Batch,
+    *,
+    corrects: bool = True,
+) -> LossDiagnostics | None:
+    """One optimizer step on a batch; None if nothing can be learned from it.
+
+    Only groups whose rewards differ carry a gradient, so only their rows are computed. Tokens are
+    weighed by how much likelier they are now than when they were sampled, unless ``corrects`` is
+    False: that is what one loses.
+    """
+    rows = batch.advantages.nonzero().squeeze(1)
+    if not len(rows):
+        return None
+    targets = batch.token_ids[rows, 1:]
+    inputs = {"input_ids": batch.token_ids[rows], "attention_mask": batch.attention_mask[rows]}
+    logits = model(**inputs).logits[:, :-1].float()
+    logprobs = -torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), targets, reduction="none"
+    )  # [R, T - 1]
+    loss, diagnostics = decoupled_ppo_loss(
+        logprobs,
+        logprobs.detach(),  # one step per batch: the update starts from these very weights
+        batch.logprobs[rows, 1:] if corrects else logprobs.detach(),
+        batch.advantages[rows, None],
+        batch.loss_mask[rows, 1:],
+        tokens_in_batch=batch.sampled_tokens,
+    )
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return diagnostics

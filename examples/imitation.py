@@ -1,0 +1,146 @@
+"""How does a small model learn to do as it is shown? By cross-entropy, in two phases.
+
+First lessons, until it has the skill; then the habit of hardly using it, so that RL has something
+to raise. What is shown, and what skill is, a school knows; of files, RL and engines this knows
+nothing.
+
+Shapes: B demonstrations in a batch, T tokens in the longest of them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Qwen3ForCausalLM
+
+LENGTH_BUCKETS = 4
+RAMP_STEPS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One part of warm-up."""
+
+    skill_share: float
+    """Of what is shown; the rest is what anybody would do without the skill."""
+    learning_rate: float
+    check_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a warm-up goes."""
+
+    lessons: Phase
+    """Much skill, so that it comes soon."""
+    skill_wanted: float
+    """Where lessons end."""
+    habits: Phase
+    """A preference shifts within ten steps, where a skill takes hundreds."""
+    accuracy_wanted: tuple[float, float]
+    """Between which habits may end."""
+    batch_demonstrations: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Mastery:
+    """How well a model does, at temperature 1, in the ways that were demonstrated to it."""
+
+    skill: float
+    """Once it has chosen to use it."""
+    accuracy: float
+    """In all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far warm-up has come."""
+
+    steps: int
+    loss: float
+    """Of the last batch, in nats per token."""
+    mastery: Mastery
+    """On held-out tasks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A whole episode as token ids, and which of them are the policy's own."""
+
+    token_ids: list[int]
+    is_action: list[bool]
+
+
+class School(Protocol):
+    """Shows a task, and examines who has seen it."""
+
+    @property
+    def plan(self) -> Plan:
+        """Of its warm-up."""
+
+    def batch(self, skill_share: float) -> list[Demonstration]:
+        """The next demonstrations. [B]"""
+
+    def mastery(self, model: Qwen3ForCausalLM) -> Mastery:
+        """Of a model, on held-out tasks."""
+
+
+def go_to(school: School, model: Qwen3ForCausalLM, steps_max: int) -> Iterator[Progress]:
+    """Imitate through both phases, or for ``steps_max``; each check is yielded."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+    plan = school.plan
+    phase = plan.lessons
+    for steps in range(1, steps_max + 1):
+        optimizer.param_groups[0]["lr"] = phase.learning_rate * min(1.0, steps / RAMP_STEPS)
+        loss = _imitate(model, optimizer, school.batch(phase.skill_share))
+        if steps % phase.check_steps == 0 or steps == steps_max:
+            mastery = school.mastery(model)
+            yield Progress(steps, loss, mastery)
+            if phase is plan.lessons and mastery.skill >= plan.skill_wanted:
+                phase = plan.habits
+            elif phase is plan.habits and _is_within(mastery.accuracy, plan.accuracy_wanted):
+                return
+
+
+def _is_within(value: float, limits: tuple[float, float]) -> bool:
+    return limits[0] <= value <= limits[1]
+
+
+def _imitate(
+    model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, batch: list[Demonstration]
+) -> float:
+    """Take one optimizer step towards the batch's actions; its loss in nats per token."""
+    tokens = sum(sum(demonstration.is_action) for demonstration in batch)
+    loss = -demonstration_logprobs(model, batch).sum() / tokens
+    optimizer.zero_grad()
+    torch.autograd.backward(loss)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
+
+
+def demonstration_logprobs(model: Qwen3ForCausalLM, batch: list[Demonstration]) -> Tensor:
+    """Log-probability of all actions of each demonstration, shortest first. [B]
+
+    Rows of like length go through the model together: a guess is a third as long as a tool path,
+    and padding the one to the other would double the time.
+    """
+    by_length = sorted(batch, key=lambda demonstration: len(demonstration.token_ids))
+    rows = -(-len(batch) // LENGTH_BUCKETS)
+    buckets = [by_length[start : start + rows] for start in range(0, len(batch), rows)]
+    return torch.cat([_padded_logprobs(model, bucket) for bucket in buckets])
+
+
+def _padded_logprobs(model: Qwen3ForCausalLM, batch: list[Demonstration]) -> Tensor:
+    """Of rows padded at the end, where nothing that counts attends to it. [B]"""
+    rows = [torch.tensor(demonstration.token_ids) for demonstration in batch]
+    masks = [torch.tensor(demonstration.is_action) for demonstration in batch]
+    token_ids = pad_sequence(rows, batch_first=True, padding_value=0)  # [B, T]
+    is_action = pad_sequence(masks, batch_first=True)  # [B, T]
+    logits = model(input_ids=token_ids[:, :-1]).logits
+    losses = cross_entropy(logits.transpose(1, 2), token_ids[:, 1:], reduction="none")
+    return -(losses * is_action[:, 1:]).sum(1)

@@ -1,0 +1,192 @@
+"""What is a player shown, before it is trained to cross frozen lakes? Walks, good ones and others.
+
+It knows which lakes there are and the ways over them; nothing of RL or engines.
+
+Shapes: B walks in a batch, T tokens in the longest of them.
+"""
+
+import hashlib
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+from tokenizers import Tokenizer
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Qwen3ForCausalLM
+
+from examples.agent_model import agent_tokenizer
+from examples.calculator import Split
+from examples.frozen_lake import MOVES, MOVES_MAX, RULES, picture
+from examples.imitation import Demonstration, Mastery, Phase, Plan
+from examples.tiny_model import Recipe
+from tidegate.orchestrator.environments.environment_episode import group_seed
+
+SIZE = 4
+LAKES_MAX = 1000
+"""Different ones to be shown; they come again, and are walked over in other ways."""
+LESSON_STRAYS = 0.2
+"""Share of moves that lessons make at random, to come to more places; these aren't imitated."""
+CHECK_LAKES = 64
+
+PLAN = Plan(
+    lessons=Phase(skill_share=1.0, learning_rate=2e-3, check_steps=10),
+    skill_wanted=0.75,
+    habits=Phase(skill_share=0.5, learning_rate=4e-4, check_steps=2),
+    accuracy_wanted=(0.50, 0.64),
+    batch_demonstrations=32,
+)
+"""Skill is the chance of a move that leads nearer to the goal. By habit half the moves are such by
+choice, and of the others, made at random, about a third."""
+
+
+def lakes(split: Split, seed: int) -> Iterator[int]:
+    """Tasks of one split, endless; a lake belongs to one split for ever."""
+    numbers = random.Random(seed)
+    while True:
+        task = numbers.randrange(2**31)
+        digest = hashlib.md5("".join(lake_of(task)).encode(), usedforsecurity=False).digest()
+        if (digest[0] % 5 == 0) == (split == "held_out"):
+            yield task
+
+
+def lake_of(task: int) -> list[str]:
+    """The rows of the lake that an episode of this task is played on."""
+    rows: list[str] = generate_random_map(SIZE, seed=group_seed(task, 0))
+    return rows
+
+
+def moved(place: int, move: str) -> int:
+    """Where a move leads; at the edge, nowhere."""
+    row, column = divmod(place, SIZE)
+    match move:
+        case "l":
+            column = max(column - 1, 0)
+        case "d":
+            row = min(row + 1, SIZE - 1)
+        case "r":
+            column = min(column + 1, SIZE - 1)
+        case "u":
+            row = max(row - 1, 0)
+    return row * SIZE + column
+
+
+@dataclass(frozen=True, slots=True)
+class Lake:
+    """One, and the ways over it."""
+
+    rows: list[str]
+    good: dict[int, str]
+    """Place -> moves from there that lead nearer to the goal; none in holes and at the goal."""
+
+    def is_end(self, place: int) -> bool:
+        """Whether a walk is over there."""
+        return "".join(self.rows)[place] in "HG"
+
+
+def surveyed(rows: list[str]) -> Lake:
+    """A lake with the moves that lead nearer to its goal, found from there backwards."""
+    fields = "".join(rows)
+    distances = {fields.index("G"): 0}
+    for distance in range(SIZE * SIZE):
+        for place in range(SIZE * SIZE):
+            if place in distances or fields[place] == "H":
+                continue
+            if any(distances.get(moved(place, move)) == distance for move in MOVES):
+                distances[place] = distance + 1
+    good = {
+        place: "".join(m for m in MOVES if distances.get(moved(place, m)) == distance - 1)
+        for place, distance in distances.items()
+    }
+    return Lake(rows, good)
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """A demonstration, and what would have been good at each move."""
+
+    demonstration: Demonstration
+    good: list[str]
+
+
+@dataclass(slots=True)
+class LakeLessons:
+    """Walks over lakes: well, or with moves at random."""
+
+    tokenizer: Tokenizer
+    seed: int
+    plan: Plan = PLAN
+    _lakes: list[Lake] = field(init=False)
+    _held_out: list[Walk] = field(init=False)
+    _numbers: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._numbers = random.Random(self.seed)
+        shown = itertools.islice(lakes("train", self.seed), LAKES_MAX)
+        self._lakes = [surveyed(lake_of(task)) for task in shown]
+        unseen = itertools.islice(lakes("held_out", self.seed), CHECK_LAKES)
+        self._held_out = [self.walk(surveyed(lake_of(task)), 1.0) for task in unseen]
+
+    def batch(self, skill_share: float) -> list[Demonstration]:
+        """Walks over some lakes. [B]"""
+        some = self._numbers.choices(self._lakes, k=self.plan.batch_demonstrations)
+        strays = LESSON_STRAYS if skill_share == self.plan.lessons.skill_share else 0.0
+        return [self.walk(lake, skill_share, strays).demonstration for lake in some]
+
+    def mastery(self, model: Qwen3ForCausalLM) -> Mastery:
+        """The chance that a move is good, on held-out lakes."""
+        chance = self._chance_of_good(model, self._held_out)
+        return Mastery(skill=chance, accuracy=chance)
+
+    def walk(self, lake: Lake, skill_share: float, strays: float = 0.0) -> Walk:
+        """From start to end; so many moves are meant well, the others are made at random.
+
+        ``strays`` are random moves of which it isn't said that they are the player's.
+        """
+        token_ids = self._encode(f"{RULES}{picture(lake.rows, 0)}")
+        is_action = [False] * len(token_ids)
+        place = 0
+        good: list[str] = []
+        while not lake.is_end(place) and len(good) < MOVES_MAX:
+            is_stray = self._numbers.random() < strays
+            is_meant = not is_stray and self._numbers.random() < skill_share
+            good.append(lake.good[place])
+            move = self._numbers.choice(lake.good[place] if is_meant else MOVES)
+            ids = self._encode(f"{move}<eos>")
+            token_ids += ids
+            is_action += [not is_stray] * len(ids)
+            place = moved(place, move)
+            ids = [] if lake.is_end(place) else self._encode(picture(lake.rows, place))
+            token_ids += ids
+            is_action += [False] * len(ids)
+        return Walk(Demonstration(token_ids, is_action), good)
+
+    @torch.no_grad()
+    def _chance_of_good(self, model: Qwen3ForCausalLM, walks: list[Walk]) -> float:
+        """Mean over the moves of these walks."""
+        rows = [torch.tensor(walk.demonstration.token_ids) for walk in walks]
+        token_ids = pad_sequence(rows, batch_first=True, padding_value=0)  # [B, T]
+        chances = model(input_ids=token_ids).logits.softmax(-1)  # [B, T, vocabulary]
+        asks = self._encode(">")[0]
+        found = []
+        for row, walk in enumerate(walks):
+            # The prompt ends with "> ", whose space is what a move follows.
+            places = (token_ids[row] == asks).nonzero().squeeze(1) + 1
+            for place, good in zip(places.tolist(), walk.good, strict=True):
+                found.append(chances[row, place, self._encode(good)].sum())
+        return float(torch.stack(found).mean())
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text).ids
+        return ids
+
+
+LAKE_PLAYER = Recipe(
+    tokenizer=agent_tokenizer,
+    school=LakeLessons,
+    sources=("lake_lessons.py", "agent_model.py", "frozen_lake.py"),
+    context_tokens=1024,
+)
+"""The model that plays."""

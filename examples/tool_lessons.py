@@ -1,0 +1,127 @@
+"""What is an agent with a calculator shown, before it is trained? Conversations, token by token.
+
+Each is built as a conversation of the orchestrator's is: what the agent says is encoded by itself,
+and so is what the template adds. It knows nothing of RL or engines.
+"""
+
+import datetime
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import Qwen3ForCausalLM
+
+from examples.agent_model import CALL_BEGIN, CALL_END, CHAT_TEMPLATE, SPECIAL, agent_tokenizer
+from examples.agent_tools import calculate
+from examples.calculator import Task, tasks
+from examples.imitation import Demonstration, Mastery, Phase, Plan
+from examples.tiny_model import Recipe
+from examples.warm_up import CHECK_TASKS, guess, mastery_of_ways
+from tidegate.orchestrator.chat_template import ChatTemplate
+
+PLAN = Plan(
+    lessons=Phase(skill_share=0.6, learning_rate=2e-3, check_steps=10),
+    skill_wanted=0.9,
+    habits=Phase(skill_share=0.3, learning_rate=4e-4, check_steps=2),
+    accuracy_wanted=(0.27, 0.33),
+)
+"""As the demo without messages."""
+
+TOOLS = [{"type": "function", "function": {"name": "calculate"}}]
+"""All that the template shows of it."""
+
+
+@dataclass(slots=True)
+class ToolLessons:
+    """Shows how it's done with the tool, or guesses."""
+
+    tokenizer: Tokenizer
+    seed: int
+    plan: Plan = PLAN
+    _template: ChatTemplate = field(init=False)
+    _to_solve: Iterator[Task] = field(init=False)
+    _held_out: list[Task] = field(init=False)
+    _numbers: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._template = ChatTemplate(CHAT_TEMPLATE, {}, datetime.datetime.now().astimezone())
+        self._to_solve = tasks("train", self.seed)
+        self._held_out = list(islice(tasks("held_out", self.seed), CHECK_TASKS))
+        self._numbers = random.Random(self.seed)
+
+    def batch(self, skill_share: float) -> list[Demonstration]:
+        """Demonstrations of the next tasks. [B]"""
+        numbers = self._numbers
+        return [
+            self.demonstrate(task, sums(task))
+            if numbers.random() < skill_share
+            else self.demonstrate(task, [], guess(task, numbers))
+            for task in islice(self._to_solve, self.plan.batch_demonstrations)
+        ]
+
+    def mastery(self, model: Qwen3ForCausalLM) -> Mastery:
+        """Of a model, on held-out tasks."""
+        by_tool = [self.demonstrate(task, sums(task)) for task in self._held_out]
+        by_head = [self.demonstrate(task, []) for task in self._held_out]
+        return mastery_of_ways(model, by_tool, by_head)
+
+    def demonstrate(self, task: Task, calls: list[str], answer: str | None = None) -> Demonstration:
+        """Make these calls, then answer: rightly, if nothing is said of it."""
+        messages: list[dict[str, Any]] = [{"role": "user", "content": task.question}]
+        shown = self._template.render(messages, TOOLS)
+        token_ids = self._encode(shown)
+        is_action = [False] * len(token_ids)
+        for expression in [*calls, None]:
+            said = said_for(expression) if expression else answer or task.answer
+            ids = self._encode(f"{said}{SPECIAL[1]}")
+            token_ids += ids
+            is_action += [True] * len(ids)
+            if expression is not None:
+                messages += exchange(expression)
+                before, shown = f"{shown}{said}{SPECIAL[1]}", self._template.render(messages, TOOLS)
+                ids = self._encode(shown.removeprefix(before))
+                token_ids += ids
+                is_action += [False] * len(ids)
+        return Demonstration(token_ids, is_action)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text).ids
+        return ids
+
+
+def sums(task: Task) -> list[str]:
+    """Work it out from left to right, two operands to a call."""
+    total, *rest = task.expression.split()
+    calls = []
+    for operator, operand in zip(rest[::2], rest[1::2], strict=True):
+        calls.append(f"{total}{operator}{operand}")
+        total = calculate(calls[-1])
+    return calls
+
+
+def said_for(expression: str) -> str:
+    """A call, as the model says it."""
+    return f"{CALL_BEGIN}{expression}{CALL_END}"
+
+
+def exchange(expression: str) -> list[dict[str, Any]]:
+    """The messages that a call and its answer become."""
+    function = {"name": "calculate", "arguments": {"expression": expression}}
+    call = {"type": "function", "function": function}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": calculate(expression)},
+    ]
+
+
+TOOL_AGENT = Recipe(
+    tokenizer=agent_tokenizer,
+    school=ToolLessons,
+    sources=("tool_lessons.py", "agent_model.py", "agent_tools.py", "calculator.py", "warm_up.py"),
+    context_tokens=1024,
+    chat_template=CHAT_TEMPLATE,
+)
+"""The model that the agent begins with."""
