@@ -9,7 +9,6 @@ Letters in shapes: R rows, T tokens of all rows, S sampling rows, B blocks of a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +23,7 @@ from tidegate.engine.sampling import RowSampling as RowSampling
 from tidegate.engine.sampling import StepOutput as StepOutput
 from tidegate.engine.sampling import sample_apart, sample_rows
 from tidegate.engine.scoring import RowScoring, score_rows
+from tidegate.engine.step_layout import BlockTables, RowSizes, StepLayout, padding_kind
 from tidegate.engine.weight_store import WeightStore
 from tidegate.engine.weights import Weights
 from tidegate.kernels.attention import (
@@ -36,11 +36,8 @@ from tidegate.kernels.attention import (
 )
 from tidegate.kernels.native import LastTokens, Native, Places
 
-CONTEXT_LEVELS = 128 * 4 ** np.arange(10)
-QUERY_LEVELS = np.array([1, *(32 * 4 ** np.arange(10))])
-"""Rows between two levels are padded to each other: beyond the first, at most by a factor of 4.
-Below it one more group would cost more in dispatch than the padding does; but rows of one query,
-which decode, are a group of their own."""
+ATTENDS_SINGLY = 0
+"""The kind of rows whose tokens compiled code computes one by one: first of all kinds."""
 
 
 @dataclass(slots=True)
@@ -52,7 +49,7 @@ class Row:
     start: int
     """Context position of the first of them; the positions before it are in the cache. The last
     must lie below ``config.context_tokens_max``."""
-    block_table: list[int] | npt.NDArray[np.int64]
+    block_table: list[int]
     """The turn's blocks in the order of positions; enough for its last token, or more."""
     sampling: RowSampling | None
     """None in the middle of a prefill: nothing is sampled."""
@@ -124,6 +121,8 @@ class ModelRunner:
         self._native = native
         self._is_deterministic = is_deterministic
         self._layers = _LayerKinds(config, positions, weights.dtype)
+        self._layout: StepLayout | None = None
+        self._tables = BlockTables()
 
     def swap(self, weights: WeightStore) -> None:
         """Compute with others from the next step on: those of the same model."""
@@ -162,77 +161,80 @@ class ModelRunner:
 
     def _plan(self, rows: Sequence[Row]) -> StepPlan:
         """Lay the rows' tokens out one after another, rows of like size together."""
-        counts = np.fromiter([len(row.token_ids) for row in rows], np.int64, len(rows))
-        starts = np.fromiter([row.start for row in rows], np.int64, len(rows))
-        kinds = _kinds(counts, starts + counts, decodes_alike=self._native is not None)
-        if self._is_deterministic:
-            kinds[:] = 0  # chunks, too, are computed token by token
-        order = np.argsort(kinds, kind="stable")
-        kinds, counts, starts = kinds[order], counts[order], starts[order]
-        ordered = [rows[i] for i in order]
-        firsts = np.cumsum(counts) - counts
-        row_of_token = np.repeat(np.arange(len(rows)), counts)
-        positions = np.arange(counts.sum()) + (starts - firsts)[row_of_token]
-        tables = _tables(ordered, -(-(starts + counts) // self.block_tokens))
+        layout = self._layout_of(rows)
+        ordered = [rows[n] for n in layout.order]
+        starts = np.array([row.start for row in ordered], np.int64)
+        tables = self._tables.of([row.block_table for row in ordered])
+        positions = starts[layout.row_of_token] + layout.places
         block, offset = np.divmod(positions, self.block_tokens)
-        lasts = np.empty(len(rows), np.int64)
-        lasts[order] = firsts + counts - 1
-        samples = [row.sampling is not None for row in rows]
+        block = tables[layout.row_of_token, block]
         groups = [
-            self._groups(kinds, starts, counts, tables, window) for window in self._layers.windows
+            self._groups(layout, starts, positions, tables, window)
+            for window in self._layers.windows
         ]
-        block = tables[row_of_token, block]
         places = Places(*map(torch.from_numpy, (positions, block, offset)))
         is_native = self._native is not None
+        token_ids = np.concatenate([row.token_ids for row in ordered], dtype=np.int64)
         return StepPlan(
-            token_ids=torch.from_numpy(np.concatenate([row.token_ids for row in ordered])),
+            token_ids=torch.from_numpy(token_ids),
             attention=self._layers.plan(None if is_native else places.positions, groups),
             places=places,
             write_index=None if is_native else write_index(block, offset, self._shape),
             scratch=self._scratch_for([group for kind in groups for group in kind]),
-            sampled=torch.from_numpy(np.concatenate([lasts[samples], *_scored(rows, lasts)])),
+            sampled=layout.asked,
             native=self._native,
-            adapters=self._adapters(ordered, row_of_token),
+            adapters=[AdapterTokens(self.weights.adapters[n], its) for n, its in layout.adapters],
         )
 
-    def _adapters(self, rows: Sequence[Row], row_of_token: Ints) -> list[AdapterTokens]:
-        """The tokens of each adapter that the rows ask for."""
-        names = [row.adapter for row in rows]
-        if not any(names):
-            return []
-        used = dict.fromkeys(names)
-        groups = []
-        for name in filter(None, used):
-            tokens = None
-            if len(used) > 1:
-                its = np.array([other == name for other in names])
-                tokens = torch.from_numpy(np.flatnonzero(its[row_of_token]))
-            groups.append(AdapterTokens(self.weights.adapters[name], tokens))
-        return groups
+    def _layout_of(self, rows: Sequence[Row]) -> StepLayout:
+        """That of the last step, if these rows have the sizes that those had."""
+        tokens = [len(row.token_ids) for row in rows]
+        sizes = RowSizes(
+            kinds=[self._kind(count, row.start) for count, row in zip(tokens, rows, strict=True)],
+            tokens=tokens,
+            samples=[row.sampling is not None for row in rows],
+            scored=[0 if row.scoring is None else row.scoring.positions for row in rows],
+            adapters=[row.adapter for row in rows],
+        )
+        if self._layout is None or self._layout.sizes != sizes:
+            self._layout = StepLayout(sizes)
+        return self._layout
+
+    def _kind(self, tokens: int, start: int) -> int:
+        """Rows of one kind are computed together; compiled code pads nothing where it attends."""
+        if self._is_deterministic or (self._native is not None and tokens == 1):
+            return ATTENDS_SINGLY
+        return padding_kind(tokens, start + tokens)
 
     def _groups(
-        self, kinds: Ints, starts: Ints, counts: Ints, tables: Ints, window_tokens: int | None
+        self,
+        layout: StepLayout,
+        starts: Ints,
+        positions: Ints,
+        tables: Ints,
+        window_tokens: int | None,
     ) -> list[RowGroup | LastTokens]:
-        """Cut the ordered rows where their kind changes, for layers with one kind of window."""
-        cuts = [0, *(np.flatnonzero(kinds[1:] != kinds[:-1]) + 1).tolist(), kinds.size]
+        """Rows of each kind, for layers with one kind of window."""
         groups: list[RowGroup | LastTokens] = []
-        for first, end in pairwise(cuts):
-            group = slice(first, end)
-            blocks = -(-int((starts[group] + counts[group]).max()) // self.block_tokens)
-            token = groups[-1].end_token if groups else 0
-            if self._native is not None and kinds[first] == 0:
-                singles = _singles(starts[group], counts[group], tables[group, :blocks])
-                where, lengths = map(torch.from_numpy, singles)
-                last = token + len(lengths)
-                groups.append(LastTokens(token, last, where, lengths, window_tokens))
+        for part in layout.ranges:
+            rows = slice(part.first_row, part.end_row)
+            tokens = slice(part.first_token, part.end_token)
+            if self._native is not None and part.kind == ATTENDS_SINGLY:
+                single = rows if part.has_single_tokens else layout.row_of_token[tokens]
+                where, lengths = map(torch.from_numpy, (tables[single], positions[tokens] + 1))
+                groups.append(
+                    LastTokens(part.first_token, part.end_token, where, lengths, window_tokens)
+                )
                 continue
+            counts = layout.counts[rows]
+            blocks = -(-int((starts[rows] + counts).max()) // self.block_tokens)
             groups.append(
                 plan_group(
-                    starts[group],
-                    counts[group],
-                    tables[group, :blocks],
+                    starts[rows],
+                    counts,
+                    tables[rows, :blocks],
                     self._shape,
-                    first_token=token,
+                    first_token=part.first_token,
                     dtype=self.weights.dtype,
                     window_tokens=window_tokens,
                 )
@@ -274,42 +276,3 @@ class _LayerKinds:
             for table, its in zip(self._rotations, groups, strict=True)
         ]
         return [plans[kind] for kind in self._of_layers]
-
-
-def _scored(rows: Sequence[Row], lasts: Ints) -> list[Ints]:
-    """Where the tokens to be scored are, row after row; ``lasts`` [R] are the rows' last ones."""
-    return [
-        np.arange(last + 1 - row.scoring.positions, last + 1)
-        for row, last in zip(rows, lasts.tolist(), strict=True)
-        if row.scoring is not None
-    ]
-
-
-def _kinds(counts: Ints, ends: Ints, *, decodes_alike: bool) -> Ints:
-    """Number the rows [R] so that those of one kind may be padded to each other; decode first.
-
-    With ``decodes_alike``, rows of one query are of one kind: nothing is padded for them.
-    """
-    queries = np.searchsorted(QUERY_LEVELS, counts)
-    kinds = queries * (CONTEXT_LEVELS.size + 1) + np.searchsorted(CONTEXT_LEVELS, ends)
-    return np.where(counts == 1, 0, kinds) if decodes_alike else kinds
-
-
-def _singles(starts: Ints, counts: Ints, tables: Ints) -> tuple[Ints, Ints]:
-    """Rows [R] seen as rows of one query each [T]: their tables [T, B], and their lengths [T]."""
-    if counts.sum() == counts.size:
-        return np.ascontiguousarray(tables), starts + 1
-    firsts = np.cumsum(counts) - counts
-    lengths = np.arange(1, counts.sum() + 1) + np.repeat(starts - firsts, counts)
-    return np.repeat(tables, counts, axis=0), lengths
-
-
-def _tables(rows: Sequence[Row], blocks: Ints) -> Ints:
-    """Put the first ``blocks[r]`` blocks of each row into one [R, B] array, padded with block 0."""
-    tables = np.zeros((len(rows), int(blocks.max())), np.int64)
-    used = chain.from_iterable(
-        row.block_table[:count] for row, count in zip(rows, blocks.tolist(), strict=True)
-    )
-    filled = np.arange(tables.shape[1]) < blocks[:, None]
-    tables[filled] = np.fromiter(used, np.int64, int(blocks.sum()))
-    return tables

@@ -96,8 +96,7 @@ def sample_rows(
         return _sample(logits, sampling)
     others = [row for row, one in enumerate(sampling) if not _is_plain(one)]
     if not others:
-        token_ids, logprobs = _draw_plain(logits, sampling, native)
-        return StepOutput(token_ids.astype(np.int32), logprobs)
+        return StepOutput(*_draw_plain(logits, sampling, native))
     if len(others) == len(sampling):
         return _sample(logits, sampling)
     return _sample_parts(logits, sampling, native, [others])
@@ -156,14 +155,17 @@ def _is_plain(one: RowSampling) -> bool:
 
 def _draw_plain(
     logits: torch.Tensor, sampling: Sequence[RowSampling], native: Native
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    columns = _columns(sampling)
-    token_ids, logprobs = native.draw(
-        logits.contiguous(),
-        torch.from_numpy(columns.temperature),
-        torch.from_numpy(columns.uniforms),
-    )
-    return token_ids.numpy(), logprobs.numpy()
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    temperatures = np.array([one.temperature for one in sampling], np.float32)
+    return native.draw(logits.contiguous(), temperatures, *_random_numbers(sampling))
+
+
+def _random_numbers(
+    sampling: Sequence[RowSampling],
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Which each row is drawn by: of which seeds, the how manieth."""
+    seeds = np.array([one.seed & SEED_MASK for one in sampling], np.uint64)
+    return seeds, np.array([one.index for one in sampling], np.uint64)
 
 
 def _columns(sampling: Sequence[RowSampling]) -> _Columns:
@@ -171,10 +173,7 @@ def _columns(sampling: Sequence[RowSampling]) -> _Columns:
         np.array([one.temperature for one in sampling], np.float32),
         np.array([one.top_k for one in sampling], np.int64),
         np.array([one.top_p for one in sampling], np.float32),
-        uniforms(
-            np.array([one.seed & SEED_MASK for one in sampling], np.uint64),
-            np.array([one.index for one in sampling], np.uint64),
-        ),
+        uniforms(*_random_numbers(sampling)),
     )
 
 

@@ -250,7 +250,8 @@ class Scheduler:
         place = 0
         for turn in self._planned:
             turn.computed += turn.chunk_tokens
-            self._share(turn)
+            if turn.computed >= turn.share_at:
+                self._prefixes.share(turn, turn.computed)
             if turn.is_score:
                 self._answers += self.scores.take(turn, scores, self.version)
                 continue
@@ -261,8 +262,9 @@ class Scheduler:
                 self._refuse(turn, output.failures[place])
             else:
                 accepted = rows.add(turn, place, sampled[place:end], self.version)
-                told = [output.details.get(n) for n in range(place, place + accepted.tokens)]
-                rows.tell(turn.handle, told)
+                if output.details:
+                    told = [output.details.get(n) for n in range(place, place + accepted.tokens)]
+                    rows.tell(turn.handle, told)
                 self._go_on(turn, accepted, end - place - 1)
             place = end
         if place != len(sampled):
@@ -366,14 +368,10 @@ class Scheduler:
 
     # ------------------------------------------------------------ completing
 
-    def _share(self, turn: TurnState) -> None:
-        if turn.computed >= turn.share_at:
-            self._prefixes.share(turn, turn.computed)
-
     def _go_on(self, turn: TurnState, accepted: AcceptedTokens, drafted: int) -> None:
         """A turn has taken in its tokens."""
         if drafted:
-            self._share(turn)
+            self._prefixes.share(turn, turn.computed)
             if self._speculation is not None:
                 self._speculation.learn(turn, drafted, accepted.tokens - 1)
         if accepted.finish != RUNNING:

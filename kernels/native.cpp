@@ -98,10 +98,23 @@ void rotate_and_write(const T* qkv, const T* qk_norm, const T* table, const int6
     }
 }
 
+uint64_t scrambled(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+// The index-th number of a seed, in [0, 1): that of uniforms.py, which says why it is drawn so.
+double uniform(uint64_t seed, uint64_t index) {
+    constexpr uint64_t GOLDEN_GAMMA = 0x9E3779B97F4A7C15u;
+    const uint64_t state = scrambled(seed + GOLDEN_GAMMA) + (index + 1) * GOLDEN_GAMMA;
+    return double(scrambled(state) >> 11) * 0x1p-53;
+}
+
 constexpr int64_t DRAW_BLOCK = 512;
 
 // Temperature, then a draw by inverting the cumulative distribution: to a block, then within it.
-void draw_row(const float* logits, int64_t vocab, float temperature, double uniform, int64_t* id,
+void draw_row(const float* logits, int64_t vocab, float temperature, double uniform, int32_t* id,
               float* logprob, std::vector<float>& weights, std::vector<float>& blocks) {
     float lanes[8];
     std::fill(lanes, lanes + 8, -INFINITY);
@@ -143,7 +156,7 @@ void draw_row(const float* logits, int64_t vocab, float temperature, double unif
         }
         chosen = std::min(chosen, possible);
     }
-    *id = chosen;
+    *id = int32_t(chosen);
     *logprob = (logits[chosen] - most) / divisor - float(std::log(total));
 }
 
@@ -164,12 +177,13 @@ FOR_BOTH(tg_rotate_and_write,
                           offsets, (T*)query, (T*)cache, tokens, heads, kv_heads, head_dim,
                           block_tokens, epsilon))
 
-extern "C" int64_t tg_draw(const float* logits, const float* temperatures, const double* uniforms,
-                           int64_t* ids, float* logprobs, int64_t rows, int64_t vocab) {
+extern "C" int64_t tg_draw(const float* logits, const float* temperatures, const uint64_t* seeds,
+                           const uint64_t* indices, int32_t* ids, float* logprobs, int64_t rows,
+                           int64_t vocab) {
     return lacks_memory([&] {
         std::vector<float> weights(vocab), blocks((vocab + DRAW_BLOCK - 1) / DRAW_BLOCK);
         for (int64_t r = 0; r < rows; r++)
-            draw_row(logits + r * vocab, vocab, temperatures[r], uniforms[r], ids + r, logprobs + r,
-                     weights, blocks);
+            draw_row(logits + r * vocab, vocab, temperatures[r], uniform(seeds[r], indices[r]),
+                     ids + r, logprobs + r, weights, blocks);
     });
 }

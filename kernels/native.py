@@ -13,9 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tidegate.kernels.compiled import DTYPES, FLOAT, INT, POINTER, function, library
+
+Floats = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint64]
 
 HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128, 256)
 """What :meth:`Native.attend_last` is compiled for."""
@@ -47,7 +52,7 @@ class LastTokens:
     end_token: int
     """The group's tokens are ``[first_token, end_token)`` of the step's."""
     tables: torch.Tensor
-    """[R, B], int64: the blocks of each row's context."""
+    """[R, B], int64: the blocks of each row's context. Rows may lie apart."""
     lengths: torch.Tensor
     """[R], int64: positions of it, the token's own included."""
     window_tokens: int | None
@@ -65,7 +70,7 @@ class Native:
         self._gate = found("tg_gate")
         self._rotate_and_write = found("tg_rotate_and_write")
         self._attend_last = found("tg_attend_last")
-        self._draw = function(library, "tg_draw", [POINTER] * 5 + [INT] * 2)
+        self._draw = function(library, "tg_draw", [POINTER] * 6 + [INT] * 2)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """:func:`tidegate.kernels.norm.rms_norm` of ``x`` [T, H] with ``weight`` [H]."""
@@ -159,7 +164,7 @@ class Native:
             cache.shape[2],
             head_dim,
             cache.shape[3],
-            group.tables.shape[1],
+            group.tables.stride(0),
             head_dim**-0.5 if scale is None else scale,
             group.window_tokens or 0,
             soft_cap or 0.0,
@@ -167,26 +172,29 @@ class Native:
         return out
 
     def draw(
-        self, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, logits: torch.Tensor, temperatures: Floats, seeds: Words, indices: Words
+    ) -> tuple[npt.NDArray[np.int32], Floats]:
         """:func:`tidegate.kernels.sampling.sample` for rows that ask for a temperature only.
 
         Args:
             logits: [S, V], float32.
-            temperatures: [S], float32.
-            uniforms: [S], float64.
+            temperatures: [S].
+            seeds: [S]; with ``indices`` they say which of the
+                :func:`tidegate.kernels.uniforms.uniforms` each row is drawn by.
+            indices: [S].
 
         Returns:
-            Token ids [S], int64, and log-probs [S], float32.
+            Token ids [S], and log-probs [S].
         """
         rows, vocab = logits.shape
-        ids, logprobs = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
+        ids, logprobs = np.empty(rows, np.int32), np.empty(rows, np.float32)
         self._draw(
             logits.data_ptr(),
-            temperatures.data_ptr(),
-            uniforms.data_ptr(),
-            ids.data_ptr(),
-            logprobs.data_ptr(),
+            temperatures.ctypes.data,
+            seeds.ctypes.data,
+            indices.ctypes.data,
+            ids.ctypes.data,
+            logprobs.ctypes.data,
             rows,
             vocab,
         )

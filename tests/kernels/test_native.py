@@ -15,6 +15,7 @@ from tidegate.kernels.native import HEAD_DIMS, LastTokens, Native, Places, nativ
 from tidegate.kernels.norm import rms_norm
 from tidegate.kernels.rope import apply_rope, rope_table
 from tidegate.kernels.sampling import sample
+from tidegate.kernels.uniforms import GOLDEN_GAMMA, uniforms
 
 pytestmark = pytest.mark.skipif(
     shutil.which(shlex.split(COMPILER)[0]) is None,
@@ -144,7 +145,8 @@ def test_a_row_alone_comes_out_bit_for_bit_as_in_a_batch() -> None:
     x, weight, gate_up = torch.randn(9, 40), torch.randn(40), torch.randn(9, 34)
     query, cache = torch.randn(9, 4, 16), torch.randn(30, 2, 2, 4, 16)
     tables, lengths = torch.randint(0, 30, (9, 5)), torch.randint(1, 21, (9,))
-    logits, uniforms = torch.randn(9, 1000), torch.rand(9, dtype=torch.float64)
+    logits, numbers = torch.randn(9, 1000), np.arange(9, dtype=np.uint64)
+    ones = np.ones(9, np.float32)
     for row in range(9):
         one = slice(row, row + 1)
         pairs = [
@@ -157,8 +159,11 @@ def test_a_row_alone_comes_out_bit_for_bit_as_in_a_batch() -> None:
                 ),
             ),
             *zip(
-                functions.draw(logits, torch.ones(9), uniforms),
-                functions.draw(logits[one], torch.ones(1), uniforms[one]),
+                map(torch.from_numpy, functions.draw(logits, ones, numbers, numbers)),
+                map(
+                    torch.from_numpy,
+                    functions.draw(logits[one], ones[one], numbers[one], numbers[one]),
+                ),
                 strict=True,
             ),
         ]
@@ -170,15 +175,33 @@ def test_a_row_alone_comes_out_bit_for_bit_as_in_a_batch() -> None:
 def test_a_draw_is_the_samplers(vocab: int, temperature: float) -> None:
     rows = 64
     logits = torch.randn(rows, vocab) * 3
-    uniforms = torch.rand(rows, dtype=torch.float64)
-    temperatures = torch.full((rows,), temperature)
-    ids, logprobs = compiled(torch.float32).draw(logits, temperatures, uniforms)
+    chance = np.random.default_rng(0)
+    seeds, indices = chance.integers(0, 2**64, rows, np.uint64), np.arange(rows, dtype=np.uint64)
+    temperatures = np.full(rows, temperature, np.float32)
+    ids, logprobs = map(
+        torch.from_numpy, compiled(torch.float32).draw(logits, temperatures, seeds, indices)
+    )
     none = np.zeros(rows, np.int64), np.ones(rows, np.float32)
-    expected, expected_logprobs = sample(logits, temperatures.numpy(), *none, uniforms.numpy())
+    expected, expected_logprobs = sample(logits, temperatures, *none, uniforms(seeds, indices))
     # Where a uniform falls within a rounding of the border of two tokens, either is right.
     assert (ids == expected).sum() >= rows - 1
     same = ids == expected
     torch.testing.assert_close(logprobs[same], expected_logprobs[same], atol=5e-6, rtol=1e-5)
+
+
+def seed_of_almost_one() -> int:
+    """The seed whose first number is the largest of all: the generator, backwards."""
+
+    def unscrambled(x: int) -> int:
+        for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
+            whole = x
+            for _ in range(64 // shift):
+                whole = x ^ (whole >> shift)
+            x = whole * pow(factor, -1, 2**64) % 2**64
+        return x
+
+    gamma = int(GOLDEN_GAMMA)
+    return (unscrambled((unscrambled(2**64 - 1) - gamma) % 2**64) - gamma) % 2**64
 
 
 def test_extremes_draw_a_token_that_is_possible_and_nothing_crashes() -> None:
@@ -186,11 +209,12 @@ def test_extremes_draw_a_token_that_is_possible_and_nothing_crashes() -> None:
     logits[0, 599] = logits[1, 0] = logits[2, 300] = 0.0
     logits[3] = torch.nan
     logits[4, 100:] = 3e38
-    almost_one = torch.full((5,), 1.0 - 2.0**-53, dtype=torch.float64)
-    ids, logprobs = compiled(torch.float32).draw(logits, torch.ones(5), almost_one)
+    seeds, first = np.full(5, seed_of_almost_one(), np.uint64), np.zeros(5, np.uint64)
+    assert uniforms(seeds, first).tolist() == 5 * [1.0 - 2.0**-53]
+    ids, logprobs = compiled(torch.float32).draw(logits, np.ones(5, np.float32), seeds, first)
     assert ids[:3].tolist() == [599, 0, 300]
     assert logprobs[:3].tolist() == [0.0, 0.0, 0.0]
-    assert logprobs[3].isnan()
+    assert np.isnan(logprobs[3])
     assert (ids >= 0).all()
     assert (ids < 600).all()
 
