@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.die_with_parent is not None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != arguments.die_with_parent:
+            remove_abandoned()
             return ENDED  # it died while this process was importing, and nothing told of it
     try:
         keys = None if arguments.keys is None else read_engine_keys(arguments.keys)
