@@ -12,7 +12,8 @@ chance. A tree's root stands for the weights that computed all of it, so what on
 is not found from another's.
 
 Whoever holds a node holds all before it, and lets go of the last ones first. So the node that was
-idle for longest never has another after it, and leaves first where room is needed.
+idle for longest never has another after it, and leaves first where room is needed. Whoever wants a
+node that it doesn't hold wants all before it, too; and what nobody wants leaves before the rest.
 """
 
 from collections import Counter, OrderedDict
@@ -23,6 +24,9 @@ Node = int
 
 NOWHERE: Node = 0
 """Of a block that was never cached since it was allocated."""
+
+Wanted = list[tuple[int, Node]]
+"""Blocks, in the order of their positions, and what was in them then."""
 
 
 class KvCache:
@@ -37,7 +41,11 @@ class KvCache:
         self._holders = [0] * num_blocks
         """How many turns hold each block."""
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Cached blocks that nobody holds, idle for longest first."""
+        """Cached blocks that nobody holds or wants, idle for longest first."""
+        self._wants = [0] * num_blocks
+        """How many will come back for each block; 0 where it is not cached."""
+        self._wanted: OrderedDict[int, None] = OrderedDict()
+        """Cached blocks that nobody holds and somebody wants, idle for longest first."""
         self._blocks: dict[tuple[Node, bytes], int] = {}
         """Every cached block that can be found, by what is before it and its tokens."""
         self._keys: list[tuple[Node, bytes] | None] = [None] * num_blocks
@@ -50,7 +58,7 @@ class KvCache:
     @property
     def free_blocks(self) -> int:
         """How many blocks can still be allocated, cached ones that nobody holds among them."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._idle) + len(self._wanted)
 
     @property
     def cached_blocks(self) -> int:
@@ -66,7 +74,7 @@ class KvCache:
         if count > self.free_blocks:
             return None
         for _ in range(count - len(self._free)):
-            block, _ = self._idle.popitem(last=False)
+            block, _ = (self._idle or self._wanted).popitem(last=False)
             self._uncache(block)
             self._free.append(block)
         kept = len(self._free) - count
@@ -81,7 +89,7 @@ class KvCache:
         """Take cached blocks beside whoever holds them."""
         for block in blocks:
             if not self._holders[block]:
-                del self._idle[block]
+                del self._idle_queue(block)[block]
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -102,11 +110,31 @@ class KvCache:
                 if self._keys[block] is None:
                     self._free.append(block)
                 else:
-                    self._idle[block] = None
+                    self._idle_queue(block)[block] = None
 
     def count_held(self, blocks: Iterable[int]) -> int:
         """How many of these blocks somebody holds: taking them leaves ``free_blocks`` as it is."""
         return sum(self._holders[block] > 0 for block in blocks)
+
+    # ------------------------------------------------------------ wants
+
+    def want(self, blocks: Sequence[int]) -> Wanted:
+        """Somebody will come back for these cached blocks, who holds them until now."""
+        for block in blocks:
+            if self._keys[block] is None or not self._holders[block]:
+                raise AssertionError(f"block {block} can't be wanted: not cached, or nobody's")
+            self._wants[block] += 1
+        return [(block, self._nodes[block]) for block in blocks]
+
+    def unwant(self, wanted: Wanted) -> None:
+        """Whoever said ``want`` won't come back for what is still there of it."""
+        for block, node in reversed(wanted):
+            if self._keys[block] is None or self._nodes[block] != node:
+                continue  # room was needed
+            self._wants[block] -= 1
+            if not self._wants[block] and block in self._wanted:
+                del self._wanted[block]
+                self._idle[block] = None
 
     # ------------------------------------------------------------ contexts
 
@@ -142,14 +170,19 @@ class KvCache:
         """Nothing cached so far is found again. Blocks that are held stay so, and are private."""
         for block in self._blocks.values():
             self._keys[block] = None
+            self._wants[block] = 0
         self._blocks.clear()
         self._roots.clear()
-        self._free.extend(self._idle)
-        self._idle.clear()
+        for queue in (self._idle, self._wanted):
+            self._free.extend(queue)
+            queue.clear()
 
     def _new_node(self) -> Node:
         self._next_node += 1
         return self._next_node - 1
+
+    def _idle_queue(self, block: int) -> OrderedDict[int, None]:
+        return self._wanted if self._wants[block] else self._idle
 
     def _uncache(self, block: int) -> None:
         key = self._keys[block]
@@ -157,6 +190,7 @@ class KvCache:
             raise AssertionError(f"idle block {block} is not cached")
         del self._blocks[key]
         self._keys[block] = None
+        self._wants[block] = 0
 
     # ------------------------------------------------------------ for tests
 
@@ -169,7 +203,10 @@ class KvCache:
         """
         held = Counter(block for table in tables for block in table)
         for block in range(self.num_blocks):
-            places = (block in self._free) + (block in self._idle) + (held[block] > 0)
+            idle = (block in self._idle) + (block in self._wanted)
+            places = (block in self._free) + idle + (held[block] > 0)
+            if idle and block not in self._idle_queue(block):
+                raise AssertionError(f"block {block} waits among those that leave at other times")
             if self._holders[block] != held[block] or places != 1:
                 raise AssertionError(
                     f"block {block} has {self._holders[block]} holders, really {held[block]}, and "
@@ -177,7 +214,7 @@ class KvCache:
                 )
             if held[block] > 1 and self._nodes[block] == NOWHERE:
                 raise AssertionError(f"block {block} is shared, and was never cached")
-        ranks = {block: rank for rank, block in enumerate(self._idle)}
+        ranks = {block: rank for rank, block in enumerate((*self._idle, *self._wanted))}
         ends = {self._nodes[block]: block for block in self._blocks.values()}
         roots = set(self._roots.values())
         for (node, _), block in self._blocks.items():

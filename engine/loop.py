@@ -24,6 +24,7 @@ from tidegate.transport.limits import cut
 from tidegate.transport.messages import (
     CancelTurn,
     Complaint,
+    EndSessions,
     EngineHeartbeat,
     FinishWeightUpdate,
     FromOrchestrator,
@@ -135,6 +136,8 @@ class EngineLoop:
                     self._submit(turn)
             case CancelTurn(turn=turn):
                 self._scheduler.cancel(turn)
+            case EndSessions(sessions=sessions):
+                self._scheduler.sessions.end(sessions)
             case ScoreTokens():
                 self._score(message)
             case CancelScore(request=request):

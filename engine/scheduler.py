@@ -69,6 +69,8 @@ class Scheduler:
         self._seats = Seats(limits, shares_prefixes=shares_prefixes)
         self.scores = ScoreDesk(limits, scoring or ScoringTraits(hidden_size=1), self._seats)
         """What is asked for beside turns."""
+        self.sessions = self._seats.sessions
+        """Whose contexts are gone on with."""
         self._prefixes = self._seats.prefixes
         self._speculation = None if drafts is None else Speculation(drafts)
         self._adapters: frozenset[str] = frozenset()
@@ -155,6 +157,7 @@ class Scheduler:
         self._clears_cache = False
         self._answers.clear()
         self.scores.clear()
+        self.sessions.forget()
 
     def hold(self, is_held: bool) -> None:
         """Run no turn whatever pauses say, until told otherwise: there is no memory for it."""

@@ -13,6 +13,7 @@ from operator import attrgetter
 
 from tidegate.engine.kv_cache import KvCache
 from tidegate.engine.prefixes import Prefixes
+from tidegate.engine.sessions import Sessions
 from tidegate.engine.turns import EngineLimits, TurnState
 
 _rank = attrgetter("rank")
@@ -25,6 +26,7 @@ class Seats:
         self._limits = limits
         self._cache = KvCache(limits.num_blocks)
         self.prefixes = Prefixes(self._cache, limits.block_tokens, are_shared=shares_prefixes)
+        self.sessions = Sessions(self._cache, sessions_max=limits.num_blocks)
         self.running: list[TurnState] = []
         """Those that may hold blocks, best rank first."""
         self._waiting: list[tuple[tuple[int, int], TurnState]] = []
@@ -142,6 +144,7 @@ class Seats:
     def stop(self, turn: TurnState) -> None:
         """Give up the KV of a turn that is not among the running any more."""
         turn.is_running = False
+        self.sessions.leave(turn)
         self._cache.release(turn.drop_kv())
 
     # ------------------------------------------------------------ for tests

@@ -95,6 +95,7 @@ class TurnState:
         "row",
         "sampled_before",
         "sampling",
+        "session",
         "share_at",
         "shared_blocks",
         "stop_ids",
@@ -111,6 +112,7 @@ class TurnState:
         self.adapter = message.sampling.adapter
         self.stop_ids = frozenset(message.sampling.stop_token_ids)
         self.sampled_before = message.sampled_before
+        self.session = message.session
         self.prompt_tokens = len(prompt)
         self.length = len(prompt)
         """Tokens known: prompt, then output."""

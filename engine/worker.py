@@ -235,6 +235,7 @@ def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimi
         is_deterministic=arguments.deterministic,
         sleep_levels=[1, 2],
         takes_turns_together=True,
+        keeps_sessions=True,
     )
 
 

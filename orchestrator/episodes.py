@@ -106,9 +106,11 @@ class EpisodeRunner:
         waiting: Waiting,
         handle: Callable[[Iterable[ev.Event]], None],
         on_error: Callable[[BaseException], None],
+        on_over: Callable[[Rollout], None] = lambda rollout: None,
     ) -> None:
         """``handle`` feeds events to the core; ``on_error`` hears what the run can't go on after,
-        such as one failed episode too many."""
+        such as one failed episode too many; ``on_over`` of rollouts that ask for no more turns,
+        maybe twice."""
         self._loop = asyncio.get_running_loop()
         self.rounds = Rounds(self._loop, on_error)
         self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up)
@@ -118,6 +120,7 @@ class EpisodeRunner:
         self._model = model
         self._waiting = waiting
         self._handle = handle
+        self._on_over = on_over
         self._failures_in_a_row = 0
         self._going: dict[int, EpisodeTask] = {}
         """By rollout."""
@@ -143,6 +146,7 @@ class EpisodeRunner:
         if task is not None:
             self.left.stubborn.add(rollout.rollout_id)  # until it has ended
             self._deadlines.cut_short(task)
+        self._on_over(rollout)
 
     async def end(self) -> None:
         """Cancel every episode, and return once all have ended; none begins any more."""
@@ -184,6 +188,7 @@ class EpisodeRunner:
         finally:
             self.left.stubborn.discard(number)
             del self._going[number]
+            self._on_over(task.rollout)
 
     def _said(
         self, task: "EpisodeTask", value: object, error: BaseException | None

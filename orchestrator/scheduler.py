@@ -26,6 +26,7 @@ from tidegate.orchestrator.episodes import EpisodeFunction, EpisodeRunner
 from tidegate.orchestrator.fleet import Answer, Fleet, FleetTimes
 from tidegate.orchestrator.model_files import ModelFiles
 from tidegate.orchestrator.offers import Offers
+from tidegate.orchestrator.open_sessions import OpenSessions
 from tidegate.orchestrator.outbox import Outbox
 from tidegate.orchestrator.publishing import PublishWait
 from tidegate.orchestrator.recording import RunRecorder
@@ -90,7 +91,6 @@ class Scheduler:
         self.control = EngineControl(settings, init_weights, self._waiting, self)
         failure = self.control.publisher.take_failure
         self._desk = BatchDesk(self._waiting, self.handle, self.when_safe, failure)
-        self._episodes = EpisodeRunner(settings, model, self._waiting, self.handle, self.fail)
         self._wants_tasks = asyncio.Event()
         self._offers = Offers(lambda: self.core, self.handle, wants_tasks=self._wants_tasks)
         self._outbox = Outbox(
@@ -98,6 +98,9 @@ class Scheduler:
             takes_turns_together=self.fleet.takes_turns_together,
             on_error=self.fail,
         )
+        self._sessions = OpenSessions(self._outbox.post)
+        over = self._sessions.over
+        self._episodes = EpisodeRunner(settings, model, self._waiting, self.handle, self.fail, over)
         self.scores = ScoreDesk(
             self.fleet,
             waiting=self._waiting.scores,
@@ -183,6 +186,7 @@ class Scheduler:
     def close(self) -> None:
         """Settle what is unfinished as discarded; nothing may be asked any more."""
         self.stop_journal()
+        self._sessions.close()
         self.handle([ev.RunEnded()])
         self.send(())
 
@@ -296,12 +300,14 @@ class Scheduler:
             case ev.EngineJoined(engine=engine, weight_version=version):
                 self.control.joined(engine, version)
                 self.scores.joined(engine)
+                self._sessions.joined(engine, self.hello_of(engine))
             case ev.VersionPublished(version=version):
                 self.fleet.newest_version = version
             case ev.EngineLeft(engine=engine):
                 log.warning("engine=%s lost: %s", engine, self.fleet.departed.get(engine))
                 self.control.left(engine)
                 self.scores.left(engine)
+                self._sessions.left(engine)
                 self._note_engine(engine, "lost")
 
     def when_safe(self, action: Callable[[], None]) -> None:
@@ -315,6 +321,7 @@ class Scheduler:
         match command:
             case ev.Submit(engine=engine, message=message):
                 self._outbox.post(engine, message)
+                self._sessions.submitted(engine, message.session)
             case ev.EndTurn(turn=turn):
                 resolve(self._waiting.turns.pop(turn.rollout.rollout_id, None), turn)
             case ev.StartEpisode(rollout=rollout, task=task):

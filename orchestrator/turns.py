@@ -190,6 +190,7 @@ class TurnBook:
             sampling=sampling,
             priority=priority,
             sampled_before=turn.length,
+            session=turn.rollout.rollout_id + 1,  # 0 is nobody's
         )
         return Submit(name, message)
 

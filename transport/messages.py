@@ -97,6 +97,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """Nothing stands behind ``weight_version`` any more: it needs a whole update."""
     takes_turns_together: bool = False
     """Whether it knows ``SubmitTurns``."""
+    keeps_sessions: bool = False
+    """Whether it is to be told when a session ends."""
 
 
 class KvSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -258,6 +260,15 @@ class SubmitTurn(Message, frozen=True, kw_only=True, tag="submit_turn"):
     sampled_before: int = 0
     """Output tokens of this turn already at the end of ``token_ids``. The i-th output token of a
     turn uses the i-th random number of its seed, wherever and whenever it is sampled."""
+    session: Count = 0
+    """Whose context this is: more turns of the same session may go on where this one ends, so KV of
+    it is better kept than that of others. 0: nobody's. Changes nothing but speed."""
+
+
+class EndSessions(Message, frozen=True, kw_only=True, tag="end_sessions"):
+    """No more turns of these sessions come here; ones that are unknown are ignored."""
+
+    sessions: list[Count]
 
 
 class SubmitTurns(Message, frozen=True, kw_only=True, tag="submit_turns"):
@@ -314,6 +325,7 @@ FromOrchestrator = (
     | Ack
     | SubmitTurn
     | SubmitTurns
+    | EndSessions
     | CancelTurn
     | ScoreTokens
     | CancelScore

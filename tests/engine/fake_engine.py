@@ -185,6 +185,7 @@ class FakeEngine:
         stop: Sequence[int] = (),
         seed: int = 9,
         temperature: float = 1.0,
+        session: int = 0,
     ) -> int:
         turn = len(self.turns)
         sampling = SamplingParams(
@@ -197,6 +198,7 @@ class FakeEngine:
                 sampling=sampling,
                 priority=priority,
                 sampled_before=sampled_before,
+                session=session,
             )
         )
         self.turns[turn] = ToldTurn(prompt, sampling, sampled_before)

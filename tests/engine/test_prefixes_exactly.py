@@ -26,13 +26,15 @@ class Asked:
     seed: int
     temperature: float
     submissions: list[int]
+    session: int = 0
 
 
 class Crowd:
     """Groups of samples and what they are asked to go on with, submitted as a seed says."""
 
-    def __init__(self, engine: DrivenEngine, seed: int) -> None:
+    def __init__(self, engine: DrivenEngine, seed: int, *, has_sessions: bool) -> None:
         self.engine = engine
+        self.has_sessions = has_sessions
         self.random = random.Random(seed)
         self.asked: list[Asked] = []
 
@@ -48,6 +50,7 @@ class Crowd:
                 seed=chance.randrange(1000),
                 temperature=chance.choice([0.0, 1.0]),
                 submissions=[],
+                session=len(self.asked) + 1 if self.has_sessions else 0,
             )
             self.asked.append(asked)
             self.submit(asked, priority=chance.randrange(3))
@@ -62,6 +65,7 @@ class Crowd:
             sampled_before=len(done),
             seed=asked.seed,
             temperature=asked.temperature,
+            session=asked.session,
         )
         asked.submissions.append(turn)
 
@@ -105,12 +109,14 @@ def make_engine(models: Models, *, shares_prefixes: bool = True) -> DrivenEngine
     )
 
 
-def run_crowd(engine: DrivenEngine, seed: int, *, swaps: bool) -> Crowd:
-    """Submissions, pauses and, if asked for, swaps at random between steps."""
-    crowd, chance = Crowd(engine, seed), random.Random(seed + 1)
+def run_crowd(engine: DrivenEngine, seed: int, *, swaps: bool, has_sessions: bool = False) -> Crowd:
+    """Submissions, pauses, ends of sessions and, if asked for, swaps at random between steps."""
+    crowd, chance = Crowd(engine, seed, has_sessions=has_sessions), random.Random(seed + 1)
     for step in range(STEPS):
         if step % 10 == 0:
             crowd.submit_group()
+        if has_sessions and step % 5 == 0:  # of turns that run, wait, or ended long ago
+            engine.scheduler.sessions.end([1 + chance.randrange(len(crowd.asked))])
         if chance.random() < 0.1:
             engine.scheduler.pause(chance.choice(MODES), clear_cache=chance.random() < 0.2)
             engine.settle()
@@ -132,7 +138,8 @@ def run_crowd(engine: DrivenEngine, seed: int, *, swaps: bool) -> Crowd:
 def test_pauses_and_preemptions_give_the_same_tokens_with_and_without_shared_prefixes(
     models: Models, seed: int
 ) -> None:
-    shared = run_crowd(make_engine(models), seed, swaps=False)
+    has_sessions = seed % 2 == 1
+    shared = run_crowd(make_engine(models), seed, swaps=False, has_sessions=has_sessions)
     alone = run_crowd(make_engine(models, shares_prefixes=False), seed, swaps=False)
 
     assert alone.cached_tokens == 0
@@ -147,7 +154,7 @@ def test_pauses_and_preemptions_give_the_same_tokens_with_and_without_shared_pre
 def test_every_token_comes_again_from_the_weights_that_its_provenance_names(
     models: Models, seed: int
 ) -> None:
-    crowd = run_crowd(make_engine(models), seed, swaps=True)
+    crowd = run_crowd(make_engine(models), seed, swaps=True, has_sessions=seed % 2 == 1)
 
     assert crowd.cached_tokens > 50
     versions = [version for told in crowd.engine.turns.values() for version in told.versions]

@@ -70,6 +70,7 @@ def test_a_turn_goes_on_elsewhere_from_its_tokens_and_with_its_priority() -> Non
         sampling=SamplingParams(max_tokens=5),
         priority=1,
         sampled_before=3,
+        session=rollout.rollout_id + 1,
     )
     assert move(driver, rollout, "b") == [ev.Cancel("a", 0), ev.Submit("b", message)]
     driver.sample("b", 1, 2, STOP)

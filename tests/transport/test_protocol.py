@@ -25,6 +25,7 @@ from tidegate.transport.messages import (
     Awake,
     CancelTurn,
     Complaint,
+    EndSessions,
     EngineHeartbeat,
     FinishWeightUpdate,
     FromEngine,
@@ -149,6 +150,7 @@ EXAMPLE_TURN = SubmitTurn(
     turn=4_294_967_295,
     token_ids=struct.pack("<3i", 1, 2, 3),
     sampling=SamplingParams(max_tokens=16, temperature=0.7, stop_token_ids=[2], seed=2**63),
+    session=2**40,
 )
 ORCHESTRATOR_EXAMPLES: list[Message] = [
     Welcome(heartbeat_interval_s=1.5, orchestrator_timeout_s=30.0, credit_steps=64),
@@ -157,6 +159,7 @@ ORCHESTRATOR_EXAMPLES: list[Message] = [
     Ack(seq=41),
     EXAMPLE_TURN,
     SubmitTurns(turns=[EXAMPLE_TURN, EXAMPLE_TURN]),
+    EndSessions(sessions=[1, 2**40]),
     CancelTurn(turn=1),
     ScoreTokens(request=5, token_ids=struct.pack("<3i", 1, 2, 3), start=1, top_logprobs=1),
     CancelScore(request=5),
