@@ -56,7 +56,7 @@ def a_gap_in_a_stream_is_overlooked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReceiveWindow, "accept", accept)
 
 
-@mutation(seed=38)
+@mutation(seed=90)
 def a_gap_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
     right = ReceiveWindow.accept
 
@@ -104,7 +104,7 @@ def weights_that_late_joiners_need_are_overwritten(patch: pytest.MonkeyPatch) ->
     patch.setattr(WeightCoordinator, "kept_version", None)
 
 
-@mutation(seed=2)
+@mutation(seed=9)
 def a_withdrawn_version_is_swapped_in_all_the_same(patch: pytest.MonkeyPatch) -> None:
     right = WeightCoordinator.withdraw
 
