@@ -4,6 +4,7 @@
 three turns each, all at once, against a model that answers a little later and costs next to
 nothing; clients are in a process of their own. CPU time is that of the gateway's whole process,
 the stand-in for the model included. The peer is the same server with a handler that does nothing.
+``prefill_saved_share``: see :mod:`benchmarks.sessions`.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from benchmarks.sessions import rows as session_rows
 from benchmarks.table import Row, compared, show
 from tests.orchestrator.chat_templates import ENDS, add_chat_template
 from tidegate.orchestrator.episode import Episode, SamplingDefaults
@@ -201,7 +203,8 @@ def main() -> None:
         path = add_chat_template(Path(directory) / "model", "chatml")
         tokenizer = read_tokenizer(path / "tokenizer.json")
         stop = tokenizer.token_to_id(ENDS["chatml"]) or 0
-        show(rows(ModelFiles(path, tokenizer, (0, stop))), as_json=arguments.json)
+        lines = rows(ModelFiles(path, tokenizer, (0, stop)))
+        show([*lines, *session_rows()], as_json=arguments.json)
 
 
 if __name__ == "__main__":
