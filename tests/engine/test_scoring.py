@@ -223,7 +223,7 @@ def test_an_answer_too_large_for_a_frame_comes_in_parts(
     [
         ([], {}, "token_ids is empty"),
         ([1, 96], {}, "is outside the model's vocabulary"),
-        ([1], {}, "start must be in .1, 0. for logprobs of 1 tokens"),
+        ([1], {}, "one token has no log-prob, for nothing comes before it; send two"),
         ([1, 2, 3], {"start": 0}, "nothing comes before the first token"),
         ([1, 2, 3], {"start": 3}, "start must be in .1, 2. for logprobs of 3 tokens, got 3"),
         ([1, 2], {"top_logprobs": 97}, "top_logprobs must be in .0, 96., got 97"),
