@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -264,20 +265,27 @@ asyncio.run(main())
 """
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """For sockets: pytest's own directories have names that are too long for them."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
 def test_a_trainer_that_is_killed_leaves_no_engine_socket_log_or_weights_behind(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "TMPDIR": str(short_path)}
     command = [sys.executable, "-c", TRAINER, str(model)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as trainer:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "ready\n"
         engines = psutil.Process(trainer.pid).children(recursive=True)
-        names = {path.name.split("-")[1] for path in tmp_path.iterdir()}
+        names = {path.name.split("-")[1] for path in short_path.iterdir()}
         assert names == {"orchestrator", "logs", "weights"}
         trainer.kill()
     _, alive = psutil.wait_procs(engines, timeout=WAIT_S)
     assert (len(engines), alive) == (2, [])
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
     PrivateDirectory("next").remove()  # whatever engines have not seen to, the next run does
-    assert list(tmp_path.iterdir()) == []
+    assert list(short_path.iterdir()) == []

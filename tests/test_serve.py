@@ -133,14 +133,16 @@ async def test_tokens_and_weights_travel_over_tcp_with_keys(model: Path, tmp_pat
 async def test_generation_goes_on_while_the_trainer_blocks_its_thread(model: Path) -> None:
     async with tidegate.serve(model=model, **SMALL, max_staleness=2) as rollouts:
         batches = rollouts.batches(range(100), episode=two_turns)
-        await anext(batches)
+        first = asyncio.ensure_future(anext(batches))
+        await asyncio.sleep(0)  # it is asked for, and nothing generated yet
         before = rollouts.statistics()
         deadline = time.monotonic() + 20
         while rollouts.statistics().buffered_groups < 4 and time.monotonic() < deadline:
             time.sleep(0.05)  # noqa: ASYNC251 - what a trainer does that isn't async
         after = rollouts.statistics()
-        assert after.buffered_groups == 4
+        assert after.buffered_groups >= 4
         assert after.ledger.generated > before.ledger.generated
+        await first
         await batches.aclose()  # type: ignore[attr-defined]
 
 

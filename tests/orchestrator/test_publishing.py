@@ -346,7 +346,10 @@ async def test_who_waits_for_a_batch_already_gets_none_of_an_older_version_eithe
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     engine = tidegate_engine(staging_s=5.0, step_s=0.5)
-    async with tidegate_serve(engines=[engine], says="abcd", **SMALL) as rollouts:
+    words = itertools.chain(["abcd"], itertools.repeat("abcdefgh"))
+    async with tidegate_serve(
+        engines=[engine], says=lambda request: next(words), **SMALL
+    ) as rollouts:
         batches = rollouts.batches(itertools.count(), episode=one_turn)
         await anext(batches)
         second: Any = asyncio.ensure_future(anext(batches))
