@@ -137,7 +137,12 @@ class Run:
         async def run() -> Result:
             if self._is_ending:
                 raise self.failure()
-            return await work(scheduler)
+            try:
+                return await work(scheduler)
+            except Exception:
+                if not self._is_ending:
+                    raise
+            raise self.failure()  # that is why, whatever it met among closed sockets
 
         with self._lock:
             if self._is_ending:

@@ -67,6 +67,27 @@ def test_an_iterator_that_raises_ends_the_batches_with_its_error_whenever_it_doe
             rollouts.evaluate([0], episode=one_turn)
 
 
+def test_what_the_end_of_the_run_overtakes_is_told_of_that_end(model: Path) -> None:
+    def tasks() -> Iterator[int]:
+        yield from range(2)
+        raise ZeroDivisionError("the data loader broke")
+
+    with tidegate.serve_sync(model=model, **SMALL) as rollouts:
+        run = rollouts._running
+
+        async def meets_closed_sockets(scheduler: object) -> None:
+            while not run._is_ending:  # noqa: ASYNC110 - as a publish that is still writing
+                await asyncio.sleep(0)
+            raise OSError("not a socket")
+
+        asked = run.submit(meets_closed_sockets)
+        with pytest.raises(ZeroDivisionError):
+            for _ in rollouts.batches(tasks(), episode=one_turn):
+                pass
+        with pytest.raises(ZeroDivisionError):
+            asked.result(60.0)
+
+
 async def test_a_batch_that_nobody_waited_for_is_not_lost(model: Path) -> None:
     gate = asyncio.Event()
     loop = asyncio.get_running_loop()
