@@ -14,7 +14,7 @@ help:
 	@echo "make demo   train a small model with fully asynchronous rollouts, and report on it"
 	@echo "make demo-agent   the same with an agent that calls a tool, and one that plays a game"
 	@echo "make test   format, lint, types, tests, a short demo, 2,300 simulated runs"
-	@echo "make test-environments   adapters whose packages need a Python of their own (400 MB)"
+	@echo "make test-environments   adapters whose packages need a Python of their own (800 MB)"
 	@echo "make lint   the first three of those"
 	@echo "make bench  speed, as ratios against named peers"
 	@echo "make docs   check that the documentation's links lead somewhere"

@@ -25,14 +25,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from benchmarks.fuzz_http import FixedEngine
 from benchmarks.sessions import rows as session_rows
 from benchmarks.table import Row, compared, show
 from tests.orchestrator.chat_templates import ENDS, add_chat_template
 from tidegate.orchestrator.episode import Episode, SamplingDefaults
 from tidegate.orchestrator.gateway import Gateway
 from tidegate.orchestrator.model_files import ModelFiles, read_tokenizer
-from tidegate.orchestrator.rollout import Rollout, Turn
-from tidegate.transport.messages import SamplingParams
+from tidegate.orchestrator.rollout import Rollout
 
 SESSIONS = (100, 2000)
 TURNS = 3
@@ -43,37 +43,6 @@ WORDS = "a reply of some thirty tokens, no more and no less, so to say"
 QUESTION = "what is there to be said about this question, of average length? " * 4
 CONNECTIONS = 500
 """At once, as many files as a process may have open by default leave room for: the others wait."""
-
-
-class LateEngine:
-    """Says the same, a little later."""
-
-    def __init__(self, model: ModelFiles) -> None:
-        self._ids = model.tokenizer.encode(WORDS + ENDS["chatml"], add_special_tokens=False).ids
-
-    async def ask(self, rollout: Rollout, sampling: SamplingParams) -> Turn:
-        """A whole turn."""
-        turn = Turn(rollout, sampling)
-        rollout.turns.append(turn)
-        await asyncio.sleep(LATENCY_S)
-        for token in self._ids:
-            turn.append(token, -1.0, 0, "engine-0")
-        turn.finish_reason = "stop"
-        return turn
-
-    async def rejoin(self, rollout: Rollout) -> Turn:
-        """Never."""
-        raise AssertionError("nothing is resumed here")
-
-    def give_up_turn(self, rollout: Rollout) -> None:
-        """Nobody is cancelled here."""
-
-    def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
-        """Nothing is resumed here."""
-
-    def fork(self, rollout: Rollout, reason: str) -> Rollout:
-        """Never."""
-        raise AssertionError(f"nothing forks here, but: {reason}")
 
 
 CLIENT = """
@@ -128,7 +97,7 @@ async def cpu_ms_per_request(port: int, keys: list[str]) -> float:
 async def through_gateway(model: ModelFiles, sessions: int) -> float:
     """Every session an episode of its own."""
     gateway, defaults = Gateway(), SamplingDefaults(max_tokens=64, temperature=1.0, seed=0)
-    engine, over = LateEngine(model), asyncio.Event()
+    engine, over = FixedEngine(model, WORDS, LATENCY_S), asyncio.Event()
     keys: asyncio.Queue[str] = asyncio.Queue()
 
     async def agent(endpoint: Any, task: object) -> float:

@@ -65,17 +65,20 @@ ODD: tuple[Callable[[random.Random], Any], ...] = (
 """What takes the place of a part of a body."""
 
 
-class PromptEngine:
-    """Says the same, at once."""
+class FixedEngine:
+    """Says the same, at once or a little later."""
 
-    def __init__(self, model: ModelFiles) -> None:
-        self._ids = model.tokenizer.encode(WORDS + ENDS["chatml"], add_special_tokens=False).ids
+    def __init__(self, model: ModelFiles, words: str, latency_s: float = 0.0) -> None:
+        self._latency_s = latency_s
+        self._ids = model.tokenizer.encode(words + ENDS["chatml"], add_special_tokens=False).ids
         self._rows = 10**9
 
     async def ask(self, rollout: Rollout, sampling: SamplingParams) -> Turn:
         """A whole turn."""
         turn = Turn(rollout, sampling)
         rollout.turns.append(turn)
+        if self._latency_s:
+            await asyncio.sleep(self._latency_s)
         for token in self._ids:
             turn.append(token, -1.0, 0, "engine-0")
         turn.finish_reason = "stop"
@@ -86,7 +89,7 @@ class PromptEngine:
         raise AssertionError("nothing is resumed here")
 
     def give_up_turn(self, rollout: Rollout) -> None:
-        """Turns end at once."""
+        """Nobody is cancelled here."""
 
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """Nothing is resumed here."""
@@ -166,7 +169,7 @@ class FuzzedGateway:
         tokenizer = read_tokenizer(path / "tokenizer.json")
         stop = tokenizer.token_to_id(ENDS["chatml"]) or 0
         model = ModelFiles(path, tokenizer, (0, stop))
-        engine, defaults = PromptEngine(model), SamplingDefaults(64, 1.0, 0)
+        engine, defaults = FixedEngine(model, WORDS), SamplingDefaults(64, 1.0, 0)
         gateway, done = Gateway(), 0
         client = Client(int(gateway.url.rpartition(":")[2]))
 

@@ -279,10 +279,17 @@ class Episode:
             self._model.stop_token_ids if stop_token_ids is None else stop_token_ids,
             options,
         )
+        return await self._sample(self._completed(sampling, options), timeout_s)
+
+    def _completed(self, sampling: SamplingParams, options: SamplingOptions) -> SamplingParams:
+        """With the run's adapter and the turn's own seed, where the episode names none."""
         if self._defaults.adapter and "adapter" not in options:
             sampling = msgspec.structs.replace(sampling, adapter=self._defaults.adapter)
         if "seed" not in options:
             sampling = msgspec.structs.replace(sampling, seed=self._next_seed())
+        return sampling
+
+    async def _sample(self, sampling: SamplingParams, timeout_s: float | None) -> GeneratedTurn:
         self._is_generating = True
         try:
             if timeout_s is None:
