@@ -29,10 +29,10 @@ from benchmarks.fuzz_http import FixedEngine
 from benchmarks.sessions import rows as session_rows
 from benchmarks.table import Row, compared, show
 from tests.orchestrator.chat_templates import ENDS, add_chat_template
-from tidegate.orchestrator.episode import Episode, SamplingDefaults
-from tidegate.orchestrator.gateway import Gateway
-from tidegate.orchestrator.model_files import ModelFiles, read_tokenizer
-from tidegate.orchestrator.rollout import Rollout
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.gateway.gateway import Gateway
+from tidegate.orchestrator.weights.model_files import ModelFiles, read_tokenizer
 
 SESSIONS = (100, 2000)
 TURNS = 3

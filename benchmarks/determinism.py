@@ -18,12 +18,12 @@ import torch
 
 from benchmarks.speculation import BLOCK_TOKENS, VOCAB, load
 from benchmarks.table import Row, compared, show
-from tidegate.engine.model import native_for
-from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.models.model import native_for
+from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner
 from tidegate.engine.runner import Row as EngineRow
-from tidegate.engine.sampling import RowSampling
-from tidegate.engine.weights import load_directory
+from tidegate.engine.sampling.sampling import RowSampling
+from tidegate.engine.weights.weights import load_directory
 
 CONTEXT_TOKENS, CHUNK_TOKENS = 1024, 512
 DECODING = (1, 8, 32)

@@ -8,11 +8,11 @@ import random
 from collections import deque
 
 from benchmarks.fuzz_frames import ENGINE_EXAMPLES, FrameMaker, LiveState, hello_of, step_of
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.core import Core
-from tidegate.orchestrator.fleet import REMEMBERED_MAX, Answer, Fleet, FleetTimes
-from tidegate.orchestrator.rollout import Rollout
-from tidegate.orchestrator.rules import Rules
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.core.rules import Rules
+from tidegate.orchestrator.fleet.fleet import REMEMBERED_MAX, Answer, Fleet, FleetTimes
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.transport.messages import (
     CancelTurn,

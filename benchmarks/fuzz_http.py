@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.orchestrator.chat_templates import ENDS, add_chat_template
-from tidegate.orchestrator.episode import Episode, SamplingDefaults
-from tidegate.orchestrator.gateway import Endpoint, Gateway
-from tidegate.orchestrator.model_files import ModelFiles, read_tokenizer
-from tidegate.orchestrator.rollout import Rollout, Turn
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.gateway.gateway import Endpoint, Gateway
+from tidegate.orchestrator.weights.model_files import ModelFiles, read_tokenizer
 from tidegate.transport.messages import SamplingParams
 
 WORDS = "what the model says"

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 
 from benchmarks.fuzz_frames import ENGINE_EXAMPLES, FrameMaker, LiveState, hello_of, step_of
 from tidegate.orchestrator.config import run_settings
-from tidegate.orchestrator.episode import Episode
+from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.run import Run
 from tidegate.transport.messages import (
     EngineHeartbeat,

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.table import Row, compared, show
-from tidegate.orchestrator.journal import Journal
-from tidegate.orchestrator.journal_schema import PAGE_BYTES
+from tidegate.orchestrator.journal.journal import Journal
+from tidegate.orchestrator.journal.schema import PAGE_BYTES
 
 RUNS = 5
 GROUP_BYTES = 5000

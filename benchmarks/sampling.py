@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidegate.engine.options import OptionReader
-from tidegate.engine.sampling import RowSampling, sample_rows
+from tidegate.engine.sampling.options import OptionReader
+from tidegate.engine.sampling.sampling import RowSampling, sample_rows
 from tidegate.kernels.sampling import sample
 from tidegate.transport.messages import SubmitTurn
 from tidegate.transport.sampling import Processor, SamplingParams, TokenBias

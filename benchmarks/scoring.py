@@ -22,8 +22,8 @@ import transformers
 
 from benchmarks.engine.shapes import SHAPES, make_directory
 from benchmarks.table import Row, compared, show
+from tidegate.engine.models.served_model import open_model
 from tidegate.engine.scheduler import Scheduler
-from tidegate.engine.served_model import open_model
 from tidegate.engine.turns import EngineLimits
 from tidegate.transport.scoring import Scored, ScoreTokens
 

@@ -24,16 +24,16 @@ import numpy as np
 import torch
 
 from benchmarks.table import Row, compared, show
-from tidegate.engine.drafts import DraftSource
-from tidegate.engine.lookup_drafts import LookupDrafts
-from tidegate.engine.model import native_for
-from tidegate.engine.model_config import ModelConfig
-from tidegate.engine.model_drafts import ModelDrafts
-from tidegate.engine.rollout_drafts import RolloutDrafts
+from tidegate.engine.drafts.draft_model import ModelDrafts
+from tidegate.engine.drafts.drafts import DraftSource
+from tidegate.engine.drafts.lookup import LookupDrafts
+from tidegate.engine.drafts.rollouts import RolloutDrafts
+from tidegate.engine.models.model import native_for
+from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner
 from tidegate.engine.scheduler import Scheduler
 from tidegate.engine.turns import EngineLimits
-from tidegate.engine.weights import Weights, load_directory
+from tidegate.engine.weights.weights import Weights, load_directory
 from tidegate.transport.messages import SamplingParams, SubmitTurn
 
 LAYERS, DRAFT_LAYERS, VOCAB = 12, 2, 8192

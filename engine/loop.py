@@ -12,12 +12,12 @@ import sys
 import time
 
 from tidegate.engine.link import Link
-from tidegate.engine.memory import is_out_of_memory, out_of_memory
-from tidegate.engine.returned_memory import trim_heap
+from tidegate.engine.memory.memory import is_out_of_memory, out_of_memory
+from tidegate.engine.memory.returned_memory import trim_heap
+from tidegate.engine.memory.sleep import Sleeper
 from tidegate.engine.runner import Row, Runner, StepOutput
 from tidegate.engine.scheduler import Scheduler, StepColumns
-from tidegate.engine.sleep import Sleeper
-from tidegate.engine.staging import Live, Staging
+from tidegate.engine.weights.staging import Live, Staging
 from tidegate.errors import ScoreRefused, TurnRefused
 from tidegate.transport import messages, scoring
 from tidegate.transport.limits import cut

@@ -15,17 +15,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tidegate.engine.adapters import AdapterTokens
-from tidegate.engine.model import AttentionPlan, StepPlan, forward, head_logits
-from tidegate.engine.model_config import ModelConfig
-from tidegate.engine.rope_tables import make_rope_table
-from tidegate.engine.sampling import RowSampling as RowSampling
-from tidegate.engine.sampling import StepOutput as StepOutput
-from tidegate.engine.sampling import sample_apart, sample_rows
+from tidegate.engine.models.model import AttentionPlan, StepPlan, forward, head_logits
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.models.rope_tables import make_rope_table
+from tidegate.engine.sampling.sampling import RowSampling as RowSampling
+from tidegate.engine.sampling.sampling import StepOutput as StepOutput
+from tidegate.engine.sampling.sampling import sample_apart, sample_rows
 from tidegate.engine.scoring import RowScoring, score_rows
 from tidegate.engine.step_layout import BlockTables, RowSizes, StepLayout, padding_kind
-from tidegate.engine.weight_store import WeightStore
-from tidegate.engine.weights import Weights
+from tidegate.engine.weights.lora import AdapterTokens
+from tidegate.engine.weights.weight_store import WeightStore
+from tidegate.engine.weights.weights import Weights
 from tidegate.kernels.attention import (
     CacheShape,
     Ints,

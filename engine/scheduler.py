@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tidegate.engine.drafts import DraftSource, Speculation
-from tidegate.engine.options import OptionReader
+from tidegate.engine.cache.seats import Seats
+from tidegate.engine.drafts.drafts import DraftSource, Speculation
+from tidegate.engine.memory.step_budget import StepBudget
 from tidegate.engine.pauses import PauseGate
 from tidegate.engine.runner import Row, StepOutput
+from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.scores import ScoreDesk, ScoringTraits
-from tidegate.engine.seats import Seats
-from tidegate.engine.step_budget import StepBudget
 from tidegate.engine.step_columns import SampledRows
 from tidegate.engine.step_columns import StepColumns as StepColumns
 from tidegate.engine.turns import AcceptedTokens, EngineLimits, TurnState, admit

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tidegate.engine.cache.seats import Seats
 from tidegate.engine.runner import Row
 from tidegate.engine.scoring import Reads, RowScore, RowScoring, join_scores
-from tidegate.engine.seats import Seats
 from tidegate.engine.turns import TEMPERATURE_MAX, EngineLimits, TurnState, read_token_ids
 from tidegate.errors import OutOfBlocks, ScoreRefused, TurnRefused
 from tidegate.transport import scoring

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tidegate.engine.model import head_logits
-from tidegate.engine.weights import Weights
+from tidegate.engine.models.model import head_logits
+from tidegate.engine.weights.weights import Weights
 
 Reads = Literal["logprobs", "hidden_states", "sum", "rewards"]
 """Of the chunk's hidden states: the given tokens' log-probs, they themselves, their sum, or what a

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tidegate.engine.sampling import RowDetails, StepOutput
+from tidegate.engine.sampling.sampling import RowDetails, StepOutput
 from tidegate.engine.turns import AcceptedTokens, TurnState
 from tidegate.transport.messages import Prefill, TokenDetails
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tidegate.engine.options import OptionReader
-from tidegate.engine.provenance import KvHistory
+from tidegate.engine.cache.provenance import KvHistory
 from tidegate.engine.runner import Row, RowSampling
+from tidegate.engine.sampling.options import OptionReader
 from tidegate.errors import ConfigError, OutOfBlocks, TurnRefused
 from tidegate.transport.messages import (
     LENGTH,

@@ -18,20 +18,20 @@ from types import FrameType
 
 import torch
 
-from tidegate.engine.draft_sources import open_drafts
-from tidegate.engine.drafts import DraftSource
+from tidegate.engine.drafts.draft_sources import open_drafts
+from tidegate.engine.drafts.drafts import DraftSource
 from tidegate.engine.link import Link
 from tidegate.engine.loop import EngineLoop
-from tidegate.engine.memory import blame_memory
-from tidegate.engine.options import OptionReader
-from tidegate.engine.processors import ProcessorRegistry
+from tidegate.engine.memory.memory import blame_memory
+from tidegate.engine.memory.sleep import Sleeper
+from tidegate.engine.models.served_model import ServedModel, open_model
+from tidegate.engine.models.tokenizer import ModelTokenizer
 from tidegate.engine.runner import Runner
+from tidegate.engine.sampling.options import OptionReader
+from tidegate.engine.sampling.processors import ProcessorRegistry
 from tidegate.engine.scheduler import Scheduler
-from tidegate.engine.served_model import ServedModel, open_model
-from tidegate.engine.sleep import Sleeper
-from tidegate.engine.staging import Staging
-from tidegate.engine.tokenizer import ModelTokenizer
 from tidegate.engine.turns import EngineLimits
+from tidegate.engine.weights.staging import Staging
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.transport.messages import PROTOCOL, Hello
 from tidegate.transport.private_directory import remove_abandoned

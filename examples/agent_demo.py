@@ -29,10 +29,10 @@ from examples.lake_lessons import LAKE_PLAYER
 from examples.tiny_model import Recipe, make_model
 from examples.tool_agent import ToolAgent
 from examples.tool_lessons import TOOL_AGENT
-from tidegate.orchestrator.audit import AuditReport, audit_run, write_audit
-from tidegate.orchestrator.episodes import EpisodeFunction
-from tidegate.orchestrator.report import Facts, read_facts, write_report
-from tidegate.orchestrator.trajectories import RecordedRollout, read_trajectories
+from tidegate.orchestrator.episodes.runner import EpisodeFunction
+from tidegate.orchestrator.records.audit import AuditReport, audit_run, write_audit
+from tidegate.orchestrator.records.report import Facts, read_facts, write_report
+from tidegate.orchestrator.records.trajectories import RecordedRollout, read_trajectories
 
 HELD_OUT_SEED = 11
 ENGINES = 2

@@ -23,7 +23,7 @@ import tidegate
 from examples.calculator import solve, tasks
 from examples.grpo import learn
 from examples.tiny_model import make_model
-from tidegate.orchestrator.report import write_report
+from tidegate.orchestrator.records.report import write_report
 
 MODES = {"sync": 0, "one-step": 1, "async": 2}
 """Mode -> how many versions old a trained token may be."""

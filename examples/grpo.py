@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tidegate
-from tidegate.orchestrator.episodes import EpisodeFunction
-from tidegate.orchestrator.progress import RunProgress
+from tidegate.orchestrator.episodes.runner import EpisodeFunction
+from tidegate.orchestrator.records.progress import RunProgress
 from tidegate.policies.objectives import LossDiagnostics, decoupled_ppo_loss
 
 

@@ -20,7 +20,7 @@ from examples.calculator import Task, tasks
 from examples.imitation import Demonstration, Mastery, Phase, Plan
 from examples.tiny_model import Recipe
 from examples.warm_up import CHECK_TASKS, guess, mastery_of_ways
-from tidegate.orchestrator.chat_template import ChatTemplate
+from tidegate.orchestrator.episodes.chat_template import ChatTemplate
 
 PLAN = Plan(
     lessons=Phase(skill_share=0.6, learning_rate=2e-3, check_steps=10),

@@ -15,7 +15,7 @@ from rich.console import Console
 from tidegate.errors import ConfigError, TidegateError
 
 if TYPE_CHECKING:
-    from tidegate.orchestrator.simulation import SimulationReport
+    from tidegate.orchestrator.simulation.simulation import SimulationReport
 
 STATUS_DISAGREES = 1
 STATUS_ERROR = 2
@@ -46,7 +46,7 @@ def audit(
     ] = None,
 ) -> None:
     """Replay a run's tokens through the weights they are tagged with; status 1 if any differ."""
-    from tidegate.orchestrator.audit import TOLERANCE, audit_run, write_audit
+    from tidegate.orchestrator.records.audit import TOLERANCE, audit_run, write_audit
 
     with Console(stderr=True).status("reading the run") as status:
         report = audit_run(
@@ -65,7 +65,7 @@ def audit(
 @app.command()
 def replay(run: RunDirectory) -> None:
     """Have a new core live through a run's journal; status 1 if it comes into another state."""
-    from tidegate.orchestrator.journal_replay import replay_journal
+    from tidegate.orchestrator.journal.replay import replay_journal
 
     result = replay_journal(run)
     for line in result.lines():
@@ -77,7 +77,7 @@ def replay(run: RunDirectory) -> None:
 @app.command()
 def report(run: RunDirectory) -> None:
     """Write report.md, report.png and report.json into a finished run's directory."""
-    from tidegate.orchestrator.report import write_report
+    from tidegate.orchestrator.records.report import write_report
 
     typer.echo(write_report(run))
 
@@ -142,8 +142,8 @@ def simulate(
 
     A run that fails is shrunken to the smallest that fails alike.
     """
-    from tidegate.orchestrator.faults import parse_faults
-    from tidegate.orchestrator.sweep import SweepSummary, cores, sweep
+    from tidegate.orchestrator.simulation.faults import parse_faults
+    from tidegate.orchestrator.simulation.sweep import SweepSummary, cores, sweep
 
     if replay is not None:
         _replay_scenario(replay)
@@ -166,7 +166,7 @@ def simulate(
 
 
 def _simulate_lives(first_seed: int, seeds: int, workers: int) -> bool:
-    from tidegate.orchestrator.sweep import sweep_lives
+    from tidegate.orchestrator.simulation.sweep import sweep_lives
 
     resumes = failures = 0
     for report in sweep_lives(range(first_seed, first_seed + seeds), workers=workers):
@@ -182,8 +182,8 @@ def _simulate_lives(first_seed: int, seeds: int, workers: int) -> bool:
 
 
 def _replay_scenario(replay: str) -> None:
-    from tidegate.orchestrator.scenario import read_scenario
-    from tidegate.orchestrator.simulation import run_scenario
+    from tidegate.orchestrator.simulation.scenario import read_scenario
+    from tidegate.orchestrator.simulation.simulation import run_scenario
 
     is_json = replay.lstrip().startswith("{")
     report = run_scenario(read_scenario(replay if is_json else _read(Path(replay))))

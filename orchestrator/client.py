@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from tidegate.errors import ConfigError
-from tidegate.orchestrator import events as ev
 from tidegate.orchestrator.config import RunSettings
-from tidegate.orchestrator.forecast import Forecaster, window_groups
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.forecast import Forecaster, window_groups
+from tidegate.orchestrator.journal.resuming import Resume, ResumeToken
 from tidegate.orchestrator.loop_watch import LOOK_INTERVAL_S
-from tidegate.orchestrator.publish_call import PublishCall
-from tidegate.orchestrator.resuming import Resume, ResumeToken
+from tidegate.orchestrator.records.trace import TrainerActivity
 from tidegate.orchestrator.run import Run
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.statistics import RunStatistics
 from tidegate.orchestrator.timekeeping import Timekeeper
-from tidegate.orchestrator.trace import TrainerActivity
+from tidegate.orchestrator.weights.publish_call import PublishCall
 
 if TYPE_CHECKING:
-    from tidegate.orchestrator.batches import Batch
+    from tidegate.orchestrator.feed.batches import Batch
 
 Result = TypeVar("Result")
 
@@ -186,7 +186,7 @@ class RunClient:
             self._running.recorder.weights(publish.version, publish.state_dict, publish.parts)
 
     def _batch(self, handover: ev.HandOver) -> "Batch":
-        from tidegate.orchestrator.batches import build_batch  # torch: not for who only audits
+        from tidegate.orchestrator.feed.batches import build_batch  # torch: not for who only audits
 
         self._batches = handover.number
         self._forecast_from(handover)

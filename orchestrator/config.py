@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.placement import PlacementRules
-from tidegate.orchestrator.rules import Rules
+from tidegate.orchestrator.core.rules import Rules
+from tidegate.orchestrator.turns.placement import PlacementRules
 from tidegate.policies.asynchrony import BoundedStaleness, OnDeadline
 from tidegate.policies.consumption import Window
 from tidegate.policies.filters import DynamicSampling, GroupFilter

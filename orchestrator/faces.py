@@ -12,8 +12,7 @@ from typing import Any, Self, TypeVar, cast
 
 from tidegate.orchestrator.client import RunClient
 from tidegate.orchestrator.config import run_settings
-from tidegate.orchestrator.scheduler import Scheduler
-from tidegate.orchestrator.scores import (
+from tidegate.orchestrator.fleet.scores import (
     Asked,
     Pooling,
     Readout,
@@ -23,6 +22,7 @@ from tidegate.orchestrator.scores import (
     ask_logprobs,
     ask_rewards,
 )
+from tidegate.orchestrator.scheduler import Scheduler
 
 Result = TypeVar("Result")
 

@@ -26,14 +26,14 @@ from tidegate.errors import (
     RunClosed,
 )
 from tidegate.orchestrator.config import RunSettings
-from tidegate.orchestrator.events import Resumed
+from tidegate.orchestrator.core.events import Resumed
+from tidegate.orchestrator.core.rules import record_of, say
+from tidegate.orchestrator.fleet.processes import LocalEngines
+from tidegate.orchestrator.journal.resuming import Resume, open_for
 from tidegate.orchestrator.loop_watch import LoopWatch
-from tidegate.orchestrator.model_files import read_model_files
-from tidegate.orchestrator.processes import LocalEngines
-from tidegate.orchestrator.recording import RunRecorder
-from tidegate.orchestrator.resuming import Resume, open_for
-from tidegate.orchestrator.rules import record_of, say
+from tidegate.orchestrator.records.recording import RunRecorder
 from tidegate.orchestrator.scheduler import Scheduler
+from tidegate.orchestrator.weights.model_files import read_model_files
 from tidegate.transport.addresses import as_seen_here
 from tidegate.transport.messages import Shutdown
 from tidegate.transport.private_directory import PrivateDirectory

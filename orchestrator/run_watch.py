@@ -9,15 +9,15 @@ import logging
 import reprlib
 from collections.abc import Callable
 
-from tidegate.orchestrator.core import Core
-from tidegate.orchestrator.engine_record import Engine
-from tidegate.orchestrator.episodes import LeftBehind
-from tidegate.orchestrator.fleet import Fleet
-from tidegate.orchestrator.group import Group
-from tidegate.orchestrator.rollout import Rollout, Turn
-from tidegate.orchestrator.turns import EngineTurns
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.episodes.runner import LeftBehind
+from tidegate.orchestrator.fleet.engine_record import Engine
+from tidegate.orchestrator.fleet.fleet import Fleet
+from tidegate.orchestrator.turns.turns import EngineTurns
 from tidegate.orchestrator.watchdog import Stuck, Watchdog
-from tidegate.orchestrator.weights import WeightCoordinator
+from tidegate.orchestrator.weights.weights import WeightCoordinator
 
 ROUNDS_PER_PATIENCE = 4
 """So what is stuck is named after 1 to 1.25 times the patience."""

@@ -17,28 +17,28 @@ from tidegate.errors import (
     PublishNeeded,
     TurnRefused,
 )
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.batch_desk import BatchDesk
 from tidegate.orchestrator.config import RunSettings
-from tidegate.orchestrator.control import EngineControl
-from tidegate.orchestrator.core import Core
-from tidegate.orchestrator.episodes import EpisodeFunction, EpisodeRunner
-from tidegate.orchestrator.fleet import Answer, Fleet, FleetTimes
-from tidegate.orchestrator.model_files import ModelFiles
-from tidegate.orchestrator.offers import Offers
-from tidegate.orchestrator.open_sessions import OpenSessions
-from tidegate.orchestrator.outbox import Outbox
-from tidegate.orchestrator.publishing import PublishWait
-from tidegate.orchestrator.recording import RunRecorder
-from tidegate.orchestrator.rollout import Rollout
-from tidegate.orchestrator.run_journal import RunJournal
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.episodes.runner import EpisodeFunction, EpisodeRunner
+from tidegate.orchestrator.feed.batch_desk import BatchDesk
+from tidegate.orchestrator.feed.offers import Offers
+from tidegate.orchestrator.feed.tasks import Tasks
+from tidegate.orchestrator.fleet.control import EngineControl
+from tidegate.orchestrator.fleet.fleet import Answer, Fleet, FleetTimes
+from tidegate.orchestrator.fleet.open_sessions import OpenSessions
+from tidegate.orchestrator.fleet.score_desk import ScoreDesk
+from tidegate.orchestrator.fleet.wire import Wire
+from tidegate.orchestrator.journal.run_journal import RunJournal
+from tidegate.orchestrator.records.recording import RunRecorder
 from tidegate.orchestrator.run_watch import RunWatch
-from tidegate.orchestrator.score_desk import ScoreDesk
-from tidegate.orchestrator.tasks import Tasks
+from tidegate.orchestrator.turns.outbox import Outbox
 from tidegate.orchestrator.waiting import Waiting, fail, resolve
 from tidegate.orchestrator.watchdog import Stuck
-from tidegate.orchestrator.weight_content import Change, anew
-from tidegate.orchestrator.wire import Wire
+from tidegate.orchestrator.weights.content import Change, anew
+from tidegate.orchestrator.weights.model_files import ModelFiles
+from tidegate.orchestrator.weights.publishing import PublishWait
 from tidegate.transport.messages import (
     CancelTurn,
     Hello,

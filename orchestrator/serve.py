@@ -13,19 +13,19 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from tidegate.errors import ConfigError
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.adapter_faces import AsyncAdapters, SyncAdapters
 from tidegate.orchestrator.client import Evaluation
 from tidegate.orchestrator.config import run_settings
-from tidegate.orchestrator.episodes import EpisodeFunction
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.faces import Work
-from tidegate.orchestrator.publish_call import PublishCall, RollbackCall
-from tidegate.orchestrator.publishing import PublishWait
-from tidegate.orchestrator.resuming import resume_token
-from tidegate.orchestrator.rollout import Rollout
+from tidegate.orchestrator.feed.tasks import Tasks
+from tidegate.orchestrator.fleet.sleep_call import sleep_work, wake_work
+from tidegate.orchestrator.journal.resuming import resume_token
 from tidegate.orchestrator.scheduler import Scheduler
-from tidegate.orchestrator.sleep_call import sleep_work, wake_work
-from tidegate.orchestrator.tasks import Tasks
+from tidegate.orchestrator.weights.adapter_faces import AsyncAdapters, SyncAdapters
+from tidegate.orchestrator.weights.publish_call import PublishCall, RollbackCall
+from tidegate.orchestrator.weights.publishing import PublishWait
 from tidegate.policies.staleness import OffPolicyness
 from tidegate.transport.messages import PauseMode
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
@@ -33,7 +33,7 @@ from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
 if TYPE_CHECKING:
     import torch
 
-    from tidegate.orchestrator.batches import Batch
+    from tidegate.orchestrator.feed.batches import Batch
 
 
 class Rollouts(AsyncAdapters):

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tidegate.orchestrator.recording import RunRecorder
+from tidegate.orchestrator.records.recording import RunRecorder
+from tidegate.orchestrator.records.trace import TrainerActivity
 from tidegate.orchestrator.statistics import EngineStatistics
-from tidegate.orchestrator.trace import TrainerActivity
 
 
 @dataclass(frozen=True, slots=True)

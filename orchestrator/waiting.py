@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.rollout import Rollout, Turn
-from tidegate.orchestrator.scores import Score
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.fleet.scores import Score
 
 
 @dataclass(slots=True)

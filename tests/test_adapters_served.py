@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import tidegate
 from tests.models import make_model_directory
 from tidegate.errors import ConfigError, TurnRefused, WeightsRefused
-from tidegate.orchestrator.audit import audit_run
+from tidegate.orchestrator.records.audit import audit_run
 
 CONFIG = {"r": 4, "lora_alpha": 8}
 

@@ -8,7 +8,7 @@ import torch
 
 import tidegate
 from tests.models import make_model, make_model_directory
-from tidegate.orchestrator.audit import audit_run
+from tidegate.orchestrator.records.audit import audit_run
 
 MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 6},

@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 import tidegate
 from tests.models import make_model_directory
 from tidegate.errors import EngineLagging, EngineStartFailed, RunBlocked, WeightsRefused
-from tidegate.orchestrator import deadlines, loop_watch
+from tidegate.orchestrator import loop_watch
 from tidegate.orchestrator import run as run_module
+from tidegate.orchestrator.episodes import deadlines
 from tidegate.transport.private_directory import PrivateDirectory
 
 SMALL: dict[str, Any] = {

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 import tidegate
 from tests.models import make_model_directory
 from tidegate.errors import WeightsRefused
-from tidegate.orchestrator.audit import audit_run
+from tidegate.orchestrator.records.audit import audit_run
 
 
 async def episode(episode: tidegate.Episode, task: int) -> float:

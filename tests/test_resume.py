@@ -14,11 +14,11 @@ import tidegate
 from tests.models import make_model_directory
 from tests.mortal_trainer import two_turns, weights
 from tidegate.errors import ConfigError, JournalExists, JournalLocked, ResumeMismatch
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.audit import audit_run
 from tidegate.orchestrator.config import run_settings
-from tidegate.orchestrator.journal_replay import replay_journal
-from tidegate.orchestrator.resuming import open_for
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.journal.replay import replay_journal
+from tidegate.orchestrator.journal.resuming import open_for
+from tidegate.orchestrator.records.audit import audit_run
 
 SMALL = {"engines": 1, "group_size": 2, "groups_per_batch": 2, "max_running_turns": 8}
 TASKS = 24

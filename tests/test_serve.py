@@ -33,7 +33,7 @@ from tidegate.errors import (
     TurnRefused,
     WeightsRefused,
 )
-from tidegate.orchestrator.audit import audit_run
+from tidegate.orchestrator.records.audit import audit_run
 from tidegate.transport.security import make_keys
 
 SMALL = {"engines": 1, "group_size": 2, "groups_per_batch": 2, "max_running_turns": 8}

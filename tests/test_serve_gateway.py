@@ -12,8 +12,8 @@ import tidegate
 from tests.models import make_model_directory
 from tests.orchestrator.chat_templates import add_chat_template, chat_tokenizer
 from tests.orchestrator.talking import TOOLS
-from tidegate.orchestrator.audit import audit_run
-from tidegate.orchestrator.trajectories import read_trajectories
+from tidegate.orchestrator.records.audit import audit_run
+from tidegate.orchestrator.records.trajectories import read_trajectories
 
 SMALL = {"engines": 1, "group_size": 2, "groups_per_batch": 2, "max_running_turns": 16}
 

@@ -7,7 +7,7 @@ import pytest
 import tidegate
 from tests.models import make_model_directory
 from tidegate.errors import TurnRefused
-from tidegate.orchestrator.audit import audit_run
+from tidegate.orchestrator.records.audit import audit_run
 
 SMALL = {"engines": 1, "group_size": 2, "groups_per_batch": 2, "max_running_turns": 8}
 

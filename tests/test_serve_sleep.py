@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import tidegate
 from tests.models import make_model_directory
-from tidegate.orchestrator.audit import audit_run
+from tidegate.orchestrator.records.audit import audit_run
 from tidegate.transport.sleep_messages import SleepLevel
 
 MIB = 1024 * 1024

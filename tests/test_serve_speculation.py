@@ -7,13 +7,13 @@ import pytest
 import tidegate
 from tests.models import make_model_directory
 from tests.repeating import make_repeating_model
-from tidegate.engine.draft_sources import open_drafts
-from tidegate.engine.rollout_drafts import RolloutDrafts
-from tidegate.engine.served_model import open_model
+from tidegate.engine.drafts.draft_sources import open_drafts
+from tidegate.engine.drafts.rollouts import RolloutDrafts
+from tidegate.engine.models.served_model import open_model
 from tidegate.engine.turns import EngineLimits
 from tidegate.errors import ConfigError, TidegateError
-from tidegate.orchestrator.audit import audit_run
-from tidegate.orchestrator.report import write_report
+from tidegate.orchestrator.records.audit import audit_run
+from tidegate.orchestrator.records.report import write_report
 
 SMALL = {"engines": 1, "group_size": 2, "groups_per_batch": 2, "max_running_turns": 8}
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import tidegate
 from tests.models import make_model_directory
-from tidegate.orchestrator.audit import audit_run
+from tidegate.orchestrator.records.audit import audit_run
 
 SMALL = {"engines": 2, "group_size": 2, "groups_per_batch": 2, "max_running_turns": 8}
 

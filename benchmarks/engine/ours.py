@@ -25,8 +25,8 @@ import numpy as np
 import psutil
 
 from benchmarks.engine.shapes import Request, load
-from tidegate.engine.checkpoint import read_tensors
-from tidegate.orchestrator.batches import named_buffers
+from tidegate.engine.models.checkpoint import read_tensors
+from tidegate.orchestrator.feed.batches import named_buffers
 from tidegate.transport.messages import (
     Ack,
     FinishWeightUpdate,

@@ -15,7 +15,7 @@ OnFrames = Callable[[list[tuple[bytes, bytes]]], None]
 
 
 class InProcessEngines:
-    """What a run sees of its socket (:class:`tidegate.orchestrator.wire.Wire`), and all beyond."""
+    """What a run sees of its :class:`~tidegate.orchestrator.fleet.wire.Wire`, and all beyond it."""
 
     def __init__(self, work: argparse.Namespace) -> None:
         self.address = "in-process"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from benchmarks.scheduling.stopwatch import Stopwatch
 from benchmarks.scheduling.workloads import EngineCosts
-from tidegate.orchestrator.simulated_wire import Link
+from tidegate.orchestrator.simulation.wire import Link
 from tidegate.transport.messages import (
     ABORT,
     CANCELLED,

@@ -25,13 +25,13 @@ from benchmarks.scheduling.workloads import (
     Workload,
 )
 from tidegate.orchestrator.config import RunSettings, run_settings
-from tidegate.orchestrator.episode import Episode
-from tidegate.orchestrator.events import HandOver
-from tidegate.orchestrator.hardships import Hardships
+from tidegate.orchestrator.core.events import HandOver
+from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler import Scheduler
-from tidegate.orchestrator.simulated_wire import CarriedFrame, SimulatedRouter, Tape
-from tidegate.orchestrator.simulation import model_of_no_words
-from tidegate.orchestrator.virtual_time import VirtualTime
+from tidegate.orchestrator.simulation.hardships import Hardships
+from tidegate.orchestrator.simulation.simulation import model_of_no_words
+from tidegate.orchestrator.simulation.virtual_time import VirtualTime
+from tidegate.orchestrator.simulation.wire import CarriedFrame, SimulatedRouter, Tape
 from tidegate.transport.messages import InitWeights, UpdateWeights
 
 WIRE_S = 0.0002

@@ -23,10 +23,10 @@ import zmq.asyncio
 
 from benchmarks.transport.engine import GRPC_METHOD, NAME, hello
 from benchmarks.transport.rows import Row, by_turns, row, skipped
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.core import Core
-from tidegate.orchestrator.fleet import Fleet, FleetTimes
-from tidegate.orchestrator.rules import Rules
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.rules import Rules
+from tidegate.orchestrator.fleet.fleet import Fleet, FleetTimes
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.transport.messages import Message, SamplingParams, encode
 from tidegate.transport.sockets import RouterSocket

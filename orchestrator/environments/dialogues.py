@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tidegate.orchestrator.environments.environment import Observation
-from tidegate.orchestrator.episode import Episode
-from tidegate.orchestrator.generated_turn import GeneratedTurn
-from tidegate.orchestrator.sampling_options import SamplingOptions
+from tidegate.orchestrator.episodes.episode import Episode
+from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
+from tidegate.orchestrator.episodes.sampling_options import SamplingOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from typing import Any, Unpack
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.environments.dialogues import MakeDialogue, PlainText, TurnLimits
 from tidegate.orchestrator.environments.environment import Environment, Observation
-from tidegate.orchestrator.episode import Episode
-from tidegate.orchestrator.sampling_options import SamplingOptions
-from tidegate.orchestrator.tasks import task_digest
+from tidegate.orchestrator.episodes.episode import Episode
+from tidegate.orchestrator.episodes.sampling_options import SamplingOptions
+from tidegate.orchestrator.feed.tasks import task_digest
 
 SEED_BITS = 31
 """Every generator of random numbers takes such a seed, C's too."""

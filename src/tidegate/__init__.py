@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tidegate.errors import TidegateError
-    from tidegate.orchestrator.batches import Batch, PackedBatch
     from tidegate.orchestrator.client import Evaluation
     from tidegate.orchestrator.config import RunSettings
     from tidegate.orchestrator.environments.environment import Environment, Observation
     from tidegate.orchestrator.environments.environment_episode import environment_episode
     from tidegate.orchestrator.environments.pool import EnvironmentPool
     from tidegate.orchestrator.environments.tools import Tools
-    from tidegate.orchestrator.episode import Episode
+    from tidegate.orchestrator.episodes.episode import Episode
+    from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
+    from tidegate.orchestrator.episodes.sampling_options import SamplingOptions
     from tidegate.orchestrator.faces import Scorer, SyncScorer, score_server, score_server_sync
-    from tidegate.orchestrator.gateway import Endpoint, Gateway
-    from tidegate.orchestrator.generated_turn import GeneratedTurn
-    from tidegate.orchestrator.sampling_options import SamplingOptions
-    from tidegate.orchestrator.scores import Readout, TokenScores
+    from tidegate.orchestrator.feed.batches import Batch, PackedBatch
+    from tidegate.orchestrator.fleet.scores import Readout, TokenScores
+    from tidegate.orchestrator.gateway.gateway import Endpoint, Gateway
     from tidegate.orchestrator.serve import Rollouts, SyncRollouts, serve, serve_sync
     from tidegate.orchestrator.statistics import RunStatistics
     from tidegate.orchestrator.watchdog import Stuck
@@ -82,27 +82,27 @@ __all__ = [
 
 _HOMES = {
     "AdaptiveStaleness": "policies.adaptive",
-    "Batch": "orchestrator.batches",
+    "Batch": "orchestrator.feed.batches",
     "BoundedStaleness": "policies.asynchrony",
     "DynamicSampling": "policies.filters",
     "Environment": "orchestrator.environments.environment",
     "EnvironmentPool": "orchestrator.environments.pool",
-    "Endpoint": "orchestrator.gateway",
-    "Episode": "orchestrator.episode",
+    "Endpoint": "orchestrator.gateway.gateway",
+    "Episode": "orchestrator.episodes.episode",
     "Evaluation": "orchestrator.client",
-    "Gateway": "orchestrator.gateway",
-    "GeneratedTurn": "orchestrator.generated_turn",
+    "Gateway": "orchestrator.gateway.gateway",
+    "GeneratedTurn": "orchestrator.episodes.generated_turn",
     "GroupFilter": "policies.filters",
     "Observation": "orchestrator.environments.environment",
     "OneStepOffPolicy": "policies.asynchrony",
     "OverSampling": "policies.rounds",
-    "PackedBatch": "orchestrator.batches",
+    "PackedBatch": "orchestrator.feed.batches",
     "Processor": "transport.sampling",
-    "Readout": "orchestrator.scores",
+    "Readout": "orchestrator.fleet.scores",
     "Rollouts": "orchestrator.serve",
     "RunSettings": "orchestrator.config",
     "RunStatistics": "orchestrator.statistics",
-    "SamplingOptions": "orchestrator.sampling_options",
+    "SamplingOptions": "orchestrator.episodes.sampling_options",
     "Scorer": "orchestrator.faces",
     "StalenessPolicy": "policies.staleness",
     "Stuck": "orchestrator.watchdog",
@@ -111,7 +111,7 @@ _HOMES = {
     "Synchronous": "policies.rounds",
     "TailPacking": "policies.rounds",
     "TidegateError": "errors",
-    "TokenScores": "orchestrator.scores",
+    "TokenScores": "orchestrator.fleet.scores",
     "Tools": "orchestrator.environments.tools",
     "Unbounded": "policies.asynchrony",
     "Window": "policies.consumption",

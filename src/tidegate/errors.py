@@ -343,7 +343,7 @@ class JournalCorrupt(JournalError, ValueError):
             "restore a copy of it"
             if intact_lsn is None
             else f"records up to {intact_lsn} are intact: restore a copy of it, or put them into a "
-            f"new file with `python -m tidegate.orchestrator.journal_salvage {path} NEW_FILE` and "
+            f"new file with `python -m tidegate.orchestrator.journal.salvage {path} NEW_FILE` and "
             f"resume from a checkpoint that is not newer"
         )
         super().__init__(f"{path} is damaged: {where}; {remedy}")

@@ -7,15 +7,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tidegate.orchestrator.scripted_engine import ScriptedEngine, TurnRequest
-    from tidegate.orchestrator.simulated_serve import ServeInTests
-    from tidegate.orchestrator.virtual_time import VirtualTime
+    from tidegate.orchestrator.simulation.scripted_engine import ScriptedEngine, TurnRequest
+    from tidegate.orchestrator.simulation.serve import ServeInTests
+    from tidegate.orchestrator.simulation.virtual_time import VirtualTime
 
 __all__ = ["ScriptedEngine", "ServeInTests", "TurnRequest", "VirtualTime"]
 
 _HOMES = {
     "ScriptedEngine": "scripted_engine",
-    "ServeInTests": "simulated_serve",
+    "ServeInTests": "serve",
     "TurnRequest": "scripted_engine",
     "VirtualTime": "virtual_time",
 }
@@ -24,4 +24,6 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'tidegate.testing' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"tidegate.orchestrator.{_HOMES[name]}"), name)
+    return getattr(
+        importlib.import_module(f"tidegate.orchestrator.simulation.{_HOMES[name]}"), name
+    )

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tidegate.engine.drafts import DraftSource
+from tidegate.engine.drafts.drafts import DraftSource
 from tidegate.engine.runner import ModelRunner, Row, StepOutput
 from tidegate.engine.scheduler import Scheduler, StepColumns
 from tidegate.engine.scores import HIDDEN_WANTS, ScoringTraits
 from tidegate.engine.turns import EngineLimits
-from tidegate.engine.weights import Weights
+from tidegate.engine.weights.weights import Weights
 from tidegate.kernels.native import Native
 from tidegate.transport.messages import (
     LENGTH,

@@ -16,10 +16,10 @@ from typing import TypeVar
 import numpy as np
 import zmq
 
-from tidegate.engine.checkpoint import read_tensors
-from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.models.checkpoint import read_tensors
+from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner, Row, RowSampling
-from tidegate.engine.weights import Weights
+from tidegate.engine.weights.weights import Weights
 from tidegate.transport import messages
 from tidegate.transport.messages import (
     RUNNING,

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tidegate.engine.logits import LogitProcessor, ProcessorSetup, TurnTokens
+from tidegate.engine.sampling.logits import LogitProcessor, ProcessorSetup, TurnTokens
 
 
 def once(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:

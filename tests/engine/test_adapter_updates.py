@@ -9,9 +9,9 @@ import torch
 from tests.engine.fake_engine import FakeEngine
 from tests.engine.test_partial_updates import Rig, assert_same
 from tests.engine.test_staging import answers
-from tidegate.engine.staging import Live
+from tidegate.engine.weights.staging import Live
 from tidegate.errors import TurnRefused
-from tidegate.orchestrator.batches import named_buffers
+from tidegate.orchestrator.feed.batches import named_buffers
 from tidegate.transport import messages
 from tidegate.transport.messages import (
     Adapter,

@@ -17,11 +17,11 @@ from tests.engine.test_model_parity import (
     peer_logits,
 )
 from tests.models import make_model_directory
-from tidegate.engine.adapters import Adapter
-from tidegate.engine.served_model import open_model
-from tidegate.engine.weights import Weights
+from tidegate.engine.models.served_model import open_model
+from tidegate.engine.weights.lora import Adapter
+from tidegate.engine.weights.weights import Weights
 from tidegate.errors import WeightsRefused
-from tidegate.orchestrator.adapter_files import LoadedAdapter, load_adapter
+from tidegate.orchestrator.weights.adapter_files import LoadedAdapter, load_adapter
 
 # What PEFT asks of a model, transformers 5.23 calls by another name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")

@@ -11,7 +11,7 @@ from tests.engine.driving import DrivenTurn, drive
 from tests.engine.test_model_parity import load_peer, load_runner, make_turns, peer_logits
 from tests.engine.test_model_updates import MODEL_TYPES
 from tests.models import make_model_directory
-from tidegate.engine.served_model import open_model
+from tidegate.engine.models.served_model import open_model
 
 TOLERANCE_NATS = 0.02
 """The worst of 288 tokens was off by 0.008. bfloat16 keeps 8 bits: activations are off by half a

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.models import make_model_directory
-from tidegate.engine.checkpoint import INDEX_FILE, SINGLE_FILE, read_tensors
+from tidegate.engine.models.checkpoint import INDEX_FILE, SINGLE_FILE, read_tensors
 from tidegate.errors import ModelError
 
 

@@ -11,13 +11,13 @@ import tidegate
 from tests.engine.fake_engine import DrivenEngine
 from tests.engine.test_prefixes_exactly import Crowd, run_crowd
 from tests.models import make_model_directory
-from tidegate.engine.drafts import DraftSource
-from tidegate.engine.lookup_drafts import LookupDrafts
-from tidegate.engine.model import native_for
-from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.drafts.drafts import DraftSource
+from tidegate.engine.drafts.lookup import LookupDrafts
+from tidegate.engine.models.model import native_for
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.models.served_model import open_model
 from tidegate.engine.runner import ModelRunner
-from tidegate.engine.served_model import open_model
-from tidegate.engine.weights import Weights, load_directory
+from tidegate.engine.weights.weights import Weights, load_directory
 from tidegate.errors import ConfigError
 from tidegate.transport.messages import SamplingParams, SubmitTurn
 

@@ -9,14 +9,14 @@ from hypothesis import settings
 
 from tests.engine.fake_engine import FakeEngine, next_token, uninterrupted
 from tests.engine.test_scheduler import AnythingAtAll
-from tidegate.engine.drafts import (
+from tidegate.engine.drafts.drafts import (
     DraftPace,
     Tokens,
     share_that_pays,
 )
-from tidegate.engine.lookup_drafts import LookupDrafts
-from tidegate.engine.options import OptionReader
-from tidegate.engine.rollout_drafts import SAMPLES_MAX, RolloutDrafts
+from tidegate.engine.drafts.lookup import LookupDrafts
+from tidegate.engine.drafts.rollouts import SAMPLES_MAX, RolloutDrafts
+from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.scheduler import StepColumns
 from tidegate.engine.turns import TurnState, admit
 from tidegate.transport.messages import LENGTH, STOP, SamplingParams, SubmitTurn

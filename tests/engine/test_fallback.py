@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from tests.engine.driving import GREEDY, drive
 from tests.engine.test_model_parity import TOLERANCE_NATS, load_peer, make_turns, peer_logits
 from tests.models import make_model_directory
-from tidegate.engine.fallback import FallbackRunner, refuse_other_state
+from tidegate.engine.models.fallback import FallbackRunner, refuse_other_state
+from tidegate.engine.models.served_model import open_model
 from tidegate.engine.runner import Row, Runner
 from tidegate.engine.scoring import Reads, RowScore, RowScoring, join_scores
-from tidegate.engine.served_model import open_model
 from tidegate.errors import ModelError
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -1,6 +1,6 @@
 import pytest
 
-from tidegate.engine.kv_cache import KvCache, Node
+from tidegate.engine.cache.kv_cache import KvCache, Node
 
 
 def allocate(cache: KvCache, count: int) -> list[int]:

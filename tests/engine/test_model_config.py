@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tidegate.engine.model_config import AttentionKind, Experts, LayerShape, ModelConfig
-from tidegate.engine.rope_config import Rope, RopeScaling
+from tidegate.engine.models.model_config import AttentionKind, Experts, LayerShape, ModelConfig
+from tidegate.engine.models.rope_config import Rope, RopeScaling
 from tidegate.errors import ModelError, ModelNotComputed
 
 QWEN3: dict[str, Any] = {

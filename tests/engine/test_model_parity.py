@@ -9,10 +9,10 @@ import torch
 
 from tests.engine.driving import GREEDY, DrivenTurn, drive
 from tests.models import make_model_directory
-from tidegate.engine.model import native_for
-from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.models.model import native_for
+from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner, RowSampling
-from tidegate.engine.weights import load_directory
+from tidegate.engine.weights.weights import load_directory
 
 TOLERANCE_NATS = 1e-4
 """In float32; the worst difference seen is a tenth of it."""

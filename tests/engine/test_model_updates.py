@@ -8,8 +8,8 @@ import torch
 from tests.engine.driving import DrivenTurn, drive
 from tests.engine.test_model_parity import TOLERANCE_NATS, make_turns, peer_logits
 from tests.models import make_model, make_model_directory
-from tidegate.engine.checkpoint import read_tensors
-from tidegate.engine.served_model import open_model
+from tidegate.engine.models.checkpoint import read_tensors
+from tidegate.engine.models.served_model import open_model
 from tidegate.errors import WeightsRefused
 
 MODEL_TYPES = [

@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models import make_model_directory
-from tidegate.engine.checkpoint import read_tensors
-from tidegate.engine.model_config import ModelConfig
-from tidegate.engine.weights import Weights, fill_from_directory, load_directory
+from tidegate.engine.models.checkpoint import read_tensors
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.weights.weights import Weights, fill_from_directory, load_directory
 from tidegate.errors import ModelError, WeightsRefused
 
 EMBEDDING = "model.embed_tokens.weight"

@@ -10,10 +10,10 @@ import torch
 from tests.engine.orchestra import named_buffers
 from tests.engine.test_staging import answers
 from tests.models import make_model_directory
-from tidegate.engine.checkpoint import read_tensors
-from tidegate.engine.served_model import ServedModel, open_model
-from tidegate.engine.staging import Live, Staging
-from tidegate.engine.weight_store import WeightStore
+from tidegate.engine.models.checkpoint import read_tensors
+from tidegate.engine.models.served_model import ServedModel, open_model
+from tidegate.engine.weights.staging import Live, Staging
+from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.kernels.weight_matrix import published
 from tidegate.transport.messages import (
     Bases,
@@ -123,7 +123,7 @@ def test_a_part_made_for_other_weights_is_refused(qwen: Rig, bases: Bases) -> No
 
 def test_a_tied_head_without_its_embedding_is_refused_and_not_overlooked(qwen: Rig) -> None:
     head = torch.zeros(96, 64)
-    from tidegate.orchestrator.batches import named_buffers as of_state_dict
+    from tidegate.orchestrator.feed.batches import named_buffers as of_state_dict
 
     [update] = qwen.channel.write(4, of_state_dict({"lm_head.weight": head}))
     assert qwen.send(4, update, Bases(3, 3)) == [

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from tests.models import EOS_TOKEN_ID, make_model_directory
-from tidegate.engine.logits import ProcessorSetup, TurnTokens
-from tidegate.engine.model_config import ModelConfig
-from tidegate.engine.options import OptionReader
-from tidegate.engine.processors import ProcessorRegistry
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.models.tokenizer import ModelTokenizer
 from tidegate.engine.runner import ModelRunner
-from tidegate.engine.sampling import StepOutput
+from tidegate.engine.sampling.logits import ProcessorSetup, TurnTokens
+from tidegate.engine.sampling.options import OptionReader
+from tidegate.engine.sampling.processors import ProcessorRegistry
+from tidegate.engine.sampling.sampling import StepOutput
 from tidegate.engine.scheduler import Scheduler, StepColumns
-from tidegate.engine.tokenizer import ModelTokenizer
 from tidegate.engine.turns import EngineLimits
-from tidegate.engine.weights import load_directory
+from tidegate.engine.weights.weights import load_directory
 from tidegate.errors import ConfigError, TurnRefused
 from tidegate.transport import messages
 from tidegate.transport.messages import LENGTH, RUNNING, STOP, SubmitTurn

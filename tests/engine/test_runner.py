@@ -8,10 +8,10 @@ import torch
 
 from tests.engine.driving import DrivenTurn, drive
 from tests.models import make_model_directory
-from tidegate.engine.model import native_for
-from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.models.model import native_for
+from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner, Row, RowSampling
-from tidegate.engine.weights import load_directory
+from tidegate.engine.weights.weights import load_directory
 
 PROMPT = [5, 80, 17, 17, 3, 42, 9]
 

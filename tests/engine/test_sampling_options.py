@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from tests.engine.sampled_by_numpy import distribution
-from tidegate.engine.options import OptionReader
-from tidegate.engine.sampling import RowSampling, StepOutput, sample_rows
+from tidegate.engine.sampling.options import OptionReader
+from tidegate.engine.sampling.sampling import RowSampling, StepOutput, sample_rows
 from tidegate.engine.turns import EngineLimits, TurnState, admit
 from tidegate.errors import TurnRefused
 from tidegate.kernels.native import Native, native

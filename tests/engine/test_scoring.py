@@ -11,9 +11,9 @@ import transformers
 from tests.engine.fake_engine import DrivenEngine
 from tests.engine.scoring import Asker
 from tests.models import make_model_directory
-from tidegate.engine.model_config import ModelConfig
+from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.scoring import RowScoring, score_logits
-from tidegate.engine.weights import Weights, load_directory
+from tidegate.engine.weights.weights import Weights, load_directory
 from tidegate.errors import ScoreRefused, TurnRefused
 from tidegate.transport.messages import LENGTH, KvPolicy, PauseMode
 from tidegate.transport.scoring import Want

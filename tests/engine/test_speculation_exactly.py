@@ -10,19 +10,19 @@ import torch
 from tests.engine.fake_engine import DrivenEngine, ToldTurn
 from tests.engine.test_prefixes_exactly import ROUNDING_NATS
 from tests.repeating import make_repeating_model
-from tidegate.engine import options
-from tidegate.engine.drafts import DraftSource
-from tidegate.engine.lookup_drafts import LookupDrafts
-from tidegate.engine.model import native_for
-from tidegate.engine.model_config import ModelConfig
-from tidegate.engine.model_drafts import ModelDrafts
-from tidegate.engine.options import OptionReader
-from tidegate.engine.rollout_drafts import RolloutDrafts
+from tidegate.engine.drafts.draft_model import ModelDrafts
+from tidegate.engine.drafts.drafts import DraftSource
+from tidegate.engine.drafts.lookup import LookupDrafts
+from tidegate.engine.drafts.rollouts import RolloutDrafts
+from tidegate.engine.models.model import native_for
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.models.tokenizer import ModelTokenizer
 from tidegate.engine.runner import ModelRunner, Row, StepOutput
+from tidegate.engine.sampling import options
+from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.scheduler import Scheduler, StepColumns
-from tidegate.engine.tokenizer import ModelTokenizer
 from tidegate.engine.turns import EngineLimits, TurnState, admit
-from tidegate.engine.weights import Weights, load_directory
+from tidegate.engine.weights.weights import Weights, load_directory
 from tidegate.kernels.native import Native
 from tidegate.transport.messages import STOP, SamplingParams, SubmitTurn
 from tidegate.transport.sampling import TokenBias

@@ -9,10 +9,10 @@ import torch
 
 from tests.engine.orchestra import named_buffers
 from tests.models import make_model_directory
-from tidegate.engine.model_config import ModelConfig
-from tidegate.engine.staging import Staging
-from tidegate.engine.weight_store import WeightStore
-from tidegate.engine.weights import Weights, load_directory
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.weights.staging import Staging
+from tidegate.engine.weights.weight_store import WeightStore
+from tidegate.engine.weights.weights import Weights, load_directory
 from tidegate.transport.messages import (
     Complaint,
     InitWeights,

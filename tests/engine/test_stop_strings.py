@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.models import make_model_directory
-from tidegate.engine.stop_strings import BROKEN_TOKENS_MAX, StopStrings
-from tidegate.engine.tokenizer import ModelTokenizer
+from tidegate.engine.models.tokenizer import ModelTokenizer
+from tidegate.engine.sampling.stop_strings import BROKEN_TOKENS_MAX, StopStrings
 from tidegate.errors import TurnRefused
 
 MERGED = ["ab", "abc", "END", "ND", "\n\n", "日é", "日", "</"]

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tidegate.engine import served_model, worker
+from tidegate.engine import worker
+from tidegate.engine.models import served_model
 from tidegate.engine.runner import ModelRunner, Row, StepOutput
 
 TOKENS_MAX = 5

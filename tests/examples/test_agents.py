@@ -19,8 +19,8 @@ from examples.tiny_model import make_model
 from examples.tool_agent import TURN_TOKENS_MAX, TURNS_MAX, ToolAgent
 from examples.tool_lessons import TOOL_AGENT, ToolLessons, said_for, sums
 from tidegate import EnvironmentPool, environment_episode
-from tidegate.orchestrator.audit import AUDIT_FILE
 from tidegate.orchestrator.environments.tools import ToolAnswer
+from tidegate.orchestrator.records.audit import AUDIT_FILE
 from tidegate.testing import ServeInTests
 
 SCHEMAS: list[Any] = [{"type": "function", "function": {"name": "calculate"}}]

@@ -14,7 +14,7 @@ import pytest
 from examples.async_grpo import main
 from examples.tiny_model import make_model
 from tests.models import make_model_directory
-from tidegate.orchestrator.audit import audit_run
+from tidegate.orchestrator.records.audit import audit_run
 
 KEYS = {
     "reward_before",

@@ -5,14 +5,14 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.core import Core
-from tidegate.orchestrator.core_state import digest, load, save
-from tidegate.orchestrator.event_log import encode_event, replay
-from tidegate.orchestrator.group import TaskKey
-from tidegate.orchestrator.placement import PlacementRules
-from tidegate.orchestrator.rollout import Rollout
-from tidegate.orchestrator.rules import Rules
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.group import TaskKey
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.core.rules import Rules
+from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.orchestrator.journal.event_log import encode_event, replay
+from tidegate.orchestrator.turns.placement import PlacementRules
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.filters import GroupFilter
 from tidegate.policies.staleness import StalenessPolicy

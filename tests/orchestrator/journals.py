@@ -4,7 +4,7 @@ were told."""
 import shutil
 from pathlib import Path
 
-from tidegate.orchestrator.journal import Journal
+from tidegate.orchestrator.journal.journal import Journal
 
 WAIT_S = 60.0
 """Far longer than anything here takes: reaching it is a failure, not a timing."""

@@ -9,18 +9,19 @@ from dataclasses import dataclass
 
 import pytest
 
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator import filing, groups
-from tidegate.orchestrator.core import Core
-from tidegate.orchestrator.episodes import EpisodeRunner
-from tidegate.orchestrator.filing import StepOutcome, Submission
-from tidegate.orchestrator.group import Group
-from tidegate.orchestrator.groups import GroupBook
-from tidegate.orchestrator.rollout import Rollout, Turn
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core import groups
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.groups import GroupBook
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.episodes.runner import EpisodeRunner
+from tidegate.orchestrator.feed.tasks import TaskSource
 from tidegate.orchestrator.scheduler import Scheduler
-from tidegate.orchestrator.steady import SteadySteps
-from tidegate.orchestrator.tasks import TaskSource
-from tidegate.orchestrator.turns import TurnBook
+from tidegate.orchestrator.turns import filing
+from tidegate.orchestrator.turns.filing import StepOutcome, Submission
+from tidegate.orchestrator.turns.steady import SteadySteps
+from tidegate.orchestrator.turns.turns import TurnBook
 from tidegate.policies import asynchrony, consumption
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy
 from tidegate.policies.consumption import Window

@@ -5,13 +5,13 @@ import pytest
 
 from tests.orchestrator.mutations import MUTATIONS, mutation
 from tidegate.errors import WeightsRefused
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.engine_record import Engine
-from tidegate.orchestrator.fleet import Fleet, Heard
-from tidegate.orchestrator.publishing import Publisher, PublishWait
-from tidegate.orchestrator.step_checks import step_arrived
-from tidegate.orchestrator.weight_content import Change, anew
-from tidegate.orchestrator.weights import Outgoing, WeightCoordinator
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.fleet.engine_record import Engine
+from tidegate.orchestrator.fleet.fleet import Fleet, Heard
+from tidegate.orchestrator.turns.step_checks import step_arrived
+from tidegate.orchestrator.weights.content import Change, anew
+from tidegate.orchestrator.weights.publishing import Publisher, PublishWait
+from tidegate.orchestrator.weights.weights import Outgoing, WeightCoordinator
 from tidegate.transport.messages import Ack, Hello, Step, UpdateWeights
 from tidegate.transport.streams import ReceiveWindow, Verdict
 

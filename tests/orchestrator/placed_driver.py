@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import msgspec
 
 from tests.orchestrator.driver import Driver
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.core import Core
-from tidegate.orchestrator.placement import Placement, PlacementRules
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.turns.placement import Placement, PlacementRules
 from tidegate.policies.staleness import StalenessPolicy
 from tidegate.policies.stragglers import EngineView, Move, Stragglers
 

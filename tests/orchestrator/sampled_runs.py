@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import torch
 import transformers
 
-from tidegate.orchestrator.recording import RunRecorder
-from tidegate.orchestrator.rollout import Rollout, RolloutState, Turn, TurnPrefill
+from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn, TurnPrefill
+from tidegate.orchestrator.records.recording import RunRecorder
 from tidegate.transport.messages import KvSpan, SamplingParams
 from tidegate.transport.sampling import Processor, TokenBias
 

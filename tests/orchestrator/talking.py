@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.orchestrator.chat_templates import ENDS, add_chat_template
-from tidegate.orchestrator.episode import Episode, SamplingDefaults
-from tidegate.orchestrator.model_files import ModelFiles, read_tokenizer
-from tidegate.orchestrator.rollout import Rollout, Turn
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.weights.model_files import ModelFiles, read_tokenizer
 from tidegate.transport.messages import SamplingParams
 
 DEFAULTS = SamplingDefaults(max_tokens=400, temperature=1.0, seed=7)

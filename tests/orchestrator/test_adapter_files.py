@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.adapter_files import checked_name, load_adapter
+from tidegate.orchestrator.weights.adapter_files import checked_name, load_adapter
 
 NAME = "model.layers.0.self_attn.q_proj"
 TENSORS = {

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.models import make_model_directory
 from tidegate.errors import AuditError
-from tidegate.orchestrator.archived_model import load_version
-from tidegate.orchestrator.weight_parts import WeightParts
+from tidegate.orchestrator.records.archived_model import load_version
+from tidegate.orchestrator.weights.parts import WeightParts
 
 EXPERT = "model.layers.1.mlp.experts.3"
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from tests.orchestrator import sampled_runs
 from tests.orchestrator.sampled_runs import KINDS, edit_rollout, make_models, record_run
 from tidegate.errors import AuditError
-from tidegate.orchestrator.audit import TOLERANCE, AuditReport, audit_run
-from tidegate.orchestrator.recording import read_trajectories, weights_path
-from tidegate.orchestrator.replay import sampled_logprobs
+from tidegate.orchestrator.records.audit import TOLERANCE, AuditReport, audit_run
+from tidegate.orchestrator.records.recording import read_trajectories, weights_path
+from tidegate.orchestrator.records.replay import sampled_logprobs
 
 Row = dict[str, Any]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.orchestrator.sampled_runs import KINDS, make_models, one_version, record_run
-from tidegate.orchestrator.audit import TOLERANCE, audit_run
+from tidegate.orchestrator.records.audit import TOLERANCE, audit_run
 
 WINDOW = 4
 """Shorter than each context, so that replays in batches have padding outside of windows."""

@@ -1,8 +1,8 @@
 import torch
 
-from tidegate.orchestrator.batches import NOT_SAMPLED, build_batch, named_buffers
-from tidegate.orchestrator.group import Group
-from tidegate.orchestrator.rollout import Rollout, RolloutState, Turn
+from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
+from tidegate.orchestrator.feed.batches import NOT_SAMPLED, build_batch, named_buffers
 from tidegate.transport.messages import SamplingParams
 
 

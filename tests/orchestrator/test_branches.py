@@ -9,13 +9,13 @@ import tidegate
 from tests.models import make_model_directory
 from tests.orchestrator.driver import Driver
 from tidegate.errors import RunClosed, TurnTimeout
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.audit import audit_run
-from tidegate.orchestrator.batches import build_batch
-from tidegate.orchestrator.core_state import digest, load, save
-from tidegate.orchestrator.event_log import replay
-from tidegate.orchestrator.rollout import Rollout, RolloutState
-from tidegate.orchestrator.trajectories import read_trajectories
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.rollout import Rollout, RolloutState
+from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.orchestrator.feed.batches import build_batch
+from tidegate.orchestrator.journal.event_log import replay
+from tidegate.orchestrator.records.audit import audit_run
+from tidegate.orchestrator.records.trajectories import read_trajectories
 from tidegate.transport.messages import STOP
 
 SMALL = {"engines": 1, "group_size": 2, "groups_per_batch": 2, "max_running_turns": 8}

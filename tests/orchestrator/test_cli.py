@@ -10,7 +10,7 @@ import pytest
 from tests.orchestrator import sampled_runs
 from tests.orchestrator.test_recording import some_statistics
 from tidegate.orchestrator import cli
-from tidegate.orchestrator.recording import RunRecorder
+from tidegate.orchestrator.records.recording import RunRecorder
 
 
 def status_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:

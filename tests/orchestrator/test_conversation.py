@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.orchestrator.chat_templates import ENDS, TEMPLATES
 from tests.orchestrator.talking import CALL, DEFAULTS, TOOLS, Talk, tool, user
 from tidegate.errors import ChatRefused, ModelError
-from tidegate.orchestrator.chat_template import ChatTemplate, read_chat_template
-from tidegate.orchestrator.episode import Episode
-from tidegate.orchestrator.model_files import ModelFiles
-from tidegate.orchestrator.rollout import Rollout
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.episodes.chat_template import ChatTemplate, read_chat_template
+from tidegate.orchestrator.episodes.episode import Episode
+from tidegate.orchestrator.weights.model_files import ModelFiles
 
 
 def squeezed(text: str) -> str:

@@ -2,9 +2,9 @@ import pytest
 
 from tests.orchestrator.driver import Driver
 from tidegate.errors import ConfigError, TidegateError
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.group import TaskKey
-from tidegate.orchestrator.rollout import RolloutState
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.group import TaskKey
+from tidegate.orchestrator.core.rollout import RolloutState
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.transport.messages import ABORT, LENGTH, STOP
 

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.orchestrator.driver import Driver
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.rollout import Rollout
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.policies.asynchrony import BoundedStaleness, OnDeadline, Order
 from tidegate.policies.consumption import Window
 from tidegate.transport.messages import ABORT, RUNNING, STOP

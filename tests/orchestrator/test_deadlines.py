@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tidegate.orchestrator.deadlines import GRACE_S, Deadlines
-from tidegate.orchestrator.virtual_time import run_in_virtual_time
+from tidegate.orchestrator.episodes.deadlines import GRACE_S, Deadlines
+from tidegate.orchestrator.simulation.virtual_time import run_in_virtual_time
 
 TIMEOUT_S = 10.0
 

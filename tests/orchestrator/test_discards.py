@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidegate.orchestrator.discards import (
+from tidegate.orchestrator.core.discards import (
     LENGTH_BUCKETS,
     TASKS_COUNTED,
     WINDOW_ROLLOUTS,
@@ -16,8 +16,8 @@ from tidegate.orchestrator.discards import (
     SavedDiscards,
     length_bucket,
 )
-from tidegate.orchestrator.group import TaskKey
-from tidegate.orchestrator.rollout import Rollout, Turn
+from tidegate.orchestrator.core.group import TaskKey
+from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.statistics import (
     DiscardStatistics,
     LengthBiasStatistics,

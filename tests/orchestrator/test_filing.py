@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tidegate.orchestrator.events import StepArrived
-from tidegate.orchestrator.filing import Filing, Submission
-from tidegate.orchestrator.rollout import Rollout, Turn
-from tidegate.orchestrator.steady import STEPS_MAX
+from tidegate.orchestrator.core.events import StepArrived
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.turns.filing import Filing, Submission
+from tidegate.orchestrator.turns.steady import STEPS_MAX
 from tidegate.transport.messages import SamplingParams
 
 

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from tidegate.errors import BadFrame
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.fleet import Answer, Fleet, FleetTimes
-from tidegate.orchestrator.step_checks import step_arrived
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.fleet.fleet import Answer, Fleet, FleetTimes
+from tidegate.orchestrator.turns.step_checks import step_arrived
 from tidegate.transport.messages import (
     PROTOCOL,
     Ack,

@@ -9,9 +9,9 @@ from array import array
 import pytest
 
 import tidegate
-from tidegate.orchestrator.forecast import BatchTimes, Forecaster, advise, window_groups
-from tidegate.orchestrator.group import Group
-from tidegate.orchestrator.rollout import Rollout, Turn
+from tidegate.orchestrator.core.forecast import BatchTimes, Forecaster, advise, window_groups
+from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.statistics import EngineStatistics, LedgerSnapshot, RunForecast
 from tidegate.orchestrator.timekeeping import Usage
 from tidegate.policies.asynchrony import BoundedStaleness, Order, Unbounded

@@ -14,10 +14,15 @@ from hypothesis import strategies as st
 
 from tests.orchestrator.talking import CALL, TOOLS, Talk, tool, user
 from tidegate.errors import ConfigError
-from tidegate.orchestrator import gateway_app as app_module
-from tidegate.orchestrator.gateway import REQUESTS_PER_SESSION_MAX, Endpoint, Gateway, Session
-from tidegate.orchestrator.gateway_app import gateway_app
-from tidegate.orchestrator.rollout import Rollout, Turn
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.gateway import app as app_module
+from tidegate.orchestrator.gateway.app import gateway_app
+from tidegate.orchestrator.gateway.gateway import (
+    REQUESTS_PER_SESSION_MAX,
+    Endpoint,
+    Gateway,
+    Session,
+)
 from tidegate.transport.messages import SamplingParams
 
 CHAT = "/v1/chat/completions"

@@ -10,10 +10,10 @@ import pytest
 
 from tests.orchestrator.driver import Driver
 from tests.orchestrator.test_fleet import Wire, hello, make_step
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator import fleet as fleet_module
-from tidegate.orchestrator.fleet import ANSWERS_PER_S_MAX, HELLOS_PER_S_MAX, REMEMBERED_MAX
-from tidegate.orchestrator.rollout import RolloutState
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.rollout import RolloutState
+from tidegate.orchestrator.fleet import fleet as fleet_module
+from tidegate.orchestrator.fleet.fleet import ANSWERS_PER_S_MAX, HELLOS_PER_S_MAX, REMEMBERED_MAX
 from tidegate.transport.messages import (
     LENGTH,
     RUNNING,

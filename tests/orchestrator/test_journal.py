@@ -24,10 +24,10 @@ from tests.orchestrator.journals import (
     started,
 )
 from tidegate.errors import JournalBehind, JournalExists, JournalLocked, JournalMissing, RunClosed
-from tidegate.orchestrator import journal as journal_module
-from tidegate.orchestrator import journal_file
-from tidegate.orchestrator.journal import Journal
-from tidegate.orchestrator.journal_schema import pack, unpack
+from tidegate.orchestrator.journal import file as journal_file
+from tidegate.orchestrator.journal import journal as journal_module
+from tidegate.orchestrator.journal.journal import Journal
+from tidegate.orchestrator.journal.schema import pack, unpack
 
 KILLS = 10
 
@@ -309,7 +309,7 @@ WRITER = """
 import os, sys
 from pathlib import Path
 from tests.orchestrator.journals import append_up_to
-from tidegate.orchestrator.journal import Journal
+from tidegate.orchestrator.journal.journal import Journal
 
 journal = Journal.open(Path(sys.argv[1]))
 lsn = journal.statistics().appended_lsn
@@ -355,7 +355,7 @@ def write_until_killed(path: Path, commits: int) -> int:
 FORKING = """
 import os, signal, sys
 from pathlib import Path
-from tidegate.orchestrator.journal import Journal
+from tidegate.orchestrator.journal.journal import Journal
 
 journal = Journal.open(Path(sys.argv[1]))
 read_end, write_end = os.pipe()

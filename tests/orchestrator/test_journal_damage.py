@@ -22,9 +22,9 @@ from tidegate.errors import (
     JournalCorrupt,
     JournalError,
 )
-from tidegate.orchestrator.journal import Journal
-from tidegate.orchestrator.journal_salvage import main, salvage
-from tidegate.orchestrator.journal_schema import PAGE_BYTES
+from tidegate.orchestrator.journal.journal import Journal
+from tidegate.orchestrator.journal.salvage import main, salvage
+from tidegate.orchestrator.journal.schema import PAGE_BYTES
 
 GARBLINGS = 40
 """Seeded places of damage per test; some milliseconds each."""
@@ -146,7 +146,7 @@ def test_a_garbled_record_is_named_and_the_command_keeps_those_before_it(
         list(journal.read())
     message = str(caught.value)
     assert "is damaged: the records from 30 on fail their checksum; records up to 29" in message
-    assert f"journal_salvage {path} NEW_FILE` and resume from a checkpoint that is" in message
+    assert f"journal.salvage {path} NEW_FILE` and resume from a checkpoint that is" in message
     assert main([str(path), str(target)]) == 0
     assert capsys.readouterr().out == f"{target} holds all records up to 29\n"
     assert contents(target) == expected(1, 29)

@@ -26,8 +26,8 @@ from tidegate.errors import (
     JournalFailed,
     JournalTooNew,
 )
-from tidegate.orchestrator.journal import Journal
-from tidegate.orchestrator.journal_schema import PAGE_BYTES, SCHEMA_VERSION
+from tidegate.orchestrator.journal.journal import Journal
+from tidegate.orchestrator.journal.schema import PAGE_BYTES, SCHEMA_VERSION
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ LIMITED_WRITER = """
 import os, resource, sys
 from pathlib import Path
 from tests.orchestrator.journals import record
-from tidegate.orchestrator.journal import Journal
+from tidegate.orchestrator.journal.journal import Journal
 
 journal = Journal.open(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
@@ -142,7 +142,7 @@ WITHOUT_RIGHTS = """
 import os, sys
 from pathlib import Path
 from tidegate.errors import JournalFailed
-from tidegate.orchestrator.journal import Journal
+from tidegate.orchestrator.journal.journal import Journal
 
 if os.geteuid() == 0:
     os.setuid(65534)  # root may write to read-only files

@@ -10,15 +10,15 @@ from hypothesis.stateful import initialize
 from tests.orchestrator.driver import PROMPT, step
 from tests.orchestrator.placed_driver import MovesAnything, PlacedDriver, place_by
 from tests.orchestrator.test_core_by_chance import ORDERS, AnyRun
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.core_state import digest
-from tidegate.orchestrator.event_log import replay
-from tidegate.orchestrator.hardships import Hardship
-from tidegate.orchestrator.placement import PlacementRules
-from tidegate.orchestrator.rollout import Rollout
-from tidegate.orchestrator.scenario import Scenario, draw_scenario
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.core.state import digest
+from tidegate.orchestrator.journal.event_log import replay
 from tidegate.orchestrator.scheduler import Scheduler
-from tidegate.orchestrator.simulation import Simulation, SimulationReport, silent_log
+from tidegate.orchestrator.simulation.hardships import Hardship
+from tidegate.orchestrator.simulation.scenario import Scenario, draw_scenario
+from tidegate.orchestrator.simulation.simulation import Simulation, SimulationReport, silent_log
+from tidegate.orchestrator.turns.placement import PlacementRules
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.routing import PowerOfTwoChoices, PrefixAffinity, SessionAffinity
 from tidegate.policies.speeds import DeclaredSpeeds, MeasuredSpeeds

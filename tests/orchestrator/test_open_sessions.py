@@ -5,8 +5,8 @@ import asyncio
 from msgspec.structs import replace
 
 from tests.orchestrator.test_fleet import hello
-from tidegate.orchestrator.open_sessions import SESSIONS_PER_MESSAGE, OpenSessions
-from tidegate.orchestrator.rollout import Rollout
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.fleet.open_sessions import SESSIONS_PER_MESSAGE, OpenSessions
 from tidegate.transport.limits import check_frame_size
 from tidegate.transport.messages import EndSessions, Message, encode
 

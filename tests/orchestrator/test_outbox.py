@@ -1,7 +1,7 @@
 import asyncio
 
 from tidegate.errors import BadFrame
-from tidegate.orchestrator.outbox import (
+from tidegate.orchestrator.turns.outbox import (
     CONTEXT_BYTES_TOGETHER_MAX,
     TURNS_TOGETHER_MAX,
     Outbox,

@@ -9,7 +9,7 @@ import pytest
 
 import tidegate
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.pausing import Pauses
+from tidegate.orchestrator.fleet.pausing import Pauses
 from tidegate.orchestrator.waiting import Waiting
 from tidegate.testing import ScriptedEngine, ServeInTests, VirtualTime
 from tidegate.transport.messages import Message, Pause, Paused, Resume, Resumed

@@ -5,11 +5,11 @@ import pytest
 
 from tests.orchestrator.driver import Driver
 from tidegate.errors import ConfigError, PolicyBroken, ResumeMismatch
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.batches import build_batch
-from tidegate.orchestrator.core_state import digest, load, save
-from tidegate.orchestrator.rollout import Rollout
-from tidegate.orchestrator.rules import made_of, record_of, say
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.core.rules import made_of, record_of, say
+from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.orchestrator.feed.batches import build_batch
 from tidegate.policies.adaptive import AdaptiveStaleness
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy
 from tidegate.policies.consumption import Window

@@ -11,7 +11,7 @@ import pytest
 import tidegate
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.config import run_settings
-from tidegate.orchestrator.resuming import open_for
+from tidegate.orchestrator.journal.resuming import open_for
 from tidegate.testing import ScriptedEngine, ServeInTests
 
 Engine = type[ScriptedEngine]

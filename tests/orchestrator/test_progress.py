@@ -6,7 +6,7 @@ import io
 from rich.console import Console
 
 from tests.orchestrator.test_recording import some_statistics
-from tidegate.orchestrator.progress import RunProgress
+from tidegate.orchestrator.records.progress import RunProgress
 from tidegate.orchestrator.statistics import EngineStatistics, RunStatistics
 
 

@@ -15,8 +15,8 @@ from tidegate.errors import (
     PublishNeeded,
     WeightsRefused,
 )
-from tidegate.orchestrator.simulated_serve import SimulatedRollouts
-from tidegate.orchestrator.weights import WeightCoordinator
+from tidegate.orchestrator.simulation.serve import SimulatedRollouts
+from tidegate.orchestrator.weights.weights import WeightCoordinator
 from tidegate.testing import ScriptedEngine, ServeInTests
 
 SMALL: dict[str, Any] = {"group_size": 1, "groups_per_batch": 1, "max_staleness": 1}

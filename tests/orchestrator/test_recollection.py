@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from tidegate.orchestrator.episode import Episode, SamplingDefaults
-from tidegate.orchestrator.model_files import ModelFiles
-from tidegate.orchestrator.rollout import Rollout, Turn
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.weights.model_files import ModelFiles
 from tidegate.transport.messages import SamplingParams
 
 MODEL = ModelFiles(Path("none"), Tokenizer(models.WordLevel({"?": 0}, unk_token="?")), (0,))

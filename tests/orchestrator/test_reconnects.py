@@ -3,10 +3,10 @@
 from array import array
 
 from tests.orchestrator.driver import Driver
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.fleet import Fleet, FleetTimes
-from tidegate.orchestrator.simulated_traits import EngineTraits, hello_of
-from tidegate.orchestrator.weights import WeightCoordinator
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.fleet.fleet import Fleet, FleetTimes
+from tidegate.orchestrator.simulation.traits import EngineTraits, hello_of
+from tidegate.orchestrator.weights.weights import WeightCoordinator
 from tidegate.transport.messages import InitWeights, Message, Step, UpdateWeights, encode
 
 COSTS = EngineTraits(

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tidegate.errors import AuditError, ConfigError, RunClosed
-from tidegate.orchestrator.recording import RunRecorder, read_trajectories, weights_path
-from tidegate.orchestrator.rollout import (
+from tidegate.orchestrator.core.rollout import (
     KvRange,
     Rollout,
     RolloutState,
@@ -20,8 +19,9 @@ from tidegate.orchestrator.rollout import (
     TurnPrefill,
     VersionSpan,
 )
+from tidegate.orchestrator.records.recording import RunRecorder, read_trajectories, weights_path
+from tidegate.orchestrator.records.trace import MERGE_GAP_US, Trace, read_trace
 from tidegate.orchestrator.statistics import LedgerSnapshot, RunStatistics
-from tidegate.orchestrator.trace import MERGE_GAP_US, Trace, read_trace
 from tidegate.transport.messages import KvSpan, SamplingParams, TokenDetails
 
 
@@ -320,7 +320,7 @@ def test_steps_of_one_version_become_one_interval_and_a_swap_or_a_pause_ends_it(
 def test_a_trace_stays_bounded_and_loses_no_token_when_merged_coarser(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tidegate.orchestrator.trace.INTERVALS_MAX", 100)
+    monkeypatch.setattr("tidegate.orchestrator.records.trace.INTERVALS_MAX", 100)
     trace = Trace()
     for step in range(1000):
         trace.engine_step(

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from tests.orchestrator.test_recording import a_rollout, some_statistics
 from tidegate.errors import AuditError
-from tidegate.orchestrator.recording import RunRecorder
-from tidegate.orchestrator.report import write_report
+from tidegate.orchestrator.records.recording import RunRecorder
+from tidegate.orchestrator.records.report import write_report
 from tidegate.orchestrator.statistics import (
     DiscardStatistics,
     LedgerSnapshot,

@@ -1,6 +1,6 @@
 import pytest
 
-from tidegate.orchestrator.rollout import Rollout, Turn, TurnPrefill
+from tidegate.orchestrator.core.rollout import Rollout, Turn, TurnPrefill
 from tidegate.transport.messages import KvSpan, SamplingParams
 
 

@@ -6,11 +6,11 @@ import random
 import pytest
 
 from tests.orchestrator.driver import Driver
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator import run_journal
-from tidegate.orchestrator.core_state import digest
-from tidegate.orchestrator.run_journal import JournalHeader, RunJournal
-from tidegate.orchestrator.simulated_journal import SimulatedStore
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.state import digest
+from tidegate.orchestrator.journal import run_journal
+from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
+from tidegate.orchestrator.simulation.journal import SimulatedStore
 
 HEADER = JournalHeader(run_id="run", rules={}, seed=0)
 

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from tests.orchestrator.test_fleet import hello
 from tidegate.errors import ConfigError, EngineLost, ScoreRefused
-from tidegate.orchestrator.engine_record import Engine
-from tidegate.orchestrator.score_desk import LOSSES_MAX, ScoreDesk
-from tidegate.orchestrator.scores import Asked, Score, TokenScores, ask_logprobs, ask_rewards
+from tidegate.orchestrator.fleet.engine_record import Engine
+from tidegate.orchestrator.fleet.score_desk import LOSSES_MAX, ScoreDesk
+from tidegate.orchestrator.fleet.scores import Asked, Score, TokenScores, ask_logprobs, ask_rewards
 from tidegate.transport import scoring
 from tidegate.transport.messages import Message
 from tidegate.transport.scoring import CancelScore, Scored, ScoreTokens

@@ -4,19 +4,19 @@ from collections.abc import Callable
 
 import pytest
 
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator import turns
-from tidegate.orchestrator.core import Core
-from tidegate.orchestrator.fleet import Fleet
-from tidegate.orchestrator.group import Group
-from tidegate.orchestrator.groups import GroupBook
-from tidegate.orchestrator.handed_batches import HandedBatches
-from tidegate.orchestrator.rollout import RolloutState
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.groups import GroupBook
+from tidegate.orchestrator.core.handed_batches import HandedBatches
+from tidegate.orchestrator.core.rollout import RolloutState
+from tidegate.orchestrator.core.taken_tasks import TakenTasks
+from tidegate.orchestrator.feed.task_feed import TaskFeed
+from tidegate.orchestrator.fleet.fleet import Fleet
 from tidegate.orchestrator.scheduler import Scheduler
-from tidegate.orchestrator.simulated_lives import simulate_lives
-from tidegate.orchestrator.taken_tasks import TakenTasks
-from tidegate.orchestrator.task_feed import TaskFeed
-from tidegate.orchestrator.turns import TurnBook
+from tidegate.orchestrator.simulation.lives import simulate_lives
+from tidegate.orchestrator.turns import turns
+from tidegate.orchestrator.turns.turns import TurnBook
 from tidegate.transport.messages import Hello
 from tidegate.transport.streams import ReceiveWindow
 

@@ -12,12 +12,18 @@ import pytest
 from tests.orchestrator.mutations_of_the_wire import MUTATIONS
 from tests.orchestrator.test_cli import status_of
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.faults import ALL_FAULTS, NO_FAULTS, Fault, FaultKind, parse_faults
-from tidegate.orchestrator.hardships import Hardship
-from tidegate.orchestrator.scenario import Scenario, draw_scenario, read_scenario
-from tidegate.orchestrator.shrinking import shrink
-from tidegate.orchestrator.simulation import SimulationReport, run_scenario, simulate
-from tidegate.orchestrator.sweep import SweepSummary, sweep
+from tidegate.orchestrator.simulation.faults import (
+    ALL_FAULTS,
+    NO_FAULTS,
+    Fault,
+    FaultKind,
+    parse_faults,
+)
+from tidegate.orchestrator.simulation.hardships import Hardship
+from tidegate.orchestrator.simulation.scenario import Scenario, draw_scenario, read_scenario
+from tidegate.orchestrator.simulation.shrinking import shrink
+from tidegate.orchestrator.simulation.simulation import SimulationReport, run_scenario, simulate
+from tidegate.orchestrator.simulation.sweep import SweepSummary, sweep
 
 SEEDS = 60
 """`make test` runs 2,000 beside these; these are for who runs only the tests."""
@@ -57,7 +63,7 @@ def test_the_same_seed_is_the_same_run_bit_for_bit(seed: int) -> None:
 
 def test_a_run_does_not_depend_on_how_python_hashes_strings() -> None:
     code = (
-        "from tidegate.orchestrator.simulation import simulate\n"
+        "from tidegate.orchestrator.simulation.simulation import simulate\n"
         "print([simulate(seed).digest for seed in range(5)])"
     )
     digests = {str([simulate(seed).digest for seed in range(5)])}
@@ -84,8 +90,8 @@ def test_a_scenario_written_down_and_read_again_is_the_same_run() -> None:
 def test_many_processes_report_what_one_does() -> None:
     """In a process of their own: a pool's tracker lives as long as whoever has used a pool."""
     program = (
-        "from tidegate.orchestrator.faults import ALL_FAULTS\n"
-        "from tidegate.orchestrator.sweep import sweep\n"
+        "from tidegate.orchestrator.simulation.faults import ALL_FAULTS\n"
+        "from tidegate.orchestrator.simulation.sweep import sweep\n"
         "if __name__ == '__main__':\n"
         "    runs = (sweep(range(40, 65), ALL_FAULTS, workers=w) for w in (1, 2))\n"
         "    one, two = map(list, runs)\n"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tidegate.orchestrator.stepped_tasks import Rounds, SteppedFuture, SteppedTask
-from tidegate.orchestrator.virtual_time import run_in_virtual_time
+from tidegate.orchestrator.episodes.stepped_tasks import Rounds, SteppedFuture, SteppedTask
+from tidegate.orchestrator.simulation.virtual_time import run_in_virtual_time
 
 Work = Callable[[], Coroutine[Any, Any, Any]]
 

@@ -9,12 +9,12 @@ import pytest
 from tests.orchestrator.driver import PROMPT, Driver, step
 from tests.orchestrator.test_recollection import DEFAULTS, MODEL, Engines
 from tidegate.errors import TurnRefused
-from tidegate.orchestrator import core_state
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.episode import Episode
-from tidegate.orchestrator.event_log import replay
-from tidegate.orchestrator.generated_turn import GeneratedTurn
-from tidegate.orchestrator.rollout import Rollout, Turn
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core import state as core_state
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.episodes.episode import Episode
+from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
+from tidegate.orchestrator.journal.event_log import replay
 from tidegate.transport.messages import ABORT, RUNNING, STOP, TokenDetails
 from tidegate.transport.sampling import Processor, SamplingParams, TokenBias
 

@@ -1,8 +1,8 @@
 """Does each turn go where it should, and is it found again where it is?"""
 
 from tests.orchestrator.driver import Driver
-from tidegate.orchestrator import events as ev
-from tidegate.orchestrator.rollout import Rollout
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.transport.messages import ABORT, STOP
 
 

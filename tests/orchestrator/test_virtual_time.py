@@ -8,7 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tidegate.errors import NothingLeftToHappen, VirtualTimeUp
-from tidegate.orchestrator.virtual_time import VirtualLoop, VirtualTime, run_in_virtual_time
+from tidegate.orchestrator.simulation.virtual_time import (
+    VirtualLoop,
+    VirtualTime,
+    run_in_virtual_time,
+)
 
 
 def test_a_day_passes_at_once_and_timers_fire_in_the_order_of_their_times() -> None:

@@ -13,18 +13,18 @@ from tokenizers import Tokenizer, models
 
 from tests.orchestrator.driver import Driver
 from tidegate.errors import RunBlocked
-from tidegate.orchestrator import events as ev
 from tidegate.orchestrator import loop_watch
-from tidegate.orchestrator.episode import Episode, SamplingDefaults
-from tidegate.orchestrator.episodes import ENDED_REMEMBERED, LeftBehind
-from tidegate.orchestrator.fleet import Fleet, FleetTimes
-from tidegate.orchestrator.model_files import ModelFiles
-from tidegate.orchestrator.rollout import Rollout
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.episodes.runner import ENDED_REMEMBERED, LeftBehind
+from tidegate.orchestrator.fleet.fleet import Fleet, FleetTimes
 from tidegate.orchestrator.run_watch import RunWatch
-from tidegate.orchestrator.simulated_traits import EngineTraits, hello_of
-from tidegate.orchestrator.virtual_time import run_in_virtual_time
+from tidegate.orchestrator.simulation.traits import EngineTraits, hello_of
+from tidegate.orchestrator.simulation.virtual_time import run_in_virtual_time
 from tidegate.orchestrator.watchdog import STUCK_MAX, Stuck, Watchdog
-from tidegate.orchestrator.weights import WeightCoordinator
+from tidegate.orchestrator.weights.model_files import ModelFiles
+from tidegate.orchestrator.weights.weights import WeightCoordinator
 from tidegate.transport.messages import (
     STOP,
     EngineHeartbeat,

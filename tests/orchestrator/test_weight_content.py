@@ -3,8 +3,8 @@
 Engines are dicts here: of which publish each tensor is.
 """
 
-from tidegate.orchestrator.weight_content import anew, laid_over
-from tidegate.orchestrator.weights import Outgoing, WeightCoordinator
+from tidegate.orchestrator.weights.content import anew, laid_over
+from tidegate.orchestrator.weights.weights import Outgoing, WeightCoordinator
 from tidegate.transport.messages import (
     Bases,
     FinishWeightUpdate,

@@ -1,4 +1,4 @@
-from tidegate.orchestrator.weights import Laggards, Outgoing, WeightCoordinator
+from tidegate.orchestrator.weights.weights import Laggards, Outgoing, WeightCoordinator
 from tidegate.transport.messages import (
     FinishWeightUpdate,
     InitWeights,

@@ -19,7 +19,7 @@ from benchmarks.fuzz_frames import (
 )
 from benchmarks.fuzz_wire import FuzzedRun
 from tidegate.errors import BadFrame
-from tidegate.orchestrator import fleet
+from tidegate.orchestrator.fleet import fleet
 from tidegate.transport import limits
 from tidegate.transport.messages import (
     Message,

@@ -15,13 +15,13 @@ from tests.orchestrator.environments.games import Hunt
 from tests.orchestrator.environments.test_pool import wait_until_closed
 from tidegate import Environment, EnvironmentPool, Observation, environment_episode
 from tidegate.errors import ConfigError
+from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.environments.dialogues import Chat, TurnLimits
 from tidegate.orchestrator.environments.environment import chat
 from tidegate.orchestrator.environments.environment_episode import group_seed
-from tidegate.orchestrator.episode import Episode, SamplingDefaults
-from tidegate.orchestrator.generated_turn import GeneratedTurn
-from tidegate.orchestrator.model_files import read_model_files
-from tidegate.orchestrator.rollout import Rollout, Turn
+from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
+from tidegate.orchestrator.weights.model_files import read_model_files
 from tidegate.testing import ServeInTests, TurnRequest
 from tidegate.transport.messages import SamplingParams
 

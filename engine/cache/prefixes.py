@@ -1,0 +1,103 @@
+"""Which of a turn's leading blocks does it share with other turns? Plans no step, ranks no turn.
+
+A turn follows the cache's tree from the root of the live weights as far as its tokens are there,
+and adds to it each block that it fills. It leaves the tree when its KV is not all of the live
+weights any more, and computes on in blocks of its own.
+
+Blocks of a prefill are added when the step that computes them is planned. So turns planned after it
+in the same step find them: a runner's rows see what the rows before them in a step write. Samples
+of one prompt that start together share its prefill without waiting for each other.
+"""
+
+from tidegate.engine.cache.kv_cache import KvCache
+from tidegate.engine.turns import NEVER, TurnState
+
+
+class Prefixes:
+    """Lets turns share the blocks of one cache."""
+
+    def __init__(self, cache: KvCache, block_tokens: int, *, are_shared: bool) -> None:
+        """Without ``are_shared`` nothing is ever found."""
+        self._cache = cache
+        self._block_tokens = block_tokens
+        self._are_shared = are_shared
+
+    def enter(self, turn: TurnState, weight_version: int) -> None:
+        """A turn without KV begins at the root of these weights."""
+        turn.shared_blocks = 0
+        turn.node = self._cache.root(weight_version, turn.adapter)
+        turn.share_at = self._block_tokens if self._are_shared else NEVER
+
+    def forget(self, turns: list[TurnState], weight_version: int) -> None:
+        """Nothing computed so far is found again; turns with KV go on in private."""
+        self._cache.forget()
+        for turn in turns:
+            turn.share_at = NEVER
+            if not turn.computed:
+                self.enter(turn, weight_version)
+
+    def find(self, turn: TurnState) -> list[int]:
+        """The cached blocks that go on where the turn's shared ones end.
+
+        Only those that it need not compute: never its last token, nor what is to be scored.
+        """
+        found: list[int] = []
+        if turn.share_at == NEVER:
+            return found
+        node = turn.node
+        for place in range(turn.shared_blocks, turn.reusable_tokens // self._block_tokens):
+            block = self._cache.find(node, self._tokens(turn, place))
+            if block is None:
+                break
+            found.append(block)
+            node = self._cache.node(block)
+        return found
+
+    def take(self, turn: TurnState, found: list[int]) -> None:
+        """Put what ``find`` found in the place of the turn's own blocks; it needn't compute it."""
+        if not found:
+            return
+        end = turn.shared_blocks + len(found)
+        own = turn.blocks[turn.shared_blocks : end]
+        self._cache.hold(found)
+        turn.blocks[turn.shared_blocks : end] = found
+        self._cache.release(own)
+        turn.block_tokens_held = len(turn.blocks) * self._block_tokens
+        turn.cached_tokens += end * self._block_tokens - turn.computed
+        turn.computed = end * self._block_tokens
+        self._advance(turn, self._cache.node(found[-1]), end)
+
+    def share_planned(self, turn: TurnState) -> None:
+        """Let others find the blocks that the step being planned fills.
+
+        Not one that ends with the last token known: ``find`` never looks for that, so another turn
+        may have cached the same already. Nor one with positions to be scored, for the same reason.
+        """
+        self.share(turn, min(turn.computed + turn.chunk_tokens, turn.reusable_tokens))
+
+    def share(self, turn: TurnState, end: int) -> None:
+        """Let others find the full blocks before position ``end``.
+
+        Where another turn has cached the same, that takes the place of the turn's own block.
+        """
+        while turn.share_at <= end:
+            place = turn.shared_blocks
+            tokens = self._tokens(turn, place)
+            block = self._cache.find(turn.node, tokens)
+            if block is None:
+                node = self._cache.add(turn.node, tokens, turn.blocks[place])
+            else:
+                self._cache.hold([block])
+                self._cache.release([turn.blocks[place]])
+                turn.blocks[place] = block
+                node = self._cache.node(block)
+            self._advance(turn, node, place + 1)
+
+    def _tokens(self, turn: TurnState, place: int) -> bytes:
+        start = place * self._block_tokens
+        return turn.tokens[start : start + self._block_tokens].tobytes()
+
+    def _advance(self, turn: TurnState, node: int, shared_blocks: int) -> None:
+        turn.node = node
+        turn.shared_blocks = shared_blocks
+        turn.share_at = (shared_blocks + 1) * self._block_tokens

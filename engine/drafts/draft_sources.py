@@ -1,0 +1,56 @@
+"""Which source of guesses does a setting name? Makes it, and knows no turn.
+
+Sources are told apart by a word, as it stands on a command line.
+"""
+
+from pathlib import Path
+
+from tidegate.engine.drafts.draft_model import ModelDrafts
+from tidegate.engine.drafts.drafts import DraftSource
+from tidegate.engine.drafts.lookup import LookupDrafts
+from tidegate.engine.drafts.rollouts import RolloutDrafts
+from tidegate.engine.memory.memory import blame_memory
+from tidegate.engine.models.served_model import DtypeChoice, ServedModel, open_model
+from tidegate.engine.turns import EngineLimits
+from tidegate.errors import ConfigError
+
+
+def open_drafts(
+    name: str, model: ServedModel, limits: EngineLimits, dtype: DtypeChoice
+) -> DraftSource:
+    """Make the source that ``name`` names, for an engine that serves ``model``.
+
+    Raises:
+        ConfigError: there is no such source, or it is of no use to that model.
+        ModelError: its model can't be computed.
+    """
+    if model.code != "tidegate":
+        raise ConfigError(
+            f"speculate={name!r} can't speed up {model.architecture}, which {model.code} computes, "
+            f"one token after another; leave it out"
+        )
+    kind, _, directory = name.partition(":")
+    if name == "lookup":
+        return LookupDrafts()
+    if name == "rollouts":
+        return RolloutDrafts()
+    if kind == "draft" and directory:
+        return _model_drafts(Path(directory), model, limits, dtype)
+    raise ConfigError(
+        f"speculate must be 'lookup', 'rollouts' or 'draft:DIRECTORY' of a smaller model, got "
+        f"{name!r}"
+    )
+
+
+def _model_drafts(
+    path: Path, model: ServedModel, limits: EngineLimits, dtype: DtypeChoice
+) -> ModelDrafts:
+    small = open_model(path, dtype)
+    if small.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"speculate='draft:{path}': its vocabulary has {small.vocab_size} tokens, the model's "
+            f"{model.vocab_size}; take a smaller model of the same family"
+        )
+    with blame_memory(doing=f"for the KV cache of {path}", remedy="lower num_blocks"):
+        runner = small.make_runner(num_blocks=limits.num_blocks, block_tokens=limits.block_tokens)
+    return ModelDrafts(runner, small.context_tokens_max)

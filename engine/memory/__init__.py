@@ -1,0 +1,1 @@
+"""Memory that runs out, is given back, and is had again."""

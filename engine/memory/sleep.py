@@ -1,0 +1,226 @@
+"""What of an engine's memory sleeps, and what does it take to have it again?
+
+Sleep is a matter of memory alone: a pause comes first, and decides what becomes of running turns.
+It knows nothing of steps, nor of who uses the memory meanwhile.
+
+Weights that come by an update wake what sleeps: the update fills the memory beside them, as ever,
+and the swap puts it in their place.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tidegate.engine.memory.returned_memory import (
+    OffloadedBytes,
+    Region,
+    anonymous_bytes,
+    available_bytes,
+    give_back,
+    regions_of,
+    take_again,
+    trim_heap,
+)
+from tidegate.engine.runner import Runner
+from tidegate.engine.weights.staging import Staging
+from tidegate.engine.weights.weight_store import WeightStore
+from tidegate.errors import OutOfMemory, TidegateError
+from tidegate.transport.limits import cut
+from tidegate.transport.messages import Message
+from tidegate.transport.sleep_messages import (
+    MEMORY_TAGS,
+    Asleep,
+    Awake,
+    MemoryTag,
+    Sleep,
+    SleepFailed,
+    SleepLevel,
+    Wake,
+)
+
+NO_PAUSE = "no pause is on, and turns can't run without memory; pause first, and resume after wake"
+
+
+class Turns(Protocol):
+    """What sleeping needs of those who hold turns."""
+
+    @property
+    def is_pause_asked(self) -> bool:
+        """Whether a pause is on, or will be."""
+
+    @property
+    def is_pause_in_effect(self) -> bool:
+        """Whether a pause is on, and no turn runs."""
+
+    @property
+    def is_swap_asked(self) -> bool:
+        """Whether staged weights are to be swapped in."""
+
+    def hold(self, is_held: bool) -> None:
+        """Run no turn whatever else allows it, until told otherwise."""
+
+    def forget_kv(self) -> None:
+        """The KV of all turns is gone: they are to be computed again."""
+
+
+class Sleeper:
+    """The memory of one engine that can be given back."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        staging: Staging,
+        turns: Turns,
+        *,
+        reload: Callable[[WeightStore, Callable[[], None]], None],
+    ) -> None:
+        """``reload`` fills weights from the model directory, and calls back now and then."""
+        self._runner = runner
+        self._staging = staging
+        self._turns = turns
+        self._reload = reload
+        self._asleep: set[MemoryTag] = set()
+        self._offloaded: OffloadedBytes | None = None
+        """What the weights were, if they sleep at level 1."""
+        self._are_the_directorys = True
+        """Whether the live weights are those of the model directory."""
+        self.lacks_weights = False
+        """Whether the live weights are gone, and nothing can bring them back but an update."""
+        self._asked: Sleep | None = None
+        """What is to sleep as soon as it can."""
+        self.beat: Callable[[], None] = lambda: None
+        """Called now and then in long copies, so that nobody takes the engine for hung."""
+
+    @property
+    def asleep(self) -> list[MemoryTag]:
+        """What sleeps now."""
+        return [tag for tag in MEMORY_TAGS if tag in self._asleep]
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the live weights are where they serve, or where others can be laid over them."""
+        return "weights" not in self._asleep and not self.lacks_weights
+
+    # ------------------------------------------------------------ sleeping
+
+    def ask(self, message: Sleep) -> None:
+        """Have memory given back as soon as :meth:`settle` finds that it can be."""
+        self._asked = message
+
+    def settle(self) -> list[Message]:
+        """Do what was asked for, if it can be done by now; the answer to it."""
+        asked = self._asked
+        if asked is None:
+            return []
+        if not self._turns.is_pause_asked:
+            self._asked = None
+            return [SleepFailed(request=asked.request, message=NO_PAUSE)]
+        if not self._turns.is_pause_in_effect or self._turns.is_swap_asked:
+            return []
+        if "weights" in asked.tags and not self._staging.give_up("the weights were put to sleep"):
+            return []
+        self._asked = None
+        return [self._sleep(asked)]
+
+    def _sleep(self, asked: Sleep) -> Message:
+        before = anonymous_bytes()
+        try:
+            if "weights" in asked.tags:
+                self._put_weights_to_sleep(asked.level)
+            if "kv_cache" in asked.tags and "kv_cache" not in self._asleep:
+                self._turns.forget_kv()
+                self._asleep.add("kv_cache")
+                give_back(self._kv_regions())
+        except OSError as error:
+            return SleepFailed(
+                request=asked.request, message=cut(f"can't give memory back: {error}")
+            )
+        finally:
+            self._hold()
+        trim_heap()
+        returned = max(0, before - anonymous_bytes())
+        return Asleep(request=asked.request, tags=self.asleep, returned_bytes=returned)
+
+    def _put_weights_to_sleep(self, level: SleepLevel) -> None:
+        if "weights" not in self._asleep:
+            regions = self._weight_regions()
+            if level == 1 and not self.lacks_weights:
+                self._offloaded = OffloadedBytes(regions, self.beat)
+            self._asleep.add("weights")
+            give_back([*regions, *self._staging.regions()])
+        if level == 2:
+            self._forget_offloaded()
+
+    def _forget_offloaded(self) -> None:
+        if self._offloaded is not None:
+            self._offloaded.close()
+            self._offloaded = None
+
+    # ------------------------------------------------------------ waking
+
+    def wake(self, message: Wake) -> Message:
+        """Take memory again."""
+        tags = [tag for tag in self.asleep if tag in message.tags]
+        try:
+            self._refuse_what_does_not_fit(tags)
+            if "weights" in tags:
+                self._wake_weights()
+            if "kv_cache" in tags:
+                take_again(self._kv_regions(), self.beat)
+        except (OSError, TidegateError) as error:
+            return SleepFailed(request=message.request, message=cut(str(error)))
+        self._asleep.difference_update(tags)
+        self._hold()
+        return Awake(request=message.request, tags=self.asleep, lacks_weights=self.lacks_weights)
+
+    def _wake_weights(self) -> None:
+        if self._offloaded is not None:
+            self._offloaded.restore(self.beat)
+            self._offloaded = None
+        elif self._are_the_directorys:
+            self._reload(self._runner.weights, self.beat)
+        else:
+            self.lacks_weights = True
+
+    def _refuse_what_does_not_fit(self, tags: Sequence[MemoryTag]) -> None:
+        """Linux promises memory that it hasn't got, and kills who comes to use it: look before.
+
+        Raises:
+            OutOfMemory: whoever had it meanwhile has it still.
+        """
+        regions: list[Region] = []
+        regions += self._weight_regions() if "weights" in tags else []
+        regions += self._kv_regions() if "kv_cache" in tags else []
+        needed, available = sum(region.nbytes for region in regions), available_bytes()
+        if needed > available:
+            raise OutOfMemory(
+                doing=f"to wake {' and '.join(tags)}",
+                remedy="free what took its place, then wake it again",
+                why=f"needs {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available",
+            )
+
+    def swapped(self) -> None:
+        """Other weights were swapped in: whatever slept in their place is not wanted any more."""
+        self._forget_offloaded()
+        self._asleep.discard("weights")
+        self._are_the_directorys = self.lacks_weights = False
+        self._hold()
+
+    def start_over(self) -> None:
+        """Whoever asked for something to sleep is gone. What sleeps does so still."""
+        self._asked = None
+        self._hold()
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        self._forget_offloaded()
+
+    # ------------------------------------------------------------ memory
+
+    def _hold(self) -> None:
+        self._turns.hold(bool(self._asleep) or self.lacks_weights)
+
+    def _weight_regions(self) -> list[Region]:
+        return regions_of(self._runner.weights.tensors())
+
+    def _kv_regions(self) -> list[Region]:
+        return regions_of(self._runner.cache_tensors())

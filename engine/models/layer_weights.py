@@ -1,0 +1,188 @@
+"""Which tensors does one layer compute with, and what are their parts called where they come from?
+
+It knows nothing of how tensors travel. Query, key and value projections lie on top of each other in
+one matrix, so do gate and up. Matrices lie as :mod:`tidegate.kernels.weight_matrix` has them.
+
+Letters in shapes: H hidden, I intermediate (an expert's own in a layer of experts), E experts, Q
+query heads x head_dim, K the same for KV heads.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tidegate.engine.models.model_config import LayerShape, ModelConfig
+from tidegate.engine.weights.weight_store import Place
+from tidegate.kernels.weight_matrix import Matrix
+
+MakeMatrix = Callable[[int, int], Matrix]
+"""Makes room for a matrix of so many outputs and inputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One decoder layer. None where the architecture has no such tensor."""
+
+    input_norm: torch.Tensor
+    """[H]"""
+    qkv: Matrix
+    """[Q + 2K, H]"""
+    qkv_bias: torch.Tensor | None
+    """[Q + 2K]"""
+    qk_norm: torch.Tensor | None
+    """[query heads + KV heads, head_dim]: the norm's weight, repeated for each head."""
+    output: Matrix
+    """[H, Q]"""
+    output_bias: torch.Tensor | None
+    """[H]"""
+    attention_post_norm: torch.Tensor | None
+    """[H]"""
+    mlp_norm: torch.Tensor
+    """[H]"""
+    router: Matrix | None
+    """[E, H]; None in a layer without experts."""
+    gate_up: tuple[Matrix, ...]
+    """[2I, H]: one, or each expert's."""
+    gate_up_bias: torch.Tensor | None
+    """[2I]"""
+    down: tuple[Matrix, ...]
+    """[H, I]: one, or each expert's."""
+    down_bias: torch.Tensor | None
+    """[H]"""
+    mlp_post_norm: torch.Tensor | None
+    """[H]"""
+
+
+def allocate_layer(
+    config: ModelConfig, shape: LayerShape, dtype: torch.dtype, matrix: MakeMatrix
+) -> LayerWeights:
+    """Make room for a layer's tensors, to be filled."""
+
+    def room(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def room_if(present: bool, *shape: int) -> torch.Tensor | None:
+        return room(*shape) if present else None
+
+    hidden, head_dim = config.hidden_size, config.head_dim
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    qkv = (heads + 2 * kv_heads) * head_dim
+    experts = config.experts if shape.has_experts else None
+    inner = config.intermediate_size if experts is None else experts.intermediate_size
+    mlps = range(1 if experts is None else experts.count)
+    return LayerWeights(
+        input_norm=room(hidden),
+        qkv=matrix(qkv, hidden),
+        qkv_bias=room_if(config.qkv_bias, qkv),
+        qk_norm=room_if(config.qk_norm, heads + kv_heads, head_dim),
+        output=matrix(hidden, heads * head_dim),
+        output_bias=room_if(config.output_bias, hidden),
+        attention_post_norm=room_if(config.post_norms, hidden),
+        mlp_norm=room(hidden),
+        router=None if experts is None else matrix(experts.count, hidden),
+        gate_up=tuple(matrix(2 * inner, hidden) for _ in mlps),
+        gate_up_bias=room_if(config.mlp_bias, 2 * inner),
+        down=tuple(matrix(hidden, inner) for _ in mlps),
+        down_bias=room_if(config.mlp_bias, hidden),
+        mlp_post_norm=room_if(config.post_norms, hidden),
+    )
+
+
+def layer_places(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str, Place]]:
+    """Each tensor of a layer by Hugging Face's name, as a view of its shape into our layout."""
+    for name, norm in _norms(layer):
+        yield f"{name}.weight", _one(norm)
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    yield from _fused(names, (query, kv, kv), layer.qkv, layer.qkv_bias)
+    yield from _fused(("self_attn.o_proj",), (config.hidden_size,), layer.output, layer.output_bias)
+    if layer.qk_norm is not None:
+        parts = layer.qk_norm.split_with_sizes([config.num_heads, config.num_kv_heads])
+        for letter, part in zip("qk", parts, strict=True):
+            yield f"self_attn.{letter}_norm.weight", Place((config.head_dim,), (part,))
+    if layer.router is not None:
+        yield from _fused(("mlp.gate",), layer.router.shape[:1], layer.router, None)
+        for expert, (gate_up, down) in enumerate(zip(layer.gate_up, layer.down, strict=True)):
+            yield from _mlp(f"mlp.experts.{expert}", gate_up, down)
+    else:
+        (gate_up,), (down,) = layer.gate_up, layer.down
+        yield from _mlp("mlp", gate_up, down, layer.gate_up_bias, layer.down_bias)
+
+
+def joint_places(layer: LayerWeights, prefix: str) -> Iterator[tuple[str, Place]]:
+    """What comes in one tensor from a state_dict of transformers and in many from a directory."""
+    if layer.router is None:
+        return
+    for name, matrices, parts in (
+        ("gate_up_proj", layer.gate_up, ("gate_proj", "up_proj")),
+        ("down_proj", layer.down, ("down_proj",)),
+    ):
+        covers = tuple(
+            f"{prefix}mlp.experts.{expert}.{part}.weight"
+            for expert in range(len(matrices))
+            for part in parts
+        )
+        shape = (len(matrices), *matrices[0].shape)
+        yield f"{prefix}mlp.experts.{name}", Place(shape, (_Stack(matrices),), covers)
+
+
+class _Stack:
+    """The experts' matrices, on top of each other."""
+
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        self._matrices = matrices
+
+    def copy_(self, source: torch.Tensor, /) -> None:
+        for matrix, part in zip(self._matrices, source, strict=True):
+            matrix.rows(0, matrix.shape[0]).copy_(part)
+
+    def unpacked(self) -> torch.Tensor:
+        return torch.stack([matrix.unpacked() for matrix in self._matrices])
+
+    def storages(self) -> list[torch.Tensor]:
+        return [matrix.storage for matrix in self._matrices]
+
+
+def _norms(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
+    """Where blocks' outputs are normed too, the norm before the MLP has another name."""
+    yield "input_layernorm", layer.input_norm
+    if layer.attention_post_norm is None or layer.mlp_post_norm is None:
+        yield "post_attention_layernorm", layer.mlp_norm
+        return
+    yield "post_attention_layernorm", layer.attention_post_norm
+    yield "pre_feedforward_layernorm", layer.mlp_norm
+    yield "post_feedforward_layernorm", layer.mlp_post_norm
+
+
+def _mlp(
+    prefix: str,
+    gate_up: Matrix,
+    down: Matrix,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> Iterator[tuple[str, Place]]:
+    inner = gate_up.shape[0] // 2
+    names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+    yield from _fused(names, (inner, inner), gate_up, gate_up_bias)
+    yield from _fused((f"{prefix}.down_proj",), down.shape[:1], down, down_bias)
+
+
+def _fused(
+    names: tuple[str, ...],
+    widths: tuple[int, ...],
+    matrix: Matrix,
+    bias: torch.Tensor | None,
+) -> Iterator[tuple[str, Place]]:
+    first = 0
+    for name, width in zip(names, widths, strict=True):
+        place = Place((width, matrix.shape[1]), (matrix.rows(first, width),))
+        yield f"{name}.weight", place
+        first += width
+    if bias is not None:
+        for name, part in zip(names, bias.split_with_sizes(widths), strict=True):
+            yield f"{name}.bias", _one(part)
+
+
+def _one(target: torch.Tensor) -> Place:
+    return Place(tuple(target.shape), (target,))

@@ -1,0 +1,241 @@
+"""What does the model compute for a step? A decoder forward pass, from tokens to hidden states.
+
+It knows nothing of turns or sampling: a plan says which tokens are where, and weights are an
+argument, so that they can be others in the next step.
+
+Letters in shapes: T tokens of a step, S of them to sample after or to score, H hidden, D head_dim.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from tidegate.engine.models.layer_weights import LayerWeights
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.weights.lora import AdapterTokens, add_low_rank
+from tidegate.engine.weights.weights import Weights
+from tidegate.kernels.attention import RowGroup, attend, write_kv
+from tidegate.kernels.native import HEAD_DIMS, LastTokens, Native, Places, native
+from tidegate.kernels.norm import rms_norm, rms_norm_plus_one
+from tidegate.kernels.rope import apply_rope
+from tidegate.kernels.weight_matrix import Matrix
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Where a step's tokens are, and what they see, in layers of one kind."""
+
+    rotations: torch.Tensor
+    """[T, 2, D]; for compiled code, of all positions: [P, 2, D]."""
+    groups: Sequence[RowGroup | LastTokens]
+    """In the order of their tokens, which together are all T."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The index tensors of one step: computed once, used in every layer."""
+
+    token_ids: torch.Tensor
+    """[T]"""
+    attention: Sequence[AttentionPlan]
+    """Each layer's; layers of a kind share one."""
+    places: Places
+    write_index: torch.Tensor | None
+    """None for compiled code, which writes by ``places``."""
+    scratch: torch.Tensor
+    """Memory for :func:`~tidegate.kernels.attention.attend`."""
+    sampled: torch.Tensor
+    """[S] the tokens whose hidden states are asked for: to sample after them, or to score."""
+    native: Native | None
+    """Compiled code for this model, or torch's."""
+    adapters: Sequence[AdapterTokens] = ()
+
+
+def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) -> torch.Tensor:
+    """Run a step; return the normed hidden states [S, H] of the tokens asked for.
+
+    ``caches`` holds one KV cache per layer; the step's own keys and values are written there.
+    """
+    config = weights.config
+    hidden = weights.embedding.take(plan.token_ids)
+    if config.embedding_scale != 1.0:  # rounded first, as transformers does
+        hidden *= torch.tensor(config.embedding_scale, dtype=hidden.dtype)
+    activate = ACTIVATIONS[config.activation]
+    layers = zip(weights.layers, caches, plan.attention, strict=True)
+    for number, (layer, cache, attention) in enumerate(layers):
+        attended = _attention(layer, config, hidden, cache, plan, attention, number)
+        low_rank = partial(add_low_rank, plan.adapters, number, "output", attended)
+        _add(
+            hidden,
+            attended,
+            layer.output,
+            layer.output_bias,
+            layer.attention_post_norm,
+            config,
+            low_rank,
+        )
+        normed = _norm(hidden, layer.mlp_norm, config, plan.native)
+        if layer.router is not None:
+            hidden += _experts(layer, layer.router, config, normed, activate, plan.native)
+            continue
+        gate_up = layer.gate_up[0].linear(normed, layer.gate_up_bias)
+        add_low_rank(plan.adapters, number, "gate_up", normed, gate_up)
+        inner = _gated(gate_up, activate, plan.native)
+        low_rank = partial(add_low_rank, plan.adapters, number, "down", inner)
+        _add(hidden, inner, layer.down[0], layer.down_bias, layer.mlp_post_norm, config, low_rank)
+    return _norm(hidden.index_select(0, plan.sampled), weights.final_norm, config, plan.native)
+
+
+def native_for(config: ModelConfig, dtype: torch.dtype) -> Native | None:
+    """Compiled code for a model that has nothing which it can't compute, on a machine that has it.
+
+    Soft caps, windows, experts and norms after blocks are no matter: torch has a part in those.
+    """
+    plain = config.activation == "silu" and not config.norm_adds_one
+    return native(dtype) if plain and config.head_dim in HEAD_DIMS else None
+
+
+def head_logits(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
+    """The logits [S, V], in float32, of normed hidden states [S, H]."""
+    logits = weights.head.linear(hidden.float())
+    cap = weights.config.logits_soft_cap
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _attention(
+    layer: LayerWeights,
+    config: ModelConfig,
+    hidden: torch.Tensor,
+    cache: torch.Tensor,
+    plan: StepPlan,
+    attention: AttentionPlan,
+    number: int,
+) -> torch.Tensor:
+    """Write a layer's keys and values, and attend: [T, query heads * D]."""
+    normed = _norm(hidden, layer.input_norm, config, plan.native)
+    qkv = layer.qkv.linear(normed, layer.qkv_bias)
+    add_low_rank(plan.adapters, number, "qkv", normed, qkv)
+    qkv = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+    query = _place(layer, config, qkv, cache, plan, attention)
+    outputs = [
+        _attend(query[group.first_token : group.end_token], cache, group, config, plan)
+        for group in attention.groups
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _place(
+    layer: LayerWeights,
+    config: ModelConfig,
+    qkv: torch.Tensor,
+    cache: torch.Tensor,
+    plan: StepPlan,
+    attention: AttentionPlan,
+) -> torch.Tensor:
+    """Turn queries and keys, and write keys and values; return the queries [T, A, D]."""
+    if plan.native is not None:
+        return plan.native.rotate_and_write(
+            qkv, layer.qk_norm, attention.rotations, plan.places, cache, config.norm_epsilon
+        )
+    assert plan.write_index is not None  # whoever has no compiled code
+    heads, turning = config.num_heads, config.num_heads + config.num_kv_heads
+    turned = qkv[:, :turning]
+    if layer.qk_norm is not None:
+        turned = _norm(turned, layer.qk_norm, config)
+    turned = apply_rope(turned, attention.rotations[:, :1], attention.rotations[:, 1:])
+    keys_values = torch.cat([turned[:, heads:], qkv[:, turning:]], dim=1)
+    write_kv(cache, plan.write_index, keys_values)
+    return turned[:, :heads]
+
+
+def _attend(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    group: RowGroup | LastTokens,
+    config: ModelConfig,
+    plan: StepPlan,
+) -> torch.Tensor:
+    scale, cap = config.attention_scale, config.attention_soft_cap
+    if isinstance(group, RowGroup):
+        return attend(query, cache, group, plan.scratch, scale=scale, soft_cap=cap)
+    assert plan.native is not None  # whoever plans such groups
+    return plan.native.attend_last(query, cache, group, scale=scale, soft_cap=cap)
+
+
+def _experts(
+    layer: LayerWeights,
+    router: Matrix,
+    config: ModelConfig,
+    normed: torch.Tensor,
+    activate: Callable[[torch.Tensor], torch.Tensor],
+    compiled: Native | None,
+) -> torch.Tensor:
+    """Send each token through the experts that the router scores highest: [T, H].
+
+    The tokens of an expert are computed together; those that nobody chose are not looked at.
+    """
+    assert config.experts is not None  # whoever has a router
+    per_token = config.experts.per_token
+    shares, chosen = router.linear(normed).softmax(-1, dtype=torch.float32).topk(per_token)
+    if config.experts.normalises:
+        shares /= shares.sum(-1, keepdim=True)
+    experts, order = chosen.flatten().sort(stable=True)
+    tokens = order // per_token
+    counts = experts.bincount(minlength=config.experts.count).tolist()
+    outputs = []
+    for expert, part in enumerate(normed[tokens].split_with_sizes(counts)):
+        if part.shape[0]:
+            inner = _gated(layer.gate_up[expert].linear(part), activate, compiled)
+            outputs.append(layer.down[expert].linear(inner))
+    mixed = torch.cat(outputs)
+    mixed *= shares.flatten()[order, None].to(mixed.dtype)
+    return torch.zeros_like(normed).index_add_(0, tokens, mixed)
+
+
+def _norm(
+    x: torch.Tensor, weight: torch.Tensor, config: ModelConfig, compiled: Native | None = None
+) -> torch.Tensor:
+    if compiled is not None:
+        return compiled.norm(x, weight, config.norm_epsilon)
+    norm = rms_norm_plus_one if config.norm_adds_one else rms_norm
+    return norm(x, weight, config.norm_epsilon)
+
+
+def _gated(
+    gate_up: torch.Tensor,
+    activate: Callable[[torch.Tensor], torch.Tensor],
+    compiled: Native | None,
+) -> torch.Tensor:
+    """The halves [T, I] of ``gate_up``, one activated, multiplied."""
+    if compiled is not None:
+        return compiled.gate(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activate(gate).mul_(up)
+
+
+def _add(
+    total: torch.Tensor,
+    x: torch.Tensor,
+    matrix: Matrix,
+    bias: torch.Tensor | None,
+    post_norm: torch.Tensor | None,
+    config: ModelConfig,
+    add_adapters: Callable[[torch.Tensor], None],
+) -> None:
+    """Add a block's last projection, and what adapters add to it, to the residual stream."""
+    if post_norm is None:
+        matrix.add_linear_(total, x, bias)
+        add_adapters(total)
+        return
+    projected = matrix.linear(x, bias)
+    add_adapters(projected)
+    total += _norm(projected, post_norm, config)

@@ -1,0 +1,298 @@
+"""What shape has the model in this directory? What config.json comes to, checked field by field.
+
+It knows nothing of tensors, nor of transformers: it refuses whatever our model code would compute
+wrongly, by name, so that no model runs nearly right.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidegate.engine.models.config_fields import (
+    CLASSIFIERS,
+    FAMILIES,
+    ConfigFields,
+    Family,
+    read_architecture,
+    read_eos_token_ids,
+    read_fields,
+)
+from tidegate.engine.models.rope_config import Rope, context_tokens_max, read_local_rope, read_rope
+from tidegate.errors import ModelError, ModelNotComputed
+
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+"""What the gate may pass through, as config.json spells it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKind:
+    """How some layers see positions."""
+
+    rope: Rope
+    window_tokens: int | None = None
+    """How many tokens a token sees, itself among them; None: all before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What may differ from layer to layer."""
+
+    attention: AttentionKind
+    has_experts: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The MLPs of which each token passes through a few."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalises: bool
+    """Whether the weights of a token's experts are made to sum to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One decoder-only model's shape."""
+
+    architecture: str
+    """As in config.json, e.g. ``Qwen3ForCausalLM``."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: tuple[LayerShape, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_epsilon: float
+    context_tokens_max: int
+    tied_head: bool
+    """The LM head is the embedding; the directory holds it once."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    experts: Experts | None = None
+    activation: str = "silu"
+    """One of ``ACTIVATIONS``."""
+    norm_adds_one: bool = False
+    """Norms multiply by 1 + weight, before they round."""
+    post_norms: bool = False
+    """What attention and MLP give is normed too, before it is added."""
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    """What a query's product with a key is multiplied by; None: 1 / sqrt(head_dim)."""
+    attention_soft_cap: float | None = None
+    """Attention's scores s become cap * tanh(s / cap)."""
+    logits_soft_cap: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer; generation_config.json's if it names any."""
+    labels: int = 0
+    """What a classification head tells, in place of an LM head; 0: there is none."""
+    pad_token_id: int | None = None
+    """What a classification head passes over at the end of a sequence."""
+    dtype: str = "float32"
+    """What the directory's weights are stored in, as torch spells it."""
+
+    @property
+    def num_layers(self) -> int:
+        """How many decoder layers."""
+        return len(self.layers)
+
+    @classmethod
+    def from_directory(cls, path: Path) -> "ModelConfig":
+        """Read ``path``/config.json, and generation_config.json if it is there.
+
+        Raises:
+            ModelNotComputed: it asks for something that our code doesn't compute.
+            ModelError: a file is missing or damaged, or asks for what nobody can serve.
+        """
+        if not path.is_dir():
+            raise ModelError(
+                f"{path} is not a directory; give the folder of a Hugging Face model, the one "
+                f"that holds config.json and *.safetensors"
+            )
+        file = path / "config.json"
+        architecture = read_architecture(file)
+        fields = read_fields(file, _family(architecture))
+        refuse_what_nobody_serves(file, fields)
+        return _build(file, architecture, fields, read_eos_token_ids(path, fields.eos_token_id))
+
+
+def refuse_what_nobody_serves(file: Path, fields: ConfigFields) -> None:
+    """Refuse what neither our code nor transformers' can sample from as a rollout needs it."""
+    if fields.quantization_config is not None:
+        method = fields.quantization_config.get("quant_method", "unnamed")
+        raise ModelError(
+            f"{file} is of a quantised model ({method}); give its float32 or bfloat16 directory"
+        )
+    if fields.use_bidirectional_attention:
+        raise ModelError(f"{file} attends to later tokens too; such a model can't be sampled from")
+
+
+def _build(
+    file: Path, architecture: str, fields: ConfigFields, eos_token_ids: tuple[int, ...]
+) -> ModelConfig:
+    family = _family(architecture)
+    heads = fields.num_attention_heads
+    gemma = family.is_gemma
+    _check_sizes(file, fields)
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.vocab_size,
+        hidden_size=fields.hidden_size,
+        intermediate_size=fields.intermediate_size,
+        layers=_layers(file, fields, family),
+        num_heads=heads,
+        num_kv_heads=fields.num_key_value_heads or heads,
+        head_dim=fields.head_dim or family.defaults.get("head_dim") or fields.hidden_size // heads,
+        norm_epsilon=fields.rms_norm_eps,
+        context_tokens_max=context_tokens_max(file, fields),
+        tied_head=fields.tie_word_embeddings and architecture in FAMILIES,
+        labels=_labels(fields) if architecture in CLASSIFIERS else 0,
+        pad_token_id=fields.pad_token_id,
+        qkv_bias=fields.attention_bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=fields.attention_bias if family.output_bias is None else family.output_bias,
+        mlp_bias=family.reads_mlp_bias and fields.mlp_bias,
+        qk_norm=family.qk_norm,
+        experts=_experts(file, fields) if family.has_experts else None,
+        activation=_activation(file, fields, family),
+        norm_adds_one=gemma,
+        post_norms=gemma,
+        embedding_scale=fields.hidden_size**0.5 if gemma else 1.0,
+        attention_scale=fields.query_pre_attn_scalar**-0.5 if gemma else None,
+        attention_soft_cap=_attention_soft_cap(file, fields, family),
+        logits_soft_cap=fields.final_logit_softcapping if gemma else None,
+        eos_token_ids=eos_token_ids,
+        dtype=fields.dtype or fields.torch_dtype or "float32",
+    )
+    _check_heads(file, config)
+    return config
+
+
+def _family(architecture: str) -> Family:
+    return FAMILIES.get(architecture) or CLASSIFIERS[architecture]
+
+
+def _labels(fields: ConfigFields) -> int:
+    """How many; a config that doesn't say has two, in transformers."""
+    return fields.num_labels or len(fields.id2label or ()) or 2
+
+
+def _check_sizes(file: Path, fields: ConfigFields) -> None:
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    )
+    for name in sizes:
+        if getattr(fields, name) < 1:
+            raise ModelError(f"{file}: {name} must be at least 1, got {getattr(fields, name)}")
+
+
+def _check_heads(file: Path, config: ModelConfig) -> None:
+    if min(config.num_kv_heads, config.head_dim) < 1:
+        raise ModelError(
+            f"{file}: num_key_value_heads and head_dim must be at least 1, got "
+            f"{config.num_kv_heads} and {config.head_dim}"
+        )
+    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
+        raise ModelError(
+            f"{file}: {config.num_heads} query heads must be a multiple of {config.num_kv_heads} "
+            f"KV heads, and head_dim {config.head_dim} even"
+        )
+
+
+# ---------------------------------------------------------------- layers
+
+
+def _layers(file: Path, fields: ConfigFields, family: Family) -> tuple[LayerShape, ...]:
+    window = fields.sliding_window
+    if family.sliding == "never" or (family.window_has_switch and not fields.use_sliding_window):
+        window = None
+    if window is not None and window < 1:
+        raise ModelError(f"{file}: sliding_window must be at least 1, got {window}")
+    if family.has_local_rope:
+        local, whole = read_local_rope(file, fields)
+    else:
+        local = whole = read_rope(file, fields)
+    slides = _sliding_layers(file, fields, family, window)
+    kinds = {
+        True: AttentionKind(rope=local, window_tokens=window),
+        False: AttentionKind(rope=whole),
+    }
+    return tuple(
+        LayerShape(attention=kinds[sliding], has_experts=_has_experts(fields, family, layer))
+        for layer, sliding in enumerate(slides)
+    )
+
+
+def _sliding_layers(
+    file: Path, fields: ConfigFields, family: Family, window: int | None
+) -> list[bool]:
+    """Which layers see a window only."""
+    types = fields.layer_types
+    others = sorted(set(types or []) - {"full_attention", "sliding_attention"})
+    if others:
+        raise ModelNotComputed(f"{file} has layers of {', '.join(others)}, which we don't compute")
+    numbers = range(fields.num_hidden_layers)
+    if types is not None and family.reads_layer_types:
+        slides = [name == "sliding_attention" for name in types]
+    elif family.sliding == "pattern":
+        slides = [(layer + 1) % fields.sliding_window_pattern != 0 for layer in numbers]
+    elif family.sliding == "above":
+        slides = [window is not None and layer >= fields.max_window_layers for layer in numbers]
+    else:
+        slides = [window is not None for _ in numbers]
+    if len(slides) != len(numbers):
+        raise ModelError(f"{file} has {len(numbers)} layers, but layer_types of {len(slides)}")
+    if any(slides) and window is None:
+        raise ModelError(f"{file} has layers of sliding_attention, but no sliding_window is in use")
+    if types is not None and [name == "sliding_attention" for name in types] != slides:
+        raise ModelNotComputed(f"{file} has layer_types, which {family.model_type} doesn't know")
+    return slides
+
+
+# ---------------------------------------------------------------- parts of a layer
+
+
+def _has_experts(fields: ConfigFields, family: Family, layer: int) -> bool:
+    if not family.has_experts or layer in (fields.mlp_only_layers or []):
+        return False
+    return (layer + 1) % max(1, fields.decoder_sparse_step) == 0
+
+
+def _experts(file: Path, fields: ConfigFields) -> Experts:
+    count = fields.num_experts or fields.num_local_experts or 128
+    if not 1 <= fields.num_experts_per_tok <= count or fields.moe_intermediate_size < 1:
+        raise ModelError(
+            f"{file}: num_experts_per_tok {fields.num_experts_per_tok} must be 1 to {count}, the "
+            f"number of experts, and moe_intermediate_size {fields.moe_intermediate_size} positive"
+        )
+    return Experts(
+        count=count,
+        per_token=fields.num_experts_per_tok,
+        intermediate_size=fields.moe_intermediate_size,
+        normalises=fields.norm_topk_prob,
+    )
+
+
+def _activation(file: Path, fields: ConfigFields, family: Family) -> str:
+    named = fields.hidden_activation or "" if family.is_gemma else fields.hidden_act
+    if named not in ACTIVATIONS:
+        raise ModelNotComputed(
+            f"{file} asks for activation {named!r}; we compute {', '.join(ACTIVATIONS)}"
+        )
+    return named
+
+
+def _attention_soft_cap(file: Path, fields: ConfigFields, family: Family) -> float | None:
+    cap = fields.attn_logit_softcapping
+    if cap is None or family.caps_attention:
+        return cap
+    if family.is_gemma:  # transformers reads it and computes without it; who trained it may not
+        raise ModelNotComputed(f"{file} has attn_logit_softcapping {cap}, unusual in this model")
+    return None

@@ -1,0 +1,60 @@
+"""Which rotation has each position? The tables of a model's rotary embeddings.
+
+It knows nothing of layers or steps: config.json's description in, tensors out.
+"""
+
+import math
+
+import torch
+
+from tidegate.engine.models.rope_config import Rope, RopeScaling
+from tidegate.kernels.rope import rope_table
+
+
+def make_rope_table(
+    rope: Rope, *, head_dim: int, positions: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The rotations [positions, 2, head_dim] of one embedding."""
+    frequencies = inverse_frequencies(rope, head_dim)
+    return rope_table(frequencies, positions, dtype, amplitude=rope.amplitude)
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+    """Radians per position of each pair of a head's coordinates. [head_dim / 2], float32
+
+    ``linear`` divides all by the factor; ``llama3`` and ``yarn`` only those whose waves are too
+    long for the original context to show them, with a smooth passage in between: ``llama3`` by
+    frequency, ``yarn`` by the pair's number.
+
+    Source of ``yarn``: Peng et al., arXiv:2309.00071, section 3.2.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / rope.theta**exponents
+    scaling = rope.scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "yarn":
+        unscaled = _yarn_share_unscaled(scaling, rope.theta, head_dim)
+    else:
+        waves_in_context = scaling.original_context_tokens * frequencies / (2 * torch.pi)
+        span = scaling.high_freq_factor - scaling.low_freq_factor
+        unscaled = ((waves_in_context - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
+    return frequencies * (unscaled + (1.0 - unscaled) / scaling.factor)
+
+
+def _yarn_share_unscaled(scaling: RopeScaling, theta: float, head_dim: int) -> torch.Tensor:
+    """How much of each pair's frequency is left as it is. [head_dim / 2]"""
+
+    def pair_that_turns(times: float) -> float:
+        wave_tokens = scaling.original_context_tokens / (times * 2 * math.pi)
+        return head_dim * math.log(wave_tokens) / (2 * math.log(theta))
+
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.rounds_bounds:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    span = max(last - first, 0.001)  # where both are one pair the passage is a step
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+    return 1.0 - ((pairs - first) / span).clamp(0.0, 1.0)

@@ -1,0 +1,219 @@
+"""Whose code computes the model in this directory? Ours where it can, transformers' where not.
+
+It knows nothing of turns or messages: it makes what runs steps, and what new weights go into. Both
+kinds keep one contract, so that nothing above them asks which it is.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+
+from tidegate.engine.memory.memory import blame_memory
+from tidegate.engine.models.model import native_for
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.runner import ModelRunner, Runner
+from tidegate.engine.scores import HIDDEN_WANTS, ScoringTraits
+from tidegate.engine.weights.weight_store import WeightStore
+from tidegate.engine.weights.weights import Weights, fill_from_directory, load_directory
+from tidegate.errors import ConfigError, ModelError, ModelNotComputed
+
+if TYPE_CHECKING:  # transformers takes seconds to import, and our own models do without it
+    from tidegate.engine.models.fallback_weights import FallbackWeights
+
+DtypeChoice = Literal["auto", "float32", "bfloat16"]
+"""What to compute in; ``auto``: as the model directory says."""
+
+SMALLER_MODEL = "serve a smaller model, compute in bfloat16, or leave the machine more"
+"""What helps where the weights don't fit."""
+
+
+class ServedModel(Protocol):
+    """A model that an engine can serve."""
+
+    @property
+    def architecture(self) -> str:
+        """As in config.json, e.g. ``Qwen3ForCausalLM``."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are."""
+
+    @property
+    def context_tokens_max(self) -> int:
+        """How long a context may be."""
+
+    @property
+    def code(self) -> str:
+        """Whose code computes it: ``tidegate`` or ``transformers``."""
+
+    @property
+    def scoring(self) -> ScoringTraits:
+        """What it can tell of given tokens."""
+
+    @property
+    def warning(self) -> str | None:
+        """What whoever starts the engine should know of it."""
+
+    def kv_token_bytes(self) -> int:
+        """What keys and values of one position take, in all layers."""
+
+    def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
+        """Load what isn't yet, and make room for the KV cache."""
+
+    def allocate(self) -> WeightStore:
+        """Make room for a second version beside the one that serves."""
+
+    def reload(self, weights: WeightStore, beat: Callable[[], None]) -> None:
+        """Fill what was allocated, or loaded, from the model directory again.
+
+        ``beat`` is called now and then, as far as the model's code can.
+
+        Raises:
+            ModelError: it isn't there any more as it was.
+        """
+
+
+def open_model(path: Path, dtype: DtypeChoice, *, is_deterministic: bool = False) -> ServedModel:
+    """Find out who can compute the model in ``path``.
+
+    Raises:
+        ModelError: nobody can.
+        ConfigError: nobody can so that each turn gets the same bits in every batch.
+    """
+    try:
+        config = ModelConfig.from_directory(path)
+        return OwnModel(path, config, dtype, is_deterministic=is_deterministic)
+    except ModelNotComputed as error:
+        if is_deterministic:
+            raise ConfigError(
+                f"deterministic: {error}, and what transformers computes depends on how a context "
+                f"was cut; serve another model, or leave deterministic out"
+            ) from error
+        return FallbackModel(path, dtype, why=str(error))
+
+
+class OwnModel:
+    """A model that our own code computes."""
+
+    code = "tidegate"
+    warning = None
+
+    def __init__(
+        self, path: Path, config: ModelConfig, dtype: DtypeChoice, *, is_deterministic: bool = False
+    ) -> None:
+        self._path = path
+        self._config = config
+        self._dtype = _dtype(dtype, config.dtype)
+        self._is_deterministic = is_deterministic
+        self._native = native_for(config, self._dtype)
+        if is_deterministic and self._native is None:
+            raise ConfigError(
+                f"deterministic: this machine has no compiled code for {config.architecture} in "
+                f"{self._dtype} (head_dim={config.head_dim}, activation={config.activation}), and "
+                f"torch's sums depend on the batch; install a C++ compiler, serve another model, "
+                f"or leave deterministic out"
+            )
+        self.architecture = config.architecture
+        self.vocab_size = config.vocab_size
+        self.context_tokens_max = config.context_tokens_max
+        self.scoring = ScoringTraits(
+            hidden_size=config.hidden_size,
+            wants=("rewards" if config.labels else "logprobs", *HIDDEN_WANTS),
+            labels=config.labels,
+            pad_token_id=config.pad_token_id,
+        )
+
+    def kv_token_bytes(self) -> int:
+        """What keys and values of one position take, in all layers."""
+        config = self._config
+        elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        return elements * int(self._dtype.itemsize)
+
+    def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
+        """Load the weights, and make room for the KV cache."""
+        with blame_memory(doing=f"for the weights of {self._path}", remedy=SMALLER_MODEL):
+            weights = load_directory(self._path, self._config, self._dtype, is_packed=self._packs)
+        return ModelRunner(
+            self._config,
+            weights,
+            num_blocks=num_blocks,
+            block_tokens=block_tokens,
+            native=self._native,
+            is_deterministic=self._is_deterministic,
+        )
+
+    def allocate(self) -> Weights:
+        """Make room for a second version."""
+        return Weights.allocate(self._config, self._dtype, is_packed=self._packs)
+
+    @property
+    def _packs(self) -> bool | None:
+        """How matrices lie; None: as is fastest. Packed ones compute the same bits in any batch."""
+        return True if self._is_deterministic else None
+
+    def reload(self, weights: WeightStore, beat: Callable[[], None]) -> None:
+        """Fill what was allocated, or loaded, from the model directory again."""
+        fill_from_directory(weights, self._path, beat)
+
+
+class FallbackModel:
+    """A model that transformers computes; its weights are loaded at once, to see whether it can."""
+
+    code = "transformers"
+
+    def __init__(self, path: Path, dtype: DtypeChoice, *, why: str) -> None:
+        from tidegate.engine.models import fallback, fallback_weights
+
+        try:
+            config = fallback_weights.read_config(path)
+            with blame_memory(doing=f"for the weights of {path}", remedy=SMALLER_MODEL):
+                self._path = path
+                self._dtype = _dtype(dtype, str(config.dtype).removeprefix("torch."))
+                weights = fallback_weights.load_fallback(path, self._dtype)
+            self.vocab_size: int = config.get_text_config().vocab_size
+            fallback.refuse_other_state(weights.module, self.vocab_size)
+        except ModelError as error:
+            raise ModelError(f"{why}; and {error}") from error
+        self._live: FallbackWeights = weights
+        self._runners = fallback.FallbackRunner
+        self._kv_token_bytes = fallback.kv_token_bytes(weights.module)
+        self.architecture = type(weights.module).__name__
+        self.context_tokens_max = fallback_weights.context_tokens_max(config)
+        has_head = weights.module.get_output_embeddings() is not None
+        self.scoring = ScoringTraits(
+            hidden_size=config.get_text_config().hidden_size,
+            wants=("logprobs", *(HIDDEN_WANTS if has_head else ())),
+        )
+        self.warning = (
+            f"{why}. So transformers computes it: the same tokens and log-probs, one turn after "
+            f"another, many times slower"
+        )
+
+    def kv_token_bytes(self) -> int:
+        """What keys and values of one position take, in all layers."""
+        return self._kv_token_bytes
+
+    def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
+        """Make room for the KV cache."""
+        return self._runners(self._live, num_blocks=num_blocks, block_tokens=block_tokens)
+
+    def allocate(self) -> "FallbackWeights":
+        """Make room for a second version."""
+        return self._live.twin()
+
+    def reload(self, weights: WeightStore, beat: Callable[[], None]) -> None:
+        """Fill what was allocated, or loaded, from the model directory again."""
+        from tidegate.engine.models.fallback_weights import load_fallback
+
+        weights.start()
+        for name, tensor in load_fallback(self._path, self._dtype).module.state_dict().items():
+            weights.load(name, tensor)
+            beat()
+
+
+def _dtype(asked: DtypeChoice, stored: str) -> torch.dtype:
+    """What to compute in. Half precision is computed as bfloat16, which has its own range."""
+    name = stored if asked == "auto" else asked
+    return torch.bfloat16 if name in ("bfloat16", "float16") else torch.float32

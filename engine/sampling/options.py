@@ -1,0 +1,254 @@
+"""What does a turn's sampling ask for beyond temperature, top-k and top-p? And what does it count?
+
+Most turns ask for nothing of this, and have no :class:`RowOptions`. What is refused is refused
+here, before a turn is there; so nothing a submission says can fail a step. Knows no batches.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tidegate.engine.models.tokenizer import ModelTokenizer
+from tidegate.engine.sampling.logits import LogitProcessor, ProcessorSetup, TurnTokens
+from tidegate.engine.sampling.processors import ProcessorRegistry
+from tidegate.engine.sampling.seen_tokens import SeenCounts
+from tidegate.engine.sampling.stop_strings import StopStrings
+from tidegate.errors import TurnRefused
+from tidegate.transport.limits import cut
+from tidegate.transport.messages import SubmitTurn
+from tidegate.transport.sampling import SamplingParams
+
+REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX = 0.01, 100.0
+"""Beyond, nothing but one token is left; and no logit overflows within."""
+
+PENALTY_MAX = 2.0
+"""Of presence and frequency, either way: the range that vLLM and OpenAI take."""
+
+BIAS_MAX = 1e6
+"""A logit it is added to stays a number, and no other logit matters."""
+
+TOP_LOGPROBS_BYTES_MAX = 2 * 1024 * 1024
+"""Of one step, all turns together: half of what its frame may have."""
+
+STOP_STRINGS_MAX = 64
+STOP_STRING_CHARS_MAX = 1000
+PROCESSORS_MAX = 16
+"""Of one turn: each is looked at, or called, for every token."""
+
+
+class RowOptions:
+    """One turn's options, and what they need to remember of its tokens."""
+
+    __slots__ = (
+        "_prompt_tokens",
+        "_stop_strings",
+        "_tokens",
+        "banned",
+        "bias_ids",
+        "biases",
+        "min_p",
+        "min_tokens",
+        "processors",
+        "raw_logprobs",
+        "seen",
+        "step_tokens_max",
+        "top_logprobs",
+    )
+
+    def __init__(
+        self, asked: SamplingParams, tokens: npt.NDArray[np.int32], prompt_tokens: int
+    ) -> None:
+        """``tokens`` is where the turn keeps its own, prompt first; read, never written to."""
+        self._tokens = tokens
+        self._prompt_tokens = prompt_tokens
+        self._stop_strings: StopStrings | None = None
+        self.min_p = asked.min_p
+        self.min_tokens = asked.min_tokens
+        self.banned = np.empty(0, np.int64)
+        """Tokens that the first ``min_tokens`` can't be."""
+        self.bias_ids = np.array([one.token_id for one in asked.logit_bias], np.int64)
+        self.biases = np.array([one.bias for one in asked.logit_bias], np.float32)
+        self.top_logprobs = asked.top_logprobs
+        self.raw_logprobs = asked.raw_logprobs
+        self.step_tokens_max: int | None = None
+        """More at once, with what is told of each, might not fit a step's frame; None: any will."""
+        self.seen: SeenCounts | None = None
+        """What is penalised; None where nothing is."""
+        self.processors: list[tuple[str, LogitProcessor]] = []
+
+    @property
+    def edit_by_output(self) -> bool:
+        """Whether what may come next depends on what came, not only on how much."""
+        return self.seen is not None or bool(self.processors)
+
+    def take(self, token_id: int, index: int) -> bool:
+        """Count the output token with this index; return whether it completes a stop string."""
+        if self.seen is not None:
+            self.seen.add(token_id)
+        if self._stop_strings is None:
+            return False
+        return self._stop_strings.completes(token_id) and index >= self.min_tokens
+
+    def process(self, logits: torch.Tensor, index: int) -> str | None:
+        """Have the processors edit ``logits`` [V]; say what keeps one from sampling then, if any.
+
+        ``index`` is that of the token to be drawn.
+        """
+        first = self._prompt_tokens
+        turn = TurnTokens(self._tokens[:first], self._tokens[first : first + index])
+        for name, processor in self.processors:
+            try:
+                processor(logits, turn)
+            except BaseException as error:  # noqa: BLE001 - it may even exit, or a library panic
+                why = f"{type(error).__name__}: {error}"
+                return cut(f"logit processor {name!r} failed after {index} tokens: {why}")
+        peak = float(logits.max())
+        if math.isfinite(peak):
+            return None
+        names = ", ".join(name for name, _ in self.processors)
+        return (
+            f"after {index} tokens the logit processors {names} leave nothing to sample: the "
+            f"largest logit is {peak}; let them leave a token that may come next"
+        )
+
+
+class OptionReader:
+    """Makes turns' options of what submissions ask for, as far as this engine can serve them."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_running_turns: int,
+        tokenizer: ModelTokenizer | None = None,
+        registry: ProcessorRegistry | None = None,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._step_top_logprobs = max(1, TOP_LOGPROBS_BYTES_MAX // (8 * max_running_turns))
+        """A turn's share of a step."""
+        self._top_logprobs_max = min(vocab_size, self._step_top_logprobs)
+        self._tokenizer = tokenizer or ModelTokenizer(None)
+        self._registry = registry or ProcessorRegistry()
+
+    def read(self, message: SubmitTurn, tokens: npt.NDArray[np.int32]) -> RowOptions | None:
+        """The options of a turn whose known tokens fill the beginning of ``tokens``, if it has any.
+
+        Raises:
+            TurnRefused: it can never be served so.
+        """
+        asked = message.sampling
+        if _is_plain(asked):
+            return None
+        known = len(message.token_ids) // 4
+        prompt_tokens = known - message.sampled_before
+        self._check(asked, message.sampled_before)
+        stop_ids = sorted({t for t in asked.stop_token_ids if 0 <= t < self._vocab_size})
+        options = RowOptions(asked, tokens, prompt_tokens)
+        if asked.top_logprobs:
+            options.step_tokens_max = self._step_top_logprobs // asked.top_logprobs
+        if asked.min_tokens:
+            self._ban(options, stop_ids)
+        if _is_penalized(asked):
+            options.seen = SeenCounts(asked, tokens, prompt_tokens, known, self._vocab_size)
+        setup = ProcessorSetup(self._vocab_size, tuple(stop_ids), self._tokenizer)
+        options.processors = [self._registry.make(text, setup) for text in asked.processors]
+        if asked.stop_strings:
+            strings = StopStrings(
+                self._tokenizer.get(), asked.stop_strings, tokens[:prompt_tokens].tolist()
+            )
+            strings.skip(tokens[prompt_tokens:known].tolist())
+            options._stop_strings = strings
+        return options
+
+    def _ban(self, options: RowOptions, stop_ids: Sequence[int]) -> None:
+        if len(stop_ids) == self._vocab_size:
+            raise TurnRefused(
+                f"min_tokens={options.min_tokens} leaves nothing to sample, for every token is a "
+                f"stop token"
+            )
+        options.banned = np.array(stop_ids, np.int64)
+
+    def _check(self, asked: SamplingParams, sampled_before: int) -> None:
+        _check_numbers(asked)
+        if not 0 <= asked.top_logprobs <= self._top_logprobs_max:
+            raise TurnRefused(
+                f"top_logprobs must be in [0, {self._top_logprobs_max}] on this engine, got "
+                f"{asked.top_logprobs}"
+            )
+        tokens_max = sampled_before + asked.max_tokens
+        if not 0 <= asked.min_tokens <= tokens_max:
+            raise TurnRefused(
+                f"min_tokens must be in [0, {tokens_max}], as many as the turn may have, got "
+                f"{asked.min_tokens}"
+            )
+        self._check_biases(asked)
+        _check_lists(asked)
+
+    def _check_biases(self, asked: SamplingParams) -> None:
+        token_ids = {one.token_id for one in asked.logit_bias}
+        if len(token_ids) < len(asked.logit_bias):
+            raise TurnRefused("logit_bias names a token twice; add its biases up")
+        for one in asked.logit_bias:
+            if not 0 <= one.token_id < self._vocab_size:
+                raise TurnRefused(
+                    f"logit_bias is for token {one.token_id}, outside the vocabulary "
+                    f"[0, {self._vocab_size})"
+                )
+            if not -BIAS_MAX <= one.bias <= BIAS_MAX:
+                raise TurnRefused(
+                    f"logit_bias of token {one.token_id} must be in [{-BIAS_MAX:g}, {BIAS_MAX:g}], "
+                    f"got {one.bias}; ban tokens by the processor disallowed_tokens"
+                )
+
+
+def _is_plain(asked: SamplingParams) -> bool:
+    return not (
+        asked.min_p
+        or asked.logit_bias
+        or asked.min_tokens
+        or asked.stop_strings
+        or asked.top_logprobs
+        or asked.raw_logprobs
+        or asked.processors
+        or _is_penalized(asked)
+    )
+
+
+def _is_penalized(asked: SamplingParams) -> bool:
+    return bool(asked.repetition_penalty != 1 or asked.presence_penalty or asked.frequency_penalty)
+
+
+def _check_numbers(asked: SamplingParams) -> None:
+    if not 0 <= asked.min_p <= 1:
+        raise TurnRefused(f"min_p must be in [0, 1] (0 keeps all tokens), got {asked.min_p}")
+    if not REPETITION_PENALTY_MIN <= asked.repetition_penalty <= REPETITION_PENALTY_MAX:
+        raise TurnRefused(
+            f"repetition_penalty must be in [{REPETITION_PENALTY_MIN:g}, "
+            f"{REPETITION_PENALTY_MAX:g}] (1 changes nothing), got {asked.repetition_penalty}"
+        )
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(asked, name)
+        if not -PENALTY_MAX <= value <= PENALTY_MAX:
+            raise TurnRefused(
+                f"{name} must be in [{-PENALTY_MAX:g}, {PENALTY_MAX:g}] (0 changes nothing), got "
+                f"{value}"
+            )
+
+
+def _check_lists(asked: SamplingParams) -> None:
+    if len(asked.processors) > PROCESSORS_MAX:
+        raise TurnRefused(
+            f"a turn may have {PROCESSORS_MAX} processors, got {len(asked.processors)}"
+        )
+    if len(asked.stop_strings) > STOP_STRINGS_MAX:
+        raise TurnRefused(
+            f"a turn may have {STOP_STRINGS_MAX} stop_strings, got {len(asked.stop_strings)}"
+        )
+    for text in asked.stop_strings:
+        if not 1 <= len(text) <= STOP_STRING_CHARS_MAX:
+            raise TurnRefused(
+                f"a stop string must have 1 to {STOP_STRING_CHARS_MAX} characters, got {len(text)}"
+            )

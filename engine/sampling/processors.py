@@ -1,0 +1,162 @@
+"""Which logit processors are there? A turn asks for them by name; engines have some built in.
+
+A user's module adds its own, as ``PROCESSORS = {"my_name": make_mine}``. Engines import the modules
+that they are started with, never what the wire names. Knows no steps, and no other options.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from tidegate.engine.sampling.grammar import grammar, json_schema
+from tidegate.engine.sampling.logits import (
+    LogitProcessor,
+    MakeProcessor,
+    ProcessorSetup,
+    TurnTokens,
+)
+from tidegate.errors import ConfigError, TurnRefused
+from tidegate.transport.limits import cut
+from tidegate.transport.sampling import Processor
+
+
+class ProcessorRegistry:
+    """All processors that an engine knows, by name."""
+
+    def __init__(self, modules: Sequence[str] = ()) -> None:
+        """Know the built-in ones and those of ``modules``, which are imported.
+
+        Raises:
+            ConfigError: one can't be imported, has no ``PROCESSORS``, or a name is taken.
+        """
+        self._makers: dict[str, MakeProcessor] = dict(BUILT_IN)
+        for module in modules:
+            for name, make in _makers_of(module).items():
+                if name in self._makers:
+                    raise ConfigError(
+                        f"module {module} has a processor {name!r}, and so has another, or "
+                        f"Tidegate itself; give it another name"
+                    )
+                self._makers[name] = make
+
+    def make(self, text: str, setup: ProcessorSetup) -> tuple[str, LogitProcessor]:
+        """Make the processor that ``text`` asks for; return its name, too.
+
+        Raises:
+            TurnRefused: there is none of that name, or it can't work with these arguments.
+        """
+        try:
+            asked = Processor.from_str(text)
+        except ConfigError as error:
+            raise TurnRefused(str(error)) from None
+        make = self._makers.get(asked.name)
+        if make is None:
+            raise TurnRefused(
+                f"no logit processor is called {asked.name!r} here; there are "
+                f"{', '.join(sorted(self._makers))}; start engines with processors=[module] to add "
+                f"your own"
+            )
+        try:
+            return asked.name, make(asked.arguments, setup)
+        except TurnRefused:
+            raise
+        except BaseException as error:  # noqa: BLE001 - it may even exit, or a library panic
+            why = f"{type(error).__name__}: {error}"
+            raise TurnRefused(
+                cut(f"logit processor {asked.name!r} refuses {asked.arguments!r:.300}: {why}")
+            ) from None
+
+
+def _makers_of(module: str) -> Mapping[str, MakeProcessor]:
+    try:
+        makers = importlib.import_module(module).PROCESSORS
+    except Exception as error:
+        raise ConfigError(
+            f"the module of processors {module!r} can't be used: {type(error).__name__}: {error}; "
+            f"it must be importable where engines start, and have a dict PROCESSORS"
+        ) from error
+    if not isinstance(makers, Mapping) or not all(map(callable, makers.values())):
+        raise ConfigError(f"{module}.PROCESSORS must map names to functions, got {makers!r:.200}")
+    return makers
+
+
+class _TokenIds(msgspec.Struct, forbid_unknown_fields=True):
+    token_ids: list[int]
+
+
+def _named(arguments: dict[str, Any], setup: ProcessorSetup) -> torch.Tensor:
+    """The tokens that are named, each once, int64."""
+    token_ids = msgspec.convert(arguments, _TokenIds).token_ids
+    outside = [t for t in token_ids if not 0 <= t < setup.vocab_size]
+    if outside:
+        raise ValueError(f"token {outside[0]} is outside the vocabulary [0, {setup.vocab_size})")
+    return torch.tensor(sorted({*token_ids}), dtype=torch.int64)
+
+
+def allowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
+    """Only ``token_ids`` can be sampled: an action mask. Stop tokens must be among them, too."""
+    token_ids = _named(arguments, setup)
+    if not len(token_ids):
+        raise ValueError("token_ids is empty, which leaves nothing to sample")
+
+    def processor(logits: torch.Tensor, turn: TurnTokens) -> None:
+        allowed = logits[token_ids]
+        logits.fill_(-torch.inf)
+        logits[token_ids] = allowed
+
+    return processor
+
+
+def disallowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
+    """``token_ids`` are never sampled."""
+    token_ids = _named(arguments, setup)
+    if len(token_ids) == setup.vocab_size:
+        raise ValueError("token_ids is the whole vocabulary, which leaves nothing to sample")
+
+    def processor(logits: torch.Tensor, turn: TurnTokens) -> None:
+        logits[token_ids] = -torch.inf
+
+    return processor
+
+
+class TemperatureSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The temperature goes from ``initial`` to ``final``, by equal steps, and stays there.
+
+    For the output token with index i it is
+    ``initial + (final - initial) * min(1, i / warmup_tokens)``. It multiplies with that of
+    ``SamplingParams``, which is best left at 1.
+    """
+
+    initial: float
+    final: float
+    warmup_tokens: int
+
+    def __post_init__(self) -> None:
+        for value in (self.initial, self.final):
+            if not 1e-3 <= value <= 1e3:
+                raise ValueError(f"temperatures must be in [0.001, 1000], got {value}")
+        if self.warmup_tokens < 1:
+            raise ValueError(f"warmup_tokens must be at least 1, got {self.warmup_tokens}")
+
+    def __call__(self, logits: torch.Tensor, turn: TurnTokens) -> None:
+        """As a logit processor; the largest logit is put at 0 first, lest it overflow."""
+        share = min(1.0, len(turn.output) / self.warmup_tokens)
+        temperature = self.initial + (self.final - self.initial) * share
+        logits.sub_(logits.max()).div_(temperature)
+
+
+def temperature_schedule(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
+    """See :class:`TemperatureSchedule`."""
+    return msgspec.convert(arguments, TemperatureSchedule)
+
+
+BUILT_IN: dict[str, MakeProcessor] = {
+    "allowed_tokens": allowed_tokens,
+    "disallowed_tokens": disallowed_tokens,
+    "temperature_schedule": temperature_schedule,
+    "json_schema": json_schema,
+    "grammar": grammar,
+}

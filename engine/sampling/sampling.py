@@ -1,0 +1,249 @@
+"""What does each row of a step sample, and what is told of it? From logits to tokens.
+
+Rows that ask for nothing beyond temperature, top-k and top-p cost nothing of the rest. Knows no
+turns, only what a row says of its own.
+
+Letters in shapes: S sampling rows, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tidegate.engine.sampling import seen_tokens
+from tidegate.engine.sampling.options import RowOptions
+from tidegate.engine.scoring import RowScore
+from tidegate.kernels.native import Native
+from tidegate.kernels.penalties import ban_, bias_, penalize_
+from tidegate.kernels.sampling import (
+    Weighed,
+    sample,
+    weigh,
+    weights_of,
+)
+from tidegate.kernels.uniforms import uniforms
+
+SEED_MASK = 2**64 - 1
+"""Seeds may be any int; the generator takes 64 bits."""
+
+
+@dataclass(slots=True)
+class RowSampling:
+    """How a row's next token is drawn; the fields mean what they do in ``SamplingParams``."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    index: int
+    """Which random number of the seed to use: how many tokens the turn has sampled before."""
+    options: RowOptions | None = None
+    """All that few turns ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowDetails:
+    """What a row asked to be told of its token; as ``messages.TokenDetails`` has it."""
+
+    raw_logprobs: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """One token per sampling row, in the order of the rows."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[S]"""
+    logprobs: npt.NDArray[np.float32]
+    """[S], of the distribution really sampled from; of the plain one where temperature is 0."""
+    details: Mapping[int, RowDetails] = field(default_factory=dict)
+    """By the row's place in the columns."""
+    failures: Mapping[int, str] = field(default_factory=dict)
+    """Rows that have sampled nothing, and why; what the columns say there means nothing."""
+    scores: Sequence[RowScore] = ()
+    """Of the rows that are scored, in their order."""
+
+    def without_failures(self) -> "StepOutput":
+        """The columns of the rows that have sampled."""
+        if not self.failures:
+            return self
+        kept = [row for row in range(len(self.token_ids)) if row not in self.failures]
+        return StepOutput(self.token_ids[kept], self.logprobs[kept])
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int64]
+    top_p: npt.NDArray[np.float32]
+    uniforms: npt.NDArray[np.float64]
+
+
+def sample_rows(
+    logits: torch.Tensor, sampling: Sequence[RowSampling], native: Native | None = None
+) -> StepOutput:
+    """Draw one token for each row of ``logits`` [S, V], float32, which may be written to.
+
+    With ``native``, rows that ask for no more than a temperature are drawn by that, whatever the
+    others ask for.
+    """
+    if native is None:
+        return _sample(logits, sampling)
+    others = [row for row, one in enumerate(sampling) if not _is_plain(one)]
+    if not others:
+        return StepOutput(*_draw_plain(logits, sampling, native))
+    if len(others) == len(sampling):
+        return _sample(logits, sampling)
+    return _sample_parts(logits, sampling, native, [others])
+
+
+def sample_apart(
+    logits: torch.Tensor, sampling: Sequence[RowSampling], native: Native
+) -> StepOutput:
+    """As :func:`sample_rows`, but each row gets the same bits whatever rows are beside it.
+
+    So its own options alone choose the code. Ours computes row by row; torch gets one row at a
+    time, for what it computes of one may depend on where in a vector its numbers lie.
+    """
+    others = [[row] for row, one in enumerate(sampling) if not _is_plain(one)]
+    return _sample_parts(logits, sampling, native, others)
+
+
+def _sample_parts(
+    logits: torch.Tensor,
+    sampling: Sequence[RowSampling],
+    native: Native,
+    others: Sequence[Sequence[int]],
+) -> StepOutput:
+    """Rows of each of ``others`` together, by torch, and those that are plain by ``native``."""
+    token_ids = np.empty(len(sampling), np.int32)
+    logprobs = np.empty(len(sampling), np.float32)
+    details: dict[int, RowDetails] = {}
+    failures: dict[int, str] = {}
+    plain = [row for row, one in enumerate(sampling) if _is_plain(one)]
+    if plain:
+        mine = logits if len(plain) == len(logits) else logits[plain]
+        token_ids[plain], logprobs[plain] = _draw_plain(mine, [sampling[r] for r in plain], native)
+    for part in others:
+        output = _sample(logits[part], [sampling[row] for row in part])
+        token_ids[part], logprobs[part] = output.token_ids, output.logprobs
+        details |= {part[row]: told for row, told in output.details.items()}
+        failures |= {part[row]: why for row, why in output.failures.items()}
+    return StepOutput(token_ids, logprobs, details, failures)
+
+
+def _sample(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput:
+    """As :func:`sample_rows`, by torch."""
+    columns = _columns(sampling)
+    options = {row: one.options for row, one in enumerate(sampling) if one.options is not None}
+    if options:
+        return _sample_with_options(logits, columns, sampling, options)
+    token_ids, logprobs = sample(
+        logits, columns.temperature, columns.top_k, columns.top_p, columns.uniforms
+    )
+    return StepOutput(token_ids.numpy().astype(np.int32), logprobs.numpy())
+
+
+def _is_plain(one: RowSampling) -> bool:
+    return one.options is None and one.top_k == 0 and one.top_p == 1
+
+
+def _draw_plain(
+    logits: torch.Tensor, sampling: Sequence[RowSampling], native: Native
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    temperatures = np.array([one.temperature for one in sampling], np.float32)
+    return native.draw(logits.contiguous(), temperatures, *_random_numbers(sampling))
+
+
+def _random_numbers(
+    sampling: Sequence[RowSampling],
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Which each row is drawn by: of which seeds, the how manieth."""
+    seeds = np.array([one.seed & SEED_MASK for one in sampling], np.uint64)
+    return seeds, np.array([one.index for one in sampling], np.uint64)
+
+
+def _columns(sampling: Sequence[RowSampling]) -> _Columns:
+    return _Columns(
+        np.array([one.temperature for one in sampling], np.float32),
+        np.array([one.top_k for one in sampling], np.int64),
+        np.array([one.top_p for one in sampling], np.float32),
+        uniforms(*_random_numbers(sampling)),
+    )
+
+
+def _sample_with_options(
+    logits: torch.Tensor,
+    columns: _Columns,
+    sampling: Sequence[RowSampling],
+    options: Mapping[int, RowOptions],
+) -> StepOutput:
+    """As :func:`sample_rows`, where some rows have ``options``."""
+    logits = logits.contiguous()  # places in it are counted row after row
+    raw_rows = [row for row, one in options.items() if one.raw_logprobs]
+    raw = logits[raw_rows]  # a copy: what follows edits them
+    failures = _edit(logits, sampling, options)
+    min_p = np.zeros(len(logits), np.float32)
+    for row, one in options.items():
+        min_p[row] = one.min_p
+    weighed = weigh(
+        logits, columns.temperature, columns.top_k, columns.top_p, min_p if min_p.any() else None
+    )
+    chosen = weighed.draw(columns.temperature, columns.uniforms)
+    raw_told: dict[int, bytes] = {}
+    if raw_rows:
+        values = weights_of(raw).logprobs(chosen[raw_rows][:, None]).numpy()
+        raw_told = {row: value.tobytes() for row, value in zip(raw_rows, values, strict=True)}
+    return StepOutput(
+        chosen.numpy().astype(np.int32),
+        weighed.logprobs(chosen[:, None]).squeeze(-1).numpy(),
+        _details(weighed, options, raw_told),
+        failures,
+    )
+
+
+def _edit(
+    logits: torch.Tensor, sampling: Sequence[RowSampling], options: Mapping[int, RowOptions]
+) -> dict[int, str]:
+    """Do all that comes before the temperature, in place; say which rows that has failed for."""
+    vocab_size = logits.shape[-1]
+    biased = {row: one for row, one in options.items() if len(one.bias_ids)}
+    if biased:
+        places = np.concatenate([row * vocab_size + one.bias_ids for row, one in biased.items()])
+        biases = np.concatenate([one.biases for one in biased.values()])
+        bias_(logits, torch.from_numpy(places), torch.from_numpy(biases))
+    young = [row for row, one in options.items() if sampling[row].index < one.min_tokens]
+    if young:
+        places = np.concatenate([row * vocab_size + options[row].banned for row in young])
+        ban_(logits, torch.from_numpy(places))
+    seen = {row: one.seen for row, one in options.items() if one.seen is not None}
+    if seen:
+        penalize_(logits, seen_tokens.batched(list(seen), list(seen.values()), vocab_size))
+    failures: dict[int, str] = {}
+    for row, one in options.items():
+        if one.processors and (why := one.process(logits[row], sampling[row].index)) is not None:
+            failures[row] = why
+            logits[row] = 0.0  # or what nobody is told would be drawn from NaN
+    return failures
+
+
+def _details(
+    weighed: Weighed, options: Mapping[int, RowOptions], raw: Mapping[int, bytes]
+) -> dict[int, RowDetails]:
+    """What each row wants to know, of those that want to."""
+    told = {row: RowDetails(value, b"", b"") for row, value in raw.items()}
+    rows = [row for row, one in options.items() if one.top_logprobs]
+    if not rows:
+        return told
+    widest = max(options[row].top_logprobs for row in rows)
+    top_ids, logprobs = (column.numpy() for column in weighed.likeliest(widest, rows))
+    for row, ids, values in zip(rows, top_ids.astype(np.int32), logprobs, strict=True):
+        count = options[row].top_logprobs
+        raw_of_row = raw.get(row, b"")
+        told[row] = RowDetails(raw_of_row, ids[:count].tobytes(), values[:count].tobytes())
+    return told

@@ -1,0 +1,1 @@
+"""Versions of weights and adapters: staged beside those that serve, and swapped in."""

@@ -1,0 +1,134 @@
+"""Does this tensor belong to the model, and has every one come? The door for one version's weights.
+
+It knows nothing of what is computed with them, nor of versions' numbers or how tensors travel.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tidegate.engine.weights.lora import Adapter
+from tidegate.errors import WeightsRefused
+from tidegate.kernels.weight_matrix import Rows, published, storages
+
+LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Others (float8, int8, …) mean nothing without their scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor goes: its published shape, and what to copy it into."""
+
+    shape: tuple[int, ...]
+    targets: tuple[Rows, ...]
+    covers: tuple[str, ...] = ()
+    """The names of its parts, if they may also come one by one; they are in then."""
+
+
+class WeightStore:
+    """All tensors of one version. Fill it with :meth:`load`, on any one thread at a time.
+
+    A thread may load into one object while another computes with a different one: copies run
+    outside the interpreter's lock.
+    """
+
+    def __init__(
+        self, model: str, places: Mapping[str, Place], *, joint: Mapping[str, Place] | None = None
+    ) -> None:
+        self._model = model
+        """What refusals call it."""
+        self._places = places
+        self._joint_places = joint or {}
+        """Other names, each for several of ``_places``."""
+        self._loaded: set[str] = set()
+        self.adapters: Mapping[str, Adapter] = {}
+        """Those of the version, by name; replaced, never changed."""
+        self._ignored: set[str] = set()
+        """Redundant names that came."""
+
+    def is_redundant(self, name: str) -> bool:
+        """Whether a tensor by this name says nothing new, so that it may be left out or ignored."""
+        return False
+
+    def tied_to(self, name: str) -> str | None:
+        """Which tensor a redundant one is, or None if it is none at all."""
+        return None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that it is kept in, some of it more than once."""
+        for place in self._places.values():
+            for target in place.targets:
+                yield from storages(target)
+
+    def start(self) -> None:
+        """Begin a new version in the same memory: nothing counts as loaded any more."""
+        self._loaded.clear()
+        self._ignored.clear()
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy the tensor that Hugging Face calls ``name`` into its place, casting it.
+
+        Raises:
+            WeightsRefused: the model has no such tensor, or it has another shape or kind.
+        """
+        place = self._places.get(name) or self._joint_places.get(name)
+        if place is None:
+            if self.is_redundant(name):
+                self._ignored.add(name)
+                return
+            raise WeightsRefused(
+                f"{self._model} has no tensor {name!r}; publish the model that config.json "
+                f"describes, by its names there"
+            )
+        if tuple(tensor.shape) != place.shape:
+            raise WeightsRefused(
+                f"{name} has shape {list(tensor.shape)}, expected {list(place.shape)}"
+            )
+        if tensor.dtype not in LOADABLE_DTYPES:
+            raise WeightsRefused(
+                f"{name} is {tensor.dtype}; publish float32, bfloat16, float16 or float64"
+            )
+        with torch.no_grad():
+            for target in place.targets:
+                target.copy_(tensor)
+        self._loaded.update(place.covers or (name,))
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no tensor has come since :meth:`start`."""
+        return not self._loaded and not self._ignored
+
+    def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> Adapter:
+        """An adapter for this model, of tensors as the protocol names them.
+
+        Raises:
+            WeightsRefused: it doesn't fit, or no adapter can be served.
+        """
+        raise WeightsRefused(
+            f"transformers computes {self._model} here, without adapters; merge them into the "
+            f"weights, and publish those"
+        )
+
+    def complete_from(self, other: "WeightStore") -> None:
+        """Copy what has not come from a whole set of the same model.
+
+        Raises:
+            WeightsRefused: of two tensors that are one, the one came that nobody takes it from.
+        """
+        for name in sorted(self._ignored):
+            tied = self.tied_to(name)
+            if tied is not None and tied not in self._loaded:
+                raise WeightsRefused(
+                    f"{name} is tied to {tied}, which isn't published with it; publish that one"
+                )
+        with torch.no_grad():
+            for name in self.missing():
+                sources = other._places[name].targets
+                for target, source in zip(self._places[name].targets, sources, strict=True):
+                    target.copy_(published(source))
+                self._loaded.add(name)
+
+    def missing(self) -> list[str]:
+        """The names not loaded since :meth:`start`, in the model's order."""
+        return [name for name in self._places if name not in self._loaded]

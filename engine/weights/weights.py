@@ -1,0 +1,166 @@
+"""Where does each published tensor go? One version's weights, as the model computes with them.
+
+It knows nothing of versions' numbers, nor of how tensors travel. The LM head is float32 whatever
+the rest is. Matrices lie as they are multiplied fastest; copying packs them, at some GB/s, on
+whatever thread loads. One object serves update after update: its pages are touched once, for first
+touches of fresh pages cost more than copies.
+
+Letters in shapes: V vocabulary, H hidden, L labels.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tidegate.engine.models.checkpoint import read_tensors
+from tidegate.engine.models.layer_weights import (
+    LayerWeights,
+    allocate_layer,
+    joint_places,
+    layer_places,
+)
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.weights.lora import Adapter, Like, make_adapter
+from tidegate.engine.weights.weight_store import Place, WeightStore
+from tidegate.errors import ModelError, WeightsRefused
+from tidegate.kernels.weight_matrix import Matrix, PackedMatrix, make_matrix
+
+
+class Weights(WeightStore):
+    """All tensors of one version, as our own code computes with them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: Matrix,
+        layers: list[LayerWeights],
+        final_norm: torch.Tensor,
+        head: Matrix,
+    ) -> None:
+        self.config = config
+        self.embedding = embedding
+        """[V, H]"""
+        self.layers = layers
+        self.final_norm = final_norm
+        """[H]"""
+        self.head = head
+        """[V, H], float32; the embedding itself where that is tied and float32. Of a classification
+        head [L, H]."""
+        joint = dict(_joint_places(self))
+        model = f"{config.architecture} of {config.num_layers} layers"
+        super().__init__(model, dict(_places(self)), joint=joint)
+
+    @classmethod
+    def allocate(
+        cls, config: ModelConfig, dtype: torch.dtype, *, is_packed: bool | None = None
+    ) -> "Weights":
+        """Make room for one version, to be filled; the head is float32 whatever ``dtype`` is.
+
+        ``is_packed`` tells matrices how to lie, whatever is faster on this machine.
+        """
+        vocabulary = (config.vocab_size, config.hidden_size)
+        outputs = config.labels or config.vocab_size
+        head = make_matrix(outputs, config.hidden_size, torch.float32, is_packed=is_packed)
+        shares = config.tied_head and dtype == torch.float32
+        matrix = partial(make_matrix, dtype=dtype, is_packed=is_packed)
+        return cls(
+            config,
+            head if shares else make_matrix(*vocabulary, dtype, is_packed=False),
+            [allocate_layer(config, shape, dtype, matrix) for shape in config.layers],
+            torch.empty(config.hidden_size, dtype=dtype),
+            head,
+        )
+
+    def is_redundant(self, name: str) -> bool:
+        """A tied model's head is its embedding; old Llama directories hold rotary frequencies."""
+        tied = self.config.tied_head and name == "lm_head.weight"
+        return tied or name.endswith(".rotary_emb.inv_freq")
+
+    def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> Adapter:
+        """An adapter for this model, of tensors as the protocol names them."""
+        shapes = {name: place.shape for name, place in self._places.items()}
+        like = Like(self.dtype, self.is_packed)
+        return make_adapter(tensors, scale, shapes, num_layers=self.config.num_layers, like=like)
+
+    def tied_to(self, name: str) -> str | None:
+        """A tied model's head is its embedding."""
+        return "model.embed_tokens.weight" if name == "lm_head.weight" else None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its matrices are: so products are the same bits whatever rows are beside."""
+        return isinstance(self.head, PackedMatrix)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What everything but the head is stored and computed in."""
+        return self.embedding.dtype
+
+
+def load_directory(
+    path: Path, config: ModelConfig, dtype: torch.dtype, *, is_packed: bool | None = None
+) -> Weights:
+    """Load the weights of a Hugging Face directory; ``is_packed`` as in :meth:`Weights.allocate`.
+
+    Raises:
+        ModelError: files are missing or damaged, or don't fit ``config``.
+    """
+    weights = Weights.allocate(config, dtype, is_packed=is_packed)
+    fill_from_directory(weights, path)
+    return weights
+
+
+def fill_from_directory(
+    weights: WeightStore, path: Path, beat: Callable[[], None] = lambda: None
+) -> None:
+    """Fill weights from a Hugging Face directory, whatever was in them before.
+
+    ``beat`` is called now and then.
+
+    Raises:
+        ModelError: files are missing or damaged, or don't fit them.
+    """
+    weights.start()
+    for name, tensor in read_tensors(path):
+        try:
+            weights.load(name, tensor)
+        except WeightsRefused as error:
+            raise ModelError(f"{path} does not fit its own config.json: {error}") from error
+        beat()
+    refuse_lacking(path, weights.missing())
+
+
+def refuse_lacking(path: Path, names: Sequence[str]) -> None:
+    """Refuse a directory if there are ``names`` that it lacks.
+
+    Raises:
+        ModelError: there are.
+    """
+    if names:
+        raise ModelError(
+            f"{path} lacks {len(names)} of the tensors that config.json asks for, first {names[0]}"
+        )
+
+
+def _places(weights: Weights) -> Iterator[tuple[str, Place]]:
+    config = weights.config
+    vocabulary = weights.embedding.shape
+    embedding = [weights.embedding.rows(0, config.vocab_size)]
+    head = weights.head.rows(0, weights.head.shape[0])
+    if config.tied_head and weights.head is not weights.embedding:
+        embedding.append(head)
+    yield "model.embed_tokens.weight", Place(vocabulary, tuple(embedding))
+    for number, layer in enumerate(weights.layers):
+        for name, place in layer_places(layer, config):
+            yield f"model.layers.{number}.{name}", place
+    yield "model.norm.weight", Place((config.hidden_size,), (weights.final_norm,))
+    if not config.tied_head:
+        name = "score.weight" if config.labels else "lm_head.weight"
+        yield name, Place(weights.head.shape, (head,))
+
+
+def _joint_places(weights: Weights) -> Iterator[tuple[str, Place]]:
+    for number, layer in enumerate(weights.layers):
+        yield from joint_places(layer, f"model.layers.{number}.")

@@ -1,0 +1,217 @@
+"""How old should a run's samples be, which side limits it, and what would another bound bring?
+
+Worked out from what the trainer's side has seen; none of it is the core's, and a resumed run begins
+anew. It takes time to be time at engines: minutes that an episode spends in tools are not in it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.group_lengths import GroupLengths
+from tidegate.orchestrator.statistics import EngineStatistics, LedgerSnapshot, RunForecast
+from tidegate.orchestrator.timekeeping import Usage
+from tidegate.policies import predictions
+from tidegate.policies.consumption import Window
+from tidegate.policies.staleness import StalenessPolicy
+
+BUSY_TRAINER_IDLE_MAX = 0.05
+"""A trainer that waits for less of the time is what limits: batches can't come closer together."""
+
+GAIN_MIN = 0.02
+"""Gains below it are within what a run's own figures vary by."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """Seconds per batch, on the mean."""
+
+    between_s: float
+    """From one batch to the next."""
+    rollout_s: float
+    """What a batch takes all engines with all their slots busy, what is thrown away included."""
+    trainer_s: float
+    """What it takes the trainer, publishing included."""
+
+    @property
+    def rho(self) -> float:
+        """Throughput of the rollout over that of the trainer."""
+        return predictions.throughput_ratio(
+            rollout_batch_s=self.rollout_s, trainer_batch_s=self.trainer_s
+        )
+
+    @property
+    def attainable_s(self) -> float:
+        """From one batch to the next, if nobody waited who needn't."""
+        return min(self.between_s, max(self.rollout_s, self.trainer_s))
+
+
+class Forecaster:
+    """Notes each batch as the trainer gets it, and says what that makes probable."""
+
+    def __init__(self) -> None:
+        self._lengths = GroupLengths()
+        self._batches = 0
+        self._trained = 0
+        """Rollouts."""
+        self._staleness = 0
+        """Of each, added up."""
+        self._versions = (0, 0)
+        """The trainer's, at the first and at the last batch."""
+        self._first = Usage()
+        self._last = Usage()
+        self._engines: tuple[EngineStatistics, ...] = ()
+        """At the last batch: when a run has ended, they are gone."""
+
+    def note_batch(
+        self,
+        groups: Sequence[Group],
+        trainer_version: int,
+        usage: Usage,
+        engines: Sequence[EngineStatistics],
+    ) -> None:
+        """The trainer has this batch from now on; ``engines`` as they are at this moment."""
+        if not self._batches:
+            self._first, self._versions = usage, (trainer_version, trainer_version)
+        self._last, self._versions = usage, (self._versions[0], trainer_version)
+        self._engines = tuple(engines)
+        self._batches += 1
+        for group in groups:
+            self._lengths.note(group)
+            for rollout in group.kept:
+                oldest = rollout.oldest_trained_version
+                self._trained += 1
+                self._staleness += 0 if oldest is None else trainer_version - oldest
+
+    def forecast(
+        self,
+        ledger: LedgerSnapshot,
+        *,
+        outstanding_groups_max: int | None,
+        window_groups: int | None,
+    ) -> RunForecast | None:
+        """What to expect; None before there were two batches, or steps of any engine.
+
+        ``window_groups`` is how far consumption looks past the oldest unfinished group: 1 where it
+        is in the order of admission, None in that of completion.
+        """
+        times = self._times(ledger)
+        if times is None:
+            return None
+        in_flight = self._in_flight(times.rho, window_groups)
+        in_queue = predictions.staleness_in_queue(rho=times.rho)
+        saturating = predictions.saturating_staleness(in_flight, in_queue)
+        allowed = self._allowed(outstanding_groups_max)
+        first, last = self._versions
+        return RunForecast(
+            rho=times.rho,
+            tail_factor=self._lengths.tail_factor,
+            predicted_staleness=predictions.mean_staleness_so_far(
+                allowed=allowed,
+                free=in_flight + in_queue,
+                rho=times.rho,
+                first_version=first,
+                last_version=last,
+            ),
+            measured_staleness=self._staleness / max(1, self._trained),
+            saturating_staleness=saturating,
+            batch_s=times.between_s,
+            attainable_batch_s=times.attainable_s,
+            advice=advise(times, allowed=allowed, saturating=saturating),
+        )
+
+    @property
+    def _groups_per_version(self) -> float:
+        first, last = self._versions
+        return self._lengths.groups / (last - first + 1)
+
+    def _times(self, ledger: LedgerSnapshot) -> BatchTimes | None:
+        """Between the first batch and the last one: filling up at the start is left out."""
+        intervals = self._batches - 1
+        tokens_per_s = sum(_peak_tokens_per_s(engine) for engine in self._engines)
+        if intervals < 1 or not tokens_per_s or not self._lengths.tokens:
+            return None
+        tokens = self._lengths.tokens / self._batches * _made_per_kept(ledger)
+        between_s = (self._last.wall_s - self._first.wall_s) / intervals
+        trainer_s = (self._last.trainer_busy_s - self._first.trainer_busy_s) / intervals
+        if between_s <= 0:
+            return None
+        return BatchTimes(between_s, tokens / tokens_per_s, max(0.0, trainer_s))
+
+    def _in_flight(self, rho: float, window_groups: int | None) -> float:
+        lengths, slots = self._lengths, sum(e.max_running_turns for e in self._engines)
+        groups = self._groups_per_version
+        rollouts_per_version = groups * lengths.rollouts / lengths.groups
+        if window_groups is None:
+            return predictions.staleness_in_flight(
+                slots=slots,
+                tail_factor=lengths.tail_factor,
+                rollouts_per_batch=rollouts_per_version,
+                rho=rho,
+            )
+        mean_tokens = lengths.tokens / lengths.rollouts
+        per_token = slots / (rollouts_per_version * mean_tokens * max(1.0, rho))
+        return lengths.staleness_in_order(
+            per_token, groups_per_batch=max(1, round(groups)), window_groups=window_groups
+        )
+
+    def _allowed(self, outstanding_groups_max: int | None) -> float | None:
+        """The staleness that admission allows, on the mean."""
+        if outstanding_groups_max is None:
+            return None
+        return predictions.allowed_staleness(
+            outstanding_groups_max=outstanding_groups_max,
+            groups_per_version=self._groups_per_version,
+        )
+
+
+def advise(times: BatchTimes, *, allowed: float | None, saturating: int) -> str:
+    """One sentence for whoever sets ``max_staleness``; ``allowed`` is what it is now, or None.
+
+    While admission limits, a group stays as long whatever the bound, so a batch takes
+    ``D / (η + 1)``: that gives the gain.
+    """
+    between_s, attainable_s = times.between_s, times.attainable_s
+    if 1 - times.trainer_s / between_s <= BUSY_TRAINER_IDLE_MAX:
+        said = "trainer-bound: a larger max_staleness only ages samples"
+        is_more = allowed is None or allowed > saturating
+        return f"{said}; {saturating} would be enough" if is_more else said
+    if allowed is None:
+        return "rollout-bound: only faster or more engines would gain anything"
+    needed = math.ceil(between_s * (allowed + 1) / attainable_s - 1e-6) - 1
+    suggested = max(math.floor(allowed) + 1, min(saturating, needed))
+    gain = between_s / max(attainable_s, between_s * (allowed + 1) / (suggested + 1)) - 1
+    if allowed < saturating and gain >= GAIN_MIN:
+        bound = "rollout-bound" if times.rho <= 1 else "admission-bound, both sides wait"
+        return f"{bound}: max_staleness={suggested} would gain about {gain:.0%}"
+    return "rollout-bound: a larger max_staleness gains nothing; faster or more engines would"
+
+
+def window_groups(policy: StalenessPolicy) -> int | None:
+    """How far past the oldest unfinished group a policy looks; None where it takes what is done."""
+    order = getattr(policy, "order", "completion")
+    if isinstance(order, Window):
+        return order.groups
+    return 1 if order == "admission" else None
+
+
+def _made_per_kept(ledger: LedgerSnapshot) -> float:
+    """Tokens sampled for each that was not thrown away; what the run's end cuts off is neither."""
+    cut_off = ledger.discarded.get("run_ended", 0)
+    thrown_away = ledger.discarded_total - cut_off
+    return 1 + thrown_away / max(1, ledger.generated - cut_off - thrown_away)
+
+
+def _peak_tokens_per_s(engine: EngineStatistics) -> float:
+    """With all its slots busy, by the line through its steps' rows and times."""
+    cost = predictions.fit_decode_cost(
+        steps=engine.steps,
+        rows=engine.rows,
+        rows_squared=engine.rows_squared,
+        busy_s=engine.busy_s,
+        rows_busy_s=engine.rows_busy_s,
+    )
+    if cost is None or not engine.is_alive:
+        return 0.0
+    return cost.rows_per_s(engine.max_running_turns) * engine.tokens / engine.rows

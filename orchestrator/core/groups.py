@@ -1,0 +1,393 @@
+"""Which groups are there, and what becomes of their rollouts? Starts, ends, drops and counts them.
+
+It moves tokens between the ledger's accounts and knows when a group has too few rollouts left; not
+when a group may start, or when it is trained.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable
+
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.discards import Discards
+from tidegate.orchestrator.core.group import Group, TaskKey
+from tidegate.orchestrator.core.ledger import Ledger
+from tidegate.orchestrator.core.prompts import Prompts
+from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
+from tidegate.orchestrator.core.taken_tasks import TakenTasks
+from tidegate.orchestrator.turns.turns import TurnBook
+from tidegate.policies.filters import GroupFilter
+
+KEPT_ROLLOUTS_MIN = 2
+"""A group needs two rewards to compare; with fewer left it is dropped (unless group_size is 1)."""
+
+EVALUATION_PRIORITY = -1
+"""Evaluation waits for no training rollout: it is short, and somebody waits for its figure."""
+
+
+class GroupBook:
+    """All groups that are running or buffered, and the ledger of their tokens."""
+
+    def __init__(
+        self, turns: TurnBook, prompts: Prompts, tasks: TakenTasks, *, group_size: int
+    ) -> None:
+        self._turns = turns
+        self._tasks = tasks
+        self._prompts = prompts
+        self._keeps_all = type(prompts.filter) is GroupFilter
+        """Then no group is given up before its last rollout has ended."""
+        self.group_size = group_size
+        self.ledger = Ledger()
+        self.evaluation_ledger = Ledger()
+        self.discarded_rollouts: Counter[str] = Counter()
+        self.discards = Discards()
+        self._waiting: dict[int, Group] = {}
+        """Running and buffered ones by id, in the order of admission."""
+        self._ended: dict[int, Group] = {}
+        """Of those, the buffered ones, in the order in which they ended."""
+        self.revision = 0
+        """Counts what a policy could see change: groups that come, end and go, and their floors."""
+        self.rollout_ends = 0
+        """Counts rollouts that came to an end of their own."""
+        self._rests = 0
+        """Of those waiting, the rests of groups that were split."""
+        self._going: OrderedDict[int, Group] = OrderedDict()
+        """And the running ones, in the order of admission."""
+        self.running: dict[int, tuple[Rollout, Group]] = {}
+        """Rollouts whose episode is going on, by id; an evaluation's too."""
+        self.next_rollout_id = 0
+        self.next_group_id = 0
+
+    # ------------------------------------------------------------ what a policy sees
+
+    @property
+    def newest(self) -> Group:
+        """The group admitted last; there must be one."""
+        return self._waiting[next(reversed(self._waiting))]
+
+    @property
+    def in_order(self) -> Collection[Group]:
+        """Running and buffered groups, in the order of admission."""
+        return self._waiting.values()
+
+    @property
+    def ended(self) -> Collection[Group]:
+        """Buffered ones, in the order in which they ended."""
+        return self._ended.values()
+
+    @property
+    def oldest_running(self) -> Group | None:
+        """Of the running ones, the one admitted first."""
+        return next(iter(self._going.values()), None)
+
+    @property
+    def places(self) -> int:
+        """Groups that admission counts: all but rests."""
+        return len(self._waiting) - self._rests
+
+    @property
+    def returned_tasks(self) -> int:
+        """Tasks of groups that were given up, to be taken again."""
+        return len(self._tasks.requeued)
+
+    @property
+    def running_groups(self) -> int:
+        """Groups with at least one episode going on."""
+        return len(self._going)
+
+    def raise_floors(self, live_version: int) -> None:
+        """From now on no turn starts under weights older than these."""
+        self.revision += 1
+        for group in self._going.values():
+            if group.version_floor < live_version:
+                group.version_floor = _floor(group, live_version)
+
+    def restore(self, groups: Iterable[Group], *, ended: Iterable[int]) -> None:
+        """These are all there are, in the order of admission; and some have ended, in an order."""
+        self._waiting = {group.group_id: group for group in groups}
+        self._ended = {group_id: self._waiting[group_id] for group_id in ended}
+        self._going = OrderedDict((i, g) for i, g in self._waiting.items() if g.running)
+        self._rests = sum(group.is_rest for group in self._waiting.values())
+
+    # ------------------------------------------------------------ start
+
+    def admit(
+        self, task: object, key: TaskKey, digest: bytes, *, is_retaken: bool
+    ) -> list[ev.Command]:
+        """A task begins, as the newest group."""
+        group = Group(self.next_group_id, task, key, digest, is_retaken=is_retaken)
+        self.next_group_id += 1
+        group.version_floor = self._turns.live_version
+        self._waiting[group.group_id] = self._going[group.group_id] = group
+        self.revision += 1
+        return self._start(group, self.group_size)
+
+    def evaluate(self, task: object, index: int) -> list[ev.Command]:
+        """One rollout for measuring only; its group is in no queue."""
+        return self._start(Group(-1 - index, task), 1)
+
+    def _start(self, group: Group, rollouts: int) -> list[ev.Command]:
+        commands: list[ev.Command] = []
+        for index in range(rollouts):
+            rollout = Rollout(self.next_rollout_id, group.group_id, index)
+            self.next_rollout_id += 1
+            self.running[rollout.rollout_id] = (rollout, group)
+            group.rollouts.append(rollout)
+            commands.append(ev.StartEpisode(rollout, group.task))
+        group.running = rollouts
+        return commands
+
+    # ------------------------------------------------------------ turns
+
+    def change_rollout(
+        self, event: ev.TurnGivenUp | ev.RolloutCut | ev.RolloutForked | ev.TurnsRewarded
+    ) -> list[ev.Command]:
+        """What an episode does to a row of its rollout; nothing, once that is settled."""
+        if event.rollout_id not in self.running:
+            return []
+        match event:
+            case ev.TurnGivenUp(rollout_id=rollout_id):
+                return self.give_up_turn(rollout_id)
+            case ev.RolloutCut():
+                return self.cut(event)
+            case ev.RolloutForked():
+                return self._fork(event)
+            case ev.TurnsRewarded(rollout_id=rollout_id, rewards=rewards):
+                turns = self.running[rollout_id][0].turns
+                for number, reward in rewards:
+                    turns[number].reward = reward
+                return []
+
+    def _fork(self, event: ev.RolloutForked) -> list[ev.Command]:
+        """A row of its own, with nothing in it yet."""
+        forked, group = self.running[event.rollout_id]
+        branch = Rollout(self.next_rollout_id, group.group_id, forked.index)
+        self.next_rollout_id += 1
+        branch.branch_of, branch.fork_reason = forked, event.reason
+        forked.branches = (*forked.branches, branch)
+        self.running[branch.rollout_id] = (branch, group)
+        group.rollouts.append(branch)
+        return [ev.StartBranch(branch)]
+
+    def ask_turn(self, event: ev.TurnAsked) -> list[ev.Command]:
+        """A rollout's episode wants the model to go on."""
+        rollout, group = self.running[event.rollout_id]
+        turn = Turn(rollout, event.sampling)
+        rollout.turns.append(turn)
+        priority = EVALUATION_PRIORITY if group.is_evaluation else group.priority
+        return self._turns.submit(turn, priority)
+
+    def give_up_turn(self, rollout_id: int) -> list[ev.Command]:
+        """A rollout's episode wants its turn no more; what was sampled so far stays."""
+        rollout, _ = self.running[rollout_id]
+        commands = self._turns.cancel(rollout)
+        if rollout.turns[-1].finish_reason is None:
+            rollout.turns[-1].finish_reason = "cancelled"
+        return commands
+
+    def cut(self, event: ev.RolloutCut) -> list[ev.Command]:
+        """An episode that is run again goes another way than before, from here on."""
+        rollout, group = self.running[event.rollout_id]
+        commands = self._turns.cancel(rollout)
+        before = rollout.sampled_tokens
+        rollout.cut(turns=event.turns, tokens=event.tokens)
+        self._ledger_of(group).discard_running(before - rollout.sampled_tokens, event.reason)
+        return commands
+
+    # ------------------------------------------------------------ the end of a rollout
+
+    def finish(self, event: ev.EpisodeReturned) -> list[ev.Command]:
+        """An episode returned a reward."""
+        rollout, group = self.running[event.rollout_id]
+        commands: list[ev.Command] = []
+        rows = self._end_rows(rollout, group, commands)
+        for row in rows:
+            row.reward = event.reward
+            if group.is_evaluation:
+                row.state = RolloutState.EVALUATED
+                self.evaluation_ledger.discard_running(row.sampled_tokens, "evaluated")
+            else:
+                row.state = RolloutState.FINISHED
+                self.ledger.finish(row.sampled_tokens)
+        if group.is_evaluation:
+            records = [ev.Record(row, group.task) for row in rows]
+            return [*commands, ev.EndEvaluation(rollout), *records]
+        return commands + self._rollout_ended(group)
+
+    def _end_rows(
+        self, rollout: Rollout, group: Group, commands: list[ev.Command]
+    ) -> list[Rollout]:
+        """A rollout goes on no more, nor do its branches: those that count for something."""
+        del self.running[rollout.rollout_id]
+        commands += self._turns.cancel(rollout)
+        if not rollout.branches:
+            return [rollout]
+        rows = [rollout]
+        for branch in [row for row in rollout.rows if row is not rollout]:
+            del self.running[branch.rollout_id]
+            commands += self._turns.cancel(branch)
+            # What was appended after its last turn nobody has sampled from, and no event tells of.
+            branch.cut(turns=len(branch.turns), tokens=branch.sampled_end)
+            if branch.sampled_tokens:
+                rows.append(branch)
+            else:
+                branch.leave_out()
+                group.rollouts.remove(branch)
+        return rows
+
+    def fail(self, event: ev.EpisodeFailed) -> list[ev.Command]:
+        """An episode raised, timed out or was cancelled."""
+        rollout, group = self.running[event.rollout_id]
+        commands = self.give_up(rollout, group, event.reason)
+        if group.is_evaluation:
+            return [*commands, ev.EndEvaluation(rollout)]
+        group.running += 1
+        return commands + self._rollout_ended(group)
+
+    def _rollout_ended(self, group: Group) -> list[ev.Command]:
+        self.rollout_ends += 1
+        group.running -= 1
+        if group.running and self._keeps_all:
+            return []
+        own = group.kept_rewards
+        rewards = [*group.sibling_rewards, *own]
+        reason = self._prompts.filter.reject(rewards, running=group.running)
+        if reason is not None or not group.running:
+            self._prompts.note(group.digest, own)
+        if not group.running:
+            self._end(group)
+            needed = 1 if group.is_rest else min(KEPT_ROLLOUTS_MIN, self.group_size)
+            if group.num_kept < needed:
+                reason = "group_too_small"
+        return [] if reason is None else self.give_up_group(group, reason)
+
+    def _end(self, group: Group) -> None:
+        """Its last episode has ended."""
+        self.revision += 1
+        group.version_floor = _floor(group, self._turns.live_version)
+        del self._going[group.group_id]
+        self._ended[group.group_id] = group
+
+    # ------------------------------------------------------------ giving up
+
+    def give_up(self, rollout: Rollout, group: Group, reason: str) -> list[ev.Command]:
+        """Settle a running rollout as discarded."""
+        commands: list[ev.Command] = []
+        for row in self._end_rows(rollout, group, commands):
+            self._ledger_of(group).discard_running(row.sampled_tokens, reason)
+            commands.append(self._discard(row, group, reason))
+        group.running -= 1
+        return commands
+
+    def give_up_group(self, group: Group, reason: str) -> list[ev.Command]:
+        """Settle a group, running or buffered, as discarded; its place is free for another."""
+        commands: list[ev.Command] = []
+        for rollout in self.running_of(group):
+            commands += [*self.give_up(rollout, group, reason), ev.StopEpisode(rollout)]
+        return commands + self.drop(group, reason)
+
+    def drop(self, group: Group, reason: str) -> list[ev.Command]:
+        """Settle a buffered group as discarded; its place is free for another."""
+        self._forget(group)
+        commands: list[ev.Command] = []
+        for rollout in group.kept:
+            self.ledger.discard_finished(rollout.sampled_tokens, reason)
+            commands.append(self._discard(rollout, group, reason))
+        return commands
+
+    def end_evaluations(self) -> list[ev.Command]:
+        """Who asked for them is gone."""
+        going_on = [
+            (r, g) for r, g in self.running.values() if g.is_evaluation and r.branch_of is None
+        ]
+        return [c for r, g in going_on for c in self.give_up(r, g, "run_ended")]
+
+    def end(self) -> list[ev.Command]:
+        """Settle every rollout that is not trained."""
+        commands = self.end_evaluations()
+        for group in list(self._waiting.values()):
+            commands += self.give_up_group(group, "run_ended")
+        return commands
+
+    def running_of(self, group: Group) -> list[Rollout]:
+        """The group's rollouts whose episode is going on, without branches."""
+        return [r for r in group.rollouts if r.rollout_id in self.running and r.branch_of is None]
+
+    def _discard(self, rollout: Rollout, group: Group, reason: str) -> ev.Command:
+        rollout.state = RolloutState.DISCARDED
+        rollout.discard_reason = reason
+        if not group.is_evaluation:
+            self.discarded_rollouts[reason] += 1
+            self.discards.note_discarded(rollout, reason, group.key)
+        return ev.Record(rollout, group.task)
+
+    def _ledger_of(self, group: Group) -> Ledger:
+        return self.evaluation_ledger if group.is_evaluation else self.ledger
+
+    # ------------------------------------------------------------ training
+
+    def train(self, groups: list[Group], *, oldest_trainable: int) -> None:
+        """These are handed to the trainer; of their tokens, older ones are masked."""
+        for group in groups:
+            self._forget(group)
+            for rollout in group.kept:
+                rollout.state = RolloutState.TRAINED
+                rollout.oldest_trainable = oldest_trainable
+                self.ledger.train(rollout.sampled_tokens)
+                self.discards.note_trained(rollout)
+                if masked := rollout.masked_tokens:
+                    self.ledger.mask(masked)
+
+    def split(self, group: Group) -> Group:
+        """Part a group from its rollouts that go on: these become a rest, with an id of its own."""
+        self._forget(group)
+        done = [rollout for rollout in group.rollouts if rollout.rollout_id not in self.running]
+        part = Group(group.group_id, group.task, group.key, group.digest, done)
+        part.version_floor, part.is_retaken = group.version_floor, group.is_retaken
+        group.split_from, group.group_id = group.group_id, self.next_group_id
+        self.next_group_id += 1
+        group.sibling_rewards = part.kept_rewards
+        self._prompts.note(part.digest, group.sibling_rewards)
+        group.rollouts = [r for r in group.rollouts if r.rollout_id in self.running]
+        for rollout in group.rollouts:
+            rollout.group_id = group.group_id
+        self._rests += 1
+        self._waiting[group.group_id] = self._going[group.group_id] = group
+        self._waiting[part.group_id] = self._ended[part.group_id] = part
+        return part
+
+    def __contains__(self, group: Group) -> bool:
+        return group.group_id in self._waiting
+
+    def rests_of(self, group: Group) -> list[Group]:
+        """What was parted from a group and still waits."""
+        return [g for g in self._waiting.values() if g.split_from == group.group_id]
+
+    def take_back(self, groups: list[Group]) -> None:
+        """What the trainer made of these was lost with it; they wait again."""
+        for rollout in (rollout for group in groups for rollout in group.kept):
+            if masked := rollout.masked_tokens:
+                self.ledger.mask(-masked)
+            self.ledger.take_back(rollout.sampled_tokens)
+            rollout.state = RolloutState.FINISHED
+            rollout.oldest_trainable = 0
+        self.revision += 1
+        self._rests += sum(group.is_rest for group in groups)
+        waiting = {**self._waiting, **{group.group_id: group for group in groups}}
+        self._waiting = dict(sorted(waiting.items()))
+        self._ended = {**{group.group_id: group for group in groups}, **self._ended}
+
+    def _forget(self, group: Group) -> None:
+        """It waits no more."""
+        self.revision += 1
+        del self._waiting[group.group_id]
+        self._rests -= group.is_rest
+        self._going.pop(group.group_id, None)
+        self._ended.pop(group.group_id, None)
+
+
+def _floor(group: Group, live_version: int) -> int:
+    """No token of a group is older, nor will be: turns start under live weights or newer."""
+    oldest = group.oldest_version
+    if oldest is None:
+        return live_version
+    return min(oldest, live_version) if group.running else oldest

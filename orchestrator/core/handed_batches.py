@@ -1,0 +1,123 @@
+"""Which batches has the trainer had, what became of each, and which could it still lose?
+
+A batch holds its groups' places in admission until the version made from it is live. Where a run
+must survive a crash, its groups are kept as well, until the trainer's checkpoint holds what it
+made of them. It knows numbers and versions; not what a group is made of.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from tidegate.orchestrator.core.group import Group
+
+
+@dataclass(slots=True)
+class HandedBatch:
+    """One batch that the trainer has had."""
+
+    number: int
+    """Counts a run's batches from 1."""
+    num_groups: int
+    """Whose places it holds: all but rests."""
+    trainer_version: int
+    """When it was handed over."""
+    version: int | None = None
+    """Made from it; None until published."""
+    groups: list[Group] = field(default_factory=list)
+    """Kept while a crash of the trainer could lose what it made of them."""
+
+
+class HandedBatches:
+    """The trainer's batches, as far as they still matter."""
+
+    def __init__(self, *, is_kept: bool) -> None:
+        """``is_kept``: whether batches may have to be handed over again after a crash."""
+        self.is_kept = is_kept
+        self.count = 0
+        """Handed over so far; after a crash, those in the trainer's checkpoint."""
+        self.safe = 0
+        """Of those, how many the trainer's checkpoint holds for certain."""
+        self.safe_offer = 0
+        """The user's iterator that was in use when they were."""
+        self.holding: deque[HandedBatch] = deque()
+        """Those whose version isn't live yet, oldest first."""
+        self.kept: deque[HandedBatch] = deque()
+        """Those that aren't safe, oldest first; empty unless ``is_kept``."""
+        self.versions: deque[tuple[int, int]] = deque([(0, 0)])
+        """(version, batches it was made from) of each that a resume could go back to."""
+
+    @property
+    def num_groups(self) -> int:
+        """Groups whose places are held."""
+        groups = 0
+        for batch in self.holding:  # asked after every event: a generator takes thrice as long
+            groups += batch.num_groups
+        return groups
+
+    @property
+    def unpublished_groups(self) -> int:
+        """Groups that no version was made from yet."""
+        groups = 0
+        for batch in self.holding:  # asked as often, while the trainer waits
+            if batch.version is None:
+                groups += batch.num_groups
+        return groups
+
+    def hand(self, groups: list[Group], trainer_version: int) -> int:
+        """Note a batch handed over now; its number."""
+        self.count += 1
+        batch = HandedBatch(self.count, sum(not group.is_rest for group in groups), trainer_version)
+        self.holding.append(batch)
+        if self.is_kept:
+            batch.groups = groups
+            self.kept.append(batch)
+        return self.count
+
+    def publish(self, version: int) -> None:
+        """``version`` was made from every batch so far."""
+        for batch in self.holding:
+            if batch.version is None:
+                batch.version = version
+        self.versions.append((version, self.count))
+        self._forget_versions()
+
+    def release(self, live_version: int) -> None:
+        """Free the places of batches whose version is live on every engine."""
+        while self.holding:
+            version = self.holding[0].version
+            if version is None or version > live_version:
+                return
+            self.holding.popleft()
+
+    def make_safe(self, batches: int, offer: int) -> None:
+        """The trainer's checkpoint holds what it made of the first ``batches`` batches."""
+        self.safe_offer = offer
+        self.safe = max(self.safe, min(batches, self.count))
+        while self.kept and self.kept[0].number <= self.safe:
+            self.kept.popleft()
+        self._forget_versions()
+
+    def take_back(self, batches: int) -> list[HandedBatch]:
+        """Undo every batch after the first ``batches``: they are returned, newest first."""
+        taken: list[HandedBatch] = []
+        while self.kept and self.kept[-1].number > batches:
+            taken.append(self.kept.pop())
+        while self.holding and self.holding[-1].number > batches:
+            self.holding.pop()
+        self.count = batches
+        return taken
+
+    def roll_back(self, version: int) -> None:
+        """The checkpoint's weights go on as ``version``; those made from more are no more."""
+        self.versions = deque((v, made) for v, made in self.versions if made <= self.count)
+        self.versions.append((version, self.count))
+
+    def first_lost_version(self, batches: int) -> int | None:
+        """The oldest version made from more than the first ``batches`` batches, if there is one."""
+        return min((version for version, made in self.versions if made > batches), default=None)
+
+    def _forget_versions(self) -> None:
+        """Only what a resume could go back to: the newest that is safe, and all after it."""
+        unsafe_from = self.safe if self.is_kept else self.count
+        while len(self.versions) > 1 and self.versions[1][1] <= unsafe_from:
+            self.versions.popleft()

@@ -1,0 +1,377 @@
+"""What is a rollout made of? Plain slotted objects that tokens are appended to.
+
+They know nothing of engines' whereabouts, asyncio or torch. A rollout's context (prompts, sampled
+tokens, observations, in the order the model saw them) is one growing array, so the row a trainer
+gets is exactly what the engine read and wrote.
+"""
+
+import itertools
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from typing import Protocol
+
+from msgspec import Struct
+
+from tidegate.orchestrator.turns.token_details import TurnDetails
+from tidegate.transport.messages import KvSpan, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class KvRange:
+    """The oldest and newest weights that computed the KV a token attended to."""
+
+    oldest: int
+    newest: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Provenance of a turn's output tokens ``[start, end)``."""
+
+    version: int
+    """The weights that sampled them."""
+    start: int
+    end: int
+    engine: str
+    kv: KvRange | None
+    """Whose weights computed the KV they attended to; None where the engine can't tell."""
+
+    @property
+    def kv_label(self) -> str:
+        """``fresh``, ``mixed(oldest, newest)`` or ``unknown``."""
+        if self.kv is None:
+            return "unknown"
+        if self.kv.oldest == self.kv.newest == self.version:
+            return "fresh"
+        return f"mixed({self.kv.oldest}, {self.kv.newest})"
+
+
+class VersionRun(Struct, frozen=True, gc=False):
+    """From output token ``start`` of its turn on, ``version`` sampled, on ``engine``."""
+
+    version: int
+    start: int
+    engine: str
+
+
+class TurnPrefill(Struct, frozen=True, gc=False):
+    """From output token ``at`` on, the KV of everything before was computed as ``spans`` say."""
+
+    at: int
+    spans: tuple[KvSpan, ...]
+    """Over the context positions ``[0, turn.start + at)``, gapless."""
+
+
+class HeldBack(Protocol):
+    """Sampled tokens that are counted already, and put into rollouts when somebody looks."""
+
+    tokens_each: int
+    """Of every turn that holds it."""
+
+    def settle(self) -> None:
+        """Put them there now."""
+
+
+class Turn:
+    """One generation call within a rollout: a slice of its context, and who produced it."""
+
+    __slots__ = (
+        "_engine",
+        "_version",
+        "details",
+        "filed",
+        "finish_reason",
+        "held_back",
+        "place",
+        "prefills",
+        "reward",
+        "rollout",
+        "runs",
+        "sampling",
+        "start",
+    )
+
+    def __init__(self, rollout: "Rollout", sampling: SamplingParams) -> None:
+        self.rollout = rollout
+        self.sampling = sampling
+        self.start = len(rollout.token_ids)
+        """Index in the rollout's context of the first output token."""
+        self.filed = 0
+        """Output tokens that are in the rollout's context."""
+        self.held_back: HeldBack | None = None
+        """Where the tokens that follow them are."""
+        self.runs: list[VersionRun] = []
+        self.prefills: Sequence[TurnPrefill] = ()
+        self.finish_reason: str | None = None
+        """``stop`` or ``length``; None while it goes on."""
+        self.place: tuple[str, int] | None = None
+        """The engine that has it now and the handle there, for the turn book to find it again."""
+        self.reward: float | None = None
+        """Its own, beside that of its rollout; None: its episode gave none."""
+        self.details = TurnDetails.asked_by(sampling)
+        """What it asked to be told of its tokens, if anything."""
+        self._version = -1
+        """Of the last run; -1 before the first."""
+        self._engine = ""
+
+    @classmethod
+    def restored(
+        cls,
+        rollout: "Rollout",
+        sampling: SamplingParams,
+        *,
+        start: int,
+        length: int,
+        runs: list[VersionRun],
+        prefills: list[TurnPrefill],
+        finish_reason: str | None,
+    ) -> "Turn":
+        """A turn of a rollout whose context has its tokens already."""
+        turn = cls(rollout, sampling)
+        turn.start, turn.filed, turn.finish_reason = start, length, finish_reason
+        turn.runs, turn.prefills = list(runs), list(prefills)
+        if runs:
+            turn._version, turn._engine = runs[-1].version, runs[-1].engine
+        return turn
+
+    @property
+    def length(self) -> int:
+        """Output tokens so far."""
+        held_back = self.held_back
+        return self.filed if held_back is None else self.filed + held_back.tokens_each
+
+    @property
+    def token_ids(self) -> "array[int]":
+        """The output tokens so far, copied."""
+        return self.rollout.token_ids[self.start : self.start + self.length]
+
+    @property
+    def logprobs(self) -> "array[float]":
+        """Their log-probabilities under the distribution they were drawn from, copied."""
+        return self.rollout.logprobs[self.start : self.start + self.length]
+
+    def append(self, token_id: int, logprob: float, version: int, engine: str) -> None:
+        """Take in one sampled token."""
+        self.begin_run(version, engine)
+        rollout = self.rollout
+        rollout.token_ids.append(token_id)
+        rollout.logprobs.append(logprob)
+        self.filed += 1
+
+    def begin_run(self, version: int, engine: str) -> None:
+        """The next token is sampled by ``version`` on ``engine``."""
+        if version != self._version or engine != self._engine:
+            self.runs.append(VersionRun(version, self.length, engine))
+            self._version, self._engine = version, engine
+
+    def spans(self) -> list[VersionSpan]:
+        """Provenance of the output tokens, as maximal runs with one answer."""
+        return list(_spans(self))
+
+
+def _spans(turn: Turn) -> Iterator[VersionSpan]:
+    """Cut the turn where the version, the engine or the KV history changes.
+
+    A pass begins with a prefill, whose spans give the range of KV versions; every token sampled
+    then widens it by its own version, for the position it was sampled from is computed with it.
+    """
+    starts = {run.start: run for run in turn.runs}
+    prefills = {prefill.at: prefill for prefill in turn.prefills}
+    cuts = sorted({*starts, *(at for at in prefills if at < turn.length), turn.length})
+    run: VersionRun | None = None
+    kv: KvRange | None = None
+    for start, end in itertools.pairwise(cuts):
+        run = starts.get(start, run)
+        if run is None:
+            raise AssertionError(f"output token {start} has no version")
+        if start in prefills:
+            versions = [span.version for span in prefills[start].spans]
+            kv = KvRange(min(versions), max(versions)) if versions else None
+        if kv is not None:
+            kv = KvRange(min(kv.oldest, run.version), max(kv.newest, run.version))
+        yield VersionSpan(run.version, start, end, run.engine, kv)
+
+
+class RolloutState(StrEnum):
+    """Where a rollout is in its life."""
+
+    RUNNING = "running"
+    """Its episode is going on."""
+    FINISHED = "finished"
+    """It has a reward and waits for its group, or for the trainer."""
+    EVALUATED = "evaluated"
+    """It has a reward and was for measuring only."""
+    TRAINED = "trained"
+    """It was handed to the trainer."""
+    DISCARDED = "discarded"
+    """It will never be trained; ``discard_reason`` says why."""
+
+
+def token_array(token_ids: "Sequence[int]") -> "array[int]":
+    """As ``array("i", token_ids)``, whose time for a list is half as long again.
+
+    Raises:
+        TypeError: one is no number.
+        OverflowError: one is no int32.
+    """
+    try:
+        return array("i", _int32s(len(token_ids)).pack(*token_ids))
+    except struct.error:
+        return array("i", token_ids)  # says what is wrong
+
+
+@lru_cache(maxsize=1024)
+def _int32s(count: int) -> struct.Struct:
+    return struct.Struct(f"{count}i")
+
+
+class Rollout:
+    """One attempt at a prompt: its context, its turns, its reward; or a branch of one."""
+
+    __slots__ = (
+        "_logprobs",
+        "_token_ids",
+        "branch_of",
+        "branches",
+        "discard_reason",
+        "fork_reason",
+        "group_id",
+        "index",
+        "oldest_trainable",
+        "reward",
+        "rollout_id",
+        "state",
+        "turns",
+    )
+
+    def __init__(self, rollout_id: int, group_id: int, index: int) -> None:
+        self.rollout_id = rollout_id
+        self.group_id = group_id
+        self.index = index
+        """Place in the group, 0 <= index < group_size."""
+        self.turns: list[Turn] = []
+        self._token_ids: array[int] = array("i")
+        self._logprobs: array[float] = array("f")
+        self.reward: float | None = None
+        self.state = RolloutState.RUNNING
+        self.discard_reason: str | None = None
+        self.oldest_trainable = 0
+        """Tokens of older versions are masked, and not trained on; known when it is handed over."""
+        self.branch_of: Rollout | None = None
+        """Of a branch: the row that it was forked from. What it has from there was given to it."""
+        self.fork_reason = ""
+        """Of a branch: why there is one."""
+        self.branches: tuple[Rollout, ...] = ()
+        """Rows forked from this one, in order; they end with it, with its reward."""
+
+    @property
+    def root(self) -> "Rollout":
+        """The row that the attempt began with."""
+        row = self
+        while row.branch_of is not None:
+            row = row.branch_of
+        return row
+
+    @property
+    def rows(self) -> "Iterator[Rollout]":
+        """This one and all that was forked from it: a context each."""
+        yield self
+        for branch in self.branches:
+            yield from branch.rows
+
+    def leave_out(self) -> None:
+        """Take a branch out from between the row it was forked from and those forked from it."""
+        forked = self.branch_of
+        assert forked is not None, "only a branch can be left out"
+        for branch in self.branches:
+            branch.branch_of = forked
+        others = [branch for branch in forked.branches if branch is not self]
+        forked.branches = (*others, *self.branches)
+
+    def extend(self, token_ids: "array[int] | list[int]") -> None:
+        """Append given tokens (a prompt, an observation) to the context."""
+        if not isinstance(token_ids, array):
+            token_ids = token_array(token_ids)  # refuses what is no token id before any change
+        self._settle()
+        self._token_ids.extend(token_ids)
+        self._logprobs.frombytes(bytes(4 * len(token_ids)))  # 0.0 each
+
+    @property
+    def token_ids(self) -> "array[int]":
+        """Everything the model read and wrote, in order; always the same array."""
+        self._settle()
+        return self._token_ids
+
+    @property
+    def logprobs(self) -> "array[float]":
+        """One per token of the context; 0.0 where it was given, not sampled."""
+        self._settle()
+        return self._logprobs
+
+    def _settle(self) -> None:
+        if self.turns and (held_back := self.turns[-1].held_back) is not None:
+            held_back.settle()
+
+    @property
+    def sampled_end(self) -> int:
+        """Index in the context after the last turn's tokens: what follows was given since."""
+        return self.turns[-1].start + self.turns[-1].length if self.turns else 0
+
+    def cut(self, *, turns: int, tokens: int) -> None:
+        """Keep only so many turns, and tokens of context."""
+        del self.token_ids[tokens:], self.logprobs[tokens:], self.turns[turns:]
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the model produced, over all turns."""
+        tokens = 0
+        for turn in self.turns:
+            tokens += turn.length
+        return tokens
+
+    @property
+    def masked_tokens(self) -> int:
+        """Sampled tokens too old to be trained on."""
+        if not self.oldest_trainable:
+            return 0
+        return sum(
+            span.end - span.start
+            for turn in self.turns
+            for span in turn.spans()
+            if span.version < self.oldest_trainable
+        )
+
+    @property
+    def oldest_trained_version(self) -> int | None:
+        """The oldest weights that sampled one of its tokens that is not masked; None: none is."""
+        oldest, floor = None, self.oldest_trainable
+        for turn in self.turns:
+            for run in turn.runs:
+                version = run.version
+                if version >= floor and (oldest is None or version < oldest):
+                    oldest = version
+        return oldest
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weights that sampled one of its tokens; None before the first token."""
+        oldest = None
+        for turn in self.turns:
+            for run in turn.runs:
+                if oldest is None or run.version < oldest:
+                    oldest = run.version
+        return oldest
+
+    @property
+    def newest_version(self) -> int | None:
+        """The newest weights that sampled one of its tokens; None before the first token."""
+        newest = None
+        for turn in self.turns:
+            for run in turn.runs:
+                if newest is None or run.version > newest:
+                    newest = run.version
+        return newest

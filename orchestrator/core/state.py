@@ -1,0 +1,345 @@
+"""What is a core's whole state, as bytes? To go on from after a crash, and to compare two cores.
+
+Everything that the next event could depend on is here, and nothing else: no task, and nothing that
+an episode has added to its context and not told the core yet.
+"""
+
+import hashlib
+from collections import Counter, deque
+
+import msgspec
+
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.handed_batches import HandedBatch
+from tidegate.orchestrator.core.ledger import Ledger
+from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
+from tidegate.orchestrator.core.saved_state import (
+    SavedBatch,
+    SavedCore,
+    SavedEngine,
+    SavedGroup,
+    SavedLedger,
+    SavedRollout,
+    SavedSubmission,
+    SavedTasks,
+    SavedTraining,
+    SavedTurn,
+    SavedTurns,
+)
+from tidegate.orchestrator.journal.event_log import TASK_ELSEWHERE
+from tidegate.orchestrator.turns.filing import Submission
+from tidegate.orchestrator.turns.turns import EngineTurns
+from tidegate.policies.filters import PromptHistory
+from tidegate.transport.messages import TokenDetails
+
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+_decoder = msgspec.msgpack.Decoder(SavedCore)
+
+
+def save(core: Core) -> bytes:
+    """The whole state of a core."""
+    groups = core.groups
+    evaluations = {id(g): g for _, g in groups.running.values() if g.is_evaluation}
+    return _encoder.encode(
+        SavedCore(
+            trainer_version=core.trainer_version,
+            batches_asked=core.batches_asked,
+            are_tasks_exhausted=core.are_tasks_exhausted,
+            is_restoring=core.is_restoring,
+            awaited=sorted(core.awaited),
+            groups=[_group(group) for group in groups.in_order],
+            evaluations=[_group(group) for group in evaluations.values()],
+            next_rollout_id=groups.next_rollout_id,
+            next_group_id=groups.next_group_id,
+            ledger=_ledger(core.ledger),
+            evaluation_ledger=_ledger(core.evaluation_ledger),
+            discarded_rollouts=dict(core.discarded_rollouts),
+            discards=groups.discards.saved(),
+            turns=_turns(core),
+            tasks=_tasks(core),
+            training=_training(core),
+            ended=[group.group_id for group in groups.ended],
+            floors_version=core.floors_version,
+            is_paused=core.is_paused,
+            adaptation=core.policy.adaptation,
+            prompts=[(d, h.rollouts, h.total_reward) for d, h in core.prompts.histories.items()],
+            passed_over=core.prompts.passed_over,
+        )
+    )
+
+
+def digest(core: Core) -> str:
+    """Equal for equal states."""
+    return hashlib.blake2b(save(core), digest_size=16).hexdigest()
+
+
+def _group(group: Group) -> SavedGroup:
+    rollouts = [_rollout(rollout) for rollout in group.rollouts]
+    return SavedGroup(
+        group.group_id,
+        group.key,
+        group.digest,
+        group.running,
+        rollouts,
+        group.version_floor,
+        group.is_retaken,
+        group.split_from,
+        group.sibling_rewards,
+    )
+
+
+def _rollout(rollout: Rollout) -> SavedRollout:
+    is_running = rollout.state is RolloutState.RUNNING
+    end = rollout.sampled_end if is_running else len(rollout.token_ids)
+    return SavedRollout(
+        rollout.rollout_id,
+        rollout.index,
+        rollout.token_ids[:end].tobytes(),
+        rollout.logprobs[:end].tobytes(),
+        [_turn(turn) for turn in rollout.turns],
+        rollout.reward,
+        rollout.state,
+        rollout.discard_reason,
+        rollout.oldest_trainable,
+        None if rollout.branch_of is None else rollout.branch_of.rollout_id,
+        rollout.fork_reason,
+    )
+
+
+def _turn(turn: Turn) -> SavedTurn:
+    saved = SavedTurn(
+        turn.sampling, turn.start, turn.length, turn.runs, list(turn.prefills), turn.finish_reason
+    )
+    if (details := turn.details) is not None:
+        saved.raw_logprobs = details.raw_logprobs.tobytes()
+        saved.top_ids = details.top_ids.tobytes()
+        saved.top_logprobs = details.top_logprobs.tobytes()
+    saved.reward = turn.reward
+    return saved
+
+
+def _ledger(ledger: Ledger) -> SavedLedger:
+    return SavedLedger(
+        ledger.generated,
+        ledger.in_flight,
+        ledger.buffered,
+        ledger.trained,
+        {reason: tokens for reason, tokens in ledger.discarded.items() if tokens},
+    )
+
+
+def _turns(core: Core) -> SavedTurns:
+    book = core.turns
+    return SavedTurns(
+        engines=[_engine(name, engine) for name, engine in sorted(book.engines.items())],
+        live_version=book.live_version,
+        next_handle=book.next_handle,
+        waiting=[(turn.rollout.rollout_id, priority) for turn, priority in book.waiting.items()],
+        streams=book.streams,
+    )
+
+
+def _engine(name: str, engine: EngineTurns) -> SavedEngine:
+    submissions = [
+        SavedSubmission(handle, s.turn.rollout.rollout_id, s.priority, s.sampled_before)
+        for handle, s in engine.submissions.items()
+    ]
+    return SavedEngine(
+        name,
+        engine.epoch,
+        engine.weight_version,
+        engine.max_running_turns,
+        submissions,
+        engine.missing,
+        engine.replay_until,
+        engine.is_away,
+        engine.speed,
+    )
+
+
+def _tasks(core: Core) -> SavedTasks:
+    tasks = core.tasks
+    counts = [(offer, count) for offer, count in sorted(tasks.counts.items()) if count]
+    return SavedTasks(
+        tasks.offer, counts, sorted(tasks.requeued), tasks.is_continued, tasks.gone_before
+    )
+
+
+def _training(core: Core) -> SavedTraining:
+    handed, trained = core.handed, core.trained
+    batches = {batch.number: batch for batch in (*handed.holding, *handed.kept)}
+    holding = {batch.number for batch in handed.holding}
+    kept = {batch.number for batch in handed.kept}
+    return SavedTraining(
+        batches=[
+            SavedBatch(
+                number,
+                batch.num_groups,
+                batch.trainer_version,
+                batch.version,
+                [_group(group) for group in batch.groups] if number in kept else [],
+                number in holding,
+                number in kept,
+            )
+            for number, batch in sorted(batches.items())
+        ],
+        count=handed.count,
+        safe=handed.safe,
+        safe_offer=handed.safe_offer,
+        versions=list(handed.versions),
+        trained_batches=trained.batches,
+        trained_rollouts=trained.rollouts,
+        mixed_version=trained.mixed_version,
+        staleness=[(age, count) for age, count in sorted(trained.staleness.items()) if count],
+    )
+
+
+# ---------------------------------------------------------------- back
+
+
+def load(state: bytes, core: Core) -> None:
+    """Put a fresh ``core`` into a saved state.
+
+    Raises:
+        ValueError: these bytes are no state of this version's.
+    """
+    try:
+        saved = _decoder.decode(state)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"a saved state of {len(state)} bytes can't be read: {error}") from error
+    core.trainer_version = saved.trainer_version
+    core.batches_asked = saved.batches_asked
+    core.are_tasks_exhausted = saved.are_tasks_exhausted
+    core.is_restoring = saved.is_restoring
+    _load_groups(saved, core)
+    _load_training(saved.training, core)
+    awaited = set(saved.awaited)
+    for group in core.groups.in_order:
+        if group.key in awaited:
+            core.awaited.setdefault(group.key, []).append(group)
+    core.floors_version, core.is_paused = saved.floors_version, saved.is_paused
+    core.prompts.passed_over = saved.passed_over
+    core.prompts.histories = {d: PromptHistory(n, total) for d, n, total in saved.prompts}
+    if saved.adaptation is not None:
+        core.policy = core.policy.adapted(saved.adaptation)
+    core.tasks.offer = saved.tasks.offer
+    core.tasks.counts = Counter(dict(saved.tasks.counts))
+    core.tasks.requeued = set(saved.tasks.requeued)
+    core.tasks.is_continued = saved.tasks.is_continued
+    core.tasks.gone_before = saved.tasks.gone_before
+    _load_turns(saved.turns, core)
+
+
+def _load_groups(saved: SavedCore, core: Core) -> None:
+    book = core.groups
+    book.restore([_loaded_group(group) for group in saved.groups], ended=saved.ended)
+    evaluations = [_loaded_group(group) for group in saved.evaluations]
+    running = [
+        (rollout, group)
+        for group in (*book.in_order, *evaluations)
+        for rollout in group.rollouts
+        if rollout.state is RolloutState.RUNNING
+    ]
+    book.running = {rollout.rollout_id: (rollout, group) for rollout, group in running}
+    book.next_rollout_id = saved.next_rollout_id
+    book.next_group_id = saved.next_group_id
+    book.discarded_rollouts.update(saved.discarded_rollouts)
+    book.discards.load(saved.discards)
+    for ledger, figures in (
+        (core.ledger, saved.ledger),
+        (core.evaluation_ledger, saved.evaluation_ledger),
+    ):
+        ledger.generated = figures.generated
+        ledger.in_flight = figures.in_flight
+        ledger.buffered = figures.buffered
+        ledger.trained = figures.trained
+        ledger.discarded.update(figures.discarded)
+
+
+def _loaded_group(saved: SavedGroup) -> Group:
+    group = Group(
+        saved.group_id,
+        TASK_ELSEWHERE,
+        saved.key,
+        saved.digest,
+        is_retaken=saved.is_retaken,
+        split_from=saved.split_from,
+        sibling_rewards=saved.sibling_rewards,
+    )
+    group.running, group.version_floor = saved.running, saved.version_floor
+    group.rollouts = [_loaded_rollout(rollout, group) for rollout in saved.rollouts]
+    by_id = {rollout.rollout_id: rollout for rollout in group.rollouts}
+    for each in saved.rollouts:
+        if each.branch_of is not None:
+            branch, forked = by_id[each.rollout_id], by_id[each.branch_of]
+            branch.branch_of, branch.fork_reason = forked, each.fork_reason
+            forked.branches = (*forked.branches, branch)
+    return group
+
+
+def _loaded_rollout(saved: SavedRollout, group: Group) -> Rollout:
+    rollout = Rollout(saved.rollout_id, group.group_id, saved.index)
+    rollout.token_ids.frombytes(saved.token_ids)
+    rollout.logprobs.frombytes(saved.logprobs)
+    rollout.reward = saved.reward
+    rollout.state = saved.state
+    rollout.discard_reason = saved.discard_reason
+    rollout.oldest_trainable = saved.oldest_trainable
+    rollout.turns += [_loaded_turn(turn, rollout) for turn in saved.turns]
+    return rollout
+
+
+def _loaded_turn(saved: SavedTurn, rollout: Rollout) -> Turn:
+    turn = Turn.restored(
+        rollout,
+        saved.sampling,
+        start=saved.start,
+        length=saved.length,
+        runs=saved.runs,
+        prefills=saved.prefills,
+        finish_reason=saved.finish_reason,
+    )
+    if turn.details is not None:
+        told = TokenDetails(0, saved.raw_logprobs, saved.top_ids, saved.top_logprobs)
+        turn.details.restore(told)
+    turn.reward = saved.reward
+    return turn
+
+
+def _load_training(saved: SavedTraining, core: Core) -> None:
+    handed, trained = core.handed, core.trained
+    for each in saved.batches:
+        groups = [_loaded_group(group) for group in each.groups]
+        batch = HandedBatch(
+            each.number, each.num_groups, each.trainer_version, each.version, groups
+        )
+        if each.is_holding:
+            handed.holding.append(batch)
+        if each.is_kept:
+            handed.kept.append(batch)
+    handed.count, handed.safe = saved.count, saved.safe
+    handed.safe_offer = saved.safe_offer
+    handed.versions = deque(saved.versions)
+    trained.batches = saved.trained_batches
+    trained.rollouts = saved.trained_rollouts
+    trained.mixed_version = saved.mixed_version
+    trained.staleness = Counter(dict(saved.staleness))
+
+
+def _load_turns(saved: SavedTurns, core: Core) -> None:
+    book = core.turns
+    book.live_version = saved.live_version
+    book.next_handle = saved.next_handle
+    book.streams = dict(saved.streams)
+    running = core.groups.running
+    book.waiting = {running[rid][0].turns[-1]: priority for rid, priority in saved.waiting}
+    for each in saved.engines:
+        engine = EngineTurns(each.weight_version, each.max_running_turns, epoch=each.epoch)
+        engine.missing, engine.replay_until = each.missing, each.replay_until
+        engine.is_away, engine.speed = each.is_away, each.speed
+        for s in each.submissions:
+            turn = running[s.rollout_id][0].turns[-1]
+            engine.submissions[s.handle] = Submission(turn, s.priority, s.sampled_before)
+            turn.place = (each.name, s.handle)
+        book.engines[each.name] = engine

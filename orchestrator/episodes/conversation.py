@@ -1,0 +1,274 @@
+"""Which tokens does a conversation add to a context? Only what follows what the model said.
+
+An agent sends all messages each time. Rendering and tokenising all of them would give other tokens
+than those that the model produced, so of a turn of before the engine's own ids are kept, and what
+the chat template adds after it (the end of the turn, observations, the next header) is appended.
+Where the template or the agent shows the past otherwise than it was, that is another context: the
+episode forks, and the new row says why. Of engines and rewards it knows nothing.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tidegate.errors import ChatRefused
+from tidegate.orchestrator.episodes.chat_template import PLACEHOLDER, Message, read_chat_template
+from tidegate.orchestrator.episodes.messages_seen import keys, plain_messages
+from tidegate.orchestrator.episodes.tool_calls import Reply, parse_reply
+from tidegate.orchestrator.weights.model_files import ModelFiles
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.episodes.episode import Episode
+    from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
+
+Tools = Sequence[Mapping[str, Any]]
+"""As OpenAI's API has them: ``{"type": "function", "function": {"name": …, …}}``."""
+
+log = logging.getLogger("tidegate")
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """A turn of the model's, and all that was there before it."""
+
+    row: "Episode"
+    tokens: int
+    """Of the row's context, up to and with the turn."""
+    prompt: str
+    """What the template made of the messages before it: the model went on from there."""
+    content: str
+    has_tool_calls: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A row whose next turn answers these messages."""
+
+    row: "Episode"
+    messages: list[dict[str, Any]]
+    tools: list[str]
+    prompt: str
+
+
+class Conversation:
+    """An episode that is asked for turns with messages. Several at once, and any number of threads
+    of messages: each that goes on from another turn's end stays in its row."""
+
+    def __init__(self, episode: "Episode", model: ModelFiles) -> None:
+        """Raises ModelError if the model has no chat template."""
+        self._episode = episode
+        self._model = model
+        self._template = read_chat_template(model.path)
+        self._said: dict[bytes, _Said] = {}
+        """By the messages up to and with it."""
+        self._seen: set[bytes] = set()
+        """All that was ever asked for, and each beginning of it."""
+        self.forks: Counter[str] = Counter()
+        """Rows begun beside the first, by reason."""
+
+    async def generate(
+        self, messages: object, tools: Tools | None, **options: Any
+    ) -> "GeneratedTurn":
+        """Have the model speak next; ``options`` are those of :meth:`Episode.generate`.
+
+        Raises:
+            ChatRefused: there is no prompt for these messages.
+        """
+        return await self.generate_from(self.prepare(messages, tools), options)
+
+    def prepare(self, messages: object, tools: Tools | None) -> "Prepared":
+        """Give a row what these messages add to it; a turn is to be asked for there next.
+
+        Raises:
+            ChatRefused: there is no prompt for these messages.
+        """
+        plain = plain_messages(messages)
+        names = tool_names(tools)
+        prompt = self._template.render(plain, tools)
+        row = self._row_for(plain, tools, prompt)
+        row.reserve()
+        return Prepared(row, plain, names, prompt)
+
+    async def generate_from(
+        self, prepared: "Prepared", options: Mapping[str, Any]
+    ) -> "GeneratedTurn":
+        """Have the model speak where that was prepared."""
+        row, messages = prepared.row, prepared.messages
+        turn = await row.generate(**options)
+        reply = parse_reply(self._words(turn, options), prepared.tools)
+        turn.message = _message(reply, f"{row.rollout_id}-{turn.number}")
+        key = keys([*messages, *plain_messages([turn.message])])[-1]
+        has_calls = bool(reply.tool_calls)
+        self._said[key] = _Said(row, row.num_tokens, prepared.prompt, reply.content, has_calls)
+        return turn
+
+    def prompt_tokens(self, messages: object, tools: Tools | None) -> list[int]:
+        """What these messages are as a context of their own."""
+        return self._encode(self._template.render(plain_messages(messages), tools))
+
+    # ------------------------------------------------------------ which row, and what it gets
+
+    def _row_for(
+        self, messages: list[dict[str, Any]], tools: Tools | None, prompt: str
+    ) -> "Episode":
+        """A row whose context is now what these messages say."""
+        digests = keys(messages)
+        why = self._why_anew(digests)
+        self._seen.update(digests)
+        for place in range(len(messages) - 2, -1, -1):
+            said = self._said.get(digests[place])
+            if said is None:
+                continue
+            added = self._added(said, messages, place + 1, tools, prompt)
+            if added is not None:
+                return self._go_on(said, self._encode(added))
+            why = (
+                "template_rewrote: the chat template, or other tools, show what was before "
+                f"message {place + 1} otherwise than the model saw and said it"
+            )
+            break
+        return self._begin(self._encode(prompt), why)
+
+    def _go_on(self, said: _Said, added: list[int]) -> "Episode":
+        row = said.row
+        last = row.token_ids[said.tokens - 1 : said.tokens]
+        if added[:1] == last:  # the engine has sampled the end of the turn itself
+            added = added[1:]
+        if row.is_idle and row.num_tokens == said.tokens:
+            row.append(added)
+            return row
+        context = [*row.token_ids[: said.tokens], *added]
+        return self._fork(row, context, "resampled: its row has gone on from here in another way")
+
+    def _begin(self, context: list[int], why: str) -> "Episode":
+        episode = self._episode
+        if episode.is_idle and not episode.num_tokens:
+            episode.append(context)
+            return episode
+        return self._fork(episode, context, why)
+
+    def _fork(self, row: "Episode", context: list[int], why: str) -> "Episode":
+        self.forks[why.partition(":")[0]] += 1
+        branch = row.branch(context, why)
+        log.info("rollout=%d forks into %d, %s", row.rollout_id, branch.rollout_id, why)
+        return branch
+
+    def _why_anew(self, digests: list[bytes]) -> str:
+        """Why these messages would begin a row, if no turn of before is found in them."""
+        known = sum(digest in self._seen for digest in digests)
+        if known == len(digests):
+            return "resampled: the same messages were asked for before"
+        if known:
+            return f"agent_rewrote: from message {known} on they are other than they were"
+        return "new_conversation: no message of before is in it"
+
+    def _added(
+        self,
+        said: _Said,
+        messages: list[dict[str, Any]],
+        start: int,
+        tools: Tools | None,
+        prompt: str,
+    ) -> str | None:
+        """What the template adds after a turn; None if it shows what was before as something else.
+
+        A second rendering, with other words in the first message after the turn, tells where that
+        message's own text begins: the turn's end is the last one before.
+        """
+        if not prompt.startswith(said.prompt):
+            return None
+        begin = len(said.prompt)
+        end_of_turn = self._template.end_of_turn.strip() or self._template.end_of_turn
+        if not end_of_turn:
+            is_there = prompt.startswith(said.content, begin) and not said.has_tool_calls
+            return prompt[begin + len(said.content) :] if is_there else None
+        first = messages[start]
+        other = PLACEHOLDER if first["content"].lstrip()[:1] != PLACEHOLDER[0] else "0"
+        try:
+            changed = [*messages[:start], {**first, "content": other}, *messages[start + 1 :]]
+            common = _common(prompt, self._template.render(changed, tools))
+        except ChatRefused:
+            return None
+        end = common.rfind(end_of_turn, begin)
+        shown, words = _squeezed(prompt[begin:end]), _squeezed(said.content)
+        is_same = shown.startswith(words) if said.has_tool_calls else shown == words
+        return prompt[end:] if end >= begin and is_same else None
+
+    # ------------------------------------------------------------ tokens and words
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._model.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _words(self, turn: "GeneratedTurn", options: Mapping[str, Any]) -> str:
+        """Without what ended it."""
+        stops = options.get("stop_token_ids")
+        stops = self._model.stop_token_ids if stops is None else stops
+        ids = turn.token_ids
+        if turn.finish_reason != "stop" or not ids:
+            return turn.text
+        if ids[-1] in stops:
+            return str(self._model.tokenizer.decode(ids[:-1], skip_special_tokens=True))
+        places = [turn.text.rfind(stop) for stop in options.get("stop_strings") or ()]
+        ends = [place for place in places if place >= 0]
+        return turn.text[: min(ends)] if ends else turn.text
+
+
+def tool_names(tools: object) -> list[str]:
+    """The names of tools in OpenAI's form.
+
+    Raises:
+        ChatRefused: they are in another form.
+    """
+    if tools is None:
+        return []
+    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
+        raise ChatRefused("tools must be a list")
+    names: list[str] = []
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ChatRefused(f"tools[{number}] must have a function with a name")
+        names.append(function["name"])
+    return names
+
+
+def _message(reply: Reply, turn_name: str) -> dict[str, Any]:
+    """In the form of OpenAI's API, to be sent back with the next messages."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+    if reply.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{turn_name}-{number}",
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": json.dumps(call.arguments, ensure_ascii=False),
+                },
+            }
+            for number, call in enumerate(reply.tool_calls)
+        ]
+    return message
+
+
+def _common(one: str, other: str) -> str:
+    """The beginning that they share; by halving, for a loop over a long prompt takes a while."""
+    known, end = 0, min(len(one), len(other))
+    while known < end:
+        middle = (known + end + 1) // 2
+        if one[known:middle] == other[known:middle]:
+            known = middle
+        else:
+            end = middle - 1
+    return one[:known]
+
+
+def _squeezed(text: str) -> str:
+    """Templates trim what was said, and break lines around it."""
+    return "".join(text.split())
+
+
+__all__ = ["Conversation", "Message", "Tools", "tool_names"]

@@ -1,0 +1,394 @@
+"""What does a user's episode talk to? One rollout's context, and the model that continues it.
+
+    async def solve(episode: Episode, task: Task) -> float:
+        episode.append(task.question)
+        turn = await episode.generate(max_tokens=32)
+        return grade(turn.text, task)
+
+The context only grows: prompts and observations by :meth:`Episode.append`, what the model says by
+:meth:`Episode.generate`. So the tokens that are trained are exactly those the engine produced.
+Where an episode wants more than one context, it forks: each branch is a row of its own.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Unpack
+
+import msgspec
+
+from tidegate.errors import RunClosed, TurnTimeout
+from tidegate.orchestrator.core.events import TurnsRewarded
+from tidegate.orchestrator.core.rollout import Rollout, Turn, token_array
+from tidegate.orchestrator.episodes.chat_template import Message
+from tidegate.orchestrator.episodes.conversation import Conversation, Tools
+from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
+from tidegate.orchestrator.episodes.recollection import Recollection
+from tidegate.orchestrator.episodes.sampling_options import SamplingOptions, sampling_params
+from tidegate.orchestrator.weights.model_files import ModelFiles
+from tidegate.transport.messages import SamplingParams
+
+BITS_64 = (1 << 64) - 1
+
+
+class Generating(Protocol):
+    """Who has the model continue a rollout's context."""
+
+    def ask(self, rollout: Rollout, sampling: SamplingParams) -> Awaitable[Turn]:
+        """A new turn, asked for now, once it has ended."""
+
+    def rejoin(self, rollout: Rollout) -> Awaitable[Turn]:
+        """The turn that was going on when the run was resumed, once it has ended."""
+
+    def give_up_turn(self, rollout: Rollout) -> None:
+        """Nobody waits for what ``ask`` or ``rejoin`` gave any more."""
+
+    def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
+        """Forget what the rollout's context holds beyond so many turns and tokens."""
+
+    def fork(self, rollout: Rollout, reason: str) -> Rollout:
+        """Another row for this one's episode, with nothing in it yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What ``generate`` uses where it isn't told."""
+
+    max_tokens: int
+    temperature: float
+    seed: int
+    """Of the run."""
+    adapter: str = ""
+
+
+class Episode:
+    """One attempt at a task, or a branch of one. It takes one turn at a time; branches, theirs."""
+
+    __slots__ = (
+        "__weakref__",
+        "_conversation",
+        "_defaults",
+        "_generating",
+        "_is_generating",
+        "_is_over",
+        "_is_reserved",
+        "_model",
+        "_past",
+        "_past_branches",
+        "_rollout",
+        "_salt",
+        "_turns",
+        "branches",
+    )
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        model: ModelFiles,
+        generating: Generating,
+        defaults: SamplingDefaults,
+        *,
+        parent: "Episode | None" = None,
+    ) -> None:
+        """``parent``: of a branch, what it was forked from."""
+        self._salt: int = 0 if parent is None else _mixed(parent._salt + len(parent.branches) + 1)
+        """Tells a branch's random numbers from others'; made of its place, the same in any run."""
+        self.branches: list[Episode] = []
+        """Forked from this one, in order."""
+        self._turns: list[GeneratedTurn] = []
+        self._conversation: Conversation | None = None
+        self._rollout = rollout
+        self._model = model
+        self._generating = generating
+        self._defaults = defaults
+        self._past = Recollection(rollout) if rollout.turns else None
+        """After a resume, until what happened before has happened again."""
+        self._past_branches = list(rollout.branches)
+        """After a resume: those not forked again yet."""
+        self._is_generating = False
+        self._is_over = False
+        self._is_reserved = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The context so far, copied."""
+        past = self._past
+        return (
+            self._rollout.token_ids[: past.tokens] if past else self._rollout.token_ids
+        ).tolist()
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the context so far."""
+        return self._past.tokens if self._past else len(self._rollout.token_ids)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no turn is being generated, or about to be."""
+        return not self._is_generating and not self._is_reserved
+
+    def reserve(self) -> None:
+        """Its next turn is about to be asked for: nobody else is to go on from here."""
+        self._is_reserved = True
+
+    @property
+    def rollout_id(self) -> int:
+        """As in trajectories.parquet; a branch has its own."""
+        return self._rollout.rollout_id
+
+    def encode(self, text: str) -> list[int]:
+        """A text as tokens, none added."""
+        ids: list[int] = self._model.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Tokens as text, special ones left out."""
+        return str(self._model.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def row_from(self, context: Sequence[int]) -> "Episode":
+        """A row with exactly this context: the one that it goes on from, or a new branch."""
+        context = list(context)
+        for row in sorted(self.rows, key=lambda row: -row.num_tokens):
+            known = row.num_tokens
+            if row.is_idle and known <= len(context) and row.token_ids == context[:known]:
+                row.append(context[known:])
+                row.reserve()
+                return row
+        branch = self.branch(context, "new_context: it goes on from no row's end")
+        branch.reserve()
+        return branch
+
+    @property
+    def rows(self) -> "Iterator[Episode]":
+        """This one and its branches, and theirs."""
+        yield self
+        for branch in self.branches:
+            yield from branch.rows
+
+    @property
+    def conversation(self) -> Conversation:
+        """What ``generate(messages=…)`` keeps of them.
+
+        Raises:
+            ModelError: the model has no chat template.
+        """
+        if self._conversation is None:
+            self._conversation = Conversation(self, self._model)
+        return self._conversation
+
+    @property
+    def index(self) -> int:
+        """Place of this rollout in its group."""
+        return self._rollout.index
+
+    @property
+    def group_id(self) -> int:
+        """Number of the group, which all attempts at one task share; a resumed run keeps it."""
+        return self._rollout.group_id
+
+    def append(self, content: str | Sequence[int]) -> None:
+        """Add given text or tokens (a prompt, an observation) to the context; never trained on."""
+        self._refuse_if_over()
+        if self._is_generating:
+            raise RuntimeError("the context can't be appended to while a turn is generated")
+        if isinstance(content, str):
+            content = self._model.tokenizer.encode(content, add_special_tokens=False).ids
+        given = token_array(content)
+        if self._past is not None and self._past.follows(given):
+            return
+        self._forget_the_past()
+        self._rollout.extend(given)
+
+    def fork(self) -> "Episode":
+        """A branch: it has this context, and from here on goes a way of its own.
+
+        It is for sub-agents, and for trying several ways at once: branches generate side by side.
+        Each with a turn is a row in the trainer's batch, with this rollout's reward and advantage.
+        What was sampled before the fork is trained once, here: to the branch it was given. Branches
+        end with the rollout; an episode waits for those that it wants to hear of.
+        """
+        if self._is_generating:
+            raise RuntimeError("fork before a turn is generated, or when it has ended")
+        return self.branch(self.token_ids, "asked")
+
+    def branch(self, context: Sequence[int], reason: str) -> "Episode":
+        """As :meth:`fork`, but with another context; ``reason`` is recorded."""
+        self._refuse_if_over()
+        if self._past_branches:
+            row = self._past_branches.pop(0)
+        else:
+            row = self._generating.fork(self._rollout, reason)
+        branch = Episode(row, self._model, self._generating, self._defaults, parent=self)
+        self.branches.append(branch)
+        branch.append(context)
+        return branch
+
+    async def generate(
+        self,
+        *,
+        messages: Sequence[Message] | None = None,
+        tools: Tools | None = None,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        stop_token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> GeneratedTurn:
+        """Have the model continue the context, and append what it says.
+
+        ``options`` are those of :class:`SamplingOptions`: penalties, stop strings, processors and
+        more. There is no ``n``: a group is ``group_size`` samples of its prompt already.
+
+        With ``messages`` it is asked as OpenAI's API is: with the whole conversation each time,
+        rendered by the model's chat template, and ``turn.message`` to be added to it. What the
+        model said before stays the tokens that it was; see :mod:`conversation` for what forks.
+
+        Cancelled, or after ``timeout_s``, the engine stops; what it has sampled stays in the
+        context.
+
+        Raises:
+            TurnTimeout: it took longer than ``timeout_s``.
+            TurnRefused: no engine could ever serve this, e.g. the context is too long.
+            RuntimeError: a turn of this episode is being generated, or the context is empty.
+        """
+        self._refuse_if_over()
+        if messages is not None:
+            return await self.conversation.generate(
+                messages,
+                tools,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                stop_token_ids=stop_token_ids,
+                timeout_s=timeout_s,
+                **options,
+            )
+        self._is_reserved = False
+        if self._is_generating:
+            raise RuntimeError("an episode takes one turn at a time; await the first generate()")
+        if not self.num_tokens:
+            raise RuntimeError("the context is empty; append a prompt first")
+        sampling = sampling_params(
+            self._defaults.max_tokens if max_tokens is None else max_tokens,
+            self._defaults.temperature if temperature is None else temperature,
+            top_k,
+            top_p,
+            self._model.stop_token_ids if stop_token_ids is None else stop_token_ids,
+            options,
+        )
+        return await self._sample(self._completed(sampling, options), timeout_s)
+
+    def _completed(self, sampling: SamplingParams, options: SamplingOptions) -> SamplingParams:
+        """With the run's adapter and the turn's own seed, where the episode names none."""
+        if self._defaults.adapter and "adapter" not in options:
+            sampling = msgspec.structs.replace(sampling, adapter=self._defaults.adapter)
+        if "seed" not in options:
+            sampling = msgspec.structs.replace(sampling, seed=self._next_seed())
+        return sampling
+
+    async def _sample(self, sampling: SamplingParams, timeout_s: float | None) -> GeneratedTurn:
+        self._is_generating = True
+        try:
+            if timeout_s is None:
+                turn = await self._next_turn(sampling)
+            else:
+                turn = await self._turn_within(timeout_s, sampling)
+        finally:
+            self._is_generating = False
+        generated = GeneratedTurn(turn, self._model.tokenizer)
+        self._turns.append(generated)
+        return generated
+
+    async def _turn_within(self, timeout_s: float, sampling: SamplingParams) -> Turn:
+        clock = asyncio.timeout(timeout_s)
+        try:
+            async with clock:
+                return await self._next_turn(sampling)
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            raise TurnTimeout(timeout_s=timeout_s, tokens=self._rollout.turns[-1].length) from None
+
+    async def _next_turn(self, sampling: SamplingParams) -> Turn:
+        try:
+            if self._past is not None:
+                return await self._turn_again(self._past, sampling)
+            return await self._generating.ask(self._rollout, sampling)
+        except asyncio.CancelledError:
+            self._generating.give_up_turn(self._rollout)
+            raise
+
+    def end(self) -> None:
+        """The episode has returned: what it left running in the background changes nothing.
+
+        If it did so before it had come to where it was before a crash, the rest is forgotten.
+        """
+        if self._is_over:
+            return
+        for branch in self.branches:
+            branch.end()
+        for unforked in self._past_branches:
+            for row in unforked.rows:
+                self._generating.cut(row, turns=0, tokens=0)
+        self._forget_the_past()
+        self._is_over = True
+
+    def turn_rewards(self) -> Iterator[TurnsRewarded]:
+        """What single turns were rewarded with, of this row and its branches."""
+        rewards = tuple((t.number, t.reward) for t in self._turns if t.reward is not None)
+        if rewards:
+            yield TurnsRewarded(self._rollout.rollout_id, rewards)
+        for branch in self.branches:
+            yield from branch.turn_rewards()
+
+    def _next_seed(self) -> int:
+        """A turn of the past keeps its own: its group has another number since, if it was split."""
+        if self._past is not None:
+            return self._past.next_seed
+        seed = self._defaults.seed + self._salt
+        return _seed(seed, self._rollout, len(self._rollout.turns))
+
+    async def _turn_again(self, past: Recollection, sampling: SamplingParams) -> Turn:
+        """A turn of the past, if the episode is still there; else a new one."""
+        turn = past.next_turn(sampling)
+        if turn is None:
+            self._forget_the_past()
+            return await self._generating.ask(self._rollout, sampling)
+        if turn.finish_reason is None:
+            turn = await self._generating.rejoin(self._rollout)
+        past.lived_through(turn)
+        if past.is_over:
+            self._past = None
+        return turn
+
+    def _forget_the_past(self) -> None:
+        past, self._past = self._past, None
+        if past is not None:
+            self._generating.cut(self._rollout, turns=past.turns, tokens=past.tokens)
+
+    def _refuse_if_over(self) -> None:
+        if self._is_over:
+            raise RunClosed("the episode has returned; its context is settled")
+
+
+def _seed(run_seed: int, rollout: Rollout, turn: int) -> int:
+    """A 63-bit seed for a turn of the rollout: splitmix64's finaliser over what names it.
+
+    Its name is its group, its place there and the turn: the same in every run with these tasks.
+    Each part has an odd factor of its own (fractions of the golden ratio, sqrt 2 and sqrt 3), so
+    that no two small names meet in one number.
+    """
+    x = run_seed + rollout.group_id * 0x9E3779B97F4A7C15
+    x += rollout.index * 0x6A09E667F3BCC909 + turn * 0xBB67AE8584CAA73B
+    return _mixed(x) >> 1
+
+
+def _mixed(x: int) -> int:
+    """splitmix64's finaliser."""
+    x &= BITS_64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS_64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & BITS_64
+    return x ^ (x >> 31)

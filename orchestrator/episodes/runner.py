@@ -1,0 +1,297 @@
+"""How do users' episodes run? One task per rollout, whose end becomes one event.
+
+It waits and contains: whatever an episode raises costs its rollout and no other. What that means
+for groups and batches is the core's to decide.
+"""
+
+import asyncio
+import contextlib
+import logging
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidegate.errors import EpisodeError, RunClosed
+from tidegate.orchestrator.config import RunSettings
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.episodes.deadlines import Deadlines
+from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.episodes.generated_turn import checked_reward
+from tidegate.orchestrator.episodes.stepped_tasks import Rounds, SteppedFuture, SteppedTask
+from tidegate.orchestrator.waiting import Waiting, fail
+from tidegate.orchestrator.weights.model_files import ModelFiles
+from tidegate.transport.messages import SamplingParams
+
+EpisodeFunction = Callable[[Episode, Any], Awaitable[float]]
+"""A user's episode: gets the context and a task, returns the reward."""
+
+EPISODE_FAILURES_MAX = 100
+"""So many failed episodes in a row, without one success, end the run: the code is wrong, not a
+task. Fewer would let one bad batch of tasks end it."""
+
+EPISODE_IS_OVER = "the episode has returned; its rollout can't go on"
+
+ENDED_REMEMBERED = 256
+"""Enough to tell a program that keeps every episode from one that keeps a few."""
+
+log = logging.getLogger("tidegate")
+
+
+@dataclass(slots=True)
+class LeftBehind:
+    """What should be gone once its episode is over."""
+
+    stubborn: set[int] = field(default_factory=set)
+    """Rollouts that were given up while their episode goes on, deaf to being cancelled."""
+    ended: deque[weakref.ref[Episode]] = field(
+        default_factory=lambda: deque(maxlen=ENDED_REMEMBERED)
+    )
+    """The episodes that ended last."""
+
+
+class EpisodeTask(SteppedTask):
+    """One episode."""
+
+    __slots__ = ("_function", "_runner", "_task", "episode", "rollout")
+
+    def __init__(
+        self, runner: "EpisodeRunner", rollout: Rollout, task: object, function: EpisodeFunction
+    ) -> None:
+        super().__init__(runner.rounds)
+        self._runner = runner
+        self.rollout = rollout
+        self._task = task
+        self._function = function
+        self.episode: Episode | None = None
+        """None until it has begun."""
+
+    def begin(self) -> Coroutine[Any, Any, Any]:
+        """Call the user's function."""
+        episode = self.episode = self._runner.opened(self)
+        playing = self._function(episode, self._task)
+        return playing if asyncio.iscoroutine(playing) else _awaited(playing)
+
+    def end(self, value: object, error: BaseException | None) -> None:
+        """As :meth:`EpisodeRunner.ended`."""
+        self._runner.ended(self, value, error)
+
+    def get_name(self) -> str:
+        """By its rollout."""
+        return f"rollout {self.rollout.rollout_id}"
+
+
+def _reward(value: object) -> float | BaseException:
+    """What an episode has returned, or what is wrong with that."""
+    try:
+        return checked_reward(value)
+    except Exception as error:  # noqa: BLE001 - a user's type may raise anything
+        return error
+
+
+async def _awaited(playing: Awaitable[object]) -> object:
+    return await playing
+
+
+class EpisodeRunner:
+    """Runs the episodes of a run, on its event loop."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        model: ModelFiles,
+        waiting: Waiting,
+        handle: Callable[[Iterable[ev.Event]], None],
+        on_error: Callable[[BaseException], None],
+        on_over: Callable[[Rollout], None] = lambda rollout: None,
+    ) -> None:
+        """``handle`` feeds events to the core; ``on_error`` hears what the run can't go on after,
+        such as one failed episode too many; ``on_over`` of rollouts that ask for no more turns,
+        maybe twice."""
+        self._loop = asyncio.get_running_loop()
+        self.rounds = Rounds(self._loop, on_error)
+        self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up)
+        self._defaults = SamplingDefaults(
+            settings.max_tokens, settings.temperature, settings.seed, settings.adapter
+        )
+        self._model = model
+        self._waiting = waiting
+        self._handle = handle
+        self._on_over = on_over
+        self._failures_in_a_row = 0
+        self._going: dict[int, EpisodeTask] = {}
+        """By rollout."""
+        self._is_ending = False
+        self.left = LeftBehind()
+        self._forked: Rollout | None = None
+        self._broken: EpisodeError | None = None
+        """Why no other episode is to begin."""
+
+    def stand_still(self, is_still: bool) -> None:
+        """No episode's time runs while engines are paused: it would wait for them in vain."""
+        change = self._deadlines.stand_still if is_still else self._deadlines.go_on
+        change(self._loop.time())
+
+    def begin(self, rollout: Rollout, task: object, function: EpisodeFunction) -> None:
+        """Start one episode."""
+        if not self._is_ending:
+            self._going[rollout.rollout_id] = EpisodeTask(self, rollout, task, function)
+
+    def stop(self, rollout: Rollout) -> None:
+        """Cancel the episode of a rollout that is given up; whatever it says changes nothing."""
+        task = self._going.get(rollout.rollout_id)
+        if task is not None:
+            self.left.stubborn.add(rollout.rollout_id)  # until it has ended
+            self._deadlines.cut_short(task)
+        self._on_over(rollout)
+
+    async def end(self) -> None:
+        """Cancel every episode, and return once all have ended; none begins any more."""
+        self._is_ending = True
+        for task in list(self._going.values()):
+            task.cancel()
+        while self._going:
+            with contextlib.suppress(asyncio.CancelledError):  # who cancels this waits for them too
+                await asyncio.wait(self._going.values())
+
+    def opened(self, task: "EpisodeTask") -> Episode:
+        """What a task's function talks to; from now on its time runs.
+
+        Raises:
+            CancelledError: it was stopped already.
+            EpisodeError: no other episode is to begin.
+        """
+        if task.rollout.rollout_id in self.left.stubborn:
+            raise asyncio.CancelledError
+        if self._broken is not None:
+            raise self._broken
+        episode = Episode(task.rollout, self._model, self, self._defaults)
+        self._deadlines.begin(task, (task.rollout, episode))
+        return episode
+
+    def ended(self, task: "EpisodeTask", value: object, error: BaseException | None) -> None:
+        """A task has come to its end.
+
+        Raises:
+            EpisodeError: it was one failure too many.
+        """
+        number = task.rollout.rollout_id
+        try:
+            event = self._said(task, value, error)
+            # Cancelled for its rollout was given up, or for the run ends: what it says is void.
+            if event is not None and not (number in self.left.stubborn or self._is_ending):
+                assert task.episode is not None
+                self._handle([*task.episode.turn_rewards(), event])
+        finally:
+            self.left.stubborn.discard(number)
+            del self._going[number]
+            self._on_over(task.rollout)
+
+    def _said(
+        self, task: "EpisodeTask", value: object, error: BaseException | None
+    ) -> ev.Event | None:
+        """What a task's end means to its rollout; nothing, if it never began."""
+        if task.episode is None:  # it never began
+            if error is not None and not isinstance(error, asyncio.CancelledError):
+                raise error
+            return None
+        reward = _reward(value) if error is None else error
+        event: ev.Event
+        if isinstance(reward, float):
+            self._deadlines.end(task)
+            event = ev.EpisodeReturned(task.rollout.rollout_id, reward)
+            self._failures_in_a_row = 0
+        elif isinstance(reward, (Exception, asyncio.CancelledError)):
+            event = self._failed(task, reward)
+        else:
+            raise reward
+        if not self._is_ending:  # else a resumed run goes on with what is unfinished
+            self._settle(task.episode)
+        return event
+
+    def _failed(self, task: "EpisodeTask", error: BaseException) -> ev.Event:
+        rollout = task.rollout
+        was_too_long = self._deadlines.end(task)
+        reason = "episode_error"
+        if isinstance(error, asyncio.CancelledError) and was_too_long:
+            reason, late = "episode_timeout", TimeoutError("it took too long")
+            late.__cause__, error = error, late
+        if not (rollout.rollout_id in self.left.stubborn or self._is_ending):
+            self._count_failure(rollout, error)
+        return ev.EpisodeFailed(rollout.rollout_id, reason)
+
+    def _settle(self, episode: Episode) -> None:
+        episode.end()
+        self.left.ended.append(weakref.ref(episode))
+        for row in episode.rows:  # its rollout has left those out that have no tokens
+            if left := self._waiting.turns.pop(row.rollout_id, None):
+                fail(left, RunClosed(EPISODE_IS_OVER))
+
+    def _give_up(self, episode_of: tuple[Rollout, Episode]) -> None:
+        """Go on without an episode that goes on after it was cancelled at its deadline."""
+        rollout, episode = episode_of
+        self._settle(episode)
+        if rollout.rollout_id in self.left.stubborn:
+            return  # it was stopped, and the core waits for it no more
+        self.left.stubborn.add(rollout.rollout_id)
+        try:
+            self._count_failure(rollout, TimeoutError("it took too long, and won't be cancelled"))
+        except EpisodeError as error:
+            self._broken = error
+        self._handle([ev.EpisodeFailed(rollout.rollout_id, "episode_timeout")])
+
+    def _count_failure(self, rollout: Rollout, error: BaseException) -> None:
+        self._failures_in_a_row += 1
+        story = "".join(traceback.format_exception(error))
+        log.warning("rollout=%d discarded, its episode failed:\n%s", rollout.rollout_id, story)
+        if self._failures_in_a_row >= EPISODE_FAILURES_MAX:
+            raise EpisodeError(
+                f"the episode failed {self._failures_in_a_row} times in a row without one "
+                f"success; the last time with {type(error).__name__}: {error}"
+            ) from error
+
+    # ------------------------------------------------------------ what episodes ask for
+
+    def ask(self, rollout: Rollout, sampling: SamplingParams) -> "SteppedFuture[Turn]":
+        """A new turn of this rollout, once it has ended."""
+        self._refuse_if_given_up(rollout)
+        future = self.rejoin(rollout)
+        self._handle([ev.TurnAsked(rollout.rollout_id, sampling)])
+        return future
+
+    def rejoin(self, rollout: Rollout) -> "SteppedFuture[Turn]":
+        """The turn that this rollout has on some engine, once it has ended."""
+        future: SteppedFuture[Turn] = SteppedFuture(self._loop)
+        self._waiting.turns[rollout.rollout_id] = future
+        return future
+
+    def fork(self, rollout: Rollout, reason: str) -> Rollout:
+        """Another row for this one's episode, with nothing in it yet."""
+        self._refuse_if_given_up(rollout)
+        self._handle([ev.RolloutForked(rollout.rollout_id, reason)])
+        if self._forked is None:
+            raise RunClosed(EPISODE_IS_OVER)
+        row, self._forked = self._forked, None
+        return row
+
+    def forked(self, row: Rollout) -> None:
+        """The core has made the row that :meth:`fork` asks for."""
+        self._forked = row
+
+    def _refuse_if_given_up(self, rollout: Rollout) -> None:
+        if rollout.root.rollout_id in self.left.stubborn:
+            raise RunClosed("this rollout was given up; its episode was cancelled, and must end")
+
+    def give_up_turn(self, rollout: Rollout) -> None:
+        """Who asked for this rollout's turn doesn't wait for it any more."""
+        self._waiting.turns.pop(rollout.rollout_id, None)
+        self._handle([ev.TurnGivenUp(rollout.rollout_id)])
+
+    def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
+        """Forget what the rollout's context holds beyond so many turns and tokens."""
+        if rollout.root.rollout_id in self.left.stubborn:
+            return  # it is settled
+        self._handle([ev.RolloutCut(rollout.rollout_id, turns, tokens, "went_another_way")])

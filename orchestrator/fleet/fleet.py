@@ -1,0 +1,381 @@
+"""Which engines are there, and what do they say? From frames to events; time is an argument.
+
+It owns the handshake, the acknowledgements and the heartbeats. It knows messages and engines; not
+rollouts or batches, and no socket: it is given one to send with.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tidegate.errors import BadFrame
+from tidegate.orchestrator.config import RunSettings
+from tidegate.orchestrator.core.events import EngineJoined, EngineLeft, Event, TurnRejected
+from tidegate.orchestrator.fleet.engine_record import Engine
+from tidegate.orchestrator.statistics import EngineStatistics
+from tidegate.orchestrator.turns.step_checks import check_step, step_arrived
+from tidegate.transport.limits import cut
+from tidegate.transport.messages import (
+    PROTOCOL,
+    Ack,
+    Complaint,
+    EngineHeartbeat,
+    FromEngine,
+    Goodbye,
+    Hello,
+    Message,
+    OrchestratorHeartbeat,
+    Refused,
+    Step,
+    TurnRefused,
+    WeightsLive,
+    Welcome,
+    decode_from_engine,
+)
+from tidegate.transport.patience import Patience
+from tidegate.transport.streams import ReceiveWindow, Verdict
+
+ENGINE_NAME_BYTES_MAX = 200
+"""ZeroMQ identities are at most 255 bytes."""
+
+ENGINES_MAX = 4096
+"""More than one process can hear; a peer that joins under ever new names is stopped there."""
+
+REMEMBERED_MAX = 1000
+"""Engines that left or were refused; the oldest are forgotten."""
+
+ANSWERS_PER_S_MAX = 32
+"""Complaints and refusals to one peer, and remarks of it; the rest is only counted."""
+
+HELLOS_PER_S_MAX = 8
+"""Of one peer. Each may have to be answered by all that it is to do."""
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetTimes:
+    """Intervals the fleet works by."""
+
+    heartbeat_interval_s: float
+    engine_timeout_s: float
+    orchestrator_timeout_s: float
+    credit_steps: int
+
+    @classmethod
+    def of(cls, settings: RunSettings) -> "FleetTimes":
+        """Those that a run was given."""
+        return cls(
+            heartbeat_interval_s=settings.heartbeat_interval_s,
+            engine_timeout_s=settings.engine_timeout_s,
+            orchestrator_timeout_s=settings.orchestrator_timeout_s,
+            credit_steps=settings.credit_steps,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine says of weights and pauses: the coordinator's business."""
+
+    engine: str
+    message: FromEngine
+
+
+@dataclass(frozen=True, slots=True)
+class DueAck:
+    """An acknowledgement that waits until what it confirms is safe."""
+
+    engine: str
+    epoch: int
+    seq: int
+
+
+Heard = list[Event | Answer]
+"""What a batch of frames meant, in order."""
+
+
+class Fleet:
+    """The engines of a run."""
+
+    def __init__(
+        self,
+        times: FleetTimes,
+        send: Callable[[bytes, Message], bool],
+        *,
+        is_deterministic: bool = False,
+    ) -> None:
+        """An ``is_deterministic`` one takes only engines that are."""
+        self._times = times
+        self._is_deterministic = is_deterministic
+        self._send = send
+        self.engines: dict[str, Engine] = {}
+        self.malformed_frames = 0
+        self.prefilled_tokens = 0
+        """Context positions of all prefills so far, of engines that left too."""
+        self.cached_tokens = 0
+        """Of them, those that engines had computed before."""
+        self.refused_engines: dict[str, str] = {}
+        """Name -> why it could not join."""
+        self.departed: dict[str, str] = {}
+        """Name -> why it left."""
+        self._given_up: dict[str, Engine] = {}
+        """Those that left, by name: one that was only silent comes back in mid-stream."""
+        self._streams: Mapping[str, tuple[int, int]] = {}
+        """Engine -> (epoch, next seq), of the process that this one goes on for."""
+        self._expected: dict[str, float] = {}
+        """Engines of that process, and until when they may come back."""
+        self._acks: dict[str, DueAck] = {}
+        """By engine: up to where its steps were heard, and it wasn't told."""
+        self._next_tick_s: float | None = None
+        """When :meth:`tick` is to be called again."""
+        self.newest_version = 0
+        """Of the weights published; an engine that serves newer ones is of another run."""
+        self._answers = Patience(answers_max=ANSWERS_PER_S_MAX, interval_s=1.0)
+        self._hellos = Patience(answers_max=HELLOS_PER_S_MAX, interval_s=1.0)
+
+    def resume(self, streams: Mapping[str, tuple[int, int]], away: list[str], now_s: float) -> None:
+        """Go on for a process that has crashed: its engines are to come back, with their steps."""
+        self._streams = dict(streams)
+        self._expected = dict.fromkeys(away, now_s + self._times.engine_timeout_s)
+
+    def take_acks(self) -> list[DueAck]:
+        """What to tell engines once all that was heard so far is safe."""
+        acks, self._acks = self._acks, {}
+        return list(acks.values())
+
+    def acknowledge(self, acks: list[DueAck]) -> None:
+        """Tell them, except who has been replaced by another process since."""
+        for ack in acks:
+            engine = self.engines.get(ack.engine)
+            if engine is not None and engine.hello.epoch == ack.epoch:
+                self.send(ack.engine, Ack(seq=ack.seq))
+
+    # ------------------------------------------------------------ outgoing
+
+    def send(self, engine: str, message: Message) -> None:
+        """Send a message to an engine; to a vanished one it is dropped, its loss is noticed."""
+        self._send(engine.encode(), message)
+
+    def takes_turns_together(self, engine: str) -> bool:
+        """Whether an engine has said that it knows ``SubmitTurns``."""
+        known = self.engines.get(engine)
+        return known is not None and known.hello.takes_turns_together
+
+    def tick(self, now_s: float) -> list[Event]:
+        """Send heartbeats; notice who has been silent for too long."""
+        events: list[Event] = []
+        deaf_s = self._deaf_s(now_s)
+        for name, engine in list(self.engines.items()):
+            engine.heard_s += deaf_s
+            silent_s = now_s - engine.heard_s
+            if silent_s > self._times.engine_timeout_s:
+                engine.may_return = True
+                events += self.lose(name, f"said nothing for {silent_s:.0f} s")
+            elif now_s - (engine.stuck_since_s or now_s) > self._times.engine_timeout_s:
+                events += self.lose(name, "its steps can't be read, or one of them is missing")
+            else:
+                self.send(name, OrchestratorHeartbeat())
+        for name in [name for name, until_s in self._expected.items() if now_s > until_s]:
+            del self._expected[name]
+            self.departed[name] = "did not come back after the run was resumed"
+            events.append(EngineLeft(name))
+        return events
+
+    def _deaf_s(self, now_s: float) -> float:
+        """How long the user's code has kept this loop from listening: that is nobody's silence."""
+        due_s = self._next_tick_s if self._next_tick_s is not None else now_s
+        self._next_tick_s = now_s + self._times.heartbeat_interval_s
+        return max(0.0, now_s - due_s)
+
+    def lose(self, name: str, why: str) -> list[Event]:
+        """Strike an engine from the fleet."""
+        engine = self.engines.pop(name, None)
+        if engine is None:
+            return []
+        _remember(self._given_up, name, engine)
+        _remember(self.departed, name, cut(why))
+        return [EngineLeft(name)]
+
+    # ------------------------------------------------------------ incoming
+
+    def hear(self, frames: list[tuple[bytes, bytes]], now_s: float) -> Heard:
+        """Read what engines sent. A bad frame is counted, answered, and harms nobody else."""
+        heard: Heard = []
+        for peer, frame in frames:
+            try:
+                self._hear_one(peer, decode_from_engine(frame), now_s, heard)
+            except BadFrame as error:
+                self.malformed_frames += 1
+                self._answer(peer, Complaint(message=cut(str(error))), now_s)
+        return heard
+
+    def _answer(self, peer: bytes, message: Message, now_s: float) -> None:
+        """Tell a peer what is wrong with it, unless it was told too often."""
+        if self._answers.has(peer, now_s):
+            self._send(peer, message)
+
+    def _hear_one(self, peer: bytes, message: FromEngine, now_s: float, heard: Heard) -> None:
+        if isinstance(message, Hello):
+            if not self._hellos.has(peer, now_s):
+                raise BadFrame(f"more than {HELLOS_PER_S_MAX} hellos a second; wait")
+            self._welcome(peer, message, now_s, heard)
+            return
+        name = _name(peer)
+        engine = self.engines.get(name)
+        if engine is None:
+            gone = self._given_up.get(name)
+            if gone is not None and gone.may_return:  # it hung, or messages did; it is back
+                raise BadFrame(f"{name!r} {self.departed[name]} and was given up; say hello again")
+            if name in self.departed:  # its turns went elsewhere: it must end
+                self._answer(peer, Refused(message=f"given up: {self.departed[name]}"), now_s)
+                return
+            raise BadFrame(f"{name!r} sent a message before its hello was accepted")
+        engine.heard_s = now_s
+        match message:
+            case Step():
+                self._hear_step(name, engine, message, heard)
+            case EngineHeartbeat():
+                engine.running_turns = message.running_turns
+                engine.waiting_turns = message.waiting_turns
+                engine.out_of_memory_steps = message.out_of_memory_steps
+            case TurnRefused(turn=turn, message=why):
+                heard.append(TurnRejected(name, turn, cut(why)))
+            case Goodbye(reason=reason):
+                heard += self.lose(name, reason)
+            case Complaint() if not self._answers.has(peer, now_s):
+                self.malformed_frames += 1  # nobody would read so many
+            case _:
+                if isinstance(message, WeightsLive):
+                    self._hear_live(engine, message.version)
+                heard.append(Answer(name, message))
+
+    def _hear_live(self, engine: Engine, version: int) -> None:
+        if version > self.newest_version:
+            raise BadFrame(f"weights v{version} are live, but v{self.newest_version} is the newest")
+        engine.weight_version = version
+
+    def _hear_step(self, name: str, engine: Engine, step: Step, heard: Heard) -> None:
+        try:  # a bad one doesn't count as received
+            event = step_arrived(name, step, engine.hello.epoch)
+            vocab_size = engine.hello.vocab_size
+            check_step(event, vocab_size=vocab_size, newest_version=self.newest_version)
+        except BadFrame:
+            engine.stuck_since_s = engine.stuck_since_s or engine.heard_s
+            raise
+        verdict = engine.window.accept(engine.hello.epoch, step.seq)
+        if verdict is Verdict.NEW:
+            engine.count(event)
+            engine.count_drafts(step)
+            engine.stuck_since_s = None
+            for prefill in event.prefills:
+                self.prefilled_tokens += prefill.spans[-1].end
+                self.cached_tokens += prefill.cached
+            heard.append(event)
+        elif verdict is Verdict.GAP:
+            engine.stuck_since_s = engine.stuck_since_s or engine.heard_s
+        if (seq := engine.window.acknowledgement()) is not None:
+            self._acks[name] = DueAck(name, engine.hello.epoch, seq)
+
+    # ------------------------------------------------------------ handshake
+
+    def _welcome(self, peer: bytes, hello: Hello, now_s: float, heard: Heard) -> None:
+        if why := self._objection(peer, hello):
+            _remember(self.refused_engines, hello.engine[:ENGINE_NAME_BYTES_MAX], cut(why))
+            self._answer(peer, Refused(message=cut(why)), now_s)
+            return
+        held = _handles(hello)
+        known = self.engines.get(hello.engine)
+        if known is not None and known.hello.epoch != hello.epoch:
+            heard += self.lose(hello.engine, "came back as a new process")
+        before = known or self._given_up.get(hello.engine)
+        if before is not None and before.hello.epoch == hello.epoch:
+            window = before.window  # it has reconnected: its stream goes on where it was
+        else:
+            window = self._window(hello)
+        self._given_up.pop(hello.engine, None)
+        self._expected.pop(hello.engine, None)
+        self.engines[hello.engine] = Engine(hello, window, now_s, hello.weight_version)
+        self.departed.pop(hello.engine, None)
+        welcome = Welcome(
+            heartbeat_interval_s=self._times.heartbeat_interval_s,
+            orchestrator_timeout_s=self._times.orchestrator_timeout_s,
+            credit_steps=self._times.credit_steps,
+        )
+        self._send(peer, welcome)
+        joined = EngineJoined(
+            hello.engine,
+            hello.weight_version,
+            hello.max_running_turns,
+            epoch=hello.epoch,
+            held=held,
+            replay_until=hello.next_seq,
+        )
+        heard.append(joined)
+
+    def _window(self, hello: Hello) -> ReceiveWindow:
+        """The stream of a process that this one has not heard before."""
+        epoch, next_seq = self._streams.get(hello.engine, (hello.epoch, 0))
+        if epoch != hello.epoch:
+            next_seq = 0
+        start = max(next_seq, hello.first_seq)  # what was acknowledged will not come again
+        return ReceiveWindow(self._times.credit_steps, epoch=hello.epoch, next_seq=start)
+
+    def _objection(self, peer: bytes, hello: Hello) -> str | None:
+        if hello.protocol != PROTOCOL:
+            return (
+                f"engine {hello.engine!r} speaks protocol {hello.protocol}, this run {PROTOCOL}; "
+                f"run the same version of Tidegate on both ends"
+            )
+        if not 0 < len(hello.engine.encode()) <= ENGINE_NAME_BYTES_MAX:
+            return f"engine names have 1 to {ENGINE_NAME_BYTES_MAX} bytes, got {hello.engine!r}"
+        if not hello.engine.isprintable():
+            return f"engine names are printable, got {hello.engine!r}"
+        if len(self.engines) >= ENGINES_MAX and hello.engine not in self.engines:
+            return f"this run has {len(self.engines)} engines, and takes no more"
+        if hello.engine.encode() != peer:
+            return f"engine {hello.engine!r} must connect under its own name, not {peer!r}"
+        if hello.max_running_turns < 1:
+            return f"max_running_turns must be >= 1, got {hello.max_running_turns}"
+        if self._is_deterministic and not hello.is_deterministic:
+            return (
+                f"engine {hello.engine!r} gives a turn other bits in other batches, and this run "
+                f"is deterministic; start the engine with --deterministic"
+            )
+        if hello.weight_version > self.newest_version:
+            return (
+                f"engine {hello.engine!r} serves weights v{hello.weight_version}, but this run has "
+                f"published no newer ones than v{self.newest_version}; start the engine anew"
+            )
+        for other in self.engines.values():
+            if other.hello.engine != hello.engine and other.hello.vocab_size != hello.vocab_size:
+                return (
+                    f"engine {hello.engine!r} serves a vocabulary of {hello.vocab_size} tokens, "
+                    f"{other.hello.engine!r} one of {other.hello.vocab_size}; all must serve the "
+                    f"same model"
+                )
+        return None
+
+    def statistics(self) -> tuple[EngineStatistics, ...]:
+        """A snapshot of every engine."""
+        return tuple(engine.statistics(name) for name, engine in sorted(self.engines.items()))
+
+
+def _remember(memory: dict[str, T], name: str, what: T) -> None:
+    memory.pop(name, None)
+    memory[name] = what
+    if len(memory) > REMEMBERED_MAX:
+        del memory[next(iter(memory))]
+
+
+def _name(peer: bytes) -> str:
+    try:
+        return peer.decode()
+    except UnicodeDecodeError:
+        raise BadFrame(f"a peer's name is UTF-8, got {peer!r}") from None
+
+
+def _handles(hello: Hello) -> tuple[int, ...]:
+    if len(hello.turns) % 4:
+        raise BadFrame(f"a hello's turns are uint32, but they are {len(hello.turns)} bytes")
+    return tuple(memoryview(hello.turns).cast("I"))

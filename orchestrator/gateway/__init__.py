@@ -1,0 +1,1 @@
+"""OpenAI's API for agents that know nothing of Tidegate."""

@@ -1,0 +1,230 @@
+"""How do records get into the journal's file so that they survive whatever happens next?
+
+One SQLite database in WAL mode with ``synchronous=FULL``: a commit is on the disk when it returns,
+so it outlives the process and also the machine's power, as far as the disk keeps its word. Does not
+know what records say, and knows no threads: it belongs to one caller at a time.
+"""
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tidegate.errors import JournalCorrupt, JournalExists, JournalFailed, JournalMissing
+from tidegate.orchestrator.journal.lock import FileLock
+from tidegate.orchestrator.journal.reading import (
+    SQLITE_PROBLEMS,
+    Snapshot,
+    as_journal_errors,
+    check,
+    is_unused,
+    pragma,
+    read_header,
+    read_last_lsn,
+    read_records,
+    read_snapshot,
+)
+from tidegate.orchestrator.journal.schema import (
+    PAGE_BYTES,
+    checksum,
+    create_schema,
+    migrate,
+    pack,
+)
+
+WAL_BYTES_MAX = 64 * 1024 * 1024
+"""Merged into the database when it has grown by so much. With the largest commit it is what the WAL
+takes on disk, and what a reopening has to read again: some 0.1 s. 16 MiB cost a tenth more time."""
+
+BUSY_TIMEOUT_S = 10.0
+"""Other journals are kept off at once, by the lock; this is for people who look into the file with
+tools of their own, which may lock it for a moment."""
+
+
+class JournalFile:
+    """An open journal. Make one with :meth:`create` or :meth:`open`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.header = b""
+        self.snapshot: Snapshot | None = None
+        self.last_lsn = 0
+        """Of the newest committed record; 0 before the first."""
+        self._files = (path, path.with_name(path.name + "-wal"))
+        self._inodes: list[int] = []
+        self._unmerged_bytes = 0
+        self._lock = FileLock(path)
+        try:
+            self._connection = sqlite3.connect(
+                path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+        except BaseException:
+            self._lock.release()
+            raise
+        self._connection.text_factory = bytes  # damage can make text of a body, and not of UTF-8
+
+    # ------------------------------------------------------------------------- opening, closing
+
+    @classmethod
+    def create(cls, path: Path, header: bytes) -> "JournalFile":
+        """Make a journal with nothing in it but its header."""
+        with as_journal_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _refuse_orphaned_wal(path)
+            file = cls(path)
+            try:
+                file._refuse_if_used()
+                file._configure()
+                create_schema(file._connection, header)
+                file._load()
+            except BaseException:
+                file.close()
+                raise
+        return file
+
+    @classmethod
+    def open(cls, path: Path) -> "JournalFile":
+        """Open what :meth:`create` made, recover it, check it, and bring it to this schema."""
+        with as_journal_errors(path):
+            _refuse_orphaned_wal(path)
+            if not path.exists() or path.stat().st_size == 0:
+                raise JournalMissing(path=path)
+            file = cls(path)
+            try:
+                check(path, file._connection)
+                file._configure()
+                migrate(file._connection, pragma(file._connection, "user_version"))
+                file._load()
+            except BaseException:
+                file.close()
+                raise
+        return file
+
+    def _refuse_if_used(self) -> None:
+        try:
+            if is_unused(self._connection):  # a creator that died on the way is no obstacle
+                return
+        except SQLITE_PROBLEMS:
+            pass  # not a database: something else's file
+        raise JournalExists(path=self.path)
+
+    def _configure(self) -> None:
+        execute = self._connection.execute
+        execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        execute("PRAGMA journal_mode = WAL")
+        execute("PRAGMA synchronous = FULL")
+        execute("PRAGMA wal_autocheckpoint = 0")  # not within a commit that somebody waits for
+        execute(f"PRAGMA journal_size_limit = {2 * WAL_BYTES_MAX}")  # after a larger commit
+        execute("PRAGMA secure_delete = OFF")  # on in some builds: each deletion would be written
+        execute("BEGIN IMMEDIATE")
+        # Writes nothing, but a file that can't be written says so now.
+        execute(f"PRAGMA user_version = {pragma(self._connection, 'user_version')}")
+        execute("ROLLBACK")
+
+    def _load(self) -> None:
+        self.header = read_header(self.path, self._connection)
+        self.snapshot = read_snapshot(self.path, self._connection)
+        self.last_lsn = read_last_lsn(self.path, self._connection, self.snapshot)
+        self._inodes = [file.stat().st_ino for file in self._files]
+
+    def close(self) -> None:
+        """Merge the WAL and let go of the file. Harmless when repeated."""
+        # What can't be merged now stays in the WAL, and is merged by the next opening.
+        with suppress(sqlite3.Error):
+            self._connection.close()
+        self._lock.release()
+
+    # ------------------------------------------------------------------------- reading
+
+    def read(self) -> Iterator[tuple[int, bytes]]:
+        """The records after the snapshot, in order, each with its lsn."""
+        return read_records(self.path, self._connection, self.snapshot)
+
+    def payload_bytes(self) -> int:
+        """Bytes of the records that are kept."""
+        query = "SELECT total(length(body) - 4 * records) FROM batches"
+        return int(self._connection.execute(query).fetchone()[0])
+
+    def file_bytes(self) -> int:
+        """What it takes on disk now, the WAL included."""
+        taken = 0
+        for file in self._files:
+            with suppress(FileNotFoundError):
+                taken += file.stat().st_size
+        return taken
+
+    # ------------------------------------------------------------------------- writing
+
+    def commit(self, records: Sequence[bytes], snapshot: Snapshot | None) -> None:
+        """Add records and, if there is one, put a snapshot in the place of all that it holds.
+
+        On return it is on the disk. If this raises it may be there or not, but never in part; write
+        no more then, but close the file and open it again.
+        """
+        with as_journal_errors(self.path):
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                if records:
+                    self._add(records)
+                if snapshot is not None:
+                    self._compact(snapshot)
+                self._connection.execute("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.Error):
+                    self._connection.execute("ROLLBACK")
+                raise
+            self._check_in_place()
+        self.last_lsn += len(records)
+        self.snapshot = snapshot or self.snapshot
+
+    def merge_wal(self) -> bool:
+        """Merge the WAL into the database if it has grown enough; say whether that was so."""
+        if self._unmerged_bytes < WAL_BYTES_MAX:
+            return False
+        with as_journal_errors(self.path):
+            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        self._unmerged_bytes = 0
+        return True
+
+    def _add(self, records: Sequence[bytes]) -> None:
+        body = pack(records)
+        first_lsn = self.last_lsn + 1
+        self._connection.execute(
+            "INSERT INTO batches (first_lsn, records, body, crc32) VALUES (?, ?, ?, ?)",
+            (first_lsn, len(records), body, checksum(first_lsn, len(records), body)),
+        )
+        self._unmerged_bytes += len(body) + PAGE_BYTES  # a commit writes whole pages
+
+    def _compact(self, snapshot: Snapshot) -> None:
+        """A row of which the snapshot holds only some records stays; reading skips those."""
+        execute = self._connection.execute
+        execute("DELETE FROM snapshots")
+        execute(
+            "INSERT INTO snapshots (lsn, body, crc32) VALUES (?, ?, ?)",
+            (snapshot.lsn, snapshot.body, checksum(snapshot.lsn, 0, snapshot.body)),
+        )
+        execute("DELETE FROM batches WHERE first_lsn + records - 1 <= ?", (snapshot.lsn,))
+        self._unmerged_bytes += len(snapshot.body) + PAGE_BYTES
+
+    def _check_in_place(self) -> None:
+        """SQLite goes on writing to a file that was deleted or replaced, and calls it committed."""
+        for file, inode in zip(self._files, self._inodes, strict=True):
+            try:
+                is_in_place = file.stat().st_ino == inode
+            except OSError:
+                is_in_place = False
+            if not is_in_place:
+                raise JournalFailed(
+                    path=self.path, why=f"{file.name} was removed or replaced while it was in use"
+                )
+
+
+def _refuse_orphaned_wal(path: Path) -> None:
+    """SQLite deletes the WAL of a database that is empty or gone, and with it what was committed.
+
+    A creator that died leaves no such thing: the database is never empty once there is a WAL.
+    """
+    wal = path.with_name(path.name + "-wal")
+    is_empty = not path.exists() or path.stat().st_size == 0
+    if is_empty and wal.exists() and wal.stat().st_size:
+        raise JournalCorrupt(path=path, where=f"it is empty or gone, but {wal.name} is not")

@@ -1,0 +1,353 @@
+"""How does what must survive a crash reach the disk without the event loop ever waiting for it?
+
+``append`` takes a record and returns at once; one thread commits all that has come since its last
+commit, and tells how far it got. So the slower the disk, the more records share a commit. Knows
+bytes and their order: what a record says, and when a snapshot is due, is its caller's business.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tidegate.errors import JournalBehind, JournalError, JournalFailed, RunClosed
+from tidegate.orchestrator.journal.file import JournalFile
+from tidegate.orchestrator.journal.reading import Snapshot
+
+COMMIT_BYTES_MAX = 8 * 1024 * 1024
+"""Of records in one commit: larger ones are no faster, and the first record waits for the last."""
+
+PENDING_BYTES_MAX = 1024 * 1024 * 1024
+"""Of records that wait for the disk: 10 s of 20,000 groups/s. More means that it hangs."""
+
+BODY_BYTES_MAX = 512 * 1024 * 1024
+"""Of one record or snapshot; SQLite's own limit is 10⁹, and two copies are made of each."""
+
+CLOSE_TIMEOUT_S = 60.0
+"""For what is pending: a disk that needs longer for 1 GiB has stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalStatistics:
+    """A journal at one instant. Counts are since it was opened."""
+
+    appended_lsn: int
+    committed_lsn: int
+    snapshot_lsn: int
+    """0 if there is none."""
+    records: int
+    """Committed."""
+    payload_bytes: int
+    """Of the records committed, without what the file adds."""
+    commits: int
+    compactions: int
+    longest_commit_s: float
+    pending_bytes: int
+    """Of records not committed yet."""
+    file_bytes: int
+    """On disk, the WAL included."""
+
+
+@dataclass(slots=True)
+class _Work:
+    """What the writer takes in one go."""
+
+    records: list[bytes]
+    payload_bytes: int
+    snapshot: Snapshot | None
+
+
+class Journal:
+    """An open journal: read it, then :meth:`start` it, then append.
+
+    A write that fails ends it: nothing more is committed, ``on_error`` is told once, and later
+    calls of ``append`` raise. To go on, close it, mend the disk and open it again.
+    """
+
+    def __init__(self, file: JournalFile) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        self._has_work = threading.Condition(self._lock)
+        self._has_committed = threading.Condition(self._lock)
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        self._snapshot: Snapshot | None = None
+        """The newest one not stored yet: an older one is not worth storing any more."""
+        self._appended_lsn = self._committed_lsn = file.last_lsn
+        self._records_since_open = self._payload_bytes = self._commits = self._compactions = 0
+        self._longest_commit_s = 0.0
+        self._bytes_since_snapshot = file.payload_bytes()
+        self._refusal: Exception | None = RuntimeError("start() the journal, then write to it")
+        """What everybody gets who writes to it now; None while it takes records."""
+        self._is_idle = False
+        """The writer waits for something to do."""
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def create(cls, path: Path, *, header: bytes) -> Self:
+        """Make a journal that holds nothing but ``header``, and open it.
+
+        Raises:
+            JournalExists: there is one already, or another file of that name.
+            JournalLocked: another run is just making it.
+            JournalFailed: the disk refuses it.
+        """
+        return cls(JournalFile.create(Path(path), header))
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open a journal as it was when its last user ended, in whatever way.
+
+        Raises:
+            JournalMissing: there is none, or its creator died before it was one.
+            JournalLocked: another run is using it.
+            JournalCorrupt: it is damaged, or not a journal.
+            JournalTooNew: a newer Tidegate wrote it.
+            JournalFailed: the disk refuses it.
+        """
+        return cls(JournalFile.open(Path(path)))
+
+    # ------------------------------------------------------------------------- what is in it
+
+    @property
+    def header(self) -> bytes:
+        """As given to :meth:`create`."""
+        return self._file.header
+
+    def snapshot(self) -> Snapshot | None:
+        """The newest stored snapshot, and the lsn up to which it holds."""
+        return self._file.snapshot
+
+    def read(self) -> Iterator[tuple[int, bytes]]:
+        """The records after the snapshot, in order, each with its lsn. Only before :meth:`start`.
+
+        Raises:
+            JournalCorrupt: from here on the bytes are not what was written.
+        """
+        if self._thread is not None:
+            raise RuntimeError("the journal is being written; read it before start()")
+        return self._file.read()
+
+    @property
+    def bytes_since_snapshot(self) -> int:
+        """Of records appended since the last :meth:`compact`: what a reopening would read.
+
+        After a reopening also of those that the snapshot holds but that shared a commit with
+        others.
+        """
+        return self._bytes_since_snapshot
+
+    def statistics(self) -> JournalStatistics:
+        """Where it stands; from any thread."""
+        file_bytes = self._file.file_bytes()
+        with self._lock:
+            stored = self._file.snapshot
+            return JournalStatistics(
+                appended_lsn=self._appended_lsn,
+                committed_lsn=self._committed_lsn,
+                snapshot_lsn=stored.lsn if stored else 0,
+                records=self._records_since_open,
+                payload_bytes=self._payload_bytes,
+                commits=self._commits,
+                compactions=self._compactions,
+                longest_commit_s=self._longest_commit_s,
+                pending_bytes=self._pending_bytes,
+                file_bytes=file_bytes,
+            )
+
+    # ------------------------------------------------------------------------- putting into it
+
+    def start(
+        self,
+        on_committed: Callable[[int], None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        """Start the writing thread. Both callbacks are called from it, and must not block or raise.
+
+        ``on_committed(lsn)``: every record up to ``lsn`` is on the disk. ``on_error(error)``:
+        writing has failed, and nothing more will be committed.
+        """
+        if self._thread is not None:
+            raise RuntimeError("the journal has been started already")
+        self._refusal = None
+        self._thread = threading.Thread(
+            target=self._write, args=(on_committed, on_error), name="journal", daemon=True
+        )
+        self._thread.start()
+
+    def append(self, record: bytes) -> int:
+        """Have a record committed soon, after all that were appended before; return its lsn.
+
+        Never waits for the disk. The lsns count from 1, over reopenings too.
+
+        Raises:
+            JournalFailed: a write has failed before.
+            JournalBehind: more waits for the disk than memory should hold.
+            RunClosed: it is closed.
+        """
+        _refuse_larger(record)
+        with self._lock:
+            self._refuse_if_over()
+            if self._pending_bytes > PENDING_BYTES_MAX:
+                raise self._behind("no more is kept in memory")
+            self._pending.append(record)
+            self._pending_bytes += len(record)
+            self._bytes_since_snapshot += len(record)
+            self._appended_lsn += 1
+            if self._is_idle:
+                self._has_work.notify()
+            return self._appended_lsn
+
+    def compact(self, lsn: int, snapshot: bytes) -> None:
+        """Have ``snapshot``, soon, take the place of all records up to ``lsn``; never waits.
+
+        It is stored and they are deleted in one transaction, after they were committed.
+        """
+        _refuse_larger(snapshot)
+        with self._lock:
+            self._refuse_if_over()
+            newest = self._snapshot or self._file.snapshot
+            first = newest.lsn if newest else 0
+            if not first <= lsn <= self._appended_lsn:
+                raise ValueError(
+                    f"lsn must be one from the last snapshot's, {first}, to the last appended, "
+                    f"{self._appended_lsn}, got {lsn}"
+                )
+            self._snapshot = Snapshot(lsn, snapshot)
+            self._bytes_since_snapshot = 0
+            if self._is_idle:
+                self._has_work.notify()
+
+    def flush(self, timeout_s: float) -> int:
+        """Wait until all that was appended so far is committed; return the last lsn of it.
+
+        Raises:
+            JournalFailed: writing has failed, before or meanwhile.
+            JournalBehind: it took longer than ``timeout_s``.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._lock:
+            lsn, snapshot = self._appended_lsn, self._snapshot
+            while self._committed_lsn < lsn or (snapshot and self._snapshot is snapshot):
+                self._refuse_if_over()
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise self._behind(f"not done in {timeout_s:.1f} s")
+                self._has_committed.wait(left_s)
+        return lsn
+
+    def close(self) -> None:
+        """Commit what is pending, end the thread, let go of the file. Harmless when repeated.
+
+        Raises:
+            JournalBehind: the disk hangs; what is pending is lost.
+        """
+        with self._lock:
+            self._refusal = self._refusal or RunClosed(f"the journal {self._file.path} is closed")
+            self._has_work.notify()
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                raise self._behind(f"not done in {CLOSE_TIMEOUT_S:.0f} s")
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------- the writing thread
+
+    def _write(
+        self, on_committed: Callable[[int], None], on_error: Callable[[BaseException], None]
+    ) -> None:
+        try:
+            while (work := self._next_work()) is not None:
+                self._commit(work)
+                on_committed(self._committed_lsn)
+                self._file.merge_wal()
+        except Exception as error:  # noqa: BLE001  told to the owner, who decides what it means
+            on_error(self._fail(error))
+
+    def _next_work(self) -> _Work | None:
+        """Wait for something to do; None once it is closed and all is done."""
+        with self._lock:
+            while not self._pending and self._snapshot is None:
+                if self._refusal is not None:
+                    return None
+                self._is_idle = True
+                self._has_work.wait()
+                self._is_idle = False
+            records = self._take()
+            snapshot = self._snapshot
+            if snapshot is not None and snapshot.lsn > self._committed_lsn + len(records):
+                snapshot = None  # what it holds was appended, but is not all in this commit
+            return _Work(records, sum(map(len, records)), snapshot)
+
+    def _take(self) -> list[bytes]:
+        """As many of the oldest pending records as one commit may hold."""
+        if self._pending_bytes <= COMMIT_BYTES_MAX:
+            records, self._pending = self._pending, []
+            return records
+        ends = itertools.accumulate(map(len, self._pending))
+        count = max(1, sum(1 for _ in itertools.takewhile(COMMIT_BYTES_MAX.__ge__, ends)))
+        records, self._pending = self._pending[:count], self._pending[count:]
+        return records
+
+    def _commit(self, work: _Work) -> None:
+        started_s = time.perf_counter()
+        self._file.commit(work.records, work.snapshot)
+        took_s = time.perf_counter() - started_s
+        with self._lock:
+            self._committed_lsn = self._file.last_lsn
+            self._pending_bytes -= work.payload_bytes
+            self._records_since_open += len(work.records)
+            self._payload_bytes += work.payload_bytes
+            self._commits += 1
+            self._longest_commit_s = max(self._longest_commit_s, took_s)
+            if work.snapshot is not None:
+                self._compactions += 1
+                if self._snapshot is work.snapshot:
+                    self._snapshot = None
+            self._has_committed.notify_all()
+
+    def _fail(self, error: Exception) -> JournalError:
+        failure = error if isinstance(error, JournalError) else self._failure(error)
+        with self._lock:
+            self._refusal = failure
+            self._pending.clear()
+            self._snapshot = None
+            self._has_committed.notify_all()
+        return failure
+
+    # ------------------------------------------------------------------------- refusing
+
+    def _refuse_if_over(self) -> None:
+        if self._refusal is not None:
+            # One error is raised many times; each raise would add to its traceback.
+            raise self._refusal.with_traceback(None)
+
+    def _failure(self, error: Exception) -> JournalFailed:
+        failure = JournalFailed(path=self._file.path, why=f"its writer stopped: {error!r}")
+        failure.__cause__ = error
+        return failure
+
+    def _behind(self, why: str) -> JournalBehind:
+        return JournalBehind(path=self._file.path, pending_bytes=self._pending_bytes, why=why)
+
+
+def _refuse_larger(body: bytes) -> None:
+    if len(body) > BODY_BYTES_MAX:
+        raise ValueError(
+            f"a record or snapshot may have {BODY_BYTES_MAX} bytes, got {len(body)}: split it"
+        )

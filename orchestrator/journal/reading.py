@@ -1,0 +1,162 @@
+"""What does a journal's file hold, and how much of it can be trusted?
+
+Every row carries a checksum and every lsn is accounted for, so damage is found and named, never
+returned as a record. Reads only; who has the file open, and why, is its callers' business.
+"""
+
+import sqlite3
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from tidegate.errors import (
+    JournalCorrupt,
+    JournalError,
+    JournalFailed,
+    JournalMissing,
+    JournalTooNew,
+)
+from tidegate.orchestrator.journal.schema import (
+    APPLICATION_ID,
+    SCHEMA_VERSION,
+    checksum,
+    unpack,
+)
+
+DAMAGE_CODES = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+"""SQLite's reasons that lie in the file; the last is what a table with a damaged name leads to."""
+
+SQLITE_PROBLEMS = (sqlite3.Error, UnicodeDecodeError)
+"""What using a damaged file may raise: SQLite quotes names from it, which may be of any bytes."""
+
+
+class Snapshot(NamedTuple):
+    """A state, and the lsn of the last record that it holds."""
+
+    lsn: int
+    body: bytes
+
+
+def check(path: Path, connection: sqlite3.Connection) -> None:
+    """Refuse what is not a whole journal of a schema we know."""
+    if pragma(connection, "application_id") != APPLICATION_ID:
+        if is_unused(connection):
+            raise JournalMissing(path=path)  # its creator died before it was one
+        raise JournalCorrupt(path=path, where="it is an SQLite database, but not a journal")
+    if (found := pragma(connection, "user_version")) > SCHEMA_VERSION:
+        raise JournalTooNew(path=path, found=found, known=SCHEMA_VERSION)
+    if found < 0:
+        raise JournalCorrupt(path=path, where=f"there is no schema version {found}")
+    verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0].decode(errors="replace")
+    if verdict != "ok":
+        raise JournalCorrupt(path=path, where=verdict, intact_lsn=intact_lsn(path, connection))
+
+
+def read_header(path: Path, connection: sqlite3.Connection) -> bytes:
+    """What the journal was created with."""
+    for body, crc32 in connection.execute("SELECT body, crc32 FROM header"):
+        if _is_intact(1, 0, body, crc32):
+            return bytes(body)
+    raise JournalCorrupt(path=path, where="the header is gone or fails its checksum")
+
+
+def read_snapshot(path: Path, connection: sqlite3.Connection) -> Snapshot | None:
+    """The newest snapshot, if there is one."""
+    query = "SELECT lsn, body, crc32 FROM snapshots ORDER BY lsn DESC LIMIT 1"
+    for lsn, body, crc32 in connection.execute(query):
+        if not _is_intact(lsn, 0, body, crc32):
+            raise JournalCorrupt(path=path, where=f"the snapshot at {lsn} fails its checksum")
+        return Snapshot(lsn, body)
+    return None
+
+
+def read_last_lsn(path: Path, connection: sqlite3.Connection, snapshot: Snapshot | None) -> int:
+    """The lsn of the newest record; 0 before the first."""
+    held = snapshot.lsn if snapshot else 0
+    query = "SELECT first_lsn, records, body, crc32 FROM batches ORDER BY first_lsn DESC LIMIT 1"
+    for first, count, body, crc32 in connection.execute(query):
+        if not _is_intact(first, count, body, crc32):
+            where = f"the records from {first} on fail their checksum"
+            raise JournalCorrupt(path=path, where=where, intact_lsn=intact_lsn(path, connection))
+        return max(held, int(first) + int(count) - 1)
+    return held
+
+
+def read_records(
+    path: Path, connection: sqlite3.Connection, snapshot: Snapshot | None
+) -> Iterator[tuple[int, bytes]]:
+    """The records after the snapshot, in order, each with its lsn."""
+    last = held = snapshot.lsn if snapshot else 0
+    query = "SELECT first_lsn, records, body, crc32 FROM batches ORDER BY first_lsn"
+    try:
+        for first, count, body, crc32 in connection.execute(query):
+            if not _is_intact(first, count, body, crc32):
+                where = f"the records from {first} on fail their checksum"
+                raise JournalCorrupt(path=path, where=where, intact_lsn=last)
+            if first > last + 1:
+                where = f"records {last + 1} to {first - 1} are missing"
+                raise JournalCorrupt(path=path, where=where, intact_lsn=last)
+            for lsn, record in enumerate(unpack(count, body), first):
+                if lsn > held:
+                    yield lsn, record
+            last = max(last, first + count - 1)
+    except SQLITE_PROBLEMS as error:
+        if _is_damage(error):
+            raise JournalCorrupt(path=path, where=str(error), intact_lsn=last) from error
+        raise JournalFailed(path=path, why=str(error)) from error
+
+
+def intact_lsn(path: Path, connection: sqlite3.Connection) -> int | None:
+    """The last record that can be read without a gap; None if not even the header can be."""
+    try:
+        read_header(path, connection)
+        snapshot = read_snapshot(path, connection)
+        last = snapshot.lsn if snapshot else 0
+        for lsn, _ in read_records(path, connection, snapshot):
+            last = lsn
+    except JournalCorrupt as error:
+        return error.intact_lsn
+    except SQLITE_PROBLEMS:
+        return None
+    return last
+
+
+def is_unused(connection: sqlite3.Connection) -> bool:
+    """Whether this is an empty database: new, or left by a creator that died before its end."""
+    tables = connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchall()
+    return not tables and pragma(connection, "application_id") == 0
+
+
+def pragma(connection: sqlite3.Connection, name: str) -> int:
+    """The value of a numeric pragma."""
+    value: int = connection.execute(f"PRAGMA {name}").fetchone()[0]
+    return value
+
+
+@contextmanager
+def as_journal_errors(path: Path) -> Iterator[None]:
+    """Turn what SQLite and the disk say into what a user can act upon."""
+    try:
+        yield
+    except JournalError:
+        raise
+    except SQLITE_PROBLEMS as error:
+        if _is_damage(error):
+            raise JournalCorrupt(path=path, where=str(error)) from error
+        raise JournalFailed(path=path, why=str(error)) from error
+    except OSError as error:
+        raise JournalFailed(path=path, why=str(error)) from error
+
+
+def _is_damage(error: sqlite3.Error | UnicodeDecodeError) -> bool:
+    # The low byte is the kind, the others say where in SQLite it was noticed.
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF in DAMAGE_CODES
+
+
+def _is_intact(number: int, count: int, body: bytes, crc32: int) -> bool:
+    try:
+        return checksum(number, count, body) == crc32
+    except (TypeError, struct.error):  # a damaged row may hold a value of any type
+        return False

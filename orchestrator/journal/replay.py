@@ -1,0 +1,106 @@
+"""Do a run's recorded events lead to the state that the run was in? Has a new core live them again.
+
+The core reads no clock and draws no random number, so the same events must give the same state,
+bit for bit; what differs is a defect, and the event after which it shows is named.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tidegate.errors import JournalCorrupt
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.state import digest, load
+from tidegate.orchestrator.journal.event_log import replay
+from tidegate.orchestrator.journal.journal import Journal
+from tidegate.orchestrator.journal.resuming import JOURNAL_FILE, core_of
+from tidegate.orchestrator.journal.run_journal import JournalHeader
+from tidegate.orchestrator.statistics import LedgerSnapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayReport:
+    """How a replay went."""
+
+    run_id: str
+    snapshot_lsn: int
+    """The events up to this one were replaced by a snapshot; 0: none were."""
+    events: dict[str, int]
+    """Replayed, by kind."""
+    states_compared: int
+    difference: str | None
+    """Where the replay came into another state than the run, or broke an invariant."""
+    trainer_version: int
+    batches: int
+    ledger: LedgerSnapshot
+    digest: str
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        ledger = self.ledger
+        yield f"run {self.run_id}: {sum(self.events.values())} events after lsn {self.snapshot_lsn}"
+        yield "  ".join(f"{kind} {count}" for kind, count in sorted(self.events.items()))
+        yield (
+            f"trainer at v{self.trainer_version}, {self.batches} batches; tokens: "
+            f"{ledger.generated} generated = {ledger.trained} trained + {ledger.buffered} buffered "
+            f"+ {ledger.in_flight} in flight + {ledger.discarded_total} discarded"
+        )
+        if self.difference is not None:
+            yield f"DIFFERS: {self.difference}"
+        elif self.states_compared:
+            yield f"the same state, at each of the {self.states_compared} places where it was noted"
+        else:
+            yield "the run noted no state to compare with: its process was killed"
+        yield f"digest {self.digest}"
+
+
+def replay_journal(run_directory: Path) -> ReplayReport:
+    """Replay a run's journal, checking the core's invariants after every event.
+
+    Raises:
+        JournalError: there is none, it is in use, or can't be read.
+    """
+    path = Path(run_directory) / JOURNAL_FILE
+    with Journal.open(path) as journal:
+        try:
+            return _replay(journal)
+        except (msgspec.MsgspecError, ValueError) as error:
+            if isinstance(error, JournalCorrupt):
+                raise
+            raise JournalCorrupt(path=path, where=str(error)) from error
+
+
+def _replay(journal: Journal) -> ReplayReport:
+    header = msgspec.json.decode(journal.header, type=JournalHeader)
+    core = core_of(header)
+    snapshot = journal.snapshot()
+    if snapshot is not None:
+        load(snapshot.body, core)
+    events: Counter[str] = Counter()
+    states = 0
+    difference: str | None = None
+    for lsn, record in journal.read():
+        event, _ = replay(record, core)
+        events[type(event).__name__] += 1
+        try:
+            core.check()
+        except AssertionError as error:
+            difference = difference or f"after event {lsn}, {event}: {error}"
+        if isinstance(event, ev.StateNoted):
+            states += 1
+            if event.digest != digest(core):
+                difference = difference or f"the state at event {lsn} is another than was noted"
+    return ReplayReport(
+        run_id=header.run_id,
+        snapshot_lsn=snapshot.lsn if snapshot is not None else 0,
+        events=dict(events),
+        states_compared=states,
+        difference=difference,
+        trainer_version=core.trainer_version,
+        batches=core.trained.batches,
+        ledger=core.ledger.snapshot(),
+        digest=digest(core),
+    )

@@ -1,0 +1,169 @@
+"""From where does a run go on after a crash? The journal, and the trainer's checkpoint, must agree.
+
+The trainer saves one small token with its weights; the journal knows all that happened. Where the
+two meet is decided here, once, before anything is started.
+"""
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from tidegate.errors import ConfigError, JournalCorrupt, ResumeMismatch
+from tidegate.orchestrator.config import RunSettings
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.events import Resumed
+from tidegate.orchestrator.core.rules import check_can_be_made_again, made_of, record_of, say
+from tidegate.orchestrator.journal.journal import Journal
+from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
+
+JOURNAL_FILE = "journal.db"
+
+Resume = Mapping[str, Any] | Literal[True] | None
+"""What to go on from: a ``state_dict()``; True for what was acknowledged last, or for a new run
+where there is none yet; None for a new run."""
+
+
+class ResumeToken(msgspec.Struct, frozen=True):
+    """What a trainer's checkpoint holds of the run: how far it got with it."""
+
+    run_id: str
+    batches: int
+    """Handed over before it was made."""
+    version: int
+    offer: int
+    """The user's iterator in use, from 0."""
+
+
+@dataclass(slots=True)
+class OpenedRun:
+    """A run's journal, if it has one, and where it goes on."""
+
+    journal: RunJournal | None = None
+    resumed: Resumed | None = None
+    """None for a new run."""
+    file: Journal | None = None
+
+    def close(self) -> None:
+        """Commit what is pending and let go of the file. Harmless when repeated.
+
+        Raises:
+            JournalError: the disk has not taken it.
+        """
+        if self.file is not None:
+            self.file.close()
+
+
+def open_for(settings: RunSettings, resume: Resume) -> OpenedRun:
+    """Open or make what ``serve(resume=…)`` asks for.
+
+    Raises:
+        ConfigError: there is no journal to resume from, or no such thing to resume.
+        JournalError: it can't be used; or there is one, and a new run was asked for.
+        ResumeMismatch: the checkpoint, the settings and the journal don't belong together.
+    """
+    if not settings.journal:
+        if resume is not None:
+            raise ConfigError("resume= goes on from a journal; give journal=True and its directory")
+        return OpenedRun()
+    token = None if resume is None or resume is True else resume_token(resume)
+    assert settings.run_directory is not None
+    path = settings.run_directory / JOURNAL_FILE
+    if resume is None or (resume is True and not path.exists()):
+        check_can_be_made_again(settings.rules())
+        settings.run_directory.mkdir(parents=True, exist_ok=True)
+        header = new_header(settings, uuid.uuid4().hex)
+        file = Journal.create(path, header=msgspec.json.encode(header))
+        return OpenedRun(RunJournal(file, new_core(header, settings), header), file=file)
+    file = Journal.open(path)
+    try:
+        journal = _restored(file, settings)
+        handed = journal.core.handed
+        if token is None:
+            token = ResumeToken(journal.header.run_id, handed.safe, 0, handed.safe_offer)
+        check_token(token, journal)
+    except ResumeMismatch:
+        file.close()
+        raise
+    except ValueError as error:
+        file.close()
+        raise JournalCorrupt(path=path, where=str(error)) from error
+    return OpenedRun(journal, Resumed(token.batches, token.offer), file)
+
+
+def resume_token(resume: Mapping[str, Any]) -> ResumeToken:
+    """Check a ``state_dict()``.
+
+    Raises:
+        ResumeMismatch: it is none.
+    """
+    try:
+        return msgspec.convert(dict(resume), ResumeToken)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        raise ResumeMismatch(
+            f"resume must be what state_dict() returned, or True, got {resume!r:.200}: {error}"
+        ) from None
+
+
+def _restored(file: Journal, settings: RunSettings) -> RunJournal:
+    header = msgspec.json.decode(file.header, type=JournalHeader)
+    journal = RunJournal(file, new_core(header, settings), header)
+    journal.restore()
+    return journal
+
+
+def core_of(header: JournalHeader) -> Core:
+    """The core that lived through a journal with this header, as it was at first."""
+    return Core(made_of(header.rules), survives_crashes=True)
+
+
+def new_core(header: JournalHeader, settings: RunSettings) -> Core:
+    """The core that a journal with this header belongs to.
+
+    Raises:
+        ResumeMismatch: the run was started with other settings.
+    """
+    rules = record_of(settings.rules())
+    for name, now in rules.items():
+        was = header.rules.get(name)
+        if was != now:
+            raise ResumeMismatch(
+                f"this run was started with {name}={say(was)}, and can't go on with "
+                f"{name}={say(now)}; give the old value, or begin a new run in another directory"
+            )
+    return core_of(header)
+
+
+def new_header(settings: RunSettings, run_id: str) -> JournalHeader:
+    """What is written first."""
+    return JournalHeader(
+        run_id=run_id,
+        rules=record_of(settings.rules()),
+        seed=settings.seed,
+    )
+
+
+def check_token(token: ResumeToken, journal: RunJournal) -> None:
+    """See that a checkpoint and a journal are of the same run, and fit.
+
+    Raises:
+        ResumeMismatch: they don't.
+    """
+    handed = journal.core.handed
+    if token.run_id != journal.header.run_id:
+        raise ResumeMismatch(
+            f"the checkpoint is of run {token.run_id}, the journal of run "
+            f"{journal.header.run_id}; give the run_directory that belongs to the checkpoint"
+        )
+    if token.batches > handed.count:
+        raise ResumeMismatch(
+            f"the checkpoint holds {token.batches} batches, the journal knows only of "
+            f"{handed.count}; it is an older copy: restore the newer one, or an older checkpoint"
+        )
+    if token.batches < handed.safe:
+        raise ResumeMismatch(
+            f"the checkpoint holds {token.batches} batches, but {handed.safe} were acknowledged "
+            f"as safe and are kept no longer; resume from a newer checkpoint"
+        )

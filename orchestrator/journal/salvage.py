@@ -1,0 +1,90 @@
+"""How is a damaged journal made into one that can be resumed? By keeping what is before the damage.
+
+    python -m tidegate.orchestrator.journal.salvage DAMAGED NEW_FILE
+
+Reads the damaged file only; what lies beyond the first damage is of no use, since every record
+changes what those before it have led to.
+"""
+
+import argparse
+import sqlite3
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from tidegate.errors import JournalCorrupt, JournalMissing, TidegateError
+from tidegate.orchestrator.journal.file import JournalFile
+from tidegate.orchestrator.journal.lock import FileLock
+from tidegate.orchestrator.journal.reading import (
+    as_journal_errors,
+    read_header,
+    read_records,
+    read_snapshot,
+)
+
+RECORDS_PER_COMMIT = 10_000
+"""A commit is some milliseconds, however small; these are 50 MB of the largest usual records."""
+
+
+def salvage(damaged: Path, target: Path) -> int:
+    """Make a new journal of all records before the first damage; return the last one's lsn.
+
+    Raises:
+        JournalExists: ``target`` exists.
+        JournalCorrupt: the header or the snapshot is damaged, so nothing can be kept.
+        JournalLocked: a run is using the damaged one.
+    """
+    if not damaged.exists():
+        raise JournalMissing(path=damaged)
+    lock = FileLock(damaged)
+    try:
+        with as_journal_errors(damaged):
+            # Read-only, so that closing does not merge its WAL: damage is not to be spread.
+            connection = sqlite3.connect(f"{damaged.absolute().as_uri()}?mode=ro", uri=True)
+            connection.text_factory = bytes
+            with closing(connection):
+                return _copy(damaged, connection, target)
+    finally:
+        lock.release()
+
+
+def _copy(damaged: Path, connection: sqlite3.Connection, target: Path) -> int:
+    header = read_header(damaged, connection)
+    snapshot = read_snapshot(damaged, connection)
+    file = JournalFile.create(target, header)
+    with closing(file):
+        if snapshot is not None:
+            file.last_lsn = snapshot.lsn
+            file.commit([], snapshot)
+        records: list[bytes] = []
+        try:
+            for _, record in read_records(damaged, connection, snapshot):
+                records.append(record)
+                if len(records) == RECORDS_PER_COMMIT:
+                    file.commit(records, None)
+                    records = []
+        except JournalCorrupt:
+            pass  # the end of what is intact
+        if records:
+            file.commit(records, None)
+        return file.last_lsn
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit status is 2 for what can't be salvaged."""
+    parser = argparse.ArgumentParser(description="Keep what is before a journal's first damage.")
+    parser.add_argument("damaged", type=Path)
+    parser.add_argument("target", type=Path, metavar="new_file")
+    options = parser.parse_args(arguments)
+    try:
+        lsn = salvage(options.damaged, options.target)
+    except TidegateError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    sys.stdout.write(f"{options.target} holds all records up to {lsn}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What a run leaves behind, and what can be learned from it: reports, traces, audits."""

@@ -1,0 +1,120 @@
+"""What does a test use in place of ``tidegate.serve``? The same faces, over a simulated run.
+
+A trainer that is handed them can't tell: batches are real tensors, the scheduler is the real one,
+and its errors are. Only time, engines and weights are simulated.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+from tidegate.orchestrator.client import RunClient
+from tidegate.orchestrator.run import Run
+from tidegate.orchestrator.serve import Rollouts, SyncRollouts
+from tidegate.orchestrator.simulation.run import RunPlan, SimulatedRun, run_plan
+from tidegate.orchestrator.simulation.scripted_engine import Says, ScriptedEngine
+from tidegate.orchestrator.simulation.virtual_time import VirtualTime
+from tidegate.orchestrator.timekeeping import Timekeeper
+
+ANY_MODEL = "any model"
+
+
+class _Simulated(RunClient):
+    """Either face, with a simulated run behind it."""
+
+    def __init__(self, plan: RunPlan, time: VirtualTime) -> None:
+        super().__init__(plan.settings)
+        self._plan = plan
+        self._time = time
+        self.simulated = SimulatedRun(plan, time)
+
+    def _start(self) -> Any:
+        if self._run is not None:
+            raise RuntimeError("a run is used once; call serve() again for another")
+        self._run = cast(Run, self.simulated)
+        self._keeper = Timekeeper(None, now_us=lambda: round(self._time.now_s * 1e6))
+        self.simulated.start()
+        return self.simulated.ready
+
+
+class SimulatedRollouts(_Simulated, Rollouts):
+    """:class:`Rollouts` in virtual time."""
+
+    def _start(self) -> Any:
+        if not self._time.loop.is_running():
+            raise RuntimeError(
+                "a simulated run is in virtual time, and what enters it here is not: enter it in "
+                "the async test itself (async fixtures have an event loop of their own), or in "
+                "what tidegate_virtual_time.run() runs"
+            )
+        return super()._start()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.simulated.end()
+        await super().__aexit__(kind, error, traceback)
+
+
+class SimulatedSyncRollouts(_Simulated, SyncRollouts):
+    """:class:`SyncRollouts` in virtual time, which passes only while it waits for something."""
+
+    def _start(self) -> Any:
+        if self._time.loop.is_running():
+            raise RuntimeError(
+                "serve_sync would wait for the event loop that it is called on; use serve in an "
+                "async test, and serve_sync in one that isn't"
+            )
+        return super()._start()
+
+
+class ServeInTests:
+    """Stands in for ``tidegate.serve`` and, by :attr:`sync`, for ``tidegate.serve_sync``."""
+
+    def __init__(self, time: VirtualTime) -> None:
+        self._time = time
+        self.runs: list[SimulatedRun] = []
+        """In the order of making."""
+
+    def __call__(
+        self,
+        *,
+        model: Path | str = ANY_MODEL,
+        engines: int | Sequence[ScriptedEngine] = 1,
+        says: Says = None,
+        **settings: Any,
+    ) -> SimulatedRollouts:
+        """A run for an async trainer, as :func:`tidegate.serve`.
+
+        ``model``: if it is a directory, its tokenizer is used; else text is spelled in bytes.
+        ``engines``: how many, or what becomes of each. ``says``: what the model says.
+
+        Raises:
+            ConfigError: a setting is unknown, out of range, or of what isn't simulated.
+        """
+        plan = run_plan(model=model, engines=engines, says=says, **settings)
+        rollouts = SimulatedRollouts(plan, self._time)
+        self.runs.append(rollouts.simulated)
+        return rollouts
+
+    def sync(
+        self,
+        *,
+        model: Path | str = ANY_MODEL,
+        engines: int | Sequence[ScriptedEngine] = 1,
+        says: Says = None,
+        **settings: Any,
+    ) -> SimulatedSyncRollouts:
+        """The same, for a trainer that is not async, as :func:`tidegate.serve_sync`."""
+        plan = run_plan(model=model, engines=engines, says=says, **settings)
+        rollouts = SimulatedSyncRollouts(plan, self._time)
+        self.runs.append(rollouts.simulated)
+        return rollouts
+
+    def story(self) -> str:
+        """What was carried last in the newest run, for the report of a test that fails."""
+        return "\n".join(self.runs[-1].story) if self.runs else ""

@@ -1,0 +1,173 @@
+"""Can what a step says be so? Numbers that no engine can have sampled are refused at the door.
+
+It looks at one step by itself; whose turns those are, and how far they have come, it doesn't know.
+"""
+
+import struct
+from functools import lru_cache
+
+import numpy as np
+
+from tidegate.errors import BadFrame
+from tidegate.orchestrator.core.events import StepArrived
+from tidegate.transport.messages import CANCELLED, Prefill, Step
+
+LOGPROB_MAX = 1e-3
+"""A probability may exceed 1 by so much: rounding in half precision."""
+
+LOGPROB_MIN = -1e9
+"""Not even a masked-out token's is lower, and one that was sampled was not masked out."""
+
+_FINISH_CODES = bytes(range(CANCELLED + 1))
+
+_highest = np.maximum.reduce
+_lowest = np.minimum.reduce
+
+
+def step_arrived(engine: str, step: Step, epoch: int = 0) -> StepArrived:
+    """Unpack a step's columns.
+
+    Raises:
+        BadFrame: their lengths don't agree, or a probability exceeds 1.
+    """
+    try:
+        turns = memoryview(step.turns).cast("I")
+        token_ids = memoryview(step.token_ids).cast("i")
+        logprobs = memoryview(step.logprobs).cast("f")
+        counts = memoryview(step.counts).cast("I") if step.counts else None
+    except (TypeError, struct.error) as error:
+        raise BadFrame(f"step {step.seq}: a column is no whole number of items: {error}") from error
+    tokens = len(turns) if counts is None else sum(counts.tolist())
+    rows = {len(turns), len(step.finish) or len(turns), len(turns if counts is None else counts)}
+    if len(rows) > 1 or not len(token_ids) == len(logprobs) == tokens:
+        raise BadFrame(
+            f"step {step.seq}: {len(turns)} turns, {tokens} tokens announced, but "
+            f"{len(token_ids)} ids, {len(logprobs)} log-probs and {len(step.finish)} finish flags"
+        )
+    return StepArrived(
+        engine=engine,
+        version=step.version,
+        turns=turns,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish=step.finish,
+        counts=counts,
+        prefills=step.prefills,
+        epoch=epoch,
+        seq=step.seq,
+        started_us=step.started_us,
+        busy_us=step.busy_us,
+        details=step.details,
+    )
+
+
+def check_step(step: StepArrived, *, vocab_size: int, newest_version: int) -> None:
+    """Refuse numbers out of range, and a turn that appears twice.
+
+    Raises:
+        BadFrame: the step can't be true; says which number, and where.
+    """
+    if step.version > newest_version:
+        raise BadFrame(
+            f"step {step.seq} was sampled by weights v{step.version}, but v{newest_version} are "
+            f"the newest published"
+        )
+    if step.finish.translate(None, _FINISH_CODES):
+        raise BadFrame(
+            f"step {step.seq}: finish codes are 0 to {CANCELLED}, got {max(step.finish)}"
+        )
+    if len(step.token_ids):
+        _check_tokens(step, vocab_size)
+    if not _are_different(step.turns.tobytes()):
+        raise BadFrame(f"step {step.seq}: a turn has more than one row")
+    if step.prefills or step.details:
+        handles = step.turns.tolist()
+        counts = [1] * len(handles) if step.counts is None else step.counts.tolist()
+        tokens = dict(zip(handles, counts, strict=True))
+        _check_details(step, tokens.copy(), vocab_size)
+        for prefill in step.prefills:
+            _check_prefill(step, prefill, tokens.pop(prefill.turn, 0), newest_version)
+
+
+@lru_cache(maxsize=256)  # mostly a step's turns are those of the engine's step before
+def _are_different(turns: bytes) -> bool:
+    handles = memoryview(turns).cast("I").tolist()
+    return len(set(handles)) == len(handles)
+
+
+def _check_tokens(step: StepArrived, vocab_size: int) -> None:
+    # As unsigned, negative ids are the largest, so one look finds both. NaN fails any comparison.
+    if _highest(np.frombuffer(step.token_ids, np.uint32)) >= vocab_size:
+        at = next(i for i, token in enumerate(step.token_ids) if not 0 <= token < vocab_size)
+        raise BadFrame(
+            f"step {step.seq}: token_ids[{at}] is {step.token_ids[at]}, outside of the vocabulary "
+            f"[0, {vocab_size})"
+        )
+    column = np.frombuffer(step.logprobs.cast("B"), np.float32)
+    if not (_lowest(column) >= LOGPROB_MIN and _highest(column) <= LOGPROB_MAX):
+        at = next(
+            i for i, value in enumerate(step.logprobs) if not LOGPROB_MIN <= value <= LOGPROB_MAX
+        )
+        raise BadFrame(
+            f"step {step.seq}: logprobs[{at}] is {step.logprobs[at]}, no logarithm of a "
+            f"probability; did the model compute NaN?"
+        )
+
+
+def _check_details(step: StepArrived, tokens: dict[int, int], vocab_size: int) -> None:
+    """Details are of a row with tokens, once, as many for each token; theirs are numbers like any.
+
+    But -inf is a log-prob among the likeliest tokens: not all of those could be sampled.
+    """
+    for told in step.details:
+        count = tokens.pop(told.turn, 0)
+        if not count:
+            raise BadFrame(
+                f"step {step.seq}: details of turn {told.turn}, which has no token in it, or a "
+                f"second time"
+            )
+        raw, top = len(told.raw_logprobs), len(told.top_ids)
+        if raw not in (0, 4 * count) or top % (4 * count) or top != len(told.top_logprobs):
+            raise BadFrame(
+                f"step {step.seq}: details of turn {told.turn}'s {count} tokens have {raw} "
+                f"bytes of raw log-probs, {top} of likeliest tokens and "
+                f"{len(told.top_logprobs)} of theirs"
+            )
+        if top and _highest(np.frombuffer(told.top_ids, np.uint32)) >= vocab_size:
+            raise BadFrame(
+                f"step {step.seq}: a likeliest token of turn {told.turn} is outside of the "
+                f"vocabulary [0, {vocab_size})"
+            )
+        values = np.frombuffer(told.raw_logprobs, np.float32)
+        likeliest = np.frombuffer(told.top_logprobs, np.float32)
+        if not (np.all(values >= LOGPROB_MIN) and np.all(values <= LOGPROB_MAX)) or not np.all(
+            likeliest <= LOGPROB_MAX
+        ):
+            raise BadFrame(
+                f"step {step.seq}: details of turn {told.turn} hold what is no logarithm of a "
+                f"probability; did the model compute NaN?"
+            )
+
+
+def _check_prefill(step: StepArrived, prefill: Prefill, tokens: int, newest_version: int) -> None:
+    """A prefill stands in the step of the first token after it, once, and leaves no hole."""
+    if not tokens:
+        raise BadFrame(
+            f"step {step.seq}: a prefill of turn {prefill.turn}, which has no token in it, or a "
+            f"second prefill"
+        )
+    end = 0
+    for span in prefill.spans:
+        if span.start != end or span.end <= span.start or span.version > newest_version:
+            raise BadFrame(f"step {step.seq}: turn {prefill.turn} can't have been prefilled {span}")
+        end = span.end
+    if end <= prefill.at:
+        raise BadFrame(
+            f"step {step.seq}: turn {prefill.turn} was prefilled over {end} positions, after "
+            f"{prefill.at} tokens of output and a prompt"
+        )
+    if prefill.cached >= end:
+        raise BadFrame(
+            f"step {step.seq}: turn {prefill.turn} says {prefill.cached} of its {end} positions "
+            f"were computed before, but the last one never is"
+        )

@@ -1,0 +1,344 @@
+"""Which turn is where? Sends turns to engines and files what comes back. No I/O, no clock.
+
+It knows engines, handles and tokens; not groups, rewards or batches. A turn outlives its
+submissions: an abort, or the loss of an engine, only means that the next one starts from the
+tokens sampled so far.
+"""
+
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from tidegate.orchestrator.core.events import (
+    Cancel,
+    Command,
+    EndTurn,
+    EngineJoined,
+    FailTurn,
+    StepArrived,
+    Submit,
+)
+from tidegate.orchestrator.core.rollout import Rollout, Turn, TurnPrefill
+from tidegate.orchestrator.turns.filing import Filing, StepOutcome, Submission
+from tidegate.orchestrator.turns.placement import Placement, PlacementRules
+from tidegate.transport.messages import (
+    FINISH_REASONS,
+    LENGTH,
+    RUNNING,
+    STOP,
+    Prefill,
+    SubmitTurn,
+)
+
+HANDLES_PER_PROCESS = 1 << 24
+"""After a resume, handles go on so far ahead: the ones that a crashed process gave out and could
+not write down are fewer, so none is given to an engine twice."""
+
+
+@dataclass(slots=True)
+class EngineTurns:
+    """One engine and the turns it has."""
+
+    weight_version: int
+    max_running_turns: int
+    epoch: int = 0
+    submissions: dict[int, Submission] = field(default_factory=dict)
+    """By handle."""
+    missing: list[int] = field(default_factory=list)
+    """Submissions that it did not hold when it said hello after a break."""
+    replay_until: int = 0
+    """Those of them that are left once its steps before this seq are in were lost."""
+    is_away: bool = False
+    """Whether it is yet to come back, after a resume."""
+    speed: float = 1.0
+    """What its slots are weighed by."""
+    filing: Filing = field(default_factory=Filing)
+
+
+class TurnBook:
+    """All turns that are going on, by engine and handle."""
+
+    def __init__(self, rules: PlacementRules | None = None) -> None:
+        self.engines: dict[str, EngineTurns] = {}
+        self.placement = Placement(self.engines, rules or PlacementRules())
+        self.live_version = 0
+        """The oldest weights that a turn submitted now could be sampled by. Never falls."""
+        self.next_handle = 0
+        self.waiting: dict[Turn, int] = {}
+        """Turns with their priorities, for which there is no engine now."""
+        self.streams: dict[str, tuple[int, int]] = {}
+        """Engine -> (epoch, next seq): which of its steps have been taken in."""
+        self._oldest: set[str] = set()
+        """Engines that serve ``live_version`` or older; empty: to be looked at anew."""
+
+    # ------------------------------------------------------------ engines
+
+    def join(self, event: EngineJoined) -> list[Command]:
+        """An engine came, or its connection broke and is back: then its turns go on.
+
+        Of the turns that it should have and doesn't hold, some have ended in steps that it sends
+        again now; the others were lost on the way, and are sent anew after those steps.
+        """
+        name = event.engine
+        commands: list[Command] = []
+        engine = self.engines.get(name)
+        if engine is not None and engine.epoch != event.epoch:
+            commands += self.leave(name)
+            engine = None
+        if engine is None:
+            speed = self.placement.first_speed(name)
+            engine = self.engines[name] = EngineTurns(0, 1, epoch=event.epoch, speed=speed)
+        engine.weight_version = event.weight_version
+        engine.max_running_turns = event.max_running_turns
+        engine.is_away = False
+        self.placement.forget()
+        engine.replay_until = event.replay_until
+        held = set(event.held)
+        engine.missing = [handle for handle in engine.submissions if handle not in held]
+        unknown = [handle for handle in event.held if handle not in engine.submissions]
+        commands += [Cancel(name, handle) for handle in unknown]
+        commands += self._send_missing(name, engine)
+        self._raise_live_version()  # the word of its last swap may have been lost
+        return commands + self._submit_waiting()
+
+    def _send_missing(self, name: str, engine: EngineTurns) -> list[Command]:
+        """Send what an engine has lost anew, here or elsewhere, once its replay is in."""
+        epoch, next_seq = self.streams.get(name, (engine.epoch, 0))
+        if epoch == engine.epoch and next_seq < engine.replay_until:
+            return []
+        missing, engine.missing = engine.missing, []
+        commands: list[Command] = []
+        for handle in missing:
+            lost = self._pop(name, handle)
+            if lost is not None:  # else it has ended in the replay
+                commands += [Cancel(name, handle), *self.submit(lost.turn, lost.priority)]
+        return commands
+
+    def resume(self) -> None:
+        """Another process goes on: no engine is there until it says hello."""
+        self.next_handle = (self.next_handle + HANDLES_PER_PROCESS) & 0xFFFFFFFF
+        self.placement.forget()
+        for engine in self.engines.values():
+            engine.is_away = True
+
+    def recall(self, live_version: int) -> None:
+        """Take every turn back; they go on under ``live_version`` or newer."""
+        for engine in self.engines.values():
+            for submission in sorted(engine.submissions.values(), key=lambda s: s.priority):
+                submission.turn.place = None
+                self.waiting[submission.turn] = submission.priority
+            engine.submissions.clear()
+        self.placement.forget()
+        self._oldest = set()
+        self.live_version = max(self.live_version, live_version)
+
+    def leave(self, engine: str) -> list[Command]:
+        """An engine is gone: its turns go on elsewhere, oldest group first."""
+        gone = self.engines.pop(engine, None)
+        if gone is None:
+            return []
+        gone.filing.end()
+        self.placement.forget()
+        self._raise_live_version()
+        orphans = sorted(gone.submissions.values(), key=lambda s: s.priority)
+        return [c for orphan in orphans for c in self.submit(orphan.turn, orphan.priority)]
+
+    def swap(self, engine: str, version: int) -> list[Command]:
+        """An engine serves ``version`` from now on."""
+        held = self.engines.get(engine)
+        if held is not None:
+            held.weight_version = version
+            self.placement.rank(engine, self.live_version)
+            if version > self.live_version:
+                self._oldest.discard(engine)
+            if not self._oldest:  # else the version that they serve is live still
+                self._raise_live_version()
+        return self._submit_waiting()
+
+    def _raise_live_version(self) -> None:
+        versions = [e.weight_version for e in self.engines.values()]
+        live = self.live_version = max(self.live_version, min(versions, default=0))
+        self._oldest = {name for name, e in self.engines.items() if e.weight_version <= live}
+
+    # ------------------------------------------------------------ turns out
+
+    def submit(self, turn: Turn, priority: int) -> list[Command]:
+        """Send a turn, with what it has sampled so far, to the engine that routing chooses.
+
+        An engine that serves weights older than ``live_version`` (a late joiner) gets none, for
+        its tokens could be older than admission has counted on.
+        """
+        name = self.placement.choose(turn, self.next_handle, self.live_version)
+        if name is None:
+            turn.place = None
+            self.waiting[turn] = priority
+            return []
+        return [self._send(turn, priority, name)]
+
+    def _send(self, turn: Turn, priority: int, name: str) -> Submit:
+        handle = self.next_handle
+        self.next_handle = (handle + 1) & 0xFFFFFFFF
+        self.engines[name].submissions[handle] = Submission(turn, priority, turn.length)
+        turn.place = (name, handle)
+        self.placement.rank(name, self.live_version)
+        sampling = turn.sampling
+        if turn.length:
+            sampling = replace(sampling, max_tokens=sampling.max_tokens - turn.length)
+        message = SubmitTurn(
+            turn=handle,
+            token_ids=turn.rollout.token_ids.tobytes(),
+            sampling=sampling,
+            priority=priority,
+            sampled_before=turn.length,
+            session=turn.rollout.rollout_id + 1,  # 0 is nobody's
+        )
+        return Submit(name, message)
+
+    def move(self, turn: Turn, to: str) -> list[Command]:
+        """Have a running turn go on elsewhere from its tokens so far, with the same priority.
+
+        What its old engine samples until it hears of that is unwanted, and counted so. A turn that
+        has ended, is there already, or may not be sent there stays where it is; so does one whose
+        engine is away, or serves newer weights than the other: it would fall behind again.
+        """
+        if turn.place is None or turn.length >= turn.sampling.max_tokens:
+            return []
+        name, handle = turn.place
+        engine = self.engines[name]
+        if name == to or engine.is_away or not self.placement.is_open(to, self.live_version):
+            return []
+        if self.engines[to].weight_version < engine.weight_version:
+            return []
+        moved = self._pop(name, handle)
+        assert moved is not None, f"turn {handle} is not on {name}"
+        return [Cancel(name, handle), self._send(turn, moved.priority, to)]
+
+    def _relieve(self, event: StepArrived) -> list[Command]:
+        """Move the stragglers, if it is time to."""
+        commands: list[Command] = []
+        for move in self.placement.moves(event, self.live_version):
+            commands += self.move(self.engines[move.engine].submissions[move.handle].turn, move.to)
+        return commands
+
+    def _submit_waiting(self) -> list[Command]:
+        if not self.waiting or not self.placement.has_any(self.live_version):
+            return []
+        waiting, self.waiting = self.waiting, {}
+        return [c for turn, priority in waiting.items() for c in self.submit(turn, priority)]
+
+    def cancel(self, rollout: Rollout) -> list[Command]:
+        """Forget whatever turn of this rollout is going on."""
+        turn = rollout.turns[-1] if rollout.turns else None
+        if turn is None or turn.finish_reason is not None:
+            return []
+        self.waiting.pop(turn, None)
+        if turn.place is None:
+            return []
+        name, handle = turn.place
+        self._pop(name, handle)
+        return [Cancel(name, handle)]
+
+    def reject(self, engine: str, handle: int, message: str) -> list[Command]:
+        """An engine can never serve this turn."""
+        submission = self._pop(engine, handle)
+        if submission is None:
+            return []
+        submission.turn.finish_reason = "refused"
+        return [FailTurn(submission.turn, message)]
+
+    def _pop(self, engine: str, handle: int) -> Submission | None:
+        turns = self.engines.get(engine)
+        submission = turns.submissions.pop(handle, None) if turns else None
+        if turns is not None and submission is not None:
+            submission.turn.place = None
+            self.placement.rank(engine, self.live_version)
+        return submission
+
+    # ------------------------------------------------------------ tokens in
+
+    def step(self, event: StepArrived) -> StepOutcome:
+        """File a step's tokens under their turns."""
+        engine = self.engines.get(event.engine)
+        submissions = engine.submissions if engine else {}
+        for prefill in event.prefills:
+            self._file_prefill(submissions.get(prefill.turn), prefill)
+        if event.details:
+            _file_details(event, submissions)
+        filing = engine.filing if engine else Filing()
+        outcome = filing.file(submissions, event)
+        if event.finish:
+            for ended, code in self._take_ended(event, engine):
+                outcome.commands += self._finish(ended, code)
+        outcome.commands += self._stop_one_overrun(event)
+        self.streams[event.engine] = (event.epoch, event.seq + 1)
+        if engine is not None and engine.missing:
+            outcome.commands += self._send_missing(event.engine, engine)
+        if engine is not None and self.placement.watches_steps:
+            self.placement.measure(event, self.live_version)
+            outcome.commands += self._relieve(event)
+        return outcome
+
+    def _take_ended(
+        self, event: StepArrived, engine: EngineTurns | None
+    ) -> list[tuple[Submission, int]]:
+        """The submissions that end with this step, and how."""
+        if engine is None:
+            return []
+        taken: list[tuple[Submission, int]] = []
+        for handle, code in zip(event.turns.tolist(), event.finish, strict=True):
+            if code != RUNNING and (ended := engine.submissions.pop(handle, None)) is not None:
+                ended.turn.place = None
+                taken.append((ended, code))
+        self.placement.rank(event.engine, self.live_version)
+        return taken
+
+    @staticmethod
+    def _file_prefill(submission: Submission | None, prefill: Prefill) -> None:
+        if submission is not None:
+            at = submission.sampled_before + prefill.at
+            turn = submission.turn
+            turn.prefills = (*turn.prefills, TurnPrefill(at, tuple(prefill.spans)))
+
+    def _stop_one_overrun(self, event: StepArrived) -> list[Command]:
+        """Look at one of a step's turns, each time at another: past its end, none goes on long."""
+        if not event.turns:
+            return []
+        handle = event.turns[event.seq % len(event.turns)]
+        engine = self.engines.get(event.engine)
+        submission = engine.submissions.get(handle) if engine else None
+        if submission is None or not _is_overrun(submission.turn):
+            return []
+        why = _overrun(submission.turn)
+        return [Cancel(event.engine, handle), *self.reject(event.engine, handle, why)]
+
+    def _finish(self, submission: Submission, code: int) -> list[Command]:
+        turn = submission.turn
+        if _is_overrun(turn):
+            turn.finish_reason = "refused"
+            return [FailTurn(turn, _overrun(turn))]
+        if code not in (STOP, LENGTH) and turn.length < turn.sampling.max_tokens:
+            return self.submit(turn, submission.priority)
+        turn.finish_reason = FINISH_REASONS[STOP if code == STOP else LENGTH]
+        return [EndTurn(turn)]
+
+
+def _is_overrun(turn: Turn) -> bool:
+    return turn.length > turn.sampling.max_tokens
+
+
+def _overrun(turn: Turn) -> str:
+    return (
+        f"the engine sampled {turn.length} tokens where at most {turn.sampling.max_tokens} were "
+        f"asked for; it has a defect"
+    )
+
+
+def _file_details(event: StepArrived, submissions: dict[int, Submission]) -> None:
+    """What was told of tokens beside their log-probs, under turns that asked for it."""
+    counts = [1] * len(event.turns) if event.counts is None else event.counts.tolist()
+    tokens = dict(zip(event.turns.tolist(), counts, strict=True))
+    for told in event.details:
+        submission = submissions.get(told.turn)
+        turn = None if submission is None else submission.turn
+        if turn is not None and turn.details is not None:
+            turn.details.append(told, tokens.get(told.turn, 0), before=turn.length)
