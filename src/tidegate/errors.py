@@ -16,6 +16,8 @@ TidegateError
 ├── TritonMissing           a GPU's kernel was launched without Triton  (also ImportError)
 ├── NotUnderstood           what an engine says is refused each time    (also ConnectionError)
 ├── EngineLost              an engine stopped answering                 (also ConnectionError)
+├── EngineGone              an engine behind an adapter answers no more (also ConnectionError)
+├── EngineHeld              it takes no requests while it is paused     (also RuntimeError)
 ├── EngineStartFailed       an engine process ended before it was ready (also RuntimeError)
 ├── EngineLagging           an engine did not take up new weights       (also TimeoutError)
 ├── SleepFailed             an engine can't sleep, or wake, as asked    (also RuntimeError)
@@ -156,6 +158,14 @@ class NotUnderstood(TidegateError, ConnectionError):
 
 class EngineLost(TidegateError, ConnectionError):
     """An engine stopped answering, and no other is left to take its turns."""
+
+
+class EngineGone(TidegateError, ConnectionError):
+    """An engine behind an adapter is dead, silent, or in a state that nobody can vouch for."""
+
+
+class EngineHeld(TidegateError, RuntimeError):
+    """An engine behind an adapter takes no requests now, for it is paused; later it will."""
 
 
 class EngineStartFailed(TidegateError, RuntimeError):
