@@ -112,7 +112,10 @@ async def test_every_trained_token_is_audited_under_every_kind_of_update(
         assert report.spans_mixed == 0
 
 
-async def test_tokens_and_weights_travel_over_tcp_with_keys(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weight_channel", ["zmq", "relay"])
+async def test_tokens_and_weights_travel_over_tcp_with_keys(
+    model: Path, tmp_path: Path, weight_channel: str
+) -> None:
     make_keys(tmp_path / "keys")
     weights, run = Weights(model), tmp_path / "run"
     async with tidegate.serve(
@@ -120,7 +123,7 @@ async def test_tokens_and_weights_travel_over_tcp_with_keys(model: Path, tmp_pat
         **SMALL,
         address="tcp://127.0.0.1:*",
         keys=tmp_path / "keys",
-        weight_channel="zmq",
+        weight_channel=weight_channel,
         run_directory=run,
     ) as rollouts:
         async for _ in rollouts.batches(range(8), episode=two_turns):

@@ -69,6 +69,25 @@ def at_host_of(address: str, told: str) -> str:
     return f"tcp://{match['host']}:{open_to_all['port']}"
 
 
+def own_address_towards(address: str) -> str | None:
+    """Any port of the interface by which this host reaches ``address``; None if that has no ports.
+
+    The system is asked for a way, which sends nothing.
+    """
+    match = _TCP.fullmatch(address)
+    if match is None:
+        return None
+    host, port = match["host"].strip("[]"), int(match["port"])
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            own = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(f"this host knows no way to {address!r}: {error}") from error
+    return f"tcp://[{own}]:*" if family == socket.AF_INET6 else f"tcp://{own}:*"
+
+
 def refuse_living_listener(address: str) -> None:
     """Raise AddressInUse if someone listens on this ipc path.
 

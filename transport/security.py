@@ -42,8 +42,9 @@ class OrchestratorKeys:
 
     public: bytes
     secret: bytes = field(repr=False)
-    allowed: Path
-    """A directory: whoever has the secret of one of its ``*.key`` files is let in."""
+    allowed: Path | frozenset[bytes]
+    """A directory: whoever has the secret of one of its ``*.key`` files is let in. Or the public
+    keys themselves, for keys that are on no disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,15 @@ def _write(path: Path, about: str, public: bytes, secret: bytes | None = None) -
         file.write("\n".join(lines) + "\n")
 
 
+def passing_keys() -> tuple[OrchestratorKeys, EngineKeys]:
+    """Keys of both ends that are on no disk, and gone with the processes that hold them."""
+    _check_curve()
+    own_public, own_secret = zmq.curve_keypair()
+    public, secret = zmq.curve_keypair()
+    orchestrator = OrchestratorKeys(own_public, own_secret, frozenset({public}))
+    return orchestrator, EngineKeys(public, secret, own_public)
+
+
 # ------------------------------------------------------------ reading
 
 
@@ -145,12 +155,14 @@ def read_engine_keys(directory: Path) -> EngineKeys:
     return EngineKeys(public, secret, _read(path)[0])
 
 
-def read_allowed(directory: Path) -> dict[bytes, str]:
+def read_allowed(directory: Path | frozenset[bytes]) -> dict[bytes, str]:
     """Who may connect: public keys (32 bytes) and the names of their files.
 
     Raises:
         ConfigError: a file is damaged, or others could add or change one.
     """
+    if not isinstance(directory, Path):
+        return {z85.decode(public): ENGINE_DEFAULT for public in directory}
     try:
         mode = directory.stat().st_mode
         paths = sorted(directory.glob("*.key"))

@@ -1,12 +1,15 @@
-"""Which way do weights travel, apart from messages? In shared memory, by ZeroMQ, or as files."""
+"""Which way do weights travel, apart from messages? In shared memory, by ZeroMQ, by relays, or as
+files."""
 
 from pathlib import Path
 
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.transport.messages import InitWeights
 from tidegate.transport.security import OrchestratorKeys
-from tidegate.transport.weight_channels import disk, shm, zmq
+from tidegate.transport.weight_channels import disk, relay, shm, zmq
 from tidegate.transport.weight_channels.base import Home, NamedBuffer, WeightReceiver, WeightSender
+from tidegate.transport.weight_channels.relay_receiver import RelayReceiver
+from tidegate.transport.weight_channels.relay_sender import RelaySender
 from tidegate.transport.weight_channels.zmq_receiver import ZmqReceiver
 from tidegate.transport.weight_channels.zmq_sender import ZmqSender
 
@@ -21,7 +24,7 @@ __all__ = [
     "sender",
 ]
 
-CHANNELS = (shm.NAME, zmq.NAME, disk.NAME)
+CHANNELS = (shm.NAME, zmq.NAME, relay.NAME, disk.NAME)
 """Those that this version has, the fastest first."""
 
 NOWHERE = Home()
@@ -37,8 +40,8 @@ def sender(
 ) -> WeightSender:
     """The orchestrator's end.
 
-    ``disk`` writes into ``directory``, None is a private one. ``zmq`` listens beside ``address``,
-    where the orchestrator does, and lets in whom ``keys`` do.
+    ``disk`` writes into ``directory``, None is a private one. ``zmq`` and ``relay`` listen beside
+    ``address``, where the orchestrator does, and let in whom ``keys`` do.
 
     Raises:
         ConfigError: no such channel, or nothing can be written or bound there.
@@ -48,6 +51,8 @@ def sender(
             return shm.ShmSender()
         case zmq.NAME:
             return ZmqSender(address, keys=keys)
+        case relay.NAME:
+            return RelaySender(address, keys=keys)
         case disk.NAME:
             return disk.DiskSender(directory)
     raise ConfigError(f"no weight channel {channel!r}; there are {', '.join(CHANNELS)}")
@@ -64,6 +69,8 @@ def receiver(init: InitWeights, home: Home = NOWHERE) -> WeightReceiver:
             return shm.ShmReceiver(init)
         case zmq.NAME:
             return ZmqReceiver(init, home)
+        case relay.NAME:
+            return RelayReceiver(init, home)
         case disk.NAME:
             return disk.DiskReceiver(init)
     raise WeightsRefused(

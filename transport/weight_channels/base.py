@@ -54,6 +54,8 @@ class Home:
 
     address: str = ""
     keys: EngineKeys | None = None
+    host: str = ""
+    """Engines of one host share what they fetch; to say that they don't, give them several."""
 
 
 class WeightSender(Protocol):
@@ -159,6 +161,12 @@ def views(
     specs: Sequence[TensorSpec], buffer: memoryview
 ) -> Iterator[tuple[TensorSpec, memoryview]]:
     """Slice ``buffer`` as ``specs`` say, once all of them have been checked against it."""
+    check_specs(specs, buffer.nbytes)
+    return ((spec, buffer[spec.offset : spec.offset + spec.nbytes]) for spec in specs)
+
+
+def check_specs(specs: Sequence[TensorSpec], buffer_bytes: int) -> None:
+    """Refuse specs that contradict themselves or each other, or lie outside of the buffer."""
     names = set()
     for spec in specs:
         wanted = checked_nbytes(spec.name, spec.dtype, spec.shape)
@@ -167,12 +175,11 @@ def views(
                 f"tensor {spec.name!r} of dtype {spec.dtype} and shape {spec.shape} takes "
                 f"{wanted} bytes, but its spec says {spec.nbytes}"
             )
-        if spec.offset < 0 or spec.offset + spec.nbytes > buffer.nbytes:
+        if spec.offset < 0 or spec.offset + spec.nbytes > buffer_bytes:
             raise WeightsRefused(
                 f"tensor {spec.name!r} at bytes [{spec.offset}, {spec.offset + spec.nbytes}) is "
-                f"outside of the buffer, which has {buffer.nbytes}"
+                f"outside of the buffer, which has {buffer_bytes}"
             )
         if spec.name in names:
             raise WeightsRefused(f"tensor {spec.name!r} appears twice in one update")
         names.add(spec.name)
-    return ((spec, buffer[spec.offset : spec.offset + spec.nbytes]) for spec in specs)

@@ -12,21 +12,13 @@ import numpy.typing as npt
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tidegate.errors import BadFrame, ConfigError, WeightsRefused
+from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.transport.addresses import at_host_of, check_connector
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.security import secure_connector
 from tidegate.transport.weight_channels.base import Home, views
-from tidegate.transport.weight_channels.zmq import (
-    CHUNK_BYTES,
-    CHUNKS_AHEAD,
-    CHUNKS_PER_REQUEST_MAX,
-    SOCKET_BUFFER_BYTES,
-    Chunk,
-    Fetch,
-    decode_chunk,
-    encode,
-)
+from tidegate.transport.weight_channels.transfer import Transfer, take_chunk
+from tidegate.transport.weight_channels.zmq import SOCKET_BUFFER_BYTES, Fetch, encode
 from tidegate.transport.zeromq import new_socket
 
 STALL_TIMEOUT_S = 30.0
@@ -72,7 +64,7 @@ class ZmqReceiver:
             self._buffer = np.empty(nbytes, np.uint8)
         buffer = self._buffer.data[:nbytes]
         shown = views(update.tensors, buffer)
-        return self._fetched(shown, _Transfer(update.location, buffer), is_wanted)
+        return self._fetched(shown, Transfer(update.location, buffer), is_wanted)
 
     def close(self) -> None:
         """Disconnect. Harmless if repeated."""
@@ -84,7 +76,7 @@ class ZmqReceiver:
     def _fetched(
         self,
         shown: Iterator[tuple[TensorSpec, memoryview]],
-        transfer: "_Transfer",
+        transfer: Transfer,
         is_wanted: Callable[[], bool],
     ) -> Iterator[tuple[TensorSpec, memoryview]]:
         self._ask(transfer.next_requests())
@@ -101,13 +93,13 @@ class ZmqReceiver:
         for request in requests:
             self._socket.send(encode(request))
 
-    def _receive(self, transfer: "_Transfer", is_wanted: Callable[[], bool]) -> bool:
+    def _receive(self, transfer: Transfer, is_wanted: Callable[[], bool]) -> bool:
         """Wait for one chunk of this transfer; False if nobody wants it any more."""
         give_up_s = time.monotonic() + STALL_TIMEOUT_S
         while is_wanted():
             self._ask_again_if_reconnected(transfer)
             if self._socket.poll(round(POLL_S * 1000)):
-                if self._take(transfer):
+                if take_chunk(self._socket, transfer, self._address) is not None:
                     return True
             elif time.monotonic() > give_up_s:
                 raise WeightsRefused(
@@ -117,7 +109,7 @@ class ZmqReceiver:
                 )
         return False
 
-    def _ask_again_if_reconnected(self, transfer: "_Transfer") -> None:
+    def _ask_again_if_reconnected(self, transfer: Transfer) -> None:
         """What was asked for or on its way when a connection broke will not come by itself."""
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor)["event"]
@@ -129,86 +121,3 @@ class ZmqReceiver:
             self._connections += 1
             if self._connections > 1:
                 self._ask(transfer.outstanding())
-
-    def _take(self, transfer: "_Transfer") -> bool:
-        """Read one answer; whether it was a chunk that this transfer waits for."""
-        header = self._socket.recv(zmq.NOBLOCK, copy=False)
-        try:
-            chunk = decode_chunk(header.bytes)
-            place = transfer.place_of(chunk)
-            if place is None or not header.more:
-                if header.more:
-                    self._skip()
-                return False
-            received = self._socket.recv_into(place, flags=zmq.NOBLOCK)
-        except BadFrame as error:
-            raise WeightsRefused(str(error)) from error
-        if received != place.nbytes or self._socket.getsockopt(zmq.RCVMORE):
-            raise WeightsRefused(
-                f"{self._address} sent {received} bytes of weights where {place.nbytes} were asked "
-                f"for"
-            )
-        transfer.got(chunk)
-        return True
-
-    def _skip(self) -> None:
-        while self._socket.recv(zmq.NOBLOCK, copy=False).more:
-            pass
-
-
-class _Transfer:
-    """Which chunks of one buffer are there, on their way, and still to be asked for."""
-
-    def __init__(self, location: str, buffer: memoryview) -> None:
-        self._location = location
-        self._buffer = buffer
-        self._unasked = 0
-        """From where on nothing was asked for."""
-        self._asked: dict[int, memoryview] = {}
-        """Start of each chunk that is on its way, in order -> its place."""
-
-    @property
-    def missing_bytes(self) -> int:
-        """That have not arrived."""
-        on_their_way = sum(place.nbytes for place in self._asked.values())
-        return self._buffer.nbytes - self._unasked + on_their_way
-
-    def has(self, end: int) -> bool:
-        """Whether all before ``end`` is there."""
-        return min(self._asked, default=self._unasked) >= end
-
-    def next_requests(self) -> list[Fetch]:
-        """What to ask for now: several chunks at once, when there is room for them."""
-        requests = []
-        while (
-            self._unasked < self._buffer.nbytes
-            and len(self._asked) + CHUNKS_PER_REQUEST_MAX <= CHUNKS_AHEAD
-        ):
-            start = self._unasked
-            end = min(start + CHUNKS_PER_REQUEST_MAX * CHUNK_BYTES, self._buffer.nbytes)
-            for at in range(start, end, CHUNK_BYTES):
-                self._asked[at] = self._buffer[at : min(at + CHUNK_BYTES, end)]
-            requests.append(Fetch(self._location, start, end))
-            self._unasked = end
-        return requests
-
-    def outstanding(self) -> list[Fetch]:
-        """What was asked for and has not come."""
-        return [
-            Fetch(self._location, start, start + place.nbytes)
-            for start, place in self._asked.items()
-        ]
-
-    def place_of(self, chunk: Chunk) -> memoryview | None:
-        """Where a chunk belongs; None if it is not of this transfer, or there already.
-
-        Raises:
-            WeightsRefused: the sender doesn't have it.
-        """
-        if chunk.refusal and chunk.location in ("", self._location):
-            raise WeightsRefused(f"weights can't be fetched: {chunk.refusal}")
-        return self._asked.get(chunk.start) if chunk.location == self._location else None
-
-    def got(self, chunk: Chunk) -> None:
-        """It is in its place."""
-        del self._asked[chunk.start]

@@ -71,6 +71,8 @@ class ZmqSender:
         """A buffer that may be written over."""
         self._lock = threading.Lock()
         self.malformed_requests = 0
+        self.sent_bytes = 0
+        """Of weights, to all who asked."""
         self._context: Context = zmq.Context()
         try:
             self._socket = self._bound(address, keys)
@@ -184,6 +186,7 @@ class ZmqSender:
             chunk = place.buffer.data[start : min(start + CHUNK_BYTES, fetch.end)]
             self._socket.send_multipart([peer, header], zmq.SNDMORE)
             self._socket.send(chunk, copy=False)
+            self.sent_bytes += chunk.nbytes
 
 
 def _objection(fetch: Fetch, place: _Place | None) -> str | None:

@@ -1,0 +1,320 @@
+"""Do weights reach every host once, whoever dies on the way, and nobody who has no key?"""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidegate.errors import WeightsRefused
+from tidegate.transport.messages import InitWeights, UpdateWeights, encode
+from tidegate.transport.security import make_keys, read_engine_keys, read_orchestrator_keys
+from tidegate.transport.weight_channels import Home, NamedBuffer, receiver, relay_node
+from tidegate.transport.weight_channels.relay import Where, decode_parent, decode_where
+from tidegate.transport.weight_channels.relay import encode as encode_relay
+from tidegate.transport.weight_channels.relay_sender import Line, RelaySender
+from tidegate.transport.weight_channels.zmq import CHUNK_BYTES, Chunk, Fetch, decode_fetch
+from tidegate.transport.weight_channels.zmq import encode as encode_chunk
+
+ORCHESTRATOR = "tcp://127.0.0.1:5555"
+"""Nobody listens there; weights come from beside it."""
+
+WAIT_S = 60.0
+
+SIZES = [3, 5 * CHUNK_BYTES + 1, 0, CHUNK_BYTES, 7 * CHUNK_BYTES]
+TOTAL_BYTES = 13 * CHUNK_BYTES + 4 * 64
+"""At most, with what aligns them."""
+
+
+class Sender(RelaySender):
+    """One whose network loses requests for what lies beyond ``served_bytes``."""
+
+    served_bytes = 1 << 60
+
+    def _answer(self, peer: bytes, frames: list[bytes]) -> None:
+        if decode_where(frames[0]) is None and decode_fetch(frames).end > self.served_bytes:
+            return
+        super()._answer(peer, frames)
+
+
+@pytest.fixture
+def weights() -> Iterator[Sender]:
+    sender = Sender(ORCHESTRATOR)
+    yield sender
+    sender.close()
+
+
+@pytest.fixture(autouse=True)
+def _short_silences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_node, "SILENT_S", 1.0)
+    monkeypatch.setattr(relay_node, "TICK_S", 0.1)
+
+
+def tensors() -> list[NamedBuffer]:
+    return [
+        NamedBuffer(f"w{n}", "uint8", (size,), memoryview(os.urandom(size)))
+        for n, size in enumerate(SIZES)
+    ]
+
+
+def as_bytes(sent: list[NamedBuffer]) -> dict[str, bytes]:
+    return {tensor.name: bytes(tensor.data) for tensor in sent}
+
+
+class Engine:
+    """A receiver with a thread of its own, on a host of this name."""
+
+    def __init__(self, weights: RelaySender, host: str, home: Home | None = None) -> None:
+        home = home or Home(ORCHESTRATOR)
+        self._end = receiver(weights.init(), Home(home.address, home.keys, host))
+        self._thread = ThreadPoolExecutor(1)
+
+    def fetch(self, update: UpdateWeights) -> "Future[dict[str, bytes]]":
+        return self._thread.submit(
+            lambda: {spec.name: bytes(view) for spec, view in self._end.tensors(update)}
+        )
+
+    def close(self) -> None:
+        self._thread.submit(self._end.close).result(WAIT_S)
+        self._thread.shutdown()
+
+
+@pytest.fixture
+def engines(weights: Sender) -> Iterator[list[Engine]]:
+    """Three hosts with two engines each."""
+    made = [Engine(weights, host) for host in ("a", "b", "c") for _ in range(2)]
+    yield made
+    for engine in made:
+        engine.close()
+
+
+def test_the_sender_sends_once_however_many_hosts_and_engines_there_are(
+    weights: Sender, engines: list[Engine]
+) -> None:
+    for version in (1, 2):
+        [update] = weights.write(version, sent := tensors(), keep=[version - 1])
+        before = weights.sent_bytes
+        for got in [engine.fetch(update) for engine in engines]:
+            assert got.result(WAIT_S) == as_bytes(sent)
+        assert weights.sent_bytes - before == update.tensors[-1].offset + update.tensors[-1].nbytes
+
+
+def test_an_engine_that_comes_late_gets_what_its_host_has_and_so_does_a_late_host(
+    weights: Sender, engines: list[Engine]
+) -> None:
+    [kept] = weights.write(1, old := tensors())
+    engines[0].fetch(kept).result(WAIT_S)
+    [newest] = weights.write(2, new := tensors(), keep=[1])
+    engines[0].fetch(newest).result(WAIT_S)
+    before = weights.sent_bytes
+    for host in ("a", "d"):
+        late = Engine(weights, host)
+        assert late.fetch(newest).result(WAIT_S) == as_bytes(new)
+        assert late.fetch(kept).result(WAIT_S) == as_bytes(old)
+        late.close()
+    assert weights.sent_bytes == before
+
+
+def test_what_is_not_there_any_more_is_refused(weights: Sender, engines: list[Engine]) -> None:
+    [old] = weights.write(1, tensors())
+    [new] = weights.write(2, sent := tensors())
+    refused, taken = engines[0].fetch(old), engines[2].fetch(new)
+    with pytest.raises(WeightsRefused, match="not here, or not any more"):
+        refused.result(WAIT_S)
+    assert taken.result(WAIT_S) == as_bytes(sent)
+
+
+def test_memory_is_used_again_on_each_host(weights: Sender) -> None:
+    with closing(receiver(weights.init(), Home(ORCHESTRATOR))) as end:
+        inodes = set()
+        for version in range(4):
+            [update] = weights.write(version, sent := tensors()[:2], keep=[version - 1])
+            assert {s.name: bytes(view) for s, view in end.tensors(update)} == as_bytes(sent)
+            inodes.add(end._memory.inode)  # type: ignore[attr-defined]
+        assert len(inodes) == 2
+
+
+# ------------------------------------------------------------------------------ who dies
+
+RELAY = """
+import sys
+from tidegate.transport.messages import decode_from_orchestrator
+from tidegate.transport.weight_channels import Home, receiver
+
+init, update = (decode_from_orchestrator(bytes.fromhex(line)) for line in sys.argv[2:])
+end = receiver(init, Home("tcp://127.0.0.1:5555", None, sys.argv[1]))
+arriving = end.tensors(update)
+next(arriving)
+print("fetching", flush=True)
+for _ in arriving:
+    pass
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+def other_process(host: str, init: InitWeights, update: UpdateWeights) -> "subprocess.Popen[str]":
+    """An engine that is its host's relay, and has begun to fetch."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", RELAY, host, encode(init).hex(), encode(update).hex()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "fetching\n"
+    return process
+
+
+def test_an_engine_takes_over_when_its_hosts_relay_is_killed_and_fetches_only_the_rest(
+    weights: Sender,
+) -> None:
+    weights.served_bytes = 8 * CHUNK_BYTES
+    [update] = weights.write(1, sent := tensors())
+    doomed = other_process("a", weights.init(), update)
+    heir = Engine(weights, "a")
+    got = heir.fetch(update)
+    wait_until(lambda: heir._end._ready_bytes >= 8 * CHUNK_BYTES)  # type: ignore[attr-defined]
+    doomed.kill()
+    doomed.communicate()
+    weights.served_bytes = 1 << 60
+    assert got.result(WAIT_S) == as_bytes(sent)
+    assert weights.sent_bytes < TOTAL_BYTES
+    heir.close()
+
+
+def test_a_host_whose_forerunner_is_killed_is_served_by_another(weights: Sender) -> None:
+    weights.served_bytes = 8 * CHUNK_BYTES
+    [update] = weights.write(1, sent := tensors())
+    doomed = other_process("a", weights.init(), update)
+    next_in_line = Engine(weights, "b")
+    got = next_in_line.fetch(update)
+    wait_until(lambda: next_in_line._end._ready_bytes >= 8 * CHUNK_BYTES)  # type: ignore[attr-defined]
+    assert weights.sent_bytes == 8 * CHUNK_BYTES, "the second host asks the first"
+    doomed.kill()
+    doomed.communicate()
+    weights.served_bytes = 1 << 60
+    assert got.result(WAIT_S) == as_bytes(sent)
+    assert weights.sent_bytes < TOTAL_BYTES
+    next_in_line.close()
+
+
+def test_a_sender_that_is_gone_is_an_error_with_a_cause(
+    weights: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_node, "STALL_TIMEOUT_S", 2.0)
+    [update] = weights.write(1, tensors())
+    engine = Engine(weights, "a")
+    weights.close()
+    with pytest.raises(WeightsRefused, match="for 2 s; is the orchestrator alive"):
+        engine.fetch(update).result(WAIT_S)
+    engine.close()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(3000):
+        if is_so():
+            return
+        pause.wait(0.02)
+    raise AssertionError("it never came to that")
+
+
+# ------------------------------------------------------------------------------ who may
+
+
+def test_with_keys_relays_serve_each_other_and_nobody_without(tmp_path: Path) -> None:
+    own = read_engine_keys(make_keys(tmp_path))
+    weights = RelaySender("tcp://127.0.0.1:*", keys=read_orchestrator_keys(tmp_path))
+    home = Home(ORCHESTRATOR, own)
+    engines = [Engine(weights, host, home) for host in ("a", "b")]
+    [update] = weights.write(1, sent := tensors())
+    for engine in engines:
+        assert engine.fetch(update).result(WAIT_S) == as_bytes(sent)
+    assert weights.sent_bytes < TOTAL_BYTES
+    [line] = weights._lines.values()
+    assert not answers(line.relays[0], Fetch(update.location, 0, 1))
+    for engine in engines:
+        engine.close()
+    weights.close()
+
+
+def test_a_relay_without_keys_answers_what_is_asked_well(weights: Sender) -> None:
+    engine = Engine(weights, "a")
+    [update] = weights.write(1, tensors())
+    engine.fetch(update).result(WAIT_S)
+    [line] = weights._lines.values()
+    for fetch in (Fetch(update.location, 1, 2), Fetch(update.location, 0, 1 << 40)):
+        assert answers(line.relays[0], fetch) == [
+            encode_chunk(Chunk(update.location, fetch.start, "that can't be had here"))
+        ]
+    assert answers(line.relays[0], Fetch(update.location, 0, 1))[0] == encode_chunk(
+        Chunk(update.location, 0)
+    )
+    engine.close()
+
+
+def answers(address: str, fetch: Fetch) -> list[bytes]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(address)
+        stranger.send(encode_chunk(fetch))
+        return stranger.recv_multipart() if stranger.poll(500) else []
+
+
+# ------------------------------------------------------------------------------ who is before whom
+
+
+def test_relays_form_a_chain_that_closes_over_who_is_silent() -> None:
+    line = Line()
+    assert line.parent(Where("w", "a")) == ""
+    assert line.parent(Where("w", "b")) == "a"
+    assert line.parent(Where("w", "c")) == "b"
+    assert line.parent(Where("w", "c", avoid="b")) == "a"
+    assert line.parent(Where("w", "d")) == "c"
+    assert line.parent(Where("w", "b")) == "a", "it speaks again"
+    assert line.parent(Where("w", "c", avoid="a")) == "b"
+    assert line.parent(Where("w", "b", avoid="a")) == ""
+
+
+def test_where_each_serves_two_they_form_a_tree() -> None:
+    line = Line()
+    parents = [line.parent(Where("w", name), fan_out=2) for name in "abcdefg"]
+    assert parents == ["", "", "a", "a", "b", "b", "c"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(-1, 6)), max_size=40), st.integers(1, 3))
+def test_nobody_is_ever_served_by_who_is_served_by_it(
+    asked: list[tuple[int, int]], fan_out: int
+) -> None:
+    line, parents = Line(), {}
+    for here, avoid in asked:
+        where = Where("w", str(here), str(avoid) if avoid >= 0 else "")
+        parents[str(here)] = line.parent(where, fan_out=fan_out)
+        for start in parents:
+            seen, at = {start}, parents[start]
+            while at:
+                assert at not in seen
+                seen.add(at)
+                at = parents[at]
+
+
+def test_a_question_is_answered_with_what_is_kept(weights: Sender) -> None:
+    [one] = weights.write(1, tensors())
+    [two] = weights.write(2, tensors(), keep=[1])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asker:
+        asker.setsockopt(zmq.LINGER, 0)
+        asker.connect(weights.address.replace("*", "127.0.0.1"))
+        asker.send(encode_relay(Where(two.location, "tcp://10.0.0.1:1")))
+        assert asker.poll(round(WAIT_S * 1000))
+        answer = decode_parent(asker.recv())
+    assert answer.address == ""
+    assert answer.kept == [one.location, two.location]

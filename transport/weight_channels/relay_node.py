@@ -1,0 +1,307 @@
+"""What does a host's relay do? It fetches each version once, and hands it on while it comes.
+
+Below it are engines of its own host, which map its memory, and relays of other hosts, which ask it
+for chunks as they would ask the sender. All of it in one thread: sockets, timers, no locks. It
+keeps what the sender keeps, and knows nothing of what the bytes mean.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import zmq
+
+from tidegate.errors import BadFrame, WeightsRefused
+from tidegate.transport.limits import cut
+from tidegate.transport.weight_channels.host_memory import HostMemory
+from tidegate.transport.weight_channels.relay import (
+    SIGN_OF_LIFE_S,
+    SILENT_S,
+    STALL_TIMEOUT_S,
+    Parent,
+    Where,
+    decode_parent,
+    encode,
+    sign_of_life,
+)
+from tidegate.transport.weight_channels.relay_clients import Clients
+from tidegate.transport.weight_channels.relay_slot import Seed, Slot
+from tidegate.transport.weight_channels.relay_sockets import RelaySockets, Upstream, is_readable
+from tidegate.transport.weight_channels.transfer import take_chunk
+from tidegate.transport.weight_channels.zmq import (
+    CHUNK_BYTES,
+    CHUNKS_PER_REQUEST_MAX,
+    Chunk,
+    Fetch,
+    decode_fetch,
+)
+from tidegate.transport.weight_channels.zmq import encode as encode_chunk
+from tidegate.transport.zeromq import Socket
+
+TICK_S = 0.5
+"""How often is looked for who has been silent for too long."""
+
+CHUNKS_PER_TURN = 8
+"""Read of one source before others are looked at."""
+
+SLOTS_MAX = 16
+"""Locations; a run keeps a few. Whoever asks for more asks for what isn't there."""
+
+JOIN_TIMEOUT_S = 5.0
+"""How long closing waits for the thread."""
+
+
+class RelayNode:
+    """A thread that is its host's relay as long as it has the host's name."""
+
+    def __init__(self, upstream: Upstream, listener: socket.socket, seed: Seed | None) -> None:
+        """``listener`` has the name; it is closed, and the name free again, when all is over."""
+        self._upstream = upstream
+        self._seed = seed
+        self._slots: dict[str, Slot] = {}
+        self._spare: list[HostMemory] = []
+        self._poller = zmq.Poller()
+        self._handlers: dict[Socket | int, Callable[[], None]] = {}
+        self._sockets = RelaySockets(upstream)
+        self._door = self._sockets.door
+        self._clients = Clients(listener, watch=self._watch, unwatch=self._unwatch, slot=self._slot)
+        self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._is_closing = False
+        self._signs_due_s = 0.0
+        self._watch(self._woken, lambda: None)
+        self._watch(self._sockets.guide, self._hear_sender)
+        self._watch(self._door, self._serve_relays)
+        self._thread = threading.Thread(target=self._run, name="weights relay", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop, and give up the name. Harmless if repeated."""
+        if not self._is_closing:
+            self._is_closing = True
+            os.write(self._wake, b"x")
+        self._thread.join(JOIN_TIMEOUT_S)
+
+    # ------------------------------------------------------------ sockets
+
+    def _watch(self, what: Socket | int, handler: Callable[[], None]) -> None:
+        self._handlers[what] = handler
+        self._poller.register(what, zmq.POLLIN)
+
+    def _unwatch(self, what: Socket | int) -> None:
+        if self._handlers.pop(what, None) is not None:
+            self._poller.unregister(what)
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                for ready, _ in self._poller.poll(round(TICK_S * 1000)):
+                    handler = self._handlers.get(ready)
+                    if handler is not None:  # gone since, with who was heard before
+                        handler()
+                self._look_after(time.monotonic())
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        for slot in self._slots.values():
+            slot.stop_fetching()
+        self._sockets.close()
+        self._clients.close()
+        for slot in self._slots.values():
+            slot.close()
+        for memory in self._spare:
+            memory.close()
+        if self._seed is not None:
+            os.close(self._seed.fd)
+        os.close(self._woken)
+        os.close(self._wake)
+
+    def _look_after(self, now_s: float) -> None:
+        signs_due = now_s >= self._signs_due_s
+        if signs_due:
+            self._signs_due_s = now_s + SIGN_OF_LIFE_S
+        for slot in list(self._slots.values()):
+            self._clients.tell(slot, again=signs_due)
+            if slot.is_complete:
+                continue
+            if now_s - slot.moved_s > STALL_TIMEOUT_S:
+                self._fail(
+                    slot,
+                    f"none have come from {slot.parent or self._upstream.address} for "
+                    f"{STALL_TIMEOUT_S:g} s; is the orchestrator alive, and does a firewall let "
+                    f"this host reach that port?",
+                )
+            elif now_s - max(slot.asked_s, slot.heard_s) > SILENT_S:
+                self._ask_where(slot, avoid=slot.parent)
+            elif signs_due:
+                for peer in slot.waiting:
+                    self._door.send_multipart([peer, encode_chunk(sign_of_life(slot.location))])
+
+    # ------------------------------------------------------------ above: where it comes from
+
+    def _slot(self, location: str) -> Slot | None:
+        """What there is of a location, or will be; None if that is too much to ask."""
+        slot = self._slots.get(location)
+        if slot is None and len(self._slots) < SLOTS_MAX:
+            now_s = time.monotonic()
+            slot = self._slots[location] = Slot(location, now_s, now_s)
+            if self._seed is not None and self._seed.location == location:
+                slot.seed, self._seed = self._seed, None
+            self._ask_where(slot)
+        return slot
+
+    def _ask_where(self, slot: Slot, avoid: str = "") -> None:
+        slot.asked_s = time.monotonic()
+        self._sockets.guide.send(encode(Where(slot.location, self._sockets.here, avoid)))
+
+    def _hear_sender(self) -> None:
+        guide = self._sockets.guide
+        while is_readable(guide):
+            with suppress(BadFrame):  # it will be asked again
+                self._follow(decode_parent(guide.recv_multipart()[0]))
+
+    def _follow(self, parent: Parent) -> None:
+        slot = self._slots.get(parent.location)
+        if slot is None or slot.is_complete:
+            return
+        if parent.refusal:
+            self._fail(slot, parent.refusal)
+            return
+        if slot.transfer is None:
+            self._forget_all_but({*parent.kept, parent.location})
+            self._open(slot, parent.nbytes)
+        self._stop_fetching(slot)
+        if slot.is_complete:  # by its seed
+            self._moved(slot)
+            return
+        slot.parent, slot.heard_s = parent.address, time.monotonic()
+        slot.source = self._sockets.to_parent(parent.address)
+        self._watch(slot.source, lambda: self._fetch(slot))
+        assert slot.transfer is not None
+        self._request(slot, [*slot.transfer.outstanding(), *slot.transfer.next_requests()])
+
+    def _open(self, slot: Slot, nbytes: int) -> None:
+        seed = slot.seed
+        if seed is not None:
+            memory = HostMemory(nbytes, seed.fd)
+            whole = seed.complete_bytes >= nbytes
+            start = nbytes if whole else seed.complete_bytes // CHUNK_BYTES * CHUNK_BYTES
+            slot.seed = None
+        else:
+            memory, start = self._room(nbytes), 0
+        slot.open(memory, nbytes, start)
+
+    def _room(self, nbytes: int) -> HostMemory:
+        """Memory used before where there is enough of it: first touches of pages are dear."""
+        found = min(
+            (m for m in self._spare if m.nbytes >= nbytes), key=lambda m: m.nbytes, default=None
+        )
+        for memory in self._spare:
+            if memory is not found and (found is not None or memory.nbytes <= nbytes):
+                memory.close()
+        self._spare = [m for m in self._spare if found is None and m.nbytes > nbytes]
+        return found if found is not None else HostMemory(nbytes)
+
+    def _forget_all_but(self, kept: set[str]) -> None:
+        for location in [location for location in self._slots if location not in kept]:
+            slot = self._slots.pop(location)
+            self._stop_fetching(slot)
+            if slot.memory is not None:
+                self._spare.append(slot.memory)
+
+    def _stop_fetching(self, slot: Slot) -> None:
+        if slot.source is not None:
+            self._unwatch(slot.source)
+        slot.stop_fetching()
+
+    def _request(self, slot: Slot, requests: list[Fetch]) -> None:
+        if slot.source is not None:
+            for request in requests:
+                slot.source.send(encode_chunk(request))
+
+    def _fetch(self, slot: Slot) -> None:
+        """Take what has come from the parent, and pass it on."""
+        if slot.source is None or slot.transfer is None:
+            return
+        slot.heard_s = time.monotonic()
+        for _ in range(CHUNKS_PER_TURN):
+            if not is_readable(slot.source):
+                break
+            try:
+                start = take_chunk(slot.source, slot.transfer, slot.parent)
+            except WeightsRefused as error:
+                self._be_refused(slot, str(error))
+                return
+            if start is not None:
+                slot.moved_s = slot.heard_s
+                self._pass_on(slot, start)
+        self._request(slot, slot.transfer.next_requests())
+        self._moved(slot)
+
+    def _be_refused(self, slot: Slot, why: str) -> None:
+        if slot.parent:
+            self._stop_fetching(slot)
+            self._ask_where(slot, avoid=slot.parent)
+        else:
+            self._fail(slot, why)
+
+    def _fail(self, slot: Slot, why: str) -> None:
+        """It won't come; whoever asks again has it tried again."""
+        del self._slots[slot.location]
+        self._stop_fetching(slot)
+        self._clients.refuse(slot.location, cut(why))
+        for peer in slot.waiting:
+            refusal = Chunk(slot.location, 0, cut(why))
+            self._door.send_multipart([peer, encode_chunk(refusal)])
+        slot.close()
+
+    # ------------------------------------------------------------ below: relays of other hosts
+
+    def _serve_relays(self) -> None:
+        while is_readable(self._door):
+            peer, *frames = self._door.recv_multipart()
+            try:
+                fetch = decode_fetch(frames)
+            except BadFrame:
+                continue  # its sender has bigger worries than an answer
+            self._serve(peer, fetch)
+
+    def _serve(self, peer: bytes, fetch: Fetch) -> None:
+        slot = self._slot(fetch.location)
+        if slot is None or fetch.start % CHUNK_BYTES or not _is_fair(fetch):
+            refusal = Chunk(fetch.location, fetch.start, "that can't be had here")
+            self._door.send_multipart([peer, encode_chunk(refusal)])
+            return
+        for start in range(fetch.start, fetch.end, CHUNK_BYTES):
+            if not self._send_chunk(slot, peer, start):
+                slot.hold(peer, range(start, start + 1))
+
+    def _send_chunk(self, slot: Slot, peer: bytes, start: int) -> bool:
+        chunk = slot.chunk(start)
+        if chunk is None:
+            return False
+        header = encode_chunk(Chunk(slot.location, start))
+        self._door.send_multipart([peer, header], zmq.SNDMORE)
+        self._door.send(chunk, copy=False)
+        return True
+
+    def _pass_on(self, slot: Slot, start: int) -> None:
+        for peer in slot.held.pop(start, ()):
+            self._send_chunk(slot, peer, start)
+
+    def _moved(self, slot: Slot) -> None:
+        """Tell engines how much there is now; and waiting relays, where a seed brought it."""
+        if slot.is_complete:
+            self._stop_fetching(slot)
+            for start in list(slot.held):
+                self._pass_on(slot, start)
+        self._clients.tell(slot)
+
+
+def _is_fair(fetch: Fetch) -> bool:
+    return 0 < fetch.end - fetch.start <= CHUNKS_PER_REQUEST_MAX * CHUNK_BYTES

@@ -1,0 +1,192 @@
+"""How does an engine get weights that its host fetches once? It maps what the host's relay has.
+
+The first engine of a host to ask becomes that relay, in a thread (:mod:`relay_node`), and asks it
+as the others do. When the relay's process dies, another engine takes over what it holds itself.
+"""
+
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+from tidegate.errors import BadFrame, ConfigError, WeightsRefused
+from tidegate.transport.addresses import at_host_of, check_connector
+from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
+from tidegate.transport.weight_channels.base import Home, check_specs
+from tidegate.transport.weight_channels.host_memory import (
+    CONNECT_TIMEOUT_S,
+    MESSAGE_BYTES_MAX,
+    ReadMemory,
+    connect,
+    listen,
+    retry_until,
+)
+from tidegate.transport.weight_channels.relay import (
+    STALL_TIMEOUT_S,
+    Ready,
+    Want,
+    decode_ready,
+    encode,
+)
+from tidegate.transport.weight_channels.relay_node import RelayNode
+from tidegate.transport.weight_channels.relay_slot import Seed
+from tidegate.transport.weight_channels.relay_sockets import Upstream
+
+POLL_S = 0.1
+"""How long it goes unnoticed that nobody wants the weights any more."""
+
+SILENT_MAX_S = 2 * STALL_TIMEOUT_S
+"""Without a word from this host's relay, which itself gives up after half of it."""
+
+
+class RelayReceiver:
+    """A connection to this host's relay, and the memory it shares; for one thread."""
+
+    def __init__(self, init: InitWeights, home: Home) -> None:
+        """Find the host's relay, or become it.
+
+        Raises:
+            WeightsRefused: the sender is nowhere to connect to, or the relay is another user's.
+        """
+        address = at_host_of(home.address, str(init.info.get("address")))
+        try:
+            check_connector(address, has_keys=home.keys is not None)
+        except ConfigError as error:
+            raise WeightsRefused(f"weights are to come from a strange place: {error}") from error
+        self._upstream = Upstream.of(address, init, home.keys)
+        self._name = f"tidegate-weights-{init.info.get('sender')}{home.host}"
+        self._node: RelayNode | None = None
+        self._memory: ReadMemory | None = None
+        self._location = ""
+        """Of what is in that memory, or will be."""
+        self._nbytes = 0
+        """Of all that is to come."""
+        self._ready_bytes = 0
+        """So many have, from the beginning on."""
+        self._is_shown = False
+        """Whether the memory is that of the location wanted."""
+        self._link = self._found_relay()
+
+    def tensors(
+        self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
+    ) -> Iterator[tuple[TensorSpec, memoryview]]:
+        """Views of the host's memory, each as soon as it is complete."""
+        nbytes = max((spec.offset + spec.nbytes for spec in update.tensors), default=0)
+        check_specs(update.tensors, nbytes)
+        return self._fetched(update, nbytes, is_wanted)
+
+    def close(self) -> None:
+        """Leave; if this is the host's relay, another engine becomes it. Harmless if repeated."""
+        self._link.close()
+        if self._node is not None:
+            self._node.close()
+            self._node = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def _fetched(
+        self, update: UpdateWeights, nbytes: int, is_wanted: Callable[[], bool]
+    ) -> Iterator[tuple[TensorSpec, memoryview]]:
+        self._location, self._nbytes = update.location, nbytes
+        self._ready_bytes, self._is_shown = 0, False
+        self._ask()
+        for spec in update.tensors:
+            end = spec.offset + spec.nbytes
+            while not self._is_shown or self._ready_bytes < end:
+                if not self._hear(is_wanted):
+                    return
+            assert self._memory is not None
+            yield spec, self._memory.buffer[spec.offset : end]
+
+    # ------------------------------------------------------------ the host's relay
+
+    def _ask(self) -> None:
+        try:
+            self._link.send(encode(Want(self._location)))
+        except OSError:
+            self._go_on_elsewhere()
+
+    def _hear(self, is_wanted: Callable[[], bool]) -> bool:
+        """Wait for one word of the relay; False if nobody wants the weights any more."""
+        give_up_s = time.monotonic() + SILENT_MAX_S
+        while is_wanted():
+            if select.select([self._link], [], [], POLL_S)[0]:
+                self._take()
+                return True
+            if time.monotonic() > give_up_s:
+                raise WeightsRefused(
+                    f"the engine that fetches weights for this host has said nothing for "
+                    f"{SILENT_MAX_S:g} s; is its process stopped?"
+                )
+        return False
+
+    def _take(self) -> None:
+        try:
+            frame, fds, _, _ = socket.recv_fds(self._link, MESSAGE_BYTES_MAX, 1)
+        except OSError:
+            frame, fds = b"", []
+        if not frame:
+            self._go_on_elsewhere()
+            return
+        try:
+            ready = decode_ready(frame)
+        except BadFrame as error:
+            raise WeightsRefused(str(error)) from error
+        if ready.location != self._location:
+            for fd in fds:
+                os.close(fd)
+            return
+        self._note(ready, fds)
+
+    def _note(self, ready: Ready, fds: list[int]) -> None:
+        if ready.refusal:
+            raise WeightsRefused(f"weights can't be fetched: {ready.refusal}")
+        for fd in fds:
+            self._map(fd)
+        self._ready_bytes = ready.nbytes
+
+    def _map(self, fd: int) -> None:
+        """Take the memory that the location is in; a mapping of it may be there from before."""
+        old = self._memory
+        if old is not None and old.inode == os.fstat(fd).st_ino and old.nbytes >= self._nbytes:
+            os.close(fd)
+        else:
+            if old is not None:
+                old.close()
+            self._memory = ReadMemory(fd)
+            if self._memory.nbytes < self._nbytes:
+                raise WeightsRefused(
+                    f"this host's relay has {self._memory.nbytes} bytes of {self._location!r} "
+                    f"where the update has {self._nbytes}"
+                )
+        self._is_shown = True
+
+    def _go_on_elsewhere(self) -> None:
+        """The relay is gone: find the next, or be it, with what is in memory here."""
+        self._link.close()
+        self._link = self._found_relay()
+        self._link.send(encode(Want(self._location)))
+
+    def _found_relay(self) -> socket.socket:
+        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+        while True:
+            listener = listen(self._name)
+            if listener is not None:
+                if self._node is not None:
+                    self._node.close()
+                self._node = RelayNode(self._upstream, listener, self._seed())
+            link = connect(self._name)
+            if link is not None:
+                return link
+            if not retry_until(deadline_s):
+                raise WeightsRefused(
+                    f"this host's relay of weights, {self._name!r}, takes no connections"
+                )
+
+    def _seed(self) -> Seed | None:
+        """What a new relay can begin with."""
+        if self._memory is None or not self._is_shown:
+            return None
+        return Seed(self._location, os.dup(self._memory.fd), self._ready_bytes)

@@ -1,0 +1,86 @@
+"""Who fetches weights from whom? The sender of ``relay`` tells each relay that asks.
+
+It serves chunks as the sender of ``zmq`` does, to the first relay of each version and to those whom
+nobody else can serve.
+"""
+
+from dataclasses import dataclass, field
+
+import zmq
+
+from tidegate.transport.messages import InitWeights
+from tidegate.transport.security import OrchestratorKeys, passing_keys
+from tidegate.transport.weight_channels.relay import NAME, Parent, Where, decode_where, encode
+from tidegate.transport.weight_channels.zmq_sender import ZmqSender
+
+
+@dataclass(slots=True)
+class Line:
+    """The relays that have asked for one location, in that order. Whoever is served by one before
+    it in line is in no circle."""
+
+    relays: list[str] = field(default_factory=list)
+    silent: set[str] = field(default_factory=set)
+    """Those that somebody waited for in vain."""
+
+    def parent(self, where: Where, *, fan_out: int = 1) -> str:
+        """Whom the asker fetches from; nobody's address stands for the sender.
+
+        The sender is node 0 and the asker node n + 1 of a tree in which each serves ``fan_out``.
+        """
+        if where.avoid:
+            self.silent.add(where.avoid)
+        self.silent.discard(where.here)  # it speaks
+        if where.here not in self.relays:
+            self.relays.append(where.here)
+        before = self.relays[: self.relays.index(where.here)]
+        able = [relay for relay in before if relay not in self.silent]
+        node = len(able) // fan_out
+        return able[node - 1] if node else ""
+
+
+class RelaySender(ZmqSender):
+    """A ZmqSender that has others do most of the sending."""
+
+    def __init__(
+        self, address: str | None = None, *, keys: OrchestratorKeys | None = None, fan_out: int = 1
+    ) -> None:
+        """As :class:`ZmqSender`; ``fan_out`` is how many hosts each host serves.
+
+        Raises:
+            ConfigError: the address can't be bound.
+        """
+        self._lines: dict[str, Line] = {}
+        """The thread's: one for each location that was asked for."""
+        self._fan_out = fan_out
+        self._relay_keys = None if keys is None else passing_keys()[1]
+        """Of all relays together: engines get them with the first message, which is encrypted.
+        Whoever has them may serve the run's weights, and fetch them."""
+        super().__init__(address, keys=keys)
+
+    def init(self) -> InitWeights:
+        """Phase 1: where to ask, and as whom relays talk to each other."""
+        info = {"address": self.address, "sender": self._id}
+        if self._relay_keys is not None:
+            info["public"] = self._relay_keys.public.decode()
+            info["secret"] = self._relay_keys.secret.decode()
+        return InitWeights(channel=NAME, info=info)
+
+    def _answer(self, peer: bytes, frames: list[bytes]) -> None:
+        where = decode_where(frames[0]) if len(frames) == 1 else None
+        if where is None:
+            super()._answer(peer, frames)
+        else:
+            self._socket.send_multipart([peer, encode(self._parent(where))], zmq.NOBLOCK)
+
+    def _parent(self, where: Where) -> Parent:
+        with self._lock:
+            sizes = {place.location: place.nbytes for place in self._places}
+        self._lines = {at: line for at, line in self._lines.items() if at in sizes}
+        nbytes = sizes.get(where.location)
+        if nbytes is None:
+            why = f"{where.location!r} is not here, or not any more"
+            return Parent(where.location, kept=list(sizes), refusal=why)
+        line = self._lines.setdefault(where.location, Line())
+        address = line.parent(where, fan_out=self._fan_out)
+        return Parent(where.location, address, nbytes, list(sizes))
