@@ -21,7 +21,7 @@ from tidegate.engine.models.rope_tables import make_rope_table
 from tidegate.engine.sampling.sampling import RowSampling as RowSampling
 from tidegate.engine.sampling.sampling import StepOutput as StepOutput
 from tidegate.engine.sampling.sampling import sample_apart, sample_rows
-from tidegate.engine.scoring import RowScoring, score_rows
+from tidegate.engine.scoring import RowScore, RowScoring, score_rows
 from tidegate.engine.step_layout import BlockTables, RowSizes, StepLayout, padding_kind
 from tidegate.engine.weights.lora import AdapterTokens
 from tidegate.engine.weights.weight_store import WeightStore
@@ -143,15 +143,25 @@ class ModelRunner:
         """
         if not rows:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
+        logits, scores = self._compute(rows)
+        if logits is None:
+            return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32), scores=scores)
+        output = self._sample(logits, [row.sampling for row in rows if row.sampling is not None])
+        return replace(output, scores=scores) if scores else output
+
+    @torch.inference_mode()
+    def assist(self, rows: Sequence[Row]) -> None:
+        """Do this rank's part of a step that another rank samples; for a part of a model only."""
+        self._compute(rows)
+
+    def _compute(self, rows: Sequence[Row]) -> tuple[torch.Tensor | None, Sequence[RowScore]]:
+        """The logits [S, V] to sample from, if any are asked for, and what is scored."""
         plan = self._plan(rows)
         hidden = forward(self.weights, self._caches, plan)
-        sampling = [row.sampling for row in rows if row.sampling is not None]
+        sampled = sum(row.sampling is not None for row in rows)
         scoring = [row.scoring for row in rows if row.scoring is not None]
-        scores = score_rows(self.weights, hidden[len(sampling) :], scoring) if scoring else ()
-        if not sampling:
-            return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32), scores=scores)
-        output = self._sample(head_logits(self.weights, hidden[: len(sampling)]), sampling)
-        return replace(output, scores=scores) if scores else output
+        scores = score_rows(self.weights, hidden[sampled:], scoring) if scoring else ()
+        return head_logits(self.weights, hidden[:sampled]) if sampled else None, scores
 
     def _sample(self, logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput:
         if self._is_deterministic:

@@ -113,7 +113,7 @@ def in_pieces(row: RowScoring, vocab_size: int) -> Iterator[tuple[slice, RowScor
 
 def _score(weights: Weights, hidden: torch.Tensor, row: RowScoring) -> RowScore:
     if row.reads == "rewards":
-        return RowScore(values=weights.head.linear(hidden[-1:].float()).numpy())
+        return RowScore(values=weights.logits(hidden[-1:]).numpy())
     if row.reads != "logprobs":
         return score_hidden(hidden, row)
     pieces = in_pieces(row, weights.config.vocab_size)

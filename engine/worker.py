@@ -26,6 +26,7 @@ from tidegate.engine.memory.memory import blame_memory
 from tidegate.engine.memory.sleep import Sleeper
 from tidegate.engine.models.served_model import ServedModel, open_model
 from tidegate.engine.models.tokenizer import ModelTokenizer
+from tidegate.engine.ranks.ranks import Ranks
 from tidegate.engine.runner import Runner
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.processors import ProcessorRegistry
@@ -58,19 +59,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.getppid() != arguments.die_with_parent:
             remove_abandoned()
             return ENDED  # it died while this process was importing, and nothing told of it
+    ranks = None
     try:
         keys = None if arguments.keys is None else read_engine_keys(arguments.keys)
+        ranks = Ranks(arguments.tensor_parallel, is_deterministic=arguments.deterministic)
         model = open_model(
-            arguments.model, arguments.dtype, is_deterministic=arguments.deterministic
+            arguments.model,
+            arguments.dtype,
+            is_deterministic=arguments.deterministic,
+            shard=ranks.shard,
+            group=ranks.group,
         )
         limits = _limits(arguments, model)
         options = _options(arguments, limits)
         torch.set_num_threads(arguments.threads)
+        ranks.start(_rank_arguments(arguments, limits))
         drafts = _drafts(arguments, model, limits)
-        runner = _runner(model, limits)
+        runner = ranks.lead(_runner(model, limits))
         socket = DealerSocket(arguments.connect, arguments.engine.encode(), keys=keys)
     except TidegateError as error:
         sys.stderr.write(f"error: {error}\n")
+        if ranks is not None:
+            ranks.close()
         return UNUSABLE
     if model.warning is not None:
         sys.stderr.write(f"warning: {model.warning}\n")
@@ -78,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.collect()
     gc.freeze()
     link = Link(socket, _hello(arguments, model, limits))
-    staging = Staging(model.allocate, Home(arguments.connect, keys))
+    staging = ranks.staging(model.allocate, Home(arguments.connect, keys))
     try:
         scheduler = Scheduler(limits, options=options, scoring=model.scoring, drafts=drafts)
         sleeper = Sleeper(runner, staging, scheduler, reload=model.reload)
@@ -88,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _serve(link, loop, staging)
     finally:
         socket.close()
+        ranks.close()
         remove_abandoned()  # if the run was killed, nobody else sees to what it left
 
 
@@ -113,6 +124,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-running-turns", type=int, default=64)
     parser.add_argument("--max-step-tokens", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=1, help="of torch, per step")
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="RANKS",
+        help="share the model out among so many processes, each of which computes a part",
+    )
     parser.add_argument(
         "--processors",
         action="append",
@@ -155,6 +173,23 @@ def _limits(arguments: argparse.Namespace, model: ServedModel) -> EngineLimits:
         context_tokens_max=model.context_tokens_max,
         vocab_size=model.vocab_size,
     )
+
+
+def _rank_arguments(arguments: argparse.Namespace, limits: EngineLimits) -> list[str]:
+    """What the other ranks must know, on the command line."""
+    given: dict[str, object] = {
+        "rank-0": os.getpid(),
+        "home": arguments.connect,
+        "model": arguments.model,
+        "dtype": arguments.dtype,
+        "threads": arguments.threads,
+        "num-blocks": limits.num_blocks,
+        "block-tokens": limits.block_tokens,
+    }
+    if arguments.keys is not None:
+        given["keys"] = arguments.keys
+    flags = ["--deterministic"] if arguments.deterministic else []
+    return [*(f"--{name}={value}" for name, value in given.items()), *flags]
 
 
 def _options(arguments: argparse.Namespace, limits: EngineLimits) -> OptionReader:
@@ -233,7 +268,9 @@ def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimi
         speculation=(arguments.speculate or "").partition(":")[0],
         scores=list(model.scoring.wants),
         is_deterministic=arguments.deterministic,
-        sleep_levels=[1, 2],
+        # What the other ranks hold nobody has taught to sleep.
+        sleep_levels=[1, 2] if arguments.tensor_parallel == 1 else [],
+        ranks=arguments.tensor_parallel,
         takes_turns_together=True,
         keeps_sessions=True,
     )

@@ -82,6 +82,9 @@ class RunSettings(BaseModel):
     processors: tuple[str, ...] = ()
     """Modules of logit processors, each with a dict ``PROCESSORS``, that engines import; from the
     directory that the run is started in, or PYTHONPATH."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes per engine, among which each layer of the model is shared out: for models that are
+    too large for one, or too slow. They swap to new weights together or not at all."""
     deterministic: bool = False
     """Have engines give each turn the same tokens and log-probs to the last bit, whatever else is
     in the batch, and however the turn is chunked, preempted or moved; costs some speed."""

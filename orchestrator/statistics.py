@@ -114,6 +114,8 @@ class EngineStatistics:
     """Guessed, and verified in a step."""
     accepted_tokens: int = 0
     """Of them, those that were sampled: so many came without a step of their own."""
+    ranks: int = 1
+    """Processes that share its model out among them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """Whether it knows ``SubmitTurns``."""
     keeps_sessions: bool = False
     """Whether it is to be told when a session ends."""
+    ranks: Count = 1
+    """How many processes compute its model, each a part of it."""
 
 
 class KvSpan(msgspec.Struct, frozen=True, array_like=True):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tidegate.engine.models.model_config import LayerShape, ModelConfig
-from tidegate.engine.weights.weight_store import Place
+from tidegate.engine.models.model_config import Experts, LayerShape, ModelConfig
+from tidegate.engine.weights.weight_store import Part, Place
 from tidegate.kernels.weight_matrix import Matrix
 
 MakeMatrix = Callable[[int, int], Matrix]
@@ -70,7 +70,7 @@ def allocate_layer(
     qkv = (heads + 2 * kv_heads) * head_dim
     experts = config.experts if shape.has_experts else None
     inner = config.intermediate_size if experts is None else experts.intermediate_size
-    mlps = range(1 if experts is None else experts.count)
+    mlps = range(1) if experts is None else experts.here
     return LayerWeights(
         input_norm=room(hidden),
         qkv=matrix(qkv, hidden),
@@ -103,28 +103,34 @@ def layer_places(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str
             yield f"self_attn.{letter}_norm.weight", Place((config.head_dim,), (part,))
     if layer.router is not None:
         yield from _fused(("mlp.gate",), layer.router.shape[:1], layer.router, None)
-        for expert, (gate_up, down) in enumerate(zip(layer.gate_up, layer.down, strict=True)):
+        assert config.experts is not None  # whoever has a router
+        numbers = config.experts.here
+        for expert, gate_up, down in zip(numbers, layer.gate_up, layer.down, strict=True):
             yield from _mlp(f"mlp.experts.{expert}", gate_up, down)
     else:
         (gate_up,), (down,) = layer.gate_up, layer.down
         yield from _mlp("mlp", gate_up, down, layer.gate_up_bias, layer.down_bias)
 
 
-def joint_places(layer: LayerWeights, prefix: str) -> Iterator[tuple[str, Place]]:
+def joint_places(
+    layer: LayerWeights, prefix: str, experts: Experts | None
+) -> Iterator[tuple[str, Place]]:
     """What comes in one tensor from a state_dict of transformers and in many from a directory."""
-    if layer.router is None:
+    if layer.router is None or experts is None:
         return
+    here = experts.here
+    held = None if experts.held is None else Part(0, here.start, len(here))
     for name, matrices, parts in (
         ("gate_up_proj", layer.gate_up, ("gate_proj", "up_proj")),
         ("down_proj", layer.down, ("down_proj",)),
     ):
         covers = tuple(
             f"{prefix}mlp.experts.{expert}.{part}.weight"
-            for expert in range(len(matrices))
+            for expert in range(experts.count)
             for part in parts
         )
-        shape = (len(matrices), *matrices[0].shape)
-        yield f"{prefix}mlp.experts.{name}", Place(shape, (_Stack(matrices),), covers)
+        shape = (experts.count, *matrices[0].shape)
+        yield f"{prefix}mlp.experts.{name}", Place(shape, (_Stack(matrices),), covers, held)
 
 
 class _Stack:

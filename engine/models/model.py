@@ -9,6 +9,7 @@ Letters in shapes: T tokens of a step, S of them to sample after or to score, H 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,9 @@ from tidegate.kernels.native import HEAD_DIMS, LastTokens, Native, Places, nativ
 from tidegate.kernels.norm import rms_norm, rms_norm_plus_one
 from tidegate.kernels.rope import apply_rope
 from tidegate.kernels.weight_matrix import Matrix
+
+if TYPE_CHECKING:  # torch.distributed is for engines of several ranks
+    from tidegate.engine.ranks.rank_group import RankGroup
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -66,10 +70,11 @@ def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) ->
     ``caches`` holds one KV cache per layer; the step's own keys and values are written there.
     """
     config = weights.config
-    hidden = weights.embedding.take(plan.token_ids)
+    hidden = weights.embed(plan.token_ids)
     if config.embedding_scale != 1.0:  # rounded first, as transformers does
         hidden *= torch.tensor(config.embedding_scale, dtype=hidden.dtype)
     activate = ACTIVATIONS[config.activation]
+    group = weights.group
     layers = zip(weights.layers, caches, plan.attention, strict=True)
     for number, (layer, cache, attention) in enumerate(layers):
         attended = _attention(layer, config, hidden, cache, plan, attention, number)
@@ -82,16 +87,29 @@ def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) ->
             layer.attention_post_norm,
             config,
             low_rank,
+            group,
         )
         normed = _norm(hidden, layer.mlp_norm, config, plan.native)
         if layer.router is not None:
-            hidden += _experts(layer, layer.router, config, normed, activate, plan.native)
+            mixed = _experts(layer, layer.router, config, normed, activate, plan.native)
+            if group is not None:
+                mixed = _summed(mixed, group)
+            hidden += mixed
             continue
         gate_up = layer.gate_up[0].linear(normed, layer.gate_up_bias)
         add_low_rank(plan.adapters, number, "gate_up", normed, gate_up)
         inner = _gated(gate_up, activate, plan.native)
         low_rank = partial(add_low_rank, plan.adapters, number, "down", inner)
-        _add(hidden, inner, layer.down[0], layer.down_bias, layer.mlp_post_norm, config, low_rank)
+        _add(
+            hidden,
+            inner,
+            layer.down[0],
+            layer.down_bias,
+            layer.mlp_post_norm,
+            config,
+            low_rank,
+            group,
+        )
     return _norm(hidden.index_select(0, plan.sampled), weights.final_norm, config, plan.native)
 
 
@@ -106,7 +124,7 @@ def native_for(config: ModelConfig, dtype: torch.dtype) -> Native | None:
 
 def head_logits(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
     """The logits [S, V], in float32, of normed hidden states [S, H]."""
-    logits = weights.head.linear(hidden.float())
+    logits = weights.logits(hidden)
     cap = weights.config.logits_soft_cap
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
@@ -181,17 +199,21 @@ def _experts(
 ) -> torch.Tensor:
     """Send each token through the experts that the router scores highest: [T, H].
 
-    The tokens of an expert are computed together; those that nobody chose are not looked at.
+    The tokens of an expert are computed together; those that nobody chose are not looked at, and
+    those of experts on other ranks are left to these.
     """
     assert config.experts is not None  # whoever has a router
-    per_token = config.experts.per_token
+    per_token, here = config.experts.per_token, config.experts.here
     shares, chosen = router.linear(normed).softmax(-1, dtype=torch.float32).topk(per_token)
     if config.experts.normalises:
         shares /= shares.sum(-1, keepdim=True)
     experts, order = chosen.flatten().sort(stable=True)
-    tokens = order // per_token
     counts = experts.bincount(minlength=config.experts.count).tolist()
-    outputs = []
+    first = sum(counts[: here.start])
+    counts = counts[here.start : here.stop]
+    order = order[first : first + sum(counts)]
+    tokens = order // per_token
+    outputs = [normed.new_empty((0, normed.shape[1]))]
     for expert, part in enumerate(normed[tokens].split_with_sizes(counts)):
         if part.shape[0]:
             inner = _gated(layer.gate_up[expert].linear(part), activate, compiled)
@@ -230,8 +252,17 @@ def _add(
     post_norm: torch.Tensor | None,
     config: ModelConfig,
     add_adapters: Callable[[torch.Tensor], None],
+    group: "RankGroup | None" = None,
 ) -> None:
     """Add a block's last projection, and what adapters add to it, to the residual stream."""
+    if group is not None:
+        projected = matrix.linear(x)
+        add_adapters(projected)
+        projected = _summed(projected, group)
+        if bias is not None:
+            projected += bias
+        total += projected if post_norm is None else _norm(projected, post_norm, config)
+        return
     if post_norm is None:
         matrix.add_linear_(total, x, bias)
         add_adapters(total)
@@ -239,3 +270,10 @@ def _add(
     projected = matrix.linear(x, bias)
     add_adapters(projected)
     total += _norm(projected, post_norm, config)
+
+
+def _summed(x: torch.Tensor, group: "RankGroup") -> torch.Tensor:
+    """All ranks' parts of ``x``, added up in float32 and rounded once."""
+    wide = x.float()
+    group.sum_(wide)
+    return wide.to(x.dtype)

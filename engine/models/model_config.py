@@ -49,6 +49,13 @@ class Experts:
     intermediate_size: int
     normalises: bool
     """Whether the weights of a token's experts are made to sum to 1."""
+    held: range | None = None
+    """Those computed here, where others are elsewhere; None: all."""
+
+    @property
+    def here(self) -> range:
+        """Those computed here."""
+        return range(self.count) if self.held is None else self.held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,14 +13,16 @@ import torch
 from tidegate.engine.memory.memory import blame_memory
 from tidegate.engine.models.model import native_for
 from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.ranks.shards import WHOLE, Shard
 from tidegate.engine.runner import ModelRunner, Runner
 from tidegate.engine.scores import HIDDEN_WANTS, ScoringTraits
 from tidegate.engine.weights.weight_store import WeightStore
-from tidegate.engine.weights.weights import Weights, fill_from_directory, load_directory
+from tidegate.engine.weights.weights import Weights, fill_from_directory
 from tidegate.errors import ConfigError, ModelError, ModelNotComputed
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and our own models do without it
     from tidegate.engine.models.fallback_weights import FallbackWeights
+    from tidegate.engine.ranks.rank_group import RankGroup
 
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 """What to compute in; ``auto``: as the model directory says."""
@@ -75,17 +77,31 @@ class ServedModel(Protocol):
         """
 
 
-def open_model(path: Path, dtype: DtypeChoice, *, is_deterministic: bool = False) -> ServedModel:
-    """Find out who can compute the model in ``path``.
+def open_model(
+    path: Path,
+    dtype: DtypeChoice,
+    *,
+    is_deterministic: bool = False,
+    shard: Shard = WHOLE,
+    group: "RankGroup | None" = None,
+) -> ServedModel:
+    """Find out who can compute the model in ``path``; of a ``shard``, that part, with ``group``.
 
     Raises:
         ModelError: nobody can.
-        ConfigError: nobody can so that each turn gets the same bits in every batch.
+        ConfigError: nobody can so that each turn gets the same bits in every batch, or by parts.
     """
     try:
         config = ModelConfig.from_directory(path)
-        return OwnModel(path, config, dtype, is_deterministic=is_deterministic)
+        return OwnModel(
+            path, config, dtype, is_deterministic=is_deterministic, shard=shard, group=group
+        )
     except ModelNotComputed as error:
+        if not shard.is_whole:
+            raise ConfigError(
+                f"tensor_parallel={shard.ranks}: {error}, and what transformers computes is "
+                f"computed by one process; serve another model, or leave tensor_parallel out"
+            ) from error
         if is_deterministic:
             raise ConfigError(
                 f"deterministic: {error}, and what transformers computes depends on how a context "
@@ -101,10 +117,20 @@ class OwnModel:
     warning = None
 
     def __init__(
-        self, path: Path, config: ModelConfig, dtype: DtypeChoice, *, is_deterministic: bool = False
+        self,
+        path: Path,
+        config: ModelConfig,
+        dtype: DtypeChoice,
+        *,
+        is_deterministic: bool = False,
+        shard: Shard = WHOLE,
+        group: "RankGroup | None" = None,
     ) -> None:
         self._path = path
         self._config = config
+        self._shard = shard
+        self._group = group
+        self._local = shard.local(config)
         self._dtype = _dtype(dtype, config.dtype)
         self._is_deterministic = is_deterministic
         self._native = native_for(config, self._dtype)
@@ -126,17 +152,18 @@ class OwnModel:
         )
 
     def kv_token_bytes(self) -> int:
-        """What keys and values of one position take, in all layers."""
-        config = self._config
+        """What keys and values of one position take, in all layers; on each rank."""
+        config = self._local
         elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         return elements * int(self._dtype.itemsize)
 
     def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
         """Load the weights, and make room for the KV cache."""
         with blame_memory(doing=f"for the weights of {self._path}", remedy=SMALLER_MODEL):
-            weights = load_directory(self._path, self._config, self._dtype, is_packed=self._packs)
+            weights = self.allocate()
+            fill_from_directory(weights, self._path)
         return ModelRunner(
-            self._config,
+            self._local,
             weights,
             num_blocks=num_blocks,
             block_tokens=block_tokens,
@@ -146,7 +173,13 @@ class OwnModel:
 
     def allocate(self) -> Weights:
         """Make room for a second version."""
-        return Weights.allocate(self._config, self._dtype, is_packed=self._packs)
+        return Weights.allocate(
+            self._config,
+            self._dtype,
+            is_packed=self._packs,
+            shard=self._shard,
+            group=self._group,
+        )
 
     @property
     def _packs(self) -> bool | None:

@@ -9,12 +9,15 @@ Hu et al. 2021, arXiv:2106.09685. Letters in shapes: R ranks of all parts, T tok
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from tidegate.errors import WeightsRefused
 from tidegate.kernels.weight_matrix import Matrix, make_matrix
+
+if TYPE_CHECKING:  # which imports this file
+    from tidegate.engine.weights import weight_store
 
 Place = Literal["qkv", "output", "gate_up", "down"]
 """The matrices of a layer that something can be added to."""
@@ -30,7 +33,7 @@ PARTS: dict[Place, tuple[str, ...]] = {
 RANK_MAX = 512
 """Of one projection. Beyond it an adapter costs about as much as a whole set; publish that."""
 
-Shapes = Mapping[str, tuple[int, ...]]
+OwnPlaces = Mapping[str, "weight_store.Place"]
 """Of the model's own tensors, by Hugging Face's names."""
 
 
@@ -89,7 +92,7 @@ def add_low_rank(
 def make_adapter(
     tensors: Mapping[str, torch.Tensor],
     scale: float,
-    shapes: Shapes,
+    places: OwnPlaces,
     *,
     num_layers: int,
     like: Like,
@@ -99,14 +102,14 @@ def make_adapter(
     Args:
         tensors: ``model.layers.N.PROJECTION.lora_A.weight`` [r, in], ``….lora_B.weight`` [out, r].
         scale: what their product is multiplied by.
-        shapes: of the model's own tensors.
+        places: of the model's own tensors; where these take a part, so does the adapter.
         num_layers: of the model.
         like: how its own matrices lie.
 
     Raises:
         WeightsRefused: they are not two for each projection, or not of this model.
     """
-    pairs = _pairs(tensors, shapes)
+    pairs = _pairs(tensors, places)
     layers: list[dict[Place, LowRank]] = []
     for number in range(num_layers):
         prefix = f"model.layers.{number}."
@@ -114,7 +117,7 @@ def make_adapter(
         for place, names in PARTS.items():
             found = [(name, pairs.pop(prefix + name, None)) for name in names]
             if any(pair is not None for _, pair in found):
-                rows = [shapes[f"{prefix}{name}.weight"][0] for name in names]
+                rows = [_rows(places[f"{prefix}{name}.weight"]) for name in names]
                 layer[place] = _joint([pair for _, pair in found], rows, scale, like)
         layers.append(layer)
     if pairs:
@@ -128,7 +131,7 @@ def make_adapter(
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _pairs(tensors: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[str, _Pair]:
+def _pairs(tensors: Mapping[str, torch.Tensor], places: OwnPlaces) -> dict[str, _Pair]:
     """The two matrices of each projection, checked."""
     pairs: dict[str, _Pair] = {}
     for projection in sorted({name.rpartition(".lora_")[0] or name for name in tensors}):
@@ -139,8 +142,9 @@ def _pairs(tensors: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[str, _Pa
                 f"an adapter has a tensor of {projection!r}, but not both of its lora_A.weight and "
                 f"lora_B.weight"
             )
-        shape = shapes.get(f"{projection}.weight")
-        if shape is None or len(shape) != 2:
+        place = places.get(f"{projection}.weight")
+        shape = () if place is None else place.shape
+        if place is None or len(shape) != 2:
             raise WeightsRefused(f"an adapter is of {projection!r}, which this model hasn't got")
         rank = narrow.shape[0]
         if not 0 < rank <= RANK_MAX:
@@ -154,8 +158,21 @@ def _pairs(tensors: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[str, _Pa
                     f"{projection}.{name}.weight is {tensor.dtype} of shape {list(tensor.shape)}, "
                     f"expected floating point of shape {list(expected)}"
                 )
-        pairs[projection] = (narrow, wide)
+        pairs[projection] = _cut(narrow, wide, place)
     return pairs
+
+
+def _cut(narrow: torch.Tensor, wide: torch.Tensor, place: "weight_store.Place") -> _Pair:
+    """What of an adapter goes with a part of the matrix: of its inputs, or of its outputs."""
+    if place.part is None:
+        return narrow, wide
+    return (narrow, place.cut(wide)) if place.part.dim == 0 else (place.cut(narrow), wide)
+
+
+def _rows(place: "weight_store.Place") -> int:
+    """Of a projection's own outputs, those that are here."""
+    is_cut = place.part is not None and place.part.dim == 0
+    return place.part.count if is_cut and place.part is not None else place.shape[0]
 
 
 def _joint(parts: Sequence[_Pair | None], rows: Sequence[int], scale: float, like: Like) -> LowRank:

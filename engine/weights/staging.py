@@ -77,7 +77,13 @@ class _Update:
         self.keeps_weights = False
         """Whether the model's own tensors are those of the live version."""
         self.state = _State.OPEN
+        """The main thread's to set."""
         self.started_ns = time.monotonic_ns()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was refused or given up."""
+        return self.state is _State.FAILED
 
 
 @dataclass(frozen=True, slots=True)

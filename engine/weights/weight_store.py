@@ -17,6 +17,19 @@ LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What is taken of a published tensor: ``count`` rows of one of its dimensions."""
+
+    dim: int
+    first: int
+    count: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of it."""
+        return tensor.narrow(self.dim, self.first, self.count)
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a tensor goes: its published shape, and what to copy it into."""
 
@@ -24,6 +37,12 @@ class Place:
     targets: tuple[Rows, ...]
     covers: tuple[str, ...] = ()
     """The names of its parts, if they may also come one by one; they are in then."""
+    part: Part | None = None
+    """What of the tensor goes there, if the rest is another rank's."""
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What of a published tensor goes there."""
+        return tensor if self.part is None else self.part.of(tensor)
 
 
 class WeightStore:
@@ -91,7 +110,7 @@ class WeightStore:
             )
         with torch.no_grad():
             for target in place.targets:
-                target.copy_(tensor)
+                target.copy_(place.cut(tensor))
         self._loaded.update(place.covers or (name,))
 
     @property

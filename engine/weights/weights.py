@@ -11,6 +11,7 @@ Letters in shapes: V vocabulary, H hidden, L labels.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,13 +20,16 @@ from tidegate.engine.models.layer_weights import (
     LayerWeights,
     allocate_layer,
     joint_places,
-    layer_places,
 )
 from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.ranks.shards import WHOLE, Shard
 from tidegate.engine.weights.lora import Adapter, Like, make_adapter
 from tidegate.engine.weights.weight_store import Place, WeightStore
 from tidegate.errors import ModelError, WeightsRefused
 from tidegate.kernels.weight_matrix import Matrix, PackedMatrix, make_matrix
+
+if TYPE_CHECKING:  # torch.distributed is for engines of several ranks
+    from tidegate.engine.ranks.rank_group import RankGroup
 
 
 class Weights(WeightStore):
@@ -38,8 +42,16 @@ class Weights(WeightStore):
         layers: list[LayerWeights],
         final_norm: torch.Tensor,
         head: Matrix,
+        shard: Shard = WHOLE,
+        group: "RankGroup | None" = None,
     ) -> None:
-        self.config = config
+        self.shard = shard
+        """Which part of the model this is."""
+        self.group = group
+        """Those who have the other parts."""
+        self.whole_config = config
+        self.config = shard.local(config)
+        """That of this part."""
         self.embedding = embedding
         """[V, H]"""
         self.layers = layers
@@ -54,24 +66,53 @@ class Weights(WeightStore):
 
     @classmethod
     def allocate(
-        cls, config: ModelConfig, dtype: torch.dtype, *, is_packed: bool | None = None
+        cls,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        *,
+        is_packed: bool | None = None,
+        shard: Shard = WHOLE,
+        group: "RankGroup | None" = None,
     ) -> "Weights":
         """Make room for one version, to be filled; the head is float32 whatever ``dtype`` is.
 
-        ``is_packed`` tells matrices how to lie, whatever is faster on this machine.
+        ``is_packed`` tells matrices how to lie, whatever is faster on this machine. Of a ``shard``
+        there is room for that part only; ``group`` computes the others.
         """
-        vocabulary = (config.vocab_size, config.hidden_size)
-        outputs = config.labels or config.vocab_size
+        local = shard.local(config)
+        vocabulary = (shard.vocabulary_rows(config), config.hidden_size)
+        outputs = config.labels or vocabulary[0]
         head = make_matrix(outputs, config.hidden_size, torch.float32, is_packed=is_packed)
         shares = config.tied_head and dtype == torch.float32
         matrix = partial(make_matrix, dtype=dtype, is_packed=is_packed)
         return cls(
             config,
             head if shares else make_matrix(*vocabulary, dtype, is_packed=False),
-            [allocate_layer(config, shape, dtype, matrix) for shape in config.layers],
+            [allocate_layer(local, shape, dtype, matrix) for shape in local.layers],
             torch.empty(config.hidden_size, dtype=dtype),
             head,
+            shard,
+            group,
         )
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The embeddings [T, H] of tokens [T]."""
+        if self.group is None:
+            return self.embedding.take(token_ids)
+        held = self.shard.vocabulary(self.whole_config)
+        places = token_ids - held.first
+        elsewhere = (places < 0) | (places >= held.count)
+        embedded = self.embedding.take(places.masked_fill(elsewhere, 0))
+        embedded[elsewhere] = 0.0
+        self.group.sum_(embedded)
+        return embedded
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the head makes of normed hidden states [S, H], in float32: [S, V] or [S, L]."""
+        logits = self.head.linear(hidden.float())
+        if self.group is None or self.config.labels:
+            return logits
+        return self.group.join(logits)[:, : self.config.vocab_size]
 
     def is_redundant(self, name: str) -> bool:
         """A tied model's head is its embedding; old Llama directories hold rotary frequencies."""
@@ -80,9 +121,9 @@ class Weights(WeightStore):
 
     def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> Adapter:
         """An adapter for this model, of tensors as the protocol names them."""
-        shapes = {name: place.shape for name, place in self._places.items()}
         like = Like(self.dtype, self.is_packed)
-        return make_adapter(tensors, scale, shapes, num_layers=self.config.num_layers, like=like)
+        layers = self.config.num_layers
+        return make_adapter(tensors, scale, self._places, num_layers=layers, like=like)
 
     def tied_to(self, name: str) -> str | None:
         """A tied model's head is its embedding."""
@@ -145,22 +186,26 @@ def refuse_lacking(path: Path, names: Sequence[str]) -> None:
 
 
 def _places(weights: Weights) -> Iterator[tuple[str, Place]]:
-    config = weights.config
-    vocabulary = weights.embedding.shape
-    embedding = [weights.embedding.rows(0, config.vocab_size)]
-    head = weights.head.rows(0, weights.head.shape[0])
+    config, shard = weights.config, weights.shard
+    held = shard.vocabulary(config)
+    part = None if shard.is_whole else held
+    embedding = [weights.embedding.rows(0, held.count)]
+    head = weights.head.rows(0, config.labels or held.count)
     if config.tied_head and weights.head is not weights.embedding:
         embedding.append(head)
-    yield "model.embed_tokens.weight", Place(vocabulary, tuple(embedding))
+    vocabulary = (config.vocab_size, config.hidden_size)
+    yield "model.embed_tokens.weight", Place(vocabulary, tuple(embedding), part=part)
     for number, layer in enumerate(weights.layers):
-        for name, place in layer_places(layer, config):
+        for name, place in shard.layer_places(layer, config, weights.whole_config):
             yield f"model.layers.{number}.{name}", place
     yield "model.norm.weight", Place((config.hidden_size,), (weights.final_norm,))
     if not config.tied_head:
-        name = "score.weight" if config.labels else "lm_head.weight"
-        yield name, Place(weights.head.shape, (head,))
+        if config.labels:
+            yield "score.weight", Place(weights.head.shape, (head,))
+        else:
+            yield "lm_head.weight", Place(vocabulary, (head,), part=part)
 
 
 def _joint_places(weights: Weights) -> Iterator[tuple[str, Place]]:
     for number, layer in enumerate(weights.layers):
-        yield from joint_places(layer, f"model.layers.{number}.")
+        yield from joint_places(layer, f"model.layers.{number}.", weights.config.experts)

@@ -69,4 +69,5 @@ class Engine:
             is_deterministic=self.hello.is_deterministic,
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
+            ranks=self.hello.ranks,
         )

@@ -13,6 +13,7 @@ TidegateError
 ├── ScoreRefused            an engine can never score this as asked     (also ValueError)
 ├── OutOfBlocks             a turn can never fit the KV cache           (also MemoryError)
 ├── OutOfMemory             the machine has no memory for an engine     (also MemoryError)
+├── RankLost                a rank of an engine ended, or is stuck      (also ConnectionError)
 ├── TritonMissing           a GPU's kernel was launched without Triton  (also ImportError)
 ├── NotUnderstood           what an engine says is refused each time    (also ConnectionError)
 ├── EngineLost              an engine stopped answering                 (also ConnectionError)
@@ -131,6 +132,18 @@ class OutOfMemory(TidegateError, MemoryError):
     def __init__(self, *, doing: str, remedy: str, why: str) -> None:
         self.doing = doing
         super().__init__(f"out of memory {doing}; {remedy} ({why})")
+
+
+class RankLost(TidegateError, ConnectionError):
+    """An engine can't go on without one of its ranks: each computes a part of every layer."""
+
+    def __init__(self, *, rank: int, ranks: int, why: str) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        super().__init__(
+            f"a rank of this engine of {ranks} is gone, or stuck, as rank {rank} saw: {why}. The "
+            f"engine ends, and its turns go on elsewhere"
+        )
 
 
 class TritonMissing(TidegateError, ImportError):

@@ -1,0 +1,1 @@
+"""One engine over several processes: each computes a part of every layer."""

@@ -1,0 +1,139 @@
+"""What does a rank other than 0 do all day? Its part of each step, and its part of new weights.
+
+It decides nothing: rank 0 tells it what to do, in one order, which is so the same on every rank.
+Weights come to it as to rank 0, by the channel that the orchestrator names: it copies its part.
+"""
+
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import cast
+
+import numpy as np
+
+from tidegate.engine.runner import ModelRunner, Row, RowSampling
+from tidegate.engine.scoring import Reads, RowScoring
+from tidegate.engine.weights.staging import Live, Staging
+from tidegate.transport import rank_messages as rank
+from tidegate.transport.messages import InitWeights, UpdateWeights, WeightsFailed, WeightsStaged
+
+STAGING_POLL_S = 0.002
+"""How long staged weights go untold while no step runs."""
+
+SAMPLED_ELSEWHERE = RowSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0, index=0)
+"""What a row samples by is rank 0's business; here it only matters that it does."""
+
+
+class RankLoop:
+    """One rank's life, on one thread."""
+
+    def __init__(self, connection: Connection, runner: ModelRunner, staging: Staging) -> None:
+        self._connection = connection
+        self._runner = runner
+        self._staging = staging
+        self._version = -1
+        """That of the update under way."""
+        self._attempt = 0
+        """What rank 0 calls it."""
+
+    def run(self) -> None:
+        """Serve rank 0 until it is gone.
+
+        Raises:
+            RankLost: another rank is, or is stuck.
+        """
+        while True:
+            try:
+                while not self._connection.poll(STAGING_POLL_S if self._staging.is_busy else None):
+                    self._tell()
+                frame = self._connection.recv_bytes()
+                self._tell()
+            except (EOFError, ConnectionError):
+                return  # rank 0 ended, and what it was is over
+            self._handle(rank.decode_to_rank(frame))
+
+    def _handle(self, message: rank.ToRank) -> None:
+        match message:
+            case rank.RunStep(rows=rows):
+                self._runner.assist([row_of(row) for row in rows])
+            case rank.Relay():
+                self._relay(message)
+            case rank.Abandon(why=""):
+                self._staging.abandon()
+                self._version = -1
+            case rank.Abandon(why=why):
+                self._staging.give_up(why)
+            case rank.SwapWeights(version=version):
+                self._runner.swap(self._staging.exchange(version, self._runner.weights))
+            case rank.Connect():
+                raise AssertionError("ranks meet once")
+
+    def _relay(self, relayed: rank.Relay) -> None:
+        message = relayed.message
+        if isinstance(message, InitWeights):
+            self._staging.init(message)
+        elif isinstance(message, UpdateWeights):
+            self._staging.update(message)
+        else:
+            self._version, self._attempt = message.version, relayed.attempt
+            version = relayed.live_version
+            live = None if version is None else Live(version, self._runner.weights)
+            self._staging.start(message, live)
+
+    def _tell(self) -> None:
+        """Say how the update under way ended, if it did. What was before it nobody asks for."""
+        for answer in self._staging.take_answers():
+            if getattr(answer, "version", None) != self._version:
+                continue
+            if isinstance(answer, WeightsStaged):
+                self._send(rank.RankStaged(self._attempt))
+            elif isinstance(answer, WeightsFailed):
+                self._send(rank.RankStaged(self._attempt, answer.message))
+
+    def _send(self, message: rank.FromRank) -> None:
+        self._connection.send_bytes(rank.encode(message))
+
+
+def rank_rows(rows: Sequence[Row]) -> list[rank.RankRow]:
+    """What other ranks need to know of a step's rows."""
+    return [
+        rank.RankRow(
+            row.token_ids.astype(np.int32).tobytes(),
+            row.start,
+            np.array(row.block_table, np.int32).tobytes(),
+            row.sampling is not None,
+            row.adapter,
+            None if row.scoring is None else _scoring(row.scoring),
+        )
+        for row in rows
+    ]
+
+
+def row_of(row: rank.RankRow) -> Row:
+    """A row as another rank computes it."""
+    scoring = row.scoring
+    return Row(
+        np.frombuffer(row.token_ids, np.int32),
+        row.start,
+        np.frombuffer(row.block_table, np.int32).tolist(),
+        SAMPLED_ELSEWHERE if row.samples else None,
+        None
+        if scoring is None
+        else RowScoring(
+            scoring.positions,
+            cast(Reads, scoring.reads),
+            np.frombuffer(scoring.token_ids, np.int32),
+            scoring.top_logprobs,
+            scoring.temperature,
+        ),
+        row.adapter,
+    )
+
+
+def _scoring(scoring: RowScoring) -> rank.RankScoring:
+    return rank.RankScoring(
+        scoring.positions,
+        scoring.reads,
+        scoring.token_ids.astype(np.int32).tobytes(),
+        scoring.top_logprobs,
+        scoring.temperature,
+    )

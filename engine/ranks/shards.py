@@ -1,0 +1,120 @@
+"""Which part of a model does one rank compute? Slices of its tensors, and a config of their sizes.
+
+It knows nothing of processes, nor of how sums travel. A layer's first matrices (query, key, value;
+gate, up) are cut by their outputs, its last ones (output, down) by their inputs; so a layer needs
+two sums over the ranks. KV heads are shared out, or repeated where there are fewer than ranks.
+Experts are shared out whole; embedding and head are cut by the vocabulary. Norms, router and a
+classification head are on every rank.
+
+Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tidegate.engine.models.layer_weights import LayerWeights, layer_places
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.weights.weight_store import Part, Place
+from tidegate.errors import ConfigError
+
+CUT_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+CUT_BY_INPUTS = ("o_proj", "down_proj")
+KV_PROJECTIONS = ("k_proj", "v_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's share. That of the only rank is the whole model."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is no other rank."""
+        return self.ranks == 1
+
+    def local(self, config: ModelConfig) -> ModelConfig:
+        """The model as this rank computes it; its vocabulary is the whole one's.
+
+        Raises:
+            ConfigError: it can't be shared out evenly.
+        """
+        if self.is_whole:
+            return config
+        self._refuse_uneven(config)
+        experts = config.experts
+        if experts is not None:
+            held = experts.count // self.ranks
+            experts = replace(experts, held=range(self.rank * held, (self.rank + 1) * held))
+        return replace(
+            config,
+            num_heads=config.num_heads // self.ranks,
+            num_kv_heads=max(1, config.num_kv_heads // self.ranks),
+            intermediate_size=config.intermediate_size // self.ranks,
+            experts=experts,
+        )
+
+    def vocabulary(self, config: ModelConfig) -> Part:
+        """The tokens whose embeddings and logits are this rank's; the last rank's may be fewer."""
+        size = self.vocabulary_rows(config)
+        first = min(self.rank * size, config.vocab_size)
+        return Part(0, first, min(size, config.vocab_size - first))
+
+    def vocabulary_rows(self, config: ModelConfig) -> int:
+        """Room for so many tokens on each rank: as many on all, to be joined."""
+        return -(-config.vocab_size // self.ranks)
+
+    def layer_places(
+        self, layer: LayerWeights, local: ModelConfig, whole: ModelConfig
+    ) -> Iterator[tuple[str, Place]]:
+        """Where this rank's part of each published tensor of a layer goes."""
+        for name, place in layer_places(layer, local):
+            if self.is_whole or ".experts." in name:
+                yield name, place
+            else:
+                yield name, self._cut(name, place, whole)
+        if layer.router is not None and local.experts is not None:
+            (inner, hidden), experts = layer.gate_up[0].shape, local.experts
+            for expert in (n for n in range(experts.count) if n not in experts.here):
+                prefix = f"mlp.experts.{expert}"
+                yield f"{prefix}.gate_proj.weight", Place((inner // 2, hidden), ())
+                yield f"{prefix}.up_proj.weight", Place((inner // 2, hidden), ())
+                yield f"{prefix}.down_proj.weight", Place((hidden, inner // 2), ())
+
+    def _cut(self, name: str, place: Place, whole: ModelConfig) -> Place:
+        projection, kind = name.split(".")[-2:]
+        if projection in CUT_BY_OUTPUTS:
+            dim = 0
+        elif projection in CUT_BY_INPUTS and kind == "weight":
+            dim = 1
+        else:
+            return place
+        count = place.shape[dim]
+        full, first = count * self.ranks, count * self.rank
+        if projection in KV_PROJECTIONS:
+            full = whole.num_kv_heads * whole.head_dim
+            first = self.rank * whole.num_kv_heads // self.ranks * whole.head_dim
+        shape = list(place.shape)
+        shape[dim] = full
+        return replace(place, shape=tuple(shape), part=Part(dim, first, count))
+
+    def _refuse_uneven(self, config: ModelConfig) -> None:
+        counts = {
+            "query heads": config.num_heads,
+            "intermediate_size": config.intermediate_size,
+        }
+        if config.experts is not None:
+            counts["experts"] = config.experts.count
+        uneven = [f"{count} {what}" for what, count in counts.items() if count % self.ranks]
+        larger, smaller = max(config.num_kv_heads, self.ranks), min(config.num_kv_heads, self.ranks)
+        if larger % smaller:
+            uneven.append(f"{config.num_kv_heads} KV heads")
+        if uneven:
+            raise ConfigError(
+                f"tensor_parallel={self.ranks}: {config.architecture} has {' and '.join(uneven)}, "
+                f"which {self.ranks} ranks can't share evenly; take another number of ranks"
+            )
+
+
+WHOLE = Shard()

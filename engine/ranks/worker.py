@@ -1,0 +1,96 @@
+"""How does the process of a rank other than 0 begin and end? Rank 0 starts it, and nobody else.
+
+It speaks to no orchestrator. It ends with rank 0, whatever that dies of.
+"""
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from tidegate.engine.models.served_model import OwnModel, open_model
+from tidegate.engine.ranks.rank_group import RankGroup
+from tidegate.engine.ranks.rank_loop import RankLoop
+from tidegate.engine.ranks.shards import Shard
+from tidegate.engine.runner import ModelRunner
+from tidegate.engine.weights.staging import Staging
+from tidegate.errors import TidegateError
+from tidegate.transport import rank_messages as rank
+from tidegate.transport.security import read_engine_keys
+from tidegate.transport.weight_channels import Home
+
+PR_SET_PDEATHSIG = 1
+"""From <linux/prctl.h>: which signal to get when the parent dies."""
+
+
+def main() -> int:
+    """Serve rank 0 until it is gone; the exit status."""
+    arguments = _parse()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also in the midst of a sum
+    if os.getppid() != arguments.rank_0:
+        return 0
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to end
+    connection = Connection(arguments.connection)
+    try:
+        _serve(arguments, connection)
+    except Exception as error:  # noqa: BLE001  (whatever it was, rank 0 must hear of it)
+        if not isinstance(error, TidegateError):
+            traceback.print_exc()
+        why = str(error) if isinstance(error, TidegateError) else f"{type(error).__name__}: {error}"
+        try:
+            connection.send_bytes(rank.encode(rank.RankFailed(why)))
+        except OSError:
+            pass
+        return 1
+    return 0
+
+
+def _serve(arguments: argparse.Namespace, connection: Connection) -> None:
+    torch.set_num_threads(arguments.threads)
+    shard = Shard(arguments.rank, arguments.ranks)
+    group = RankGroup(shard.rank, shard.ranks, arguments.meeting_place)
+    model = open_model(
+        arguments.model,
+        arguments.dtype,
+        is_deterministic=arguments.deterministic,
+        shard=shard,
+        group=group,
+    )
+    assert isinstance(model, OwnModel)  # or it is refused
+    runner = model.make_runner(
+        num_blocks=arguments.num_blocks, block_tokens=arguments.block_tokens
+    )
+    assert isinstance(runner, ModelRunner)  # as our own models have
+    connection.send_bytes(rank.encode(rank.RankLoaded()))
+    if not isinstance(rank.decode_to_rank(connection.recv_bytes()), rank.Connect):
+        raise AssertionError("ranks meet first")
+    group.connect()
+    keys = None if arguments.keys is None else read_engine_keys(arguments.keys)
+    staging = Staging(model.allocate, Home(arguments.home, keys))
+    try:
+        RankLoop(connection, runner, staging).run()
+    finally:
+        staging.close()
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tidegate.engine.ranks.worker")
+    for name in ("rank", "ranks", "connection", "num-blocks", "block-tokens", "threads", "rank-0"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    for name in ("model", "meeting-place"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--home", required=True, help="the orchestrator's address")
+    parser.add_argument("--keys", type=Path)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--deterministic", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

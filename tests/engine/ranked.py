@@ -1,0 +1,99 @@
+"""An engine of several ranks in one process: each rank but 0 is a thread. Sums go over loopback."""
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+from tidegate.engine.models.served_model import DtypeChoice, open_model
+from tidegate.engine.ranks.rank_group import RankGroup
+from tidegate.engine.ranks.rank_loop import RankLoop
+from tidegate.engine.ranks.ranked_runner import RankedRunner
+from tidegate.engine.ranks.ranked_staging import RankedStaging
+from tidegate.engine.ranks.shards import Shard
+from tidegate.engine.ranks.team import Team
+from tidegate.engine.runner import ModelRunner
+from tidegate.engine.weights.staging import Staging
+from tidegate.errors import RankLost
+from tidegate.transport import rank_messages as rank
+
+
+class RankThread:
+    """What :class:`Team` takes for a process."""
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self._thread = thread
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+        assert not self._thread.is_alive()
+
+    def kill(self) -> None:
+        raise AssertionError("a thread can't be killed")
+
+
+class RankedEngine:
+    """Rank 0's side of it."""
+
+    def __init__(self, path: Path, ranks: int, dtype: DtypeChoice, *, deterministic: bool) -> None:
+        self._path, self._ranks, self._dtype = path, ranks, dtype
+        self._is_deterministic = deterministic
+        self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        connections, threads = [], []
+        for number in range(1, ranks):
+            mine, theirs = Pipe()
+            thread = threading.Thread(target=self._serve, args=(number, theirs), daemon=True)
+            thread.start()
+            connections.append(mine)
+            threads.append(RankThread(thread))
+        self.team = Team(connections, threads)
+        model, runner, group = self._open(0)
+        self.team.wait_loaded()
+        group.connect()
+        self.runner = RankedRunner(runner, self.team)
+        self.model = model
+        self.staging = RankedStaging(model.allocate, self.team)
+
+    def _open(self, number: int):  # type: ignore[no-untyped-def]
+        shard = Shard(number, self._ranks)
+        group = RankGroup(number, self._ranks, Path(self.directory.name) / "meeting")
+        model = open_model(
+            self._path,
+            self._dtype,
+            shard=shard,
+            group=group,
+            is_deterministic=self._is_deterministic,
+        )
+        runner = model.make_runner(num_blocks=128, block_tokens=8)
+        assert isinstance(runner, ModelRunner)
+        return model, runner, group
+
+    def _serve(self, number: int, connection: Connection) -> None:
+        model, runner, group = self._open(number)
+        connection.send_bytes(rank.encode(rank.RankLoaded()))
+        rank.decode_to_rank(connection.recv_bytes())
+        group.connect()
+        staging = Staging(model.allocate)
+        try:
+            RankLoop(connection, runner, staging).run()
+        except RankLost as error:
+            connection.send_bytes(rank.encode(rank.RankFailed(str(error))))
+        finally:
+            staging.close()
+            connection.close()
+
+
+@contextmanager
+def ranked_engine(
+    path: Path, ranks: int = 2, *, dtype: DtypeChoice = "float32", deterministic: bool = False
+) -> Iterator[RankedEngine]:
+    """An engine of so many ranks, ended afterwards."""
+    engine = RankedEngine(path, ranks, dtype, deterministic=deterministic)
+    try:
+        yield engine
+    finally:
+        engine.team.close()
+        engine.staging.close()
+        engine.directory.cleanup()
