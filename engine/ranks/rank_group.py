@@ -1,4 +1,4 @@
-"""How are tensors summed and joined over the ranks of an engine? By gloo, on this machine's loopback.
+"""How are tensors summed and joined over an engine's ranks? By gloo, on the loopback.
 
 It knows nothing of models. Nothing here waits without end: a rank that is gone or stuck makes the
 others fail, and an engine that has lost a rank has lost its turns' KV anyway.
@@ -9,11 +9,14 @@ theirs, and tests have several.
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.distributed import FileStore, ProcessGroupGloo
+import torch.distributed
 
 from tidegate.errors import RankLost
+
+_distributed: Any = torch.distributed  # whose stubs know nothing of its gloo
 
 TIMEOUT_S = 30.0
 """Of one sum. Ranks are at most one layer apart; also the longest step's takes a second or so."""
@@ -27,7 +30,7 @@ class RankGroup:
         self.rank = rank
         self.ranks = ranks
         self._meeting_place = meeting_place
-        self._group: ProcessGroupGloo | None = None
+        self._group: Any = None
 
     def connect(self, timeout_s: float = TIMEOUT_S) -> None:
         """Meet the others.
@@ -35,13 +38,14 @@ class RankGroup:
         Raises:
             RankLost: not all came.
         """
-        options = ProcessGroupGloo._Options()
+        gloo = _distributed.ProcessGroupGloo
+        options = gloo._Options()
         # Not what the host's name resolves to: nobody but this machine may join in.
-        options._devices = [ProcessGroupGloo.create_device(interface="lo")]
+        options._devices = [gloo.create_device(interface="lo")]
         options._timeout = timedelta(seconds=timeout_s)
         try:
-            store = FileStore(str(self._meeting_place), self.ranks)
-            self._group = ProcessGroupGloo(store, self.rank, self.ranks, options)
+            store = _distributed.FileStore(str(self._meeting_place), self.ranks)
+            self._group = gloo(store, self.rank, self.ranks, options)
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -69,7 +73,7 @@ class RankGroup:
             raise self._lost(error) from error
         return torch.cat(parts, dim=1)
 
-    def _connected(self) -> ProcessGroupGloo:
+    def _connected(self) -> Any:
         if self._group is None:
             raise AssertionError("connect first")
         return self._group

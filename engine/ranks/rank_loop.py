@@ -121,7 +121,7 @@ def row_of(row: rank.RankRow) -> Row:
         else RowScoring(
             scoring.positions,
             cast(Reads, scoring.reads),
-            np.frombuffer(scoring.token_ids, np.int32),
+            np.frombuffer(scoring.token_ids, np.int32).copy(),  # torch wants to be able to write
             scoring.top_logprobs,
             scoring.temperature,
         ),

@@ -43,10 +43,10 @@ class Ranks:
         self._team: Team | None = None
         self._directory: PrivateDirectory | None = None
         if count > 1:
-            from tidegate.engine.ranks.rank_group import RankGroup
+            from tidegate.engine.ranks import rank_group
 
             self._directory = PrivateDirectory("ranks")
-            self.group = RankGroup(0, count, self._directory.path / "meeting")
+            self.group = rank_group.RankGroup(0, count, self._directory.path / "meeting")
 
     def start(self, arguments: Sequence[str]) -> None:
         """Start the other ranks, which load their part of the model."""
@@ -55,9 +55,7 @@ class Ranks:
         from tidegate.engine.ranks.team import start_team
 
         meeting_place = self._directory.path / "meeting"
-        self._team = start_team(
-            self.shard.ranks, [*arguments, f"--meeting-place={meeting_place}"]
-        )
+        self._team = start_team(self.shard.ranks, [*arguments, f"--meeting-place={meeting_place}"])
 
     def lead(self, runner: Runner) -> Runner:
         """Wait until all ranks have loaded; what runs steps on all of them.

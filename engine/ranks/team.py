@@ -1,4 +1,4 @@
-"""How does rank 0 of an engine lead the others? It starts their processes, and tells them all alike.
+"""How does rank 0 of an engine lead the others? It starts them, and tells them all alike.
 
 It knows nothing of what they are told. A rank that ends is noticed at the next word to or from it;
 an engine without one of its ranks ends, for every rank holds a part of all its turns' KV.

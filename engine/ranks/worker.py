@@ -4,6 +4,7 @@ It speaks to no orchestrator. It ends with rank 0, whatever that dies of.
 """
 
 import argparse
+import contextlib
 import ctypes
 import os
 import signal
@@ -43,10 +44,8 @@ def main() -> int:
         if not isinstance(error, TidegateError):
             traceback.print_exc()
         why = str(error) if isinstance(error, TidegateError) else f"{type(error).__name__}: {error}"
-        try:
+        with contextlib.suppress(OSError):
             connection.send_bytes(rank.encode(rank.RankFailed(why)))
-        except OSError:
-            pass
         return 1
     return 0
 
@@ -63,9 +62,7 @@ def _serve(arguments: argparse.Namespace, connection: Connection) -> None:
         group=group,
     )
     assert isinstance(model, OwnModel)  # or it is refused
-    runner = model.make_runner(
-        num_blocks=arguments.num_blocks, block_tokens=arguments.block_tokens
-    )
+    runner = model.make_runner(num_blocks=arguments.num_blocks, block_tokens=arguments.block_tokens)
     assert isinstance(runner, ModelRunner)  # as our own models have
     connection.send_bytes(rank.encode(rank.RankLoaded()))
     if not isinstance(rank.decode_to_rank(connection.recv_bytes()), rank.Connect):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
-from tidegate.engine.models.served_model import DtypeChoice, open_model
+from tidegate.engine.models.served_model import ServedModel, open_model
 from tidegate.engine.ranks.rank_group import RankGroup
 from tidegate.engine.ranks.rank_loop import RankLoop
 from tidegate.engine.ranks.ranked_runner import RankedRunner
@@ -16,6 +16,7 @@ from tidegate.engine.ranks.shards import Shard
 from tidegate.engine.ranks.team import Team
 from tidegate.engine.runner import ModelRunner
 from tidegate.engine.weights.staging import Staging
+from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import RankLost
 from tidegate.transport import rank_messages as rank
 
@@ -34,11 +35,15 @@ class RankThread:
         raise AssertionError("a thread can't be killed")
 
 
+def _no_room() -> WeightStore:
+    raise MemoryError("none left")
+
+
 class RankedEngine:
     """Rank 0's side of it."""
 
-    def __init__(self, path: Path, ranks: int, dtype: DtypeChoice, *, deterministic: bool) -> None:
-        self._path, self._ranks, self._dtype = path, ranks, dtype
+    def __init__(self, path: Path, ranks: int, *, deterministic: bool, lacks_room: bool) -> None:
+        self._path, self._ranks, self._lacks_room = path, ranks, lacks_room
         self._is_deterministic = deterministic
         self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
         connections, threads = [], []
@@ -56,12 +61,12 @@ class RankedEngine:
         self.model = model
         self.staging = RankedStaging(model.allocate, self.team)
 
-    def _open(self, number: int):  # type: ignore[no-untyped-def]
+    def _open(self, number: int) -> tuple[ServedModel, ModelRunner, RankGroup]:
         shard = Shard(number, self._ranks)
         group = RankGroup(number, self._ranks, Path(self.directory.name) / "meeting")
         model = open_model(
             self._path,
-            self._dtype,
+            "float32",
             shard=shard,
             group=group,
             is_deterministic=self._is_deterministic,
@@ -75,7 +80,7 @@ class RankedEngine:
         connection.send_bytes(rank.encode(rank.RankLoaded()))
         rank.decode_to_rank(connection.recv_bytes())
         group.connect()
-        staging = Staging(model.allocate)
+        staging = Staging(_no_room if self._lacks_room else model.allocate)
         try:
             RankLoop(connection, runner, staging).run()
         except RankLost as error:
@@ -87,10 +92,10 @@ class RankedEngine:
 
 @contextmanager
 def ranked_engine(
-    path: Path, ranks: int = 2, *, dtype: DtypeChoice = "float32", deterministic: bool = False
+    path: Path, ranks: int = 2, *, deterministic: bool = False, lacks_room: bool = False
 ) -> Iterator[RankedEngine]:
-    """An engine of so many ranks, ended afterwards."""
-    engine = RankedEngine(path, ranks, dtype, deterministic=deterministic)
+    """An engine of so many ranks, ended afterwards; all but rank 0 may lack room for an update."""
+    engine = RankedEngine(path, ranks, deterministic=deterministic, lacks_room=lacks_room)
     try:
         yield engine
     finally:

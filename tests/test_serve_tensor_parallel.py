@@ -1,0 +1,78 @@
+"""Engines of two ranks, for real: their processes, their sums, their weights, and their deaths."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import tidegate
+from tests.models import make_model_directory
+from tests.test_serve import SMALL, Weights, two_turns
+from tidegate.errors import ConfigError, EngineStartFailed
+from tidegate.orchestrator.records.audit import audit_run
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_running() -> Iterator[None]:
+    yield
+    assert psutil.Process().children(recursive=True) == []
+
+
+def rank_processes() -> list[psutil.Process]:
+    """Of this run: the ranks other than 0."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if "tidegate.engine.ranks.worker" in process.cmdline():
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found
+
+
+async def test_tokens_of_two_ranks_are_audited_and_a_rank_that_is_killed_is_survived(
+    tmp_path: Path,
+) -> None:
+    model = make_model_directory(tmp_path / "model", tied=False)
+    weights, run = Weights(model), tmp_path / "run"
+    async with tidegate.serve(
+        model=model, **SMALL, tensor_parallel=2, max_staleness=2, run_directory=run
+    ) as rollouts:
+        number = 0
+        async for _ in rollouts.batches(range(8), episode=two_turns):
+            number += 1
+            if number == 1:
+                [engine] = rollouts.statistics().engines
+                assert engine.ranks == 2
+                [other] = rank_processes()
+                other.kill()
+                await asyncio.wait_for(_another_than(other.pid), WAIT_S)
+            await rollouts.publish(weights.step())
+        with pytest.raises(ConfigError, match="can't sleep|sleep"):
+            await rollouts.sleep()
+    statistics = rollouts.statistics()
+    assert statistics.ledger.error == 0
+    assert statistics.trainer_version == number == 4
+    report = audit_run(run)
+    assert report.agrees, report.lines()
+    assert report.tokens == statistics.ledger.trained > 0
+
+
+async def _another_than(pid: int) -> None:
+    while not any(process.pid != pid for process in rank_processes()):
+        await asyncio.sleep(0.05)
+
+
+def test_a_model_that_ranks_cannot_share_is_refused_by_the_engine_in_its_own_words(
+    tmp_path: Path,
+) -> None:
+    model = make_model_directory(tmp_path / "model")
+    with (
+        pytest.raises(EngineStartFailed, match="which 3 ranks can't share evenly"),
+        tidegate.serve_sync(model=model, **SMALL, tensor_parallel=3),
+    ):
+        pass
