@@ -31,7 +31,7 @@ from tidegate.orchestrator.fleet.open_sessions import OpenSessions
 from tidegate.orchestrator.fleet.score_desk import ScoreDesk
 from tidegate.orchestrator.fleet.wire import Wire
 from tidegate.orchestrator.journal.run_journal import RunJournal
-from tidegate.orchestrator.records.recording import RunRecorder
+from tidegate.orchestrator.observing.notes import RunNotes
 from tidegate.orchestrator.run_watch import RunWatch
 from tidegate.orchestrator.turns.outbox import Outbox
 from tidegate.orchestrator.waiting import Waiting, fail, resolve
@@ -44,7 +44,9 @@ from tidegate.transport.messages import (
     Hello,
     InitWeights,
     Message,
+    Paused,
     Refused,
+    Resumed,
     UpdateWeights,
     WeightsLive,
 )
@@ -69,7 +71,7 @@ class Scheduler:
         router: Wire,
         init_weights: InitWeights,
         *,
-        recorder: RunRecorder | None,
+        recorder: RunNotes | None,
         journal: RunJournal | None = None,
         resume: ev.Resumed | None = None,
     ) -> None:
@@ -226,11 +228,18 @@ class Scheduler:
                 self.scores.heard(item.engine, item.message)
             elif not self.control.heard(item.engine, item.message):
                 log.warning("engine=%s said %s", item.engine, item.message)
+            elif isinstance(item.message, Paused | Resumed):
+                self._note_engine(item.engine, type(item.message).__name__.lower())
             return
         self.handle([item])
         if self._recorder is not None and isinstance(item, ev.StepArrived):
             self._recorder.engine_step(
-                item.engine, item.started_us, item.busy_us, item.version, len(item.turns)
+                item.engine,
+                item.started_us,
+                item.busy_us,
+                item.version,
+                len(item.turns),
+                len(item.prefills),
             )
 
     def staged(self, engine: str, version: int) -> None:

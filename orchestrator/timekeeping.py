@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tidegate.orchestrator.records.recording import RunRecorder
+from tidegate.orchestrator.observing.notes import RunNotes
 from tidegate.orchestrator.records.trace import TrainerActivity
 from tidegate.orchestrator.statistics import EngineStatistics
 
@@ -38,7 +38,7 @@ class Timekeeper:
     """Follows the trainer from one activity to the next."""
 
     def __init__(
-        self, recorder: RunRecorder | None, *, now_us: Callable[[], int] = _monotonic_us
+        self, recorder: RunNotes | None, *, now_us: Callable[[], int] = _monotonic_us
     ) -> None:
         self._recorder = recorder
         self._now_us = now_us

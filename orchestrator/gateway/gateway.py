@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import inspect
 import secrets
-import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.episodes.generated_turn import checked_reward
 from tidegate.orchestrator.gateway.replies import GatewayError
+from tidegate.orchestrator.listening import listen, url_of
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.episode import Episode
@@ -99,11 +99,9 @@ class Gateway:
         except ImportError as error:
             raise ConfigError(f"{error.name} is missing: pip install 'tidegate[gateway]'") from None
         self.token = token or secrets.token_urlsafe(24)
-        self._socket = _listen(host, port)
+        self._socket = listen(host, port, "the gateway")
         """Listens from now on: who comes before the run has begun waits."""
-        bound = self._socket.getsockname()
-        shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
-        self.url = f"http://{shown}:{bound[1]}"
+        self.url = url_of(self._socket)
         self._sessions: dict[str, Session] = {}
         """By id."""
         self._by_key: dict[str, Session] = {}
@@ -266,19 +264,3 @@ def _reward_of(session: Session, returned: float | None) -> float:
     if session.reward is None:
         raise ConfigError("the agent returned None, and posted no reward: it must do one of them")
     return session.reward
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # What is accepted inherits it. An answer's head and body would wait 40 ms for each other.
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:
-        listening.bind((host, port))
-        listening.listen(2048)
-    except OSError as error:
-        listening.close()
-        raise ConfigError(f"the gateway can't listen on {host}:{port}: {error.strerror}") from error
-    listening.setblocking(False)
-    return listening

@@ -133,16 +133,27 @@ class RunRecorder:
         self._files.submit(lambda: self._files.write_rollouts(full))
 
     def engine_step(
-        self, engine: str, started_us: int, busy_us: int, version: int, rows: int
+        self,
+        engine: str,
+        started_us: int,
+        busy_us: int,
+        version: int,
+        rows: int,
+        prefills: int = 0,
     ) -> None:
         """Record that an engine made ``rows`` tokens with ``version``; costs a microsecond."""
         with self._lock:
             self._trace.engine_step(
-                engine, started_us=started_us, busy_us=busy_us, version=version, rows=rows
+                engine,
+                started_us=started_us,
+                busy_us=busy_us,
+                version=version,
+                rows=rows,
+                prefills=prefills,
             )
 
     def engine_event(self, engine: str, name: str, at_us: int, **args: object) -> None:
-        """Record an instant of an engine's life: swap, staged, pause, resume, lost."""
+        """Record an instant of an engine's life: staged, swap, paused, resumed, lost."""
         with self._lock:
             self._trace.instant(engine, name, at_us, args)
 

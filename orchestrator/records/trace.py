@@ -40,6 +40,8 @@ class Interval:
     """The part of it spent in steps; the rest are gaps that were merged over."""
     rows: int = 0
     """Tokens, summed over the steps."""
+    prefills: int = 0
+    """Contexts that were computed in it."""
 
 
 @dataclass(slots=True)
@@ -62,7 +64,14 @@ class Trace:
         self._gap_us: dict[str, int] = {}
 
     def engine_step(
-        self, engine: str, *, started_us: int, busy_us: int, version: int, rows: int
+        self,
+        engine: str,
+        *,
+        started_us: int,
+        busy_us: int,
+        version: int,
+        rows: int,
+        prefills: int = 0,
     ) -> None:
         """Add one step, as part of the interval before it where nothing tells them apart."""
         track = self.tracks.setdefault(engine, [])
@@ -74,8 +83,10 @@ class Trace:
             last.steps += 1
             last.busy_us += busy_us
             last.rows += rows
+            last.prefills += prefills
             return
-        track.append(Interval(f"v{version}", started_us, ended_us, version, 1, busy_us, rows))
+        new = Interval(f"v{version}", started_us, ended_us, version, 1, busy_us, rows, prefills)
+        track.append(new)
         if len(track) > INTERVALS_MAX:
             self._coarsen(engine)
 
@@ -154,6 +165,7 @@ def _merged(track: list[Interval], gap_us: int) -> list[Interval]:
             last.steps += interval.steps
             last.busy_us += interval.busy_us
             last.rows += interval.rows
+            last.prefills += interval.prefills
         else:
             merged.append(interval)
     return merged
@@ -182,6 +194,7 @@ def _complete(interval: Interval, thread_id: int) -> dict[str, Any]:
             "steps": interval.steps,
             "busy_us": interval.busy_us,
             "tokens": interval.rows,
+            "prefills": interval.prefills,
         },
     }
 
@@ -215,6 +228,7 @@ def read_trace(path: Path) -> Trace:
                     args["steps"],
                     args["busy_us"],
                     args["tokens"],
+                    args.get("prefills", 0),  # older traces don't tell
                 )
             )
         elif event["ph"] == "i":

@@ -262,6 +262,18 @@ def read_trajectories(directory: Path) -> Iterator[RecordedRollout]:
                 yield _rollout_of(row)
 
 
+def find_trajectory(directory: Path, rollout_id: int) -> RecordedRollout | None:
+    """The rollout of that number; None if there is none. Raises as :func:`read_trajectories`."""
+    with _opened(Path(directory) / TRAJECTORIES_FILE) as file:
+        for number in range(file.num_row_groups):
+            ids = file.read_row_group(number, columns=["rollout_id"]).column(0).to_pylist()
+            if rollout_id in ids:
+                place = ids.index(rollout_id)
+                (row,) = file.read_row_group(number).slice(place, 1).to_pylist()
+                return _rollout_of(row)
+    return None
+
+
 def count_trajectories(directory: Path) -> int:
     """How many rollouts a run recorded; raises as :func:`read_trajectories` does."""
     with _opened(Path(directory) / TRAJECTORIES_FILE) as file:
@@ -281,6 +293,18 @@ def _opened(path: Path) -> Iterator[pq.ParquetFile]:
         raise AuditError(
             f"{path} can't be read ({error}); a run that was killed leaves it unfinished"
         ) from error
+
+
+def as_recorded(taken: Snapshot) -> RecordedRollout:
+    """What is read back of this once it is recorded."""
+    row = {name: getattr(taken, name) for name in Snapshot.__slots__}
+    row |= {
+        "task": to_json(taken.task).decode(),
+        "token_ids": taken.token_ids.tolist(),
+        "logprobs": taken.logprobs.tolist(),
+        "turns": [dict(turn) for turn in taken.turns],
+    }
+    return _rollout_of(row)
 
 
 def _rollout_of(row: dict[str, Any]) -> RecordedRollout:

@@ -1,0 +1,33 @@
+"""Where does an HTTP server of ours listen? On a socket of its own, taken before anything starts."""
+
+import socket
+
+from tidegate.errors import ConfigError
+
+
+def listen(host: str, port: int, what: str) -> socket.socket:
+    """A listening socket; ``port`` 0 takes a free one. ``what`` is who wants it, for the error.
+
+    Raises:
+        ConfigError: the address is taken, or not ours.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # What is accepted inherits it. An answer's head and body would wait 40 ms for each other.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(f"{what} can't listen on {host}:{port}: {error.strerror}") from error
+    listening.setblocking(False)
+    return listening
+
+
+def url_of(listening: socket.socket) -> str:
+    """Under which a client on this host finds it."""
+    bound = listening.getsockname()
+    shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
+    return f"http://{shown}:{bound[1]}"

@@ -1,0 +1,1 @@
+"""What a running or finished run looks like: metrics, dashboard, terminal, logs."""

@@ -1,0 +1,111 @@
+"""Who may look at a run? On this host whoever has an account; from elsewhere whoever has the token.
+
+Decides on headers and queries that it is given; it knows no HTTP library. A page of a stranger in
+the same browser is kept out too: by the name that it asks under, and by what it may read.
+"""
+
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.cookies import CookieError, SimpleCookie
+
+from tidegate.errors import ConfigError
+
+TOKEN_VARIABLE = "TIDEGATE_DASHBOARD_TOKEN"
+"""In the environment and not a setting: settings are recorded."""
+
+TOKEN_CHARACTERS_MIN = 16
+
+COOKIE = "tidegate_dashboard"
+
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""On every answer. No script but our files runs, whatever a rollout says: not even one of ours that
+is written into the page."""
+
+_ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a dashboard is served."""
+
+    host: str
+    port: int
+    """0: a free one."""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this host reaches it."""
+        return f"[{self.host}]" in LOOPBACK_NAMES or self.host in LOOPBACK_NAMES
+
+
+def parse_address(text: str) -> Address:
+    """``HOST:PORT``.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None or int(match["port"]) > 65535:
+        raise ConfigError(
+            f"a dashboard's address is HOST:PORT, such as 127.0.0.1:8080 or 127.0.0.1:0 for a free "
+            f"port, got {text!r}"
+        )
+    return Address(match["host"].strip("[]"), int(match["port"]))
+
+
+def token_for(address: Address, environment: Mapping[str, str] = os.environ) -> str:
+    """What visitors must show; empty where none is needed: only this host gets there.
+
+    Raises:
+        ConfigError: the one in the environment could be guessed.
+    """
+    token = environment.get(TOKEN_VARIABLE, "")
+    if token and len(token) < TOKEN_CHARACTERS_MIN:
+        raise ConfigError(
+            f"{TOKEN_VARIABLE} has {len(token)} characters and could be guessed; give it "
+            f"{TOKEN_CHARACTERS_MIN} or more, or leave it out to have one drawn"
+        )
+    return token or ("" if address.is_loopback else secrets.token_urlsafe(24))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What of a request decides."""
+
+    host: str
+    """Header ``Host``: the name that the visitor's browser knows us by."""
+    authorization: str
+    cookie: str
+    query_token: str
+
+
+def is_allowed(request: Request, token: str) -> bool:
+    """Whether it may be answered."""
+    if not token:
+        # A stranger's page can have its own name lead to 127.0.0.1, but not under our name.
+        return request.host.rpartition(":")[0] in LOOPBACK_NAMES or request.host in LOOPBACK_NAMES
+    scheme, _, bearer = request.authorization.partition(" ")
+    shown = [request.query_token, _in_cookie(request.cookie)]
+    shown += [bearer.strip()] if scheme.lower() == "bearer" else []
+    return any(secrets.compare_digest(each.encode(), token.encode()) for each in shown)
+
+
+def _in_cookie(header: str) -> str:
+    try:
+        morsel = SimpleCookie(header).get(COOKIE)
+    except CookieError:
+        return ""
+    return morsel.value if morsel is not None else ""

@@ -1,0 +1,179 @@
+"""Which paths does a dashboard have? A page, its data, updates as they come, and Prometheus'.
+
+    /                     the page (page.html), with /page.css and /page.js beside it
+    /api/state            all that is shown, once
+    /api/updates          a frame per second, as server-sent events
+    /api/rollouts         a list: ?state=running&group=3&skip=200
+    /api/rollouts/{id}    one, token by token: ?start=20000
+    /metrics              for Prometheus
+
+Whatever a client sends, it gets an answer and nothing else is harmed. While nobody looks, nothing
+is computed.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.resources import files
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from tidegate.errors import TidegateError
+from tidegate.orchestrator.observing import access
+from tidegate.orchestrator.observing.frames import about, frame, rollout_list
+from tidegate.orchestrator.observing.prometheus import CONTENT_TYPE, exposition
+from tidegate.orchestrator.observing.rollout_pages import rollout_page
+from tidegate.orchestrator.observing.source import RolloutQuery, Source
+from tidegate.orchestrator.observing.updates import TooManyViewers, Updates
+
+PAGE_FILES = {
+    "page.html": "text/html; charset=utf-8",
+    "page.css": "text/css; charset=utf-8",
+    "page.js": "text/javascript; charset=utf-8",
+    "charts.js": "text/javascript; charset=utf-8",
+    "strips.js": "text/javascript; charset=utf-8",
+    "rollouts.js": "text/javascript; charset=utf-8",
+}
+
+STATES = frozenset({"", "running", "finished", "trained", "discarded", "evaluated"})
+
+NUMBER_MAX = 2**53
+"""JSON's numbers are exact up to there."""
+
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+
+log = logging.getLogger("tidegate")
+
+
+def dashboard_app(source: Source, updates: Updates, *, token: str) -> Starlette:
+    """All its paths."""
+    app = _App(source, updates)
+    handlers: dict[str, Handler] = {
+        "/": app.page("page.html"),
+        "/api/state": app.state,
+        "/api/updates": app.updates,
+        "/api/rollouts": app.rollouts,
+        "/api/rollouts/{rollout_id:int}": app.rollout,
+        "/metrics": app.metrics,
+    }
+    handlers |= {f"/{name}": app.page(name) for name in PAGE_FILES}
+    return Starlette(
+        routes=[
+            Route(path, _guarded(handler, token), methods=["GET"])
+            for path, handler in handlers.items()
+        ]
+    )
+
+
+class _App:
+    def __init__(self, source: Source, updates: Updates) -> None:
+        self._source = source
+        self._updates = updates
+
+    def page(self, name: str) -> Handler:
+        """One of the page's files, read once."""
+        body = files("tidegate.orchestrator.observing").joinpath("page", name).read_bytes()
+
+        async def answer(http: HttpRequest) -> Response:
+            return Response(body, media_type=PAGE_FILES[name])
+
+        return answer
+
+    async def state(self, http: HttpRequest) -> Response:
+        seen = await asyncio.to_thread(self._source.observe)
+        return await asyncio.to_thread(lambda: _json({**about(seen), "frame": frame(seen)}))
+
+    async def updates(self, http: HttpRequest) -> Response:
+        try:
+            viewer = self._updates.viewer()
+        except TooManyViewers as error:
+            return _refusal(503, str(error))
+        return StreamingResponse(_events(viewer), media_type="text/event-stream")
+
+    async def rollouts(self, http: HttpRequest) -> Response:
+        query = http.query_params
+        state = query.get("state", "")
+        if state not in STATES:
+            return _refusal(400, f"state must be one of {', '.join(sorted(STATES - {''}))}")
+        group, skip = _number(query.get("group", "")), _number(query.get("skip", "0"))
+        if (query.get("group") and group is None) or skip is None or skip < 0:
+            return _refusal(400, "group and skip must be whole numbers")
+        asked = RolloutQuery(state, group, skip)
+        lines, total = await asyncio.to_thread(self._source.rollouts, asked)
+        return _json(rollout_list(lines, total=total))
+
+    async def rollout(self, http: HttpRequest) -> Response:
+        rollout_id = int(http.path_params["rollout_id"])
+        start = _number(http.query_params.get("start", "0"))
+        if start is None or start < 0:
+            return _refusal(400, "start must be a whole number")
+        found = await asyncio.to_thread(self._source.rollout, min(rollout_id, NUMBER_MAX))
+        if found is None:
+            return _refusal(404, f"there is no rollout {rollout_id}, or it is kept no more")
+        tokenizer = self._source.tokenizer
+        return _json(await asyncio.to_thread(rollout_page, found, tokenizer, start=start))
+
+    async def metrics(self, http: HttpRequest) -> Response:
+        seen = await asyncio.to_thread(self._source.observe, is_update=True)
+        return Response(await asyncio.to_thread(exposition, seen), media_type=CONTENT_TYPE)
+
+
+async def _events(viewer: "AsyncIterator[bytes]") -> AsyncIterator[bytes]:
+    yield b"retry: 2000\n\n"
+    async for body in viewer:
+        yield b"data: " + body + b"\n\n"
+
+
+def _guarded(handler: Handler, token: str) -> Handler:
+    """Only who may look gets there, and nothing that a handler raises gets further than its
+    client."""
+
+    async def answer(http: HttpRequest) -> Response:
+        query_token = http.query_params.get("token", "")
+        headers = http.headers
+        request = access.Request(
+            host=headers.get("host", ""),
+            authorization=headers.get("authorization", ""),
+            cookie=headers.get("cookie", ""),
+            query_token=query_token,
+        )
+        if not access.is_allowed(request, token):
+            response = _refusal(403, "this run is shown to who has its token, or is on its host")
+        else:
+            response = await _answered(handler, http)
+            if token and query_token:
+                response.set_cookie(access.COOKIE, token, httponly=True, samesite="strict")
+        response.headers.update(access.HEADERS)
+        return response
+
+    return answer
+
+
+async def _answered(handler: Handler, http: HttpRequest) -> Response:
+    try:
+        return await handler(http)
+    except TidegateError as error:
+        return _refusal(410, str(error))
+    except Exception as error:
+        log.error("the dashboard failed to answer a request", exc_info=error)
+        return _refusal(500, f"{type(error).__name__}: {error}")
+
+
+def _number(text: str) -> int | None:
+    try:
+        number = int(text)
+    except ValueError:
+        return None
+    return number if abs(number) <= NUMBER_MAX else None
+
+
+def _refusal(status: int, why: str) -> Response:
+    return _json({"error": why}, status)
+
+
+def _json(body: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -1,0 +1,178 @@
+"""What does a dashboard remember of a run that goes on? Little, and in fixed memory.
+
+It is told what happens, and asked by another thread; a lock is held for microseconds. It encodes
+nothing and knows no HTTP.
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.observing.timeline import Activity, Mark, Slice, Timeline
+from tidegate.orchestrator.records.trace import TrainerActivity
+from tidegate.orchestrator.records.trajectories import Snapshot, snapshot
+
+BATCHES_KEPT = 2_000
+"""Points of a curve; more than pixels."""
+
+ENDED_KEPT = 500
+ENDED_TOKENS_KEPT = 2_000_000
+"""16 MB: rollouts are kept as they are, until later ones take their place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A rollout that is over, not copied: nobody changes it any more."""
+
+    rollout: Rollout
+    task: object
+    advantage: float | None
+    consumed_version: int | None
+
+    def snapshot(self) -> Snapshot:
+        """As it is recorded."""
+        return snapshot(
+            self.rollout,
+            task=self.task,
+            advantage=self.advantage,
+            consumed_version=self.consumed_version,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OffPolicy:
+    """How far off-policy the trainer found its last batch; None where it didn't say."""
+
+    effective_sample_size: float | None = None
+    mismatch_kl: float | None = None
+    kl_by_lag: Mapping[int, float] = field(default_factory=dict)
+    """Nats per token, by the smallest lag of each bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What was noted, as of one instant."""
+
+    batches: tuple[Mapping[str, float], ...] = ()
+    slices: Mapping[str, Sequence[Slice]] = field(default_factory=dict)
+    slice_us: int = 1
+    marks: Sequence[Mark] = ()
+    trainer: Sequence[Activity] = ()
+    token_lags: Mapping[int, int] = field(default_factory=dict)
+    """Trained tokens by lag, in versions."""
+    trainer_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that the trainer spent, by activity."""
+    off_policy: OffPolicy = OffPolicy()
+
+
+def _monotonic_us() -> int:
+    return time.monotonic_ns() // 1000
+
+
+class LiveNotes:
+    """Takes note of what a dashboard shows: a :class:`RunNotes`."""
+
+    def __init__(self, now_us: Callable[[], int] = _monotonic_us) -> None:
+        self._now_us = now_us
+        self._lock = threading.Lock()
+        self._timeline = Timeline()
+        self._batches: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=BATCHES_KEPT)
+        self._ended: deque[Ended] = deque()
+        self._ended_tokens = 0
+        self._token_lags: Counter[int] = Counter()
+        self._trainer_us: Counter[str] = Counter()
+        self._off_policy = OffPolicy()
+
+    # ------------------------------------------------------------ what happens
+
+    def rollout(
+        self,
+        rollout: Rollout,
+        *,
+        task: object,
+        advantage: float | None,
+        consumed_version: int | None,
+    ) -> None:
+        """Keep it for the browser of rollouts."""
+        tokens = len(rollout.token_ids)
+        with self._lock:
+            self._ended.append(Ended(rollout, task, advantage, consumed_version))
+            self._ended_tokens += tokens
+            while len(self._ended) > ENDED_KEPT or (
+                self._ended_tokens > ENDED_TOKENS_KEPT and len(self._ended) > 1
+            ):
+                self._ended_tokens -= len(self._ended.popleft().rollout.token_ids)
+
+    def engine_step(
+        self,
+        engine: str,
+        started_us: int,
+        busy_us: int,
+        version: int,
+        rows: int,
+        prefills: int = 0,
+    ) -> None:
+        """Into the timeline; a microsecond or two."""
+        with self._lock:
+            self._timeline.engine_step(
+                engine,
+                started_us=started_us,
+                busy_us=busy_us,
+                version=version,
+                is_prefill=prefills > 0,
+                now_us=self._now_us(),
+            )
+
+    def engine_event(self, engine: str, name: str, at_us: int, **args: object) -> None:
+        """Into the timeline."""
+        version = args.get("version", -1)
+        with self._lock:
+            self._timeline.mark(engine, name, at_us, version if isinstance(version, int) else -1)
+
+    def trainer_interval(
+        self, kind: TrainerActivity, started_us: int, ended_us: int, version: int
+    ) -> None:
+        """Into the timeline, and added up."""
+        with self._lock:
+            self._timeline.trainer_interval(kind, started_us, ended_us, version)
+            self._trainer_us[kind] += ended_us - started_us
+
+    def batch(self, metrics: Mapping[str, float]) -> None:
+        """A point of every curve."""
+        with self._lock:
+            self._batches.append((self._now_us(), metrics))
+
+    def trained_lags(self, tokens_by_lag: Mapping[int, int]) -> None:
+        """Tokens of a batch, by how many versions each is behind."""
+        with self._lock:
+            self._token_lags.update(tokens_by_lag)
+
+    def off_policy(self, told: OffPolicy) -> None:
+        """What the trainer's loss saw; of the last batch only."""
+        with self._lock:
+            self._off_policy = told
+
+    # ------------------------------------------------------------ what is asked
+
+    @property
+    def ended(self) -> list[Ended]:
+        """Rollouts that are over, the newest first."""
+        with self._lock:
+            return list(reversed(self._ended))
+
+    def noted(self, since_us: int = 0) -> Noted:
+        """All that is remembered; of what has a time, only what has been since."""
+        with self._lock:
+            return Noted(
+                batches=tuple(m for at_us, m in self._batches if at_us >= since_us),
+                slices=self._timeline.slices(since_us),
+                slice_us=self._timeline.slice_us,
+                marks=self._timeline.marks_since(since_us),
+                trainer=self._timeline.trainer_since(since_us),
+                token_lags=dict(sorted(self._token_lags.items())),
+                trainer_s={kind: us / 1e6 for kind, us in sorted(self._trainer_us.items())},
+                off_policy=self._off_policy,
+            )

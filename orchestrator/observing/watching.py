@@ -1,0 +1,66 @@
+"""How does a run come to be watched? By what serve() was given: an address, a callback, or neither.
+
+Joins a run's face to its dashboard and to the user's callback. It knows what a batch is told as;
+where that is drawn is others' business.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tidegate.orchestrator.timekeeping import Usage
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.feed.batches import Batch
+
+OnBatch = Callable[[Mapping[str, float]], object]
+"""A user's: told of each batch, in figures, on the trainer's own thread before it gets the batch.
+What it raises, the trainer gets."""
+
+
+def batch_metrics(batch: "Batch", usage: Usage) -> dict[str, float]:
+    """A batch in figures: the line of metrics.jsonl, and what a callback is told."""
+    staleness = batch.staleness.numpy()
+    versions, is_trained = batch.weight_versions.numpy(), batch.loss_mask.numpy()
+    lags = batch.trainer_version - versions[is_trained]
+    rewards = batch.rewards.numpy()
+    newest = versions.max(1) if versions.size else batch.trainer_version - staleness
+    mixed = newest > batch.trainer_version - staleness
+    return {
+        "version": batch.trainer_version,
+        "reward": _mean(rewards),
+        "reward_std": float(rewards.std()) if len(rewards) else 0.0,
+        "rollouts": len(rewards),
+        "sampled_tokens": int(is_trained.sum()),
+        "rollout_tokens_mean": _mean(is_trained.sum(1)),
+        "staleness_mean": _mean(staleness),
+        "staleness_p50": _quantile(staleness, 0.5),
+        "staleness_p99": _quantile(staleness, 0.99),
+        "staleness_max": float(staleness.max(initial=0)),
+        "token_lag_mean": _mean(lags),
+        "token_lag_max": float(lags.max(initial=0)),
+        "mixed_version_share": _mean(mixed),
+        "trainer_idle_share": usage.trainer_idle_share,
+        "engine_idle_share": usage.engine_idle_share,
+        "tokens_per_s": usage.tokens_per_s,
+        "wall_s": round(usage.wall_s, 3),
+    }
+
+
+def tokens_by_lag(batch: "Batch") -> dict[int, int]:
+    """Trained tokens of a batch, by how many versions each is behind."""
+    packed = batch.packed
+    lags = batch.trainer_version - packed.weight_versions.numpy()[packed.loss_mask.numpy()]
+    values, counts = np.unique(lags, return_counts=True)
+    return dict(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def _mean(values: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> float:
+    return float(values.mean()) if values.size else 0.0
+
+
+def _quantile(
+    values: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]", share: float
+) -> float:
+    return float(np.quantile(values, share, method="nearest")) if values.size else 0.0
