@@ -21,6 +21,8 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.forecast import Forecaster, window_groups
 from tidegate.orchestrator.journal.resuming import Resume, ResumeToken
 from tidegate.orchestrator.loop_watch import LOOK_INTERVAL_S
+from tidegate.orchestrator.observing.live import OffPolicy
+from tidegate.orchestrator.observing.watching import OnBatch, batch_metrics, tokens_by_lag
 from tidegate.orchestrator.records.trace import TrainerActivity
 from tidegate.orchestrator.run import Run
 from tidegate.orchestrator.scheduler import Scheduler
@@ -55,9 +57,14 @@ class Evaluation:
 class RunClient:
     """What the async and the sync face have in common: all but the waiting."""
 
-    def __init__(self, settings: RunSettings, resume: Resume = None) -> None:
+    def __init__(
+        self, settings: RunSettings, resume: Resume = None, *, on_batch: OnBatch | None = None
+    ) -> None:
         self.settings = settings
         self._resume = resume
+        self._on_batch = on_batch
+        self._told_off_policy: dict[str, float] = {}
+        """How far off-policy the trainer found the batch before."""
         self._run: Run | None = None
         self._version = 0
         self._batches = 0
@@ -81,16 +88,13 @@ class RunClient:
         """The run as of now; after it has ended, as of its end."""
         if self._final is not None:
             return self._final
-        scheduler = self._running.scheduler
-        if self._running.is_own_thread and scheduler is not None:
-            return self._statistics_of(scheduler)
-        snapshot = self._submit(self._snapshot)
-        while not snapshot.done():
-            if self._running.loop_watch.blocked is not None and scheduler is not None:
-                with contextlib.suppress(RuntimeError):  # it has just gone on, and changed things
-                    return self._statistics_of(scheduler)
-            concurrent.futures.wait([snapshot], LOOK_INTERVAL_S)
-        return snapshot.result()
+        return self._look(self._statistics_of)
+
+    @property
+    def dashboard_url(self) -> str | None:
+        """Where the run can be looked at, with the token if one is needed; None: nowhere."""
+        dashboard = self._running.dashboard
+        return dashboard.url if dashboard is not None else None
 
     @property
     def is_resumed(self) -> bool:
@@ -132,6 +136,23 @@ class RunClient:
     ) -> "concurrent.futures.Future[Result]":
         return self._running.submit(work)
 
+    def _look(self, at: Callable[[Scheduler], Result]) -> Result:
+        """Have something read off the run, in its loop; from outside, if that is blocked."""
+        scheduler = self._running.scheduler
+        if self._running.is_own_thread and scheduler is not None:
+            return at(scheduler)
+
+        async def look(scheduler: Scheduler) -> Result:
+            return at(scheduler)
+
+        looked = self._submit(look)
+        while not looked.done():
+            if self._running.loop_watch.blocked is not None and scheduler is not None:
+                with contextlib.suppress(RuntimeError):  # it has just gone on, and changed things
+                    return at(scheduler)
+            concurrent.futures.wait([looked], LOOK_INTERVAL_S)
+        return looked.result()
+
     def _start(self) -> "concurrent.futures.Future[None]":
         if self._run is not None:
             raise RuntimeError("a run is used once; call serve() again for another")
@@ -139,15 +160,18 @@ class RunClient:
         if self._run.resumed is not None:
             self._batches = self._run.resumed.batches
             self._version = self._run.newest_version
-        self._keeper = Timekeeper(self._run.recorder)
+        self._keeper = Timekeeper(self._run.notes)
         self._exit_on_sigterm()
         self._run.start()
+        self._run.show(look=self._look, statistics=self._statistics_of)
         return self._run.ready
 
     def _stop(self) -> None:
         if self._run is None:
             return
         if self._final is None:
+            if self._run.dashboard is not None:
+                self._run.dashboard.close()
             self._run.stop()
             scheduler = self._run.scheduler
             if scheduler is not None:
@@ -191,28 +215,45 @@ class RunClient:
         self._batches = handover.number
         self._forecast_from(handover)
         batch = build_batch(handover.groups, handover.trainer_version)
-        recorder = self._running.recorder
-        if recorder is not None:
+        self._note_batch(handover, batch)
+        return batch
+
+    def _note_batch(self, handover: ev.HandOver, batch: "Batch") -> None:
+        notes, live = self._running.notes, self._running.live
+        if notes is None and self._on_batch is None:
+            return
+        metrics = {**batch_metrics(batch, self._keeper.usage()), **self._told_off_policy}
+        self._told_off_policy = {}
+        if notes is not None:
             rows = [(rollout, group) for group in handover.groups for rollout in group.kept]
             for (rollout, group), advantage in zip(rows, batch.advantages.tolist(), strict=True):
-                recorder.rollout(
+                notes.rollout(
                     rollout,
                     task=group.task,
                     advantage=advantage,
                     consumed_version=handover.trainer_version,
                 )
-            usage = self._keeper.usage()
-            recorder.batch({**_batch_metrics(batch), "wall_s": round(usage.wall_s, 3)})
-        return batch
+            notes.batch(metrics)
+        if live is not None:
+            live.trained_lags(tokens_by_lag(batch))
+        if self._on_batch is not None:
+            self._on_batch(metrics)
+
+    def _note_off_policy(self, told: OffPolicy) -> None:
+        """Of the batch before; the next one's figures will have it beside their own."""
+        figures = {
+            "effective_sample_size": told.effective_sample_size,
+            "mismatch_kl": told.mismatch_kl,
+        }
+        self._told_off_policy = {name: v for name, v in figures.items() if v is not None}
+        if self._running.live is not None:
+            self._running.live.off_policy(told)
 
     def _forecast_from(self, handover: ev.HandOver) -> None:
         scheduler = self._running.scheduler
         engines = scheduler.fleet.statistics() if scheduler is not None else ()
         usage = self._keeper.usage()
         self._forecaster.note_batch(handover.groups, handover.trainer_version, usage, engines)
-
-    async def _snapshot(self, scheduler: Scheduler) -> RunStatistics:
-        return self._statistics_of(scheduler)
 
     def _statistics_of(self, scheduler: Scheduler) -> RunStatistics:
         core, usage = scheduler.core, self._keeper.usage()
@@ -258,21 +299,3 @@ class RunClient:
 
 def _say(error: Exception | None) -> str | None:
     return str(error) if error is not None else None
-
-
-def _batch_metrics(batch: "Batch") -> dict[str, float]:
-    """The line of metrics.jsonl."""
-    staleness = batch.staleness.float()
-    oldest = batch.trainer_version - batch.staleness
-    has_tokens = batch.token_ids.numel() > 0
-    newest = batch.weight_versions.amax(1) if has_tokens else oldest
-    mixed = (newest > oldest).float().mean().item()
-    return {
-        "version": batch.trainer_version,
-        "reward": batch.rewards.mean().item(),
-        "rollouts": len(batch.rewards),
-        "sampled_tokens": batch.sampled_tokens,
-        "staleness_mean": staleness.mean().item(),
-        "staleness_max": staleness.max().item(),
-        "mixed_version_share": mixed,
-    }

@@ -106,6 +106,9 @@ class RunSettings(BaseModel):
     """What ``tidegate keys`` made: only engines with keys may connect then, from any host."""
     run_directory: Path | None = None
     """Leave trajectories, weights, metrics and a trace here; None records nothing."""
+    dashboard: str | None = None
+    """Show the run, and its metrics to Prometheus, under this HOST:PORT; port 0 takes a free one,
+    and ``dashboard_url`` tells. Anywhere but on this host, visitors need a token."""
     journal: bool = False
     """Keep in the run's directory what it takes to go on after a crash; see ``serve(resume=)``."""
     keep_events: bool = False

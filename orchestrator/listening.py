@@ -1,4 +1,7 @@
-"""Where does an HTTP server of ours listen? On a socket of its own, taken before anything starts."""
+"""Where does an HTTP server of ours listen? On a socket of its own, taken before all else starts.
+
+Knows hosts and ports, and nothing of who asks or what is served.
+"""
 
 import socket
 

@@ -31,8 +31,13 @@ from tidegate.orchestrator.core.rules import record_of, say
 from tidegate.orchestrator.fleet.processes import LocalEngines
 from tidegate.orchestrator.journal.resuming import Resume, open_for
 from tidegate.orchestrator.loop_watch import LoopWatch
+from tidegate.orchestrator.observing.dashboard import Dashboard
+from tidegate.orchestrator.observing.live import LiveNotes, monotonic_us
+from tidegate.orchestrator.observing.notes import notes_of
+from tidegate.orchestrator.observing.source import LiveSource
 from tidegate.orchestrator.records.recording import RunRecorder
 from tidegate.orchestrator.scheduler import Scheduler
+from tidegate.orchestrator.statistics import RunStatistics
 from tidegate.orchestrator.weights.model_files import read_model_files
 from tidegate.transport.addresses import as_seen_here
 from tidegate.transport.messages import Shutdown
@@ -64,11 +69,19 @@ class Run:
         self.settings = settings
         self.model = read_model_files(settings.model)
         self._opened = open_for(settings, resume)
+        self.dashboard: Dashboard | None = None
         try:
+            self.dashboard = _dashboard(settings)
             self.recorder = _recorder(settings, is_resumed=self._opened.resumed is not None)
         except BaseException:
             self._opened.close()
+            if self.dashboard is not None:
+                self.dashboard.close()
             raise
+        self.live = None if self.dashboard is None else LiveNotes()
+        """What the dashboard remembers; None if there is none."""
+        self.notes = notes_of(self.recorder, self.live)
+        """Who are to be told what happens."""
         self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         """Done once every engine has joined; or failed, with the reason."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -96,6 +109,27 @@ class Run:
     def start(self) -> None:
         """Start the thread; :attr:`ready` tells how it went."""
         self._thread.start()
+
+    def show(
+        self,
+        *,
+        look: Callable[[Callable[[Scheduler], Any]], Any],
+        statistics: Callable[[Scheduler], RunStatistics],
+    ) -> None:
+        """Have the dashboard answer, if there is one. ``look`` has something read in the loop."""
+        if self.dashboard is None or self.live is None:
+            return
+        settings = self.settings
+        source = LiveSource(
+            self.live,
+            look=look,
+            statistics=statistics,
+            now_us=monotonic_us,
+            about=_about(settings),
+            tokenizer=self.model.tokenizer,
+        )
+        self.dashboard.start(source)
+        log.info("run=shown url=%s", self.dashboard.url)
 
     def stop(self) -> None:
         """End engines, episodes and the thread; wait for all of it. Harmless if repeated."""
@@ -253,7 +287,7 @@ class Run:
             self.model,
             router,
             self.channel.init(),
-            recorder=self.recorder,
+            recorder=self.notes,
             journal=self._opened.journal,
             resume=self._opened.resumed,
         )
@@ -316,12 +350,35 @@ def _recorder(settings: RunSettings, *, is_resumed: bool) -> RunRecorder | None:
         directory = next(
             d for n in itertools.count(1) if not (d := directory / f"part-{n}").exists()
         )
-    about = settings.model_dump(mode="json", exclude=POLICIES)
+    return RunRecorder(directory, settings=_settings_said(settings), model=settings.model)
+
+
+def _dashboard(settings: RunSettings) -> Dashboard | None:
+    if settings.dashboard is None:
+        return None
+    return Dashboard(settings.dashboard, directory=settings.run_directory)
+
+
+def _settings_said(settings: RunSettings) -> dict[str, Any]:
+    """All of them, as JSON has them."""
+    said = settings.model_dump(mode="json", exclude=POLICIES)
     try:
-        about["rules"] = say(record_of(settings.rules()))
+        said["rules"] = say(record_of(settings.rules()))
     except ConfigError:  # without a journal they need not be written down
-        about["rules"] = repr(settings.rules())
-    return RunRecorder(directory, settings=about, model=settings.model)
+        said["rules"] = repr(settings.rules())
+    return said
+
+
+def _about(settings: RunSettings) -> dict[str, object]:
+    """What of a run doesn't change, for its dashboard."""
+    directory = settings.run_directory
+    return {
+        "name": directory.resolve().name if directory is not None else settings.model.name,
+        "model": str(settings.model),
+        "is_live": True,
+        "is_whole": True,
+        "settings": _settings_said(settings),
+    }
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -22,6 +22,7 @@ from tidegate.orchestrator.faces import Work
 from tidegate.orchestrator.feed.tasks import Tasks
 from tidegate.orchestrator.fleet.sleep_call import sleep_work, wake_work
 from tidegate.orchestrator.journal.resuming import resume_token
+from tidegate.orchestrator.observing.live import OffPolicy
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.weights.adapter_faces import AsyncAdapters, SyncAdapters
 from tidegate.orchestrator.weights.publish_call import PublishCall, RollbackCall
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from tidegate.orchestrator.feed.batches import Batch
+    from tidegate.policies.diagnostics import LagBucket
 
 
 class Rollouts(AsyncAdapters):
@@ -166,18 +168,24 @@ class Rollouts(AsyncAdapters):
         await self._do(_ack(state))
 
     async def observe(
-        self, *, effective_sample_size: float | None = None, mismatch_kl: float | None = None
+        self,
+        *,
+        effective_sample_size: float | None = None,
+        mismatch_kl: float | None = None,
+        by_lag: "Sequence[LagBucket]" = (),
     ) -> None:
-        """Tell the staleness policy how far off-policy the last batch was, as the loss saw it.
+        """Tell how far off-policy the last batch was, as the loss saw it.
 
-        ``AdaptiveStaleness`` moves η by it; others take no notice. The share of the batch that its
-        importance weights leave, in (0, 1], and the KL in nats per token: policies.diagnostics has
-        both.
+        ``AdaptiveStaleness`` moves η by it; other policies take no notice, but a dashboard shows
+        it. The share of the batch that its importance weights leave, in (0, 1], and the KL in nats
+        per token: policies.diagnostics has both, and ``by_lag`` is its
+        ``measure_mismatch_by_lag``, of which the dashboard draws k3.
 
         Raises:
             ConfigError: one of them is out of range, or no number.
         """
         await self._do(_observe(effective_sample_size, mismatch_kl))
+        self._note_off_policy(_off_policy(effective_sample_size, mismatch_kl, by_lag))
 
     async def evaluate(self, tasks: Sequence[Any], *, episode: EpisodeFunction) -> Evaluation:
         """One episode per task with the engines' present weights; never trained on.
@@ -256,17 +264,22 @@ class SyncRollouts(SyncAdapters):
         self._do(_ack(state))
 
     def observe(
-        self, *, effective_sample_size: float | None = None, mismatch_kl: float | None = None
+        self,
+        *,
+        effective_sample_size: float | None = None,
+        mismatch_kl: float | None = None,
+        by_lag: "Sequence[LagBucket]" = (),
     ) -> None:
         """As :meth:`Rollouts.observe`."""
         self._do(_observe(effective_sample_size, mismatch_kl))
+        self._note_off_policy(_off_policy(effective_sample_size, mismatch_kl, by_lag))
 
     def evaluate(self, tasks: Sequence[Any], *, episode: EpisodeFunction) -> Evaluation:
         """As :meth:`Rollouts.evaluate`."""
         return Evaluation(self._do(_evaluate(tasks, episode)))
 
 
-def serve(*, resume: Any = None, **settings: Any) -> Rollouts:
+def serve(*, resume: Any = None, on_batch: Any = None, **settings: Any) -> Rollouts:
     """Start a run for an async trainer; see :class:`~tidegate.RunSettings` for what can be set.
 
     ``resume`` goes on with the run whose journal is in ``run_directory``: from a ``state_dict()``
@@ -274,15 +287,18 @@ def serve(*, resume: Any = None, **settings: Any) -> Rollouts:
     where there is no journal yet. Give the same tasks in the same order as before, and publish the
     checkpoint's weights first.
 
+    ``on_batch`` is called with the figures of each batch just before the trainer gets it, on the
+    trainer's thread: ``lambda figures: wandb.log(figures)``, for one; docs/observing.md.
+
     Raises:
         ConfigError: a setting is unknown, out of range or impossible.
     """
-    return Rollouts(run_settings(**settings), resume)
+    return Rollouts(run_settings(**settings), resume, on_batch=on_batch)
 
 
-def serve_sync(*, resume: Any = None, **settings: Any) -> SyncRollouts:
+def serve_sync(*, resume: Any = None, on_batch: Any = None, **settings: Any) -> SyncRollouts:
     """Start a run for a trainer that is not async; as :func:`serve` otherwise."""
-    return SyncRollouts(run_settings(**settings), resume)
+    return SyncRollouts(run_settings(**settings), resume, on_batch=on_batch)
 
 
 # ---------------------------------------------------------------- what is asked of the run's loop
@@ -304,6 +320,10 @@ def _observe(ess: float | None, kl: float | None) -> Work[None]:
         )
 
     return work
+
+
+def _off_policy(ess: float | None, kl: float | None, by_lag: "Sequence[LagBucket]") -> OffPolicy:
+    return OffPolicy(ess, kl, {bucket.lag_min: bucket.mismatch.k3 for bucket in by_lag})
 
 
 async def _next_batch(scheduler: Scheduler) -> ev.HandOver | None:

@@ -37,6 +37,7 @@ PAGE_FILES = {
     "charts.js": "text/javascript; charset=utf-8",
     "strips.js": "text/javascript; charset=utf-8",
     "rollouts.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
 }
 
 STATES = frozenset({"", "running", "finished", "trained", "discarded", "evaluated"})

@@ -141,9 +141,7 @@ def _need_packages() -> None:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            f'{error.name} is missing: pip install "tidegate[dashboard]"'
-        ) from None
+        raise ConfigError(f'{error.name} is missing: pip install "tidegate[dashboard]"') from None
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -68,14 +68,15 @@ class Noted:
     off_policy: OffPolicy = OffPolicy()
 
 
-def _monotonic_us() -> int:
+def monotonic_us() -> int:
+    """The clock that engines of this host stamp their steps by."""
     return time.monotonic_ns() // 1000
 
 
 class LiveNotes:
     """Takes note of what a dashboard shows: a :class:`RunNotes`."""
 
-    def __init__(self, now_us: Callable[[], int] = _monotonic_us) -> None:
+    def __init__(self, now_us: Callable[[], int] = monotonic_us) -> None:
         self._now_us = now_us
         self._lock = threading.Lock()
         self._timeline = Timeline()

@@ -69,7 +69,7 @@ class Observation:
 
 def group_lines(core: Core) -> tuple[GroupLine, ...]:
     """Groups that run or are buffered, in the order of admission."""
-    lines = []
+    lines: list[GroupLine] = []
     for group in core.groups.in_order:
         if len(lines) == GROUPS_SHOWN_MAX:
             break

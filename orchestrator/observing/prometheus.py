@@ -10,6 +10,8 @@ from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
+)
+from prometheus_client.core import (
     Metric as Family,
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest

@@ -4,6 +4,7 @@ Reads what the recorder wrote and answers as a run that goes on would. Rollouts'
 until one of them is looked at.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections import Counter
@@ -15,6 +16,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from tokenizers import Tokenizer
 
 from tidegate.errors import AuditError, ModelError
 from tidegate.orchestrator.observing.live import Noted
@@ -30,7 +32,7 @@ from tidegate.orchestrator.records.trajectories import (
     RecordedRollout,
     find_trajectory,
 )
-from tidegate.orchestrator.statistics import RunStatistics
+from tidegate.orchestrator.statistics import LedgerSnapshot, RunStatistics
 from tidegate.orchestrator.weights.model_files import read_tokenizer
 
 ROLLOUTS_READ_MAX = 200_000
@@ -59,10 +61,10 @@ class RecordedSource:
         self._directory = Path(directory)
         run = _read_run(self._directory / RUN_FILE)
         self._lines, lags = _read_lines(self._directory / TRAJECTORIES_FILE)
-        try:
+        self.tokenizer: Tokenizer | None = None
+        """None if the model has moved: tokens are shown by number then."""
+        with contextlib.suppress(ModelError):
             self.tokenizer = read_tokenizer(Path(run.model) / "tokenizer.json")
-        except ModelError:
-            self.tokenizer = None  # the model has moved: tokens are shown by number
         self._seen = Observation(
             statistics=run.statistics or _no_statistics(),
             noted=_noted(self._directory, lags),
@@ -85,8 +87,7 @@ class RecordedSource:
         found = [
             line
             for line in self._lines
-            if query.state in ("", line.state)
-            and query.group_id in (None, line.group_id)
+            if query.state in ("", line.state) and query.group_id in (None, line.group_id)
         ]
         return found[query.skip : query.skip + LISTED_MAX], len(found)
 
@@ -173,8 +174,6 @@ def _add_lines(batch: pa.RecordBatch, lines: list[RolloutLine], lags: Counter[in
 
 
 def _no_statistics() -> RunStatistics:
-    from tidegate.orchestrator.statistics import LedgerSnapshot
-
     return RunStatistics(
         wall_s=0.0,
         trainer_version=0,

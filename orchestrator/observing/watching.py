@@ -4,8 +4,9 @@ Joins a run's face to its dashboard and to the user's callback. It knows what a 
 where that is drawn is others' business.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -56,11 +57,11 @@ def tokens_by_lag(batch: "Batch") -> dict[int, int]:
     return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
 
-def _mean(values: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> float:
+def _mean(values: "np.ndarray[tuple[int, ...], np.dtype[Any]]") -> float:
     return float(values.mean()) if values.size else 0.0
 
 
-def _quantile(
-    values: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]", share: float
-) -> float:
-    return float(np.quantile(values, share, method="nearest")) if values.size else 0.0
+def _quantile(values: "np.ndarray[tuple[int, ...], np.dtype[Any]]", share: float) -> float:
+    """The smallest of them that so many are not above."""
+    ordered = np.sort(values)
+    return float(ordered[max(0, math.ceil(share * len(ordered)) - 1)]) if values.size else 0.0

@@ -90,6 +90,9 @@ class SimulatedRun:
     loop_watch = _NeverBlocked()
     resumed = None
     recorder = None
+    live = None
+    notes = None
+    dashboard = None
     run_id = ""
     newest_version = 0
     is_own_thread = True
