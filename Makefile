@@ -8,13 +8,14 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo demo-agent test test-environments simulate lint format bench docs clean
+.PHONY: help venv demo demo-agent test test-environments test-agents simulate lint format bench docs clean
 
 help:
 	@echo "make demo   train a small model with fully asynchronous rollouts, and report on it"
 	@echo "make demo-agent   the same with an agent that calls a tool, and one that plays a game"
 	@echo "make test   format, lint, types, tests, a short demo, 2,300 simulated runs"
 	@echo "make test-environments   adapters whose packages need a Python of their own (800 MB)"
+	@echo "make test-agents   agents of litellm and of OpenAI's Agents SDK, in a Python of their own"
 	@echo "make lint   the first three of those"
 	@echo "make bench  speed, as ratios against named peers"
 	@echo "make docs   check that the documentation's links lead somewhere"
@@ -57,6 +58,15 @@ test: lint
 test-environments: venv .venv-environments/.ready
 	TIDEGATE_ENVIRONMENTS_PYTHON=.venv-environments/bin/python $(BIN)/python -m pytest tests/orchestrator/environments
 
+# Agents as others have them; they pin older versions of openai's client than ours.
+.venv-agents/.ready:
+	$(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/python -m pip install --quiet "litellm>=1.100" "openai-agents>=0.20"
+	touch $@
+
+test-agents: venv .venv-agents/.ready
+	TIDEGATE_AGENTS_PYTHON=.venv-agents/bin/python $(BIN)/python -m pytest tests/orchestrator/test_agent_frameworks.py
+
 simulate: venv
 	$(BIN)/tidegate simulate --seeds 2000 --lives 300
 
@@ -67,4 +77,4 @@ docs: venv
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
 clean:
-	rm -rf $(VENV) .venv-environments build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-environments .venv-agents build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -4,7 +4,8 @@
 three turns each, all at once, against a model that answers a little later and costs next to
 nothing; clients are in a process of their own. CPU time is that of the gateway's whole process,
 the stand-in for the model included. The peer is the same server with a handler that does nothing.
-``prefill_saved_share``: see :mod:`benchmarks.sessions`.
+``prefill_saved_share``: see :mod:`benchmarks.sessions`; ``efficiency``:
+:mod:`benchmarks.scheduling.trajectories`.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from benchmarks.fuzz_http import FixedEngine
+from benchmarks.scheduling.trajectories import rows as trajectory_rows
 from benchmarks.sessions import rows as session_rows
 from benchmarks.table import Row, compared, show
 from tests.orchestrator.chat_templates import ENDS, add_chat_template
@@ -173,7 +175,7 @@ def main() -> None:
         tokenizer = read_tokenizer(path / "tokenizer.json")
         stop = tokenizer.token_to_id(ENDS["chatml"]) or 0
         lines = rows(ModelFiles(path, tokenizer, (0, stop)))
-        show([*lines, *session_rows()], as_json=arguments.json)
+        show([*lines, *session_rows(), *trajectory_rows()], as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from benchmarks.scheduling.engine import StretchEngine
@@ -187,13 +187,36 @@ async def play(episode: Episode, task: Task) -> float:
     return float(episode.index % 2)
 
 
-def run_once(workload: Workload, variant: Variant, *, mode: str, seed: int = 0) -> Outcome:
-    """Run one policy on one workload."""
+def of_so_many(trajectories: int) -> Callable[[Episode, Task], Awaitable[float]]:
+    """:func:`play` for no more rollouts at once, in the order in which they were admitted.
+
+    Nobody needs to: a rollout that waits for its tool holds no slot of an engine. A fleet of
+    environments with so many places, or a pool of threads, does that to a run.
+    """
+    places = asyncio.Semaphore(trajectories)
+
+    async def play_in_turn(episode: Episode, task: Task) -> float:
+        async with places:
+            return await play(episode, task)
+
+    return play_in_turn
+
+
+def run_once(
+    workload: Workload,
+    variant: Variant,
+    *,
+    mode: str,
+    seed: int = 0,
+    trajectories: int | None = None,
+) -> Outcome:
+    """Run one policy on one workload; with ``trajectories``, no more rollouts than that at once."""
     limit_s = SLOWEST_STEPS * workload.versions * workload.batch_tokens
     virtual_time = VirtualTime(limit_s=limit_s / workload.bound_tokens_per_s)
     settings = _settings(workload, variant, mode, seed)
     try:
-        tallies = virtual_time.run(_main(workload, variant, settings, virtual_time))
+        episode = play if trajectories is None else of_so_many(trajectories)
+        tallies = virtual_time.run(_main(workload, variant, settings, virtual_time, episode))
     finally:
         virtual_time.close()
     return _outcome(workload, settings, tallies, seed)
@@ -217,7 +240,11 @@ def _settings(workload: Workload, variant: Variant, mode: str, seed: int) -> Run
 
 
 async def _main(
-    workload: Workload, variant: Variant, settings: RunSettings, virtual_time: VirtualTime
+    workload: Workload,
+    variant: Variant,
+    settings: RunSettings,
+    virtual_time: VirtualTime,
+    episode: Callable[[Episode, Task], Awaitable[float]],
 ) -> list[Tally]:
     loop, stopwatch = virtual_time.loop, Stopwatch()
     router = SimulatedRouter(loop, BlankTape(), Hardships())
@@ -232,7 +259,7 @@ async def _main(
         StretchEngine(name, costs, loop=loop, link=link, stopwatch=stopwatch).start()
     serving = loop.create_task(scheduler.run(), name="scheduler")
     await scheduler.wait_for_engines(engines)
-    scheduler.offer(workload.tasks(settings.seed), play)
+    scheduler.offer(workload.tasks(settings.seed), episode)
     training = loop.create_task(
         Trainer(workload, variant, scheduler, stopwatch).run(workload.versions), name="trainer"
     )
