@@ -3,6 +3,7 @@
 It knows nothing of what is computed with them, nor of versions' numbers or how tensors travel.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -89,7 +90,8 @@ class WeightStore:
         """Copy the tensor that Hugging Face calls ``name`` into its place, casting it.
 
         Raises:
-            WeightsRefused: the model has no such tensor, or it has another shape or kind.
+            WeightsRefused: the model has no such tensor, or it has another shape or kind, or holds
+                what is no number.
         """
         place = self._places.get(name) or self._joint_places.get(name)
         if place is None:
@@ -109,8 +111,14 @@ class WeightStore:
                 f"{name} is {tensor.dtype}; publish float32, bfloat16, float16 or float64"
             )
         with torch.no_grad():
+            part = place.cut(tensor)
+            if not _is_finite(part):
+                raise WeightsRefused(
+                    f"{name} holds what is no number (NaN, or infinite): the train step before this "
+                    f"publish went wrong. Take it back, and publish the weights of before"
+                )
             for target in place.targets:
-                target.copy_(place.cut(tensor))
+                target.copy_(part)
         self._loaded.update(place.covers or (name,))
 
     @property
@@ -151,3 +159,9 @@ class WeightStore:
     def missing(self) -> list[str]:
         """The names not loaded since :meth:`start`, in the model's order."""
         return [name for name in self._places if name not in self._loaded]
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """A sum is NaN or infinite if one of its terms is, and is had as fast as memory is read; as sums
+    of large numbers may overflow, one that is not finite has each term looked at."""
+    return math.isfinite(float(tensor.sum())) or bool(tensor.isfinite().all())

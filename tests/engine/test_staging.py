@@ -1,9 +1,11 @@
 """Are weights staged whole or refused whole, with one answer each?"""
 
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from tests.engine.orchestra import named_buffers
 from tests.models import make_model_directory
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.weights.staging import Staging
-from tidegate.engine.weights.weight_store import WeightStore
+from tidegate.engine.weights.weight_store import WeightStore, _is_finite
 from tidegate.engine.weights.weights import Weights, load_directory
 from tidegate.transport.messages import (
     Complaint,
@@ -133,6 +135,30 @@ def test_a_version_that_lacks_tensors_is_refused_by_name(
         )
     ]
     assert not staging.is_staged(1)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_no_numbers_are_refused_by_name(
+    number: float, staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
+) -> None:
+    gate.opened.set()
+    staging.init(channel.init())
+    tensors = named_buffers(directories[1])
+    broken = tensors[3]
+    values = np.frombuffer(bytes(broken.data), np.float32).copy()
+    values[-1] = number
+    tensors[3] = NamedBuffer(broken.name, broken.dtype, broken.shape, memoryview(values.tobytes()))
+    publish(staging, channel, 1, tensors)
+    (refused,) = answers(staging)
+    assert isinstance(refused, WeightsFailed)
+    assert refused.message.startswith(f"{broken.name} holds what is no number")
+    publish(staging, channel, 2, named_buffers(directories[1]))
+    assert isinstance(answers(staging)[-1], WeightsStaged)
+
+
+def test_large_weights_are_numbers_though_their_sum_is_none() -> None:
+    assert _is_finite(torch.full((10,), 3e38))
+    assert not _is_finite(torch.tensor([3e38, 3e38, math.inf]))
 
 
 def test_a_failed_version_is_answered_once_however_much_of_it_follows(
