@@ -114,8 +114,8 @@ class WeightStore:
             part = place.cut(tensor)
             if not _is_finite(part):
                 raise WeightsRefused(
-                    f"{name} holds what is no number (NaN, or infinite): the train step before this "
-                    f"publish went wrong. Take it back, and publish the weights of before"
+                    f"{name} holds what is no number (NaN, or infinite): the train step before "
+                    f"this publish went wrong. Take it back, and publish the weights of before"
                 )
             for target in place.targets:
                 target.copy_(part)
@@ -162,6 +162,6 @@ class WeightStore:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """A sum is NaN or infinite if one of its terms is, and is had as fast as memory is read; as sums
+    """A sum is NaN or infinite if one of its terms is, and is had as fast as memory is read. As one
     of large numbers may overflow, one that is not finite has each term looked at."""
     return math.isfinite(float(tensor.sum())) or bool(tensor.isfinite().all())
