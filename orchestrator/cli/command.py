@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from tidegate.errors import TidegateError
-from tidegate.orchestrator.cli import checkout, engines, records, simulate
+from tidegate.orchestrator.cli import checkout, doctor, engines, records, simulate
 from tidegate.orchestrator.cli.conventions import (
     PASS_ON,
     STATUS_ERROR,
@@ -57,6 +57,12 @@ _add(LOOK, records.replay, "tidegate replay runs/demo")
 
 _add(ENGINES, engines.engine, **PASS_ON)
 _add(ENGINES, engines.keys, "tidegate keys keys", "tidegate keys keys --engine gpu-host-7")
+_add(
+    ENGINES,
+    doctor.doctor,
+    "tidegate doctor http://127.0.0.1:8000 --model models/served",
+    "tidegate doctor http://127.0.0.1:30000 --json",
+)
 
 _add(
     CHECK,

@@ -1,0 +1,1 @@
+"""Examines an engine before anybody trains on what it says: `tidegate doctor`."""

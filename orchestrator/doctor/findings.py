@@ -1,0 +1,274 @@
+"""What do an engine's measurements mean for training, and what is to be done about them?
+
+Measurements in, findings out; it asks nobody and reads nothing. Thresholds carry their reasons.
+"""
+
+from tidegate.orchestrator.doctor.capabilities import capability_findings
+from tidegate.orchestrator.doctor.finding import Finding, Verdict
+from tidegate.orchestrator.doctor.measurements import (
+    EngineKind,
+    LogprobMode,
+    Measurements,
+    Mismatch,
+    PrefixCache,
+    Repeats,
+    TokenizerCheck,
+)
+
+GAP_RATIO_TOLERANCE = 0.2
+"""bfloat16 logits round to 3 digits, so the ratio of gaps of a nat or two strays by some percent;
+between 1 and 2 nothing else lies that an engine does."""
+
+MASS_LOST_MAX = 1e-3
+"""Two log-probs in float32 add up to 1 within 1e-6; in bfloat16 engines within 1e-4."""
+
+MEAN_SAME_NATS = 1e-3
+"""float32 engines differ from transformers by 1e-5, and by 1e-4 with other kernels."""
+
+MEAN_ROUNDED_NATS = 0.1
+"""bfloat16 with a bfloat16 head differs by 0.005 to 0.05 on average. Other weights, another
+tokenizer or other positions differ by a nat and more."""
+
+PROCESSED_REMEDIES: dict[EngineKind, str] = {
+    "vllm": "start it with --logprobs-mode processed_logprobs, or sample at temperature 1 only",
+    "sglang": "start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or sample at temperature 1 only",
+    "tidegate": "report it: Tidegate's engines tell the log-probs they sampled from",
+}
+
+HEAD_REMEDIES: dict[EngineKind, str] = {
+    "vllm": """start it with --hf-overrides '{"head_dtype": "float32"}' (newer versions), and """
+    "train with the same precision of the head",
+    "sglang": "start it with --enable-fp32-lm-head, and train with the same precision of the head",
+    "tidegate": "its LM head is float32 already: compare the dtype of weights and activations",
+}
+
+INVARIANT_REMEDIES: dict[EngineKind, str] = {
+    "vllm": "VLLM_BATCH_INVARIANT=1 where the GPU allows it; else expect that much noise in ratios",
+    "sglang": "--enable-deterministic-inference; else expect that much noise in ratios",
+    "tidegate": "serve(deterministic=True); else expect that much noise in ratios",
+}
+
+SALT_REMEDIES: dict[EngineKind, str] = {
+    "vllm": "send a cache_salt that names the weight version, or pause with clear_cache=true",
+    "sglang": "update with flush_cache=true after pausing by retract or abort, or send an "
+    "extra_key that names the weight version",
+    "tidegate": "none needed: a swap forgets the prefix cache",
+}
+
+
+def findings(measured: Measurements) -> list[Finding]:
+    """Judge everything, in the order in which to mend it."""
+    kind = measured.identity.kind
+    return [
+        *capability_findings(measured.identity, weight_spans=measured.weight_spans),
+        *_logprob_mode(kind, measured.logprobs),
+        _mismatch(kind, measured.mismatch),
+        _tokenizer(measured.tokenizer),
+        *_repeats(kind, measured.repeats),
+        *_prefix_cache(kind, measured.cache),
+    ]
+
+
+def _logprob_mode(kind: EngineKind, mode: LogprobMode) -> list[Finding]:
+    if mode.gap_ratio is None:
+        return [
+            Finding(
+                check="log-probs",
+                verdict=Verdict.NOTE,
+                says="it tells no second token's log-prob, so whether temperature is in them is "
+                "unknown",
+                remedy="sample at temperature 1, or pass --model to compare with",
+            )
+        ]
+    if abs(mode.gap_ratio - 1) <= GAP_RATIO_TOLERANCE:
+        return [
+            Finding(
+                check="log-probs",
+                verdict=Verdict.FAIL,
+                says=f"they are raw: at temperature 0.5 gaps are {mode.gap_ratio:.2f} times those "
+                f"at 1, so other temperatures' tokens come with log-probs they were not sampled by",
+                remedy=PROCESSED_REMEDIES[kind],
+            )
+        ]
+    if abs(mode.gap_ratio - 2) > GAP_RATIO_TOLERANCE:
+        return [
+            Finding(
+                check="log-probs",
+                verdict=Verdict.FAIL,
+                says=f"at temperature 0.5 gaps are {mode.gap_ratio:.2f} times those at 1: neither "
+                f"raw (1) nor processed (2)",
+                remedy="find out what else changes its logits: penalties, biases, processors",
+            )
+        ]
+    return [
+        Finding(
+            check="log-probs",
+            verdict=Verdict.OK,
+            says=f"processed: at temperature 0.5 gaps are {mode.gap_ratio:.2f} times those at 1",
+        ),
+        *_truncation(mode.truncated_mass),
+    ]
+
+
+def _truncation(mass: float | None) -> list[Finding]:
+    if mass is None:
+        return []
+    if mass > 1 - MASS_LOST_MAX:
+        says = "what top_k leaves has probability 1: truncation is in the log-probs"
+        return [Finding(check="truncation", verdict=Verdict.OK, says=says)]
+    return [
+        Finding(
+            check="truncation",
+            verdict=Verdict.WARN,
+            says=f"with top_k=2 both tokens have {mass:.3f} of the probability: log-probs are "
+            f"those from before truncation",
+            remedy="sample with top_p=1, min_p=0 and no top_k, or correct for it in the loss",
+        )
+    ]
+
+
+def _mismatch(kind: EngineKind, mismatch: Mismatch | None) -> Finding:
+    if mismatch is None:
+        return Finding(
+            check="mismatch",
+            verdict=Verdict.NOTE,
+            says="not compared with the model's own log-probs",
+            remedy="pass --model DIRECTORY, that of the weights it serves now",
+        )
+    measured = (
+        f"log-probs of {mismatch.tokens} tokens differ from transformers' in float32 by "
+        f"{mismatch.mean:.2g} nats on average, {mismatch.largest:.2g} at most"
+    )
+    if mismatch.mean <= MEAN_SAME_NATS:
+        return Finding(check="mismatch", verdict=Verdict.OK, says=measured)
+    if mismatch.mean <= MEAN_ROUNDED_NATS:
+        return Finding(
+            check="mismatch",
+            verdict=Verdict.WARN,
+            says=f"{measured}: rounding, of which the LM head's is most",
+            remedy=f"{HEAD_REMEDIES[kind]}; correct the rest (truncated importance sampling)",
+        )
+    return Finding(
+        check="mismatch",
+        verdict=Verdict.FAIL,
+        says=f"{measured}: more than rounding does",
+        remedy="see that --model holds the weights it serves now, that its log-probs are "
+        "processed, and that it quantises nothing",
+    )
+
+
+def _tokenizer(check: TokenizerCheck | None) -> Finding:
+    if check is None:
+        return Finding(
+            check="tokenizer",
+            verdict=Verdict.NOTE,
+            says="not compared",
+            remedy="pass --model DIRECTORY; it needs the engine's /tokenize, too",
+        )
+    if not check.different:
+        says = f"{check.texts} texts become the same tokens as by the directory's tokenizer"
+        return Finding(check="tokenizer", verdict=Verdict.OK, says=says)
+    return Finding(
+        check="tokenizer",
+        verdict=Verdict.FAIL,
+        says=f"{len(check.different)} of {check.texts} texts become other tokens, "
+        f"{check.different[0]!r} first",
+        remedy="give both the same tokenizer.json, and send token ids rather than text",
+    )
+
+
+def _repeats(kind: EngineKind, repeats: Repeats) -> list[Finding]:
+    found = [_batch(kind, repeats) if repeats.alone_same_tokens else _unsteady(kind, repeats)]
+    if repeats.seed_same_tokens is False:
+        found.append(
+            Finding(
+                check="seeds",
+                verdict=Verdict.WARN,
+                says="one seed sampled two different answers",
+                remedy="don't count on replaying rollouts by their seeds; "
+                + INVARIANT_REMEDIES[kind],
+            )
+        )
+    return found
+
+
+def _unsteady(kind: EngineKind, repeats: Repeats) -> Finding:
+    return Finding(
+        check="determinism",
+        verdict=Verdict.WARN,
+        says=f"a greedy answer, asked for again while nothing else ran, had other tokens "
+        f"(log-probs {repeats.alone_difference:.2g} nats apart before)",
+        remedy=INVARIANT_REMEDIES[kind],
+    )
+
+
+def _batch(kind: EngineKind, repeats: Repeats) -> Finding:
+    worst = max(repeats.alone_difference, repeats.batch_difference)
+    if repeats.batch_same_tokens and not worst:
+        says = "the same bits again, alone and beside others"
+        return Finding(check="determinism", verdict=Verdict.OK, says=says)
+    if repeats.batch_same_tokens and worst <= MEAN_SAME_NATS:
+        says = f"the same tokens again, alone and beside others; log-probs within {worst:.2g} nats"
+        return Finding(check="determinism", verdict=Verdict.OK, says=says)
+    tokens = "the same" if repeats.batch_same_tokens else "other"
+    return Finding(
+        check="determinism",
+        verdict=Verdict.WARN,
+        says=f"a greedy answer had {tokens} tokens beside others, and log-probs up to "
+        f"{worst:.2g} nats apart: results depend on the batch",
+        remedy=INVARIANT_REMEDIES[kind],
+    )
+
+
+def _prefix_cache(kind: EngineKind, cache: PrefixCache) -> list[Finding]:
+    if cache.again_tokens is None:
+        says = "it doesn't tell how many tokens of a prompt were cached"
+        return [
+            Finding(
+                check="prefix cache",
+                verdict=Verdict.NOTE,
+                says=says,
+                remedy="take it to be on: " + SALT_REMEDIES[kind],
+            )
+        ]
+    if not cache.again_tokens:
+        says = "off, or forgets a prompt at once: every turn is prefilled from its beginning"
+        return [Finding(check="prefix cache", verdict=Verdict.NOTE, says=says)]
+    return [_cache_is_on(kind, cache), *_salt(kind, cache)]
+
+
+def _cache_is_on(kind: EngineKind, cache: PrefixCache) -> Finding:
+    found = f"on: {cache.again_tokens} tokens of a prompt sent again were there"
+    if cache.difference <= MEAN_ROUNDED_NATS:
+        says = f"{found}, and log-probs within {cache.difference:.2g} nats of the first time's"
+        return Finding(
+            check="prefix cache",
+            verdict=Verdict.OK,
+            says=f"{says}. Over a weight update it keeps old weights' KV",
+            remedy=SALT_REMEDIES[kind] if kind != "tidegate" else "",
+        )
+    return Finding(
+        check="prefix cache",
+        verdict=Verdict.FAIL,
+        says=f"{found}, but log-probs {cache.difference:.2g} nats from the first time's: it may "
+        f"hold what other weights computed",
+        remedy="reset it (/reset_prefix_cache, /flush_cache), examine again; then: "
+        + SALT_REMEDIES[kind],
+    )
+
+
+def _salt(kind: EngineKind, cache: PrefixCache) -> list[Finding]:
+    if cache.salted_tokens is None or cache.again_tokens is None or kind == "tidegate":
+        return []
+    if cache.salted_tokens < cache.again_tokens:
+        says = "a prompt with another salt finds nothing there: a salt per version keeps them apart"
+        return [Finding(check="cache salt", verdict=Verdict.OK, says=says)]
+    return [
+        Finding(
+            check="cache salt",
+            verdict=Verdict.WARN,
+            says=f"a prompt with another salt found {cache.salted_tokens} tokens there all the "
+            f"same",
+            remedy="clear the cache at every update: clear_cache=true, flush_cache=true",
+        )
+    ]

@@ -1,0 +1,84 @@
+"""How does the doctor talk to an engine? One JSON request at a time, with a deadline.
+
+The standard library's client: a few dozen requests need no other. Knows no engine's routes.
+"""
+
+import http.client
+import json
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from tidegate.errors import EngineLost
+
+REQUEST_TIMEOUT_S = 120.0
+"""An engine's first request may compile kernels; a hung one should not hang its doctor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What came back."""
+
+    status: int
+    body: Any
+    """Parsed if it is JSON, else the text."""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether it is a success."""
+        return 200 <= self.status < 300
+
+
+class Http:
+    """One server. Connections are opened anew, so threads may share it."""
+
+    def __init__(self, url: str, *, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        self.url = f"{parts.scheme}://{parts.netloc}"
+        self._prefix = parts.path.rstrip("/")
+        self._netloc = parts.netloc
+        self._connect = (
+            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        )
+        self._timeout_s = timeout_s
+
+    def get(self, path: str) -> Reply:
+        """GET ``path``.
+
+        Raises:
+            EngineLost: nobody answers there.
+        """
+        return self._ask("GET", path, None)
+
+    def post(self, path: str, body: object) -> Reply:
+        """POST ``body`` as JSON.
+
+        Raises:
+            EngineLost: nobody answers there.
+        """
+        return self._ask("POST", path, json.dumps(body).encode())
+
+    def _ask(self, method: str, path: str, body: bytes | None) -> Reply:
+        connection = self._connect(self._netloc, timeout=self._timeout_s)
+        try:
+            headers = {} if body is None else {"Content-Type": "application/json"}
+            connection.request(method, self._prefix + path, body, headers)
+            answer = connection.getresponse()
+            raw = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            why = str(error) or type(error).__name__
+            raise EngineLost(
+                f"{self.url} doesn't answer {method} {path}: {why}. See that the engine runs, has "
+                f"loaded its model, and listens there"
+            ) from None
+        finally:
+            connection.close()
+        return Reply(status=answer.status, body=_parsed(raw))
+
+
+def _parsed(raw: bytes) -> Any:
+    text = raw.decode("utf-8", "replace")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

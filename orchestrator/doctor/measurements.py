@@ -1,0 +1,94 @@
+"""What was measured of an engine? Plain records, filled by measuring.py and judged by findings.py.
+
+None of them says whether that is well; a field is None where it could not be measured.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+EngineKind = Literal["vllm", "sglang", "tidegate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who answers at a URL, by its own words."""
+
+    kind: EngineKind
+    version: str | None
+    model: str
+    """As it wants to be named in requests."""
+    context_tokens_max: int | None
+    paths: frozenset[str]
+    """Routes it has; of one that it has and refuses, the path is not there."""
+    settings: Mapping[str, object]
+    """Those of its own settings that findings ask for, by the engine's own names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobMode:
+    """What temperature and truncation do to the log-probs told."""
+
+    gap_ratio: float | None
+    """Difference of two tokens' log-probs at temperature 0.5, over that at 1: 2 if temperature is
+    in them, 1 if not. The median of some."""
+    truncated_mass: float | None
+    """Probability of the two likeliest tokens, as told while sampling with top_k=2: 1 if
+    truncation is in the log-probs, less if not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeats:
+    """The same request again. Differences are the largest, in nats, while tokens are the same."""
+
+    alone_same_tokens: bool
+    alone_difference: float
+    batch_same_tokens: bool
+    batch_difference: float
+    """Beside others that run at once, against alone."""
+    seed_same_tokens: bool | None
+    """Sampled twice with one seed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixCache:
+    """One prompt sent twice, and then once more with another salt; tokens found in the cache."""
+
+    first_tokens: int | None
+    again_tokens: int | None
+    salted_tokens: int | None
+    difference: float
+    """Between the log-probs of the first time and of the second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """The engine's log-probs against transformers', teacher-forced in float32 on its tokens."""
+
+    tokens: int
+    mean: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerCheck:
+    """Texts that the engine tokenizes otherwise than the model directory's tokenizer."""
+
+    texts: int
+    different: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """All there is to judge."""
+
+    identity: Identity
+    logprobs: LogprobMode
+    repeats: Repeats
+    cache: PrefixCache
+    weight_spans: bool
+    """An answer says which weights sampled which tokens."""
+    mismatch: Mismatch | None
+    """None without a model directory to compare with."""
+    tokenizer: TokenizerCheck | None
+    """None without one, or where the engine has no way to tokenize."""
