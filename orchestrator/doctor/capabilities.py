@@ -91,13 +91,10 @@ def capability_findings(identity: Identity, *, weight_spans: bool) -> list[Findi
     """One finding for all that is there, and one for each thing that is not."""
     has = [need for need in NEEDED[identity.kind] if identity.paths.intersection(need.any_of)]
     lacks = [need for need in NEEDED[identity.kind] if need not in has]
-    found = [
-        Finding(
-            check="capabilities",
-            verdict=Verdict.OK,
-            says=", ".join(need.name for need in has) or "none of those that RL needs",
-        )
-    ]
+    found = []
+    if has:
+        says = ", ".join(need.name for need in has)
+        found.append(Finding(check="capabilities", verdict=Verdict.OK, says=says))
     for need in lacks:
         says = f"{need.name}: it has no {' or '.join(need.any_of)}"
         found.append(

@@ -103,7 +103,7 @@ def prefix_cache(engine: ExaminedEngine, prompt: tuple[int, ...]) -> PrefixCache
     answers, found = [], []
     for salt in salts:
         before = engine.cached_tokens_total()
-        question = Question(token_ids=prompt, tokens_max=4, cache_salt=salt)
+        question = Question(token_ids=prompt, tokens_max=4, top_logprobs=TOPS, cache_salt=salt)
         answers.append(engine.ask(question))
         told = answers[-1].cached_tokens
         after = engine.cached_tokens_total()
@@ -115,5 +115,16 @@ def prefix_cache(engine: ExaminedEngine, prompt: tuple[int, ...]) -> PrefixCache
         first_tokens=first,
         again_tokens=again,
         salted_tokens=salted,
-        difference=_difference(answers[0], answers[1]),
+        difference=_next_token_difference(answers[0], answers[1]),
     )
+
+
+def _next_token_difference(one: Answer, other: Answer) -> float:
+    """Between what two answers say of the first token's likeliest candidates.
+
+    A lower bound where the second doesn't tell of one: it is less likely than those it tells of.
+    """
+    if not one.top or not other.top or not other.top[0]:
+        return _difference(one, other)
+    least = min(other.top[0].values())
+    return max(abs(p - other.top[0].get(token, least)) for token, p in one.top[0].items())

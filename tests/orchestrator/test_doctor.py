@@ -1,0 +1,160 @@
+"""Does the doctor see what is wrong with an engine, by what it answers over HTTP?"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import make_model_directory
+from tests.served_app import served
+from tests.sglang_double import SglangDouble, make_app
+from tidegate.errors import ConfigError, EngineLost
+from tidegate.orchestrator.cli import main
+from tidegate.orchestrator.doctor.finding import Verdict
+from tidegate.orchestrator.doctor.findings import findings
+from tidegate.orchestrator.doctor.measuring import examined, measure
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_directory(tmp_path_factory.mktemp("models") / "served")
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_directory(tmp_path_factory.mktemp("models") / "other", seed=1)
+
+
+@contextmanager
+def sglang(model: Path, **how: Any) -> Iterator[str]:
+    double = SglangDouble(model, **how)
+    with served(lambda: (make_app(double), double.sample_for_ever)) as url:
+        yield url
+
+
+def verdicts(url: str, model: Path | None) -> dict[str, Verdict]:
+    """The worst of each check."""
+    order = list(Verdict)
+    worst: dict[str, Verdict] = {}
+    for finding in findings(measure(examined(url), model)):
+        before = worst.get(finding.check, Verdict.OK)
+        worst[finding.check] = max(before, finding.verdict, key=order.index)
+    return worst
+
+
+def status_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["tidegate", *arguments])
+    try:
+        main()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def test_a_sound_engine_is_fit_and_status_0(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with sglang(model) as url:
+        assert status_of(["doctor", url, "--model", str(model), "--json"], monkeypatch) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["fit"] is True
+    assert {one["check"]: one["verdict"] for one in report["findings"]} == {
+        "capabilities": "ok",
+        "log-probs": "ok",
+        "truncation": "warn",  # SGLang tells them as they were before top_k
+        "mismatch": "ok",
+        "tokenizer": "ok",
+        "determinism": "ok",
+        "prefix cache": "ok",
+        "cache salt": "ok",
+    }
+    assert report["measurements"]["logprobs"]["gap_ratio"] == pytest.approx(2, abs=0.01)
+    assert report["measurements"]["cache"]["first_tokens"] == 0
+
+
+def test_raw_log_probs_are_found_without_the_model_and_fail(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with sglang(model, is_raw=True) as url:
+        assert status_of(["doctor", url], monkeypatch) == 1
+    said = capsys.readouterr().out
+    assert "fail  log-probs: they are raw" in said
+    assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in said
+
+
+def test_other_weights_than_the_directorys_are_more_than_rounding(
+    model: Path, other_model: Path
+) -> None:
+    with sglang(model) as url:
+        assert verdicts(url, other_model)["mismatch"] == Verdict.FAIL
+
+
+def test_rounded_weights_are_told_from_other_weights(model: Path) -> None:
+    double = SglangDouble(model)
+    with torch.no_grad():
+        for parameter in double.model.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    with served(lambda: (make_app(double), double.sample_for_ever)) as url:
+        assert verdicts(url, model)["mismatch"] == Verdict.WARN
+
+
+def test_another_tokenizer_fails(model: Path, tmp_path: Path) -> None:
+    damaged = make_model_directory(tmp_path / "damaged")
+    tokenizer = json.loads((damaged / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["e"] = vocab["e"], vocab["a"]
+    (damaged / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with sglang(model) as url:
+        found = verdicts(url, damaged)
+    assert found["tokenizer"] == Verdict.FAIL
+    assert found["mismatch"] == Verdict.OK  # token ids in and out: text has no part in it
+
+
+def test_kv_of_other_weights_in_the_prefix_cache_is_found(model: Path, other_model: Path) -> None:
+    """As if somebody had updated the weights, and not flushed, between the two times."""
+    double = SglangDouble(model)
+    stale = SglangDouble(other_model)
+    find_prefix = double._find_prefix
+
+    def find_stale(request: Any) -> None:
+        find_prefix(request)
+        if request.cache is not None:
+            tokens = torch.tensor([request.tokens[: request.cached]])
+            with torch.no_grad():
+                request.cache = stale.model(tokens, use_cache=True).past_key_values
+
+    double._find_prefix = find_stale  # type: ignore[method-assign]
+    with served(lambda: (make_app(double), double.sample_for_ever)) as url:
+        assert verdicts(url, None)["prefix cache"] == Verdict.FAIL
+
+
+def test_nobody_there_is_one_line_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(["doctor", "http://127.0.0.1:9"], monkeypatch) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1
+    assert "http://127.0.0.1:9 doesn't answer" in said[0]
+
+
+def test_a_server_that_is_no_engine_is_named_as_such(model: Path) -> None:
+    from starlette.applications import Starlette
+
+    with served(lambda: (Starlette(), None)) as url, pytest.raises(ConfigError, match="neither"):
+        examined(url)
+
+
+def test_an_engine_that_dies_during_the_examination_is_an_error_not_a_finding(
+    model: Path,
+) -> None:
+    double = SglangDouble(model)
+    with served(lambda: (make_app(double), double.sample_for_ever)) as url:
+        engine = examined(url)
+        double.is_dead = True
+        with pytest.raises(EngineLost, match="status 500"):
+            measure(engine)

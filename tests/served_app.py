@@ -1,0 +1,50 @@
+"""How do tests reach an ASGI application over real HTTP? On a free loopback port, in a thread."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+
+START_TIMEOUT_S = 60
+
+
+@contextmanager
+def served(
+    make_app: Callable[[], tuple[Starlette, Callable[[], Coroutine[Any, Any, None]] | None]],
+) -> Iterator[str]:
+    """Serve until left; yields the URL.
+
+    ``make_app`` is called on the server's own loop, and returns the application and what runs
+    beside it for as long.
+    """
+    listening = socket.create_server(("127.0.0.1", 0))
+    started = threading.Event()
+    box: list[uvicorn.Server] = []
+
+    async def main() -> None:
+        app, beside = make_app()
+        config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none")
+        server = uvicorn.Server(config)
+        box.append(server)
+        task = asyncio.create_task(beside()) if beside is not None else None
+        serving = asyncio.create_task(server.serve([listening]))
+        started.set()
+        await serving
+        if task is not None:
+            task.cancel()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    try:
+        assert started.wait(START_TIMEOUT_S)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        for server in box:
+            server.should_exit = server.force_exit = True
+        thread.join(START_TIMEOUT_S)
+        listening.close()

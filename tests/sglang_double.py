@@ -1,0 +1,404 @@
+"""What stands in for an SGLang server in tests? A small one, with a real model and real KV.
+
+It behaves as SGLang 0.5.23 was recorded to, its traps included: whoever keeps KV over an update, or
+finds it in the prefix cache, gets log-probs that say so. Requests are computed one by one.
+"""
+
+import asyncio
+import copy
+import itertools
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from tokenizers import Tokenizer
+
+SAMPLING_FIELDS = {
+    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos",
+    "sampling_seed", "min_new_tokens",
+}  # fmt: skip
+
+PATHS = (
+    "/generate", "/pause_generation", "/continue_generation", "/abort_request", "/flush_cache",
+    "/update_weights_from_disk", "/update_weight_version", "/begin_weight_update",
+    "/end_weight_update", "/release_memory_occupation", "/resume_memory_occupation",
+    "/model_info", "/server_info", "/v1/models", "/v1/loads", "/health", "/tokenize",
+)  # fmt: skip
+
+NOT_FLUSHED = (
+    "Weights were updated, but the cache was not flushed because requests are still running or "
+    "queued. Retract or finish them, then call /flush_cache."
+)
+
+
+@dataclass(eq=False)
+class Running:
+    """One request under way."""
+
+    rid: str
+    body: dict[str, Any]
+    tokens: list[int]
+    prompt_tokens: int
+    draw: torch.Generator
+    cached: int = 0
+    cache: Any = None
+    """KV of all tokens but the last."""
+    told: list[tuple[float, int, None]] = field(default_factory=list)
+    top: list[list[tuple[float, int, None]]] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    finish: dict[str, Any] | None = None
+    is_to_abort: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_tokens :]
+
+    def abort(self) -> None:
+        self.finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+        self.changed.set()
+
+
+class SglangDouble:
+    """The server's state, and the loop that samples."""
+
+    def __init__(
+        self, model: Path, *, is_raw: bool = False, settings: dict[str, Any] | None = None
+    ):
+        import transformers
+
+        auto: Any = transformers.AutoModelForCausalLM
+        self.model: Any = auto.from_pretrained(model, dtype=torch.float32).eval()
+        self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self.path = str(model)
+        self.label = self.info_label = "default"
+        """The scheduler's, which tokens are labelled by, and the one of /model_info."""
+        self.is_raw = is_raw
+        self.settings = settings or {}
+        self.paused: str | None = None
+        self.running: dict[str, Running] = {}
+        self.prefixes: list[tuple[str | None, list[int], Any]] = []
+        self.is_dead = False
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        """Every control call, for tests to read."""
+        self._went_on = asyncio.Event()
+        self._rids = itertools.count()
+
+    # ------------------------------------------------------------ sampling
+
+    async def sample_for_ever(self) -> None:
+        """One token for each request, again and again, while nothing is paused."""
+        try:
+            await self._sample_for_ever()
+        except Exception:
+            self.is_dead = True  # or else tests would wait for tokens for ever
+            for request in self.running.values():
+                request.abort()
+            raise
+
+    async def _sample_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(0 if self.running and self.paused is None else 0.002)
+            for request in list(self.running.values()) if self.paused is None else ():
+                if request.is_to_abort:
+                    request.abort()
+                elif request.finish is None:
+                    self.step(request)
+                request.changed.set()
+                if request.finish is not None:
+                    self.running.pop(request.rid, None)
+
+    @torch.no_grad()
+    def step(self, request: Running) -> None:
+        if request.cache is None:
+            self._find_prefix(request)
+        have = request.cache.get_seq_length() if request.cache is not None else 0
+        out = self.model(
+            torch.tensor([request.tokens[have:]]), past_key_values=request.cache, use_cache=True
+        )
+        request.cache = out.past_key_values
+        sampling = request.body["sampling_params"]
+        temperature = sampling.get("temperature", 1.0)
+        logits = out.logits[0, -1] / (temperature or 1.0)
+        probabilities = torch.softmax(logits, 0)
+        if top_k := sampling.get("top_k"):
+            keep = torch.topk(probabilities, top_k).indices
+            probabilities = torch.zeros_like(probabilities).index_put((keep,), probabilities[keep])
+        token = int(
+            logits.argmax()
+            if temperature == 0
+            else torch.multinomial(probabilities, 1, generator=request.draw)
+        )
+        logprobs = torch.log_softmax(out.logits[0, -1] if self.is_raw else logits, 0)
+        self._tell(request, token, logprobs)
+
+    def _tell(self, request: Running, token: int, logprobs: torch.Tensor) -> None:
+        request.tokens.append(token)
+        request.told.append((float(logprobs[token]), token, None))
+        if (k := request.body.get("top_logprobs_num", 0)) > 0:
+            best = torch.topk(logprobs, k)
+            pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            request.top.append([(logprob, token_id, None) for logprob, token_id in pairs])
+        made = len(request.output)
+        if request.spans and request.spans[-1]["version"] == self.label:
+            request.spans[-1]["end"] = made
+        else:
+            request.spans.append({"version": self.label, "start": made - 1, "end": made})
+        sampling = request.body["sampling_params"]
+        stops = sampling.get("stop_token_ids", [])
+        if made >= sampling.get("max_new_tokens", 128):
+            request.finish = {"type": "length", "length": made}
+        elif not sampling.get("ignore_eos") and token in [*stops, self.model.config.eos_token_id]:
+            request.finish = {"type": "stop", "matched": token}
+        if request.finish is not None:
+            self.prefixes.append(
+                (request.body.get("extra_key"), request.tokens[:-1], request.cache)
+            )
+
+    def _find_prefix(self, request: Running) -> None:
+        """Take the longest context computed before, whoever's weights computed it."""
+        best, longest = None, 0
+        for key, tokens, cache in self.prefixes:
+            pairs = zip(tokens, request.tokens[:-1], strict=False)
+            shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if key == request.body.get("extra_key") and shared > longest:
+                best, longest = cache, shared
+        if best is not None:
+            request.cache = copy.deepcopy(best)
+            if surplus := request.cache.get_seq_length() - longest:
+                request.cache.crop(-surplus)  # so many are taken off its end
+        request.cached = longest
+
+    # ------------------------------------------------------------ /generate
+
+    async def generate(self, body: dict[str, Any]) -> Response:
+        refused = self._refusal(body)
+        if refused is not None:
+            return _error(400, refused)
+        if max(body["input_ids"]) >= self.model.config.vocab_size:
+            self.is_dead = True  # an index error in the scheduler's process
+            return _error(500, "scheduler died")
+        if body["sampling_params"].get("max_new_tokens") == 0:
+            return JSONResponse(self._scored(body))
+        seed = body["sampling_params"].get("sampling_seed", next(self._rids))
+        ids = list(body["input_ids"])
+        rid = body.get("rid") or f"{next(self._rids):032x}"
+        request = Running(rid, body, ids, len(ids), torch.Generator().manual_seed(seed))
+        while self.paused is not None:  # held, in the tokenizer manager
+            await self._went_on.wait()
+        self.running[rid] = request
+        if body.get("stream"):
+            return StreamingResponse(self._stream(request), media_type="text/event-stream")
+        while request.finish is None:
+            await request.changed.wait()
+            request.changed.clear()
+        return JSONResponse(self._message(request))
+
+    def _refusal(self, body: dict[str, Any]) -> str | None:
+        sampling, context = body["sampling_params"], self.model.config.max_position_embeddings
+        if unknown := sampling.keys() - SAMPLING_FIELDS:
+            return f"unknown field `{min(unknown)}`, expected one of …"
+        if not body["input_ids"]:
+            return "input_ids cannot be empty."
+        if body.get("rid") in self.running:
+            return f"Duplicate request ID detected: {body['rid']}"
+        if len(body["input_ids"]) + sampling.get("max_new_tokens", 128) > context:
+            return f"Requested token count exceeds the model's maximum context length of {context}"
+        return None
+
+    async def _stream(self, request: Running) -> AsyncIterator[str]:
+        try:
+            told = -1
+            while request.finish is None or told < 0:
+                await request.changed.wait()
+                request.changed.clear()
+                if len(request.output) > told or request.finish is not None:
+                    told = len(request.output)
+                    yield f"data: {json.dumps(self._message(request))}\n\n"
+            yield "data: [DONE]\n\n"
+        finally:
+            request.is_to_abort = True  # the client has gone
+
+    def _message(self, request: Running) -> dict[str, Any]:
+        meta: dict[str, Any] = {
+            "id": request.rid,
+            "finish_reason": request.finish,
+            "prompt_tokens": request.prompt_tokens,
+            "weight_version": self.info_label,
+            "num_retractions": 0,
+            "completion_tokens": len(request.output),
+            "cached_tokens": request.cached,
+        }
+        if request.body.get("return_logprob"):
+            meta |= {"input_token_logprobs": [], "output_token_logprobs": request.told}
+            meta |= {"output_token_logprobs_length": len(request.told)}
+        if request.top:
+            meta["output_top_logprobs"] = request.top
+        if request.finish is not None:
+            meta["weight_versions"] = request.spans
+        text = self.tokenizer.decode(request.output)
+        return {"text": text, "output_ids": request.output, "meta_info": meta}
+
+    @torch.no_grad()
+    def _scored(self, body: dict[str, Any]) -> dict[str, Any]:
+        ids = torch.tensor(body["input_ids"])
+        logprobs = torch.log_softmax(self.model(ids[None]).logits[0], -1)
+        told = logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist()
+        pairs = zip(told, ids[1:].tolist(), strict=True)
+        entries = [(None, int(ids[0]), None), *((logprob, token, None) for logprob, token in pairs)]
+        meta: dict[str, Any] = {"input_token_logprobs": entries, "weight_versions": []}
+        if k := body.get("top_logprobs_num", 0):
+            best = torch.topk(logprobs[:-1], k)
+            rows = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            meta["input_top_logprobs"] = [
+                None, *([(p, t, None) for p, t in zip(*row, strict=True)] for row in rows)
+            ]  # fmt: skip
+        return {"text": "", "output_ids": [], "meta_info": meta | {"finish_reason": None}}
+
+    # ------------------------------------------------------------ control
+
+    async def pause(self, body: dict[str, Any]) -> Response:
+        mode = body.get("mode", "abort")
+        if mode not in ("abort", "retract", "in_place"):
+            return _error(400, "Input should be 'abort', 'retract' or 'in_place'")
+        if mode == "abort":
+            while self.running:  # for ever, of requests that are paused in place
+                for request in self.running.values():
+                    request.is_to_abort = True
+                await asyncio.sleep(0.005)
+        self.paused = mode
+        self._went_on.clear()
+        for request in self.running.values() if mode == "retract" else ():
+            request.cache = None
+        return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def go_on(self, body: dict[str, Any]) -> Response:
+        self.paused = None
+        self._went_on.set()
+        return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def abort(self, body: dict[str, Any]) -> Response:
+        """Takes effect with the next step: while paused in place, once that goes on."""
+        for request in self.running.values():
+            request.is_to_abort |= bool(body.get("abort_all")) or request.rid == body.get("rid")
+        return Response()
+
+    async def update(self, body: dict[str, Any]) -> Response:
+        while self.paused is None and self.running:  # the writer lock  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        try:
+            tensors = load_file(Path(body["model_path"]) / "model.safetensors")
+        except OSError as error:
+            return _updated(f"Failed to get weights iterator: {error}.", is_ok=False)
+        state = self.model.state_dict()
+        for name, tensor in tensors.items():
+            if state[name].shape != tensor.shape:  # those before it are in place, and stay
+                why = f"Failed to update weights: {name}.\nRolling back to original weights."
+                return _updated(why, is_ok=False)
+            state[name].copy_(tensor)
+        self.label = body.get("weight_version") or self.label
+        if body.get("flush_cache", True) and self.running and self.paused != "retract":
+            return _updated(NOT_FLUSHED, is_ok=False)
+        if body.get("flush_cache", True):
+            self.prefixes.clear()
+        self.path, self.info_label = body["model_path"], self.label
+        return _updated(
+            f"Succeeded to update model weights. Weight version updated to {self.label}.",
+            is_ok=True,
+        )
+
+    async def relabel(self, body: dict[str, Any]) -> Response:
+        if body.get("abort_all_requests", True):
+            await self.abort({"abort_all": True})
+        self.label = self.info_label = body["new_version"]
+        message = f"Weight version updated to {self.label}"
+        return JSONResponse({"success": True, "message": message, "new_version": self.label})
+
+    async def flush(self, body: dict[str, Any]) -> Response:
+        if self.running and self.paused != "retract":
+            return PlainTextResponse("Flush cache failed.", status_code=400)
+        self.prefixes.clear()
+        return PlainTextResponse("Cache flushed.\n")
+
+    async def tokenize(self, body: dict[str, Any]) -> Response:
+        ids = self.tokenizer.encode(body["prompt"], add_special_tokens=False).ids
+        context = self.model.config.max_position_embeddings
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": context})
+
+    async def nothing(self, body: dict[str, Any]) -> Response:
+        return JSONResponse(None)
+
+    def facts(self, path: str) -> Any:
+        """What a GET answers."""
+        context = self.model.config.max_position_embeddings
+        about: dict[str, Any] = {
+            "/model_info": {
+                "model_path": self.path,
+                "is_generation": True,
+                "weight_version": self.info_label,
+                "architectures": [type(self.model).__name__],
+            },
+            "/server_info": {"version": "0.5.23", "page_size": 1} | self.settings,
+            "/v1/models": {"data": [{"id": self.path, "max_model_len": context}]},
+            "/v1/loads": {"loads": [{"max_total_num_tokens": 8192, "max_running_requests": 32}]},
+            "/openapi.json": {"paths": {path: {} for path in PATHS}},
+            "/health": {},
+        }
+        return about[path]
+
+
+def make_app(double: SglangDouble) -> Starlette:
+    """The double's routes; its sampling runs beside them."""
+    posts = {
+        "/generate": double.generate,
+        "/pause_generation": double.pause,
+        "/continue_generation": double.go_on,
+        "/abort_request": double.abort,
+        "/update_weights_from_disk": double.update,
+        "/update_weight_version": double.relabel,
+        "/flush_cache": double.flush,
+        "/tokenize": double.tokenize,
+        "/release_memory_occupation": double.nothing,
+        "/resume_memory_occupation": double.nothing,
+    }
+
+    async def post(request: Request) -> Response:
+        if double.is_dead:
+            return _error(500, "scheduler died")
+        raw = await request.body()
+        if not raw:
+            return _error(400, "1 validation error: {'type': 'missing', 'loc': ('body',)}")
+        body = json.loads(raw)
+        if request.url.path not in ("/generate", "/tokenize"):
+            double.calls.append((request.url.path, body))
+        return await posts[request.url.path](body)
+
+    async def get(request: Request) -> Response:
+        if double.is_dead:
+            return _error(503, "unhealthy")
+        return JSONResponse(double.facts(request.url.path))
+
+    gets = ("/model_info", "/server_info", "/v1/models", "/v1/loads", "/openapi.json", "/health")
+    return Starlette(
+        routes=[
+            *(Route(path, post, methods=["POST"]) for path in posts),
+            *(Route(path, get) for path in gets),
+        ]
+    )
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message}}, status_code=status)
+
+
+def _updated(message: str, *, is_ok: bool) -> JSONResponse:
+    body = {"success": is_ok, "message": message, "num_paused_requests": 0}
+    return JSONResponse(body, status_code=200 if is_ok else 400)
