@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.rules import Rules
+from tidegate.orchestrator.nearest import did_you_mean
 from tidegate.orchestrator.turns.placement import PlacementRules
 from tidegate.policies.asynchrony import BoundedStaleness, OnDeadline
 from tidegate.policies.consumption import Window
@@ -173,7 +174,7 @@ def run_settings(**values: object) -> RunSettings:
         settings = RunSettings.model_validate(values)
     except ValidationError as error:
         problems = [
-            f"{'.'.join(map(str, p['loc']))}={p['input']!r}: {_say(p['type'], p['msg'])}"
+            f"{'.'.join(map(str, p['loc']))}={p['input']!r}: {_say(p['type'], p['loc'], p['msg'])}"
             for p in error.errors()
         ]
         raise ConfigError("; ".join(problems)) from None
@@ -230,7 +231,7 @@ def _check_wire(settings: RunSettings) -> None:
         )
 
 
-def _say(kind: str, message: str) -> str:
+def _say(kind: str, where: tuple[int | str, ...], message: str) -> str:
     if kind == "extra_forbidden":
-        return f"no such setting; there are {', '.join(sorted(RunSettings.model_fields))}"
+        return f"no such setting; {did_you_mean(str(where[-1]), RunSettings.model_fields)}"
     return message

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from tidegate.errors import TidegateError
-from tidegate.orchestrator.cli import checkout, doctor, engines, records, simulate
+from tidegate.orchestrator.cli import checkout, doctor, engines, records, run, simulate
 from tidegate.orchestrator.cli.conventions import (
     PASS_ON,
     STATUS_ERROR,
@@ -49,6 +49,7 @@ def version() -> None:
 TRAIN, LOOK, ENGINES, CHECK = "Train", "Look at a run", "Engines", "Check and measure"
 
 _add(TRAIN, checkout.demo, **PASS_ON)
+_add(TRAIN, run.run, *run.EXAMPLES, **run.TAKES_ANY_FLAG)
 
 _add(LOOK, records.report, "tidegate report runs/demo")
 _add(LOOK, records.trace, "tidegate trace runs/demo")

@@ -1,0 +1,41 @@
+"""Which trainer does examples/run.toml name? GRPO as in grpo.py, with arguments from the file.
+
+`tidegate run` gives it a started run, tasks and an episode; it knows none of them.
+"""
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+import tidegate
+from examples.calculator import tasks as make_tasks
+from examples.grpo import learn
+from tidegate.orchestrator.episodes.runner import EpisodeFunction
+
+HELD_OUT_SEED = 11
+
+
+async def train(
+    rollouts: tidegate.Rollouts,
+    tasks: Iterable[Any],
+    episode: EpisodeFunction,
+    *,
+    batches: int,
+    held_out: int,
+    learning_rate: float = 3e-4,
+) -> dict[str, float]:
+    """Measure, train, measure again; what is returned goes into the run's record."""
+    torch.set_num_threads(1)
+    settings = rollouts.settings
+    gain = await learn(
+        rollouts,
+        episode,
+        model=settings.model,
+        training=itertools.islice(tasks, batches * settings.groups_per_batch),
+        held_out=list(itertools.islice(make_tasks("held_out", HELD_OUT_SEED), held_out)),
+        batches=batches,
+        learning_rate=learning_rate,
+    )
+    return {"reward_before": gain.before, "reward_after": gain.after}
