@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from benchmarks.scheduling.engine import StretchEngine
 from benchmarks.scheduling.policies import Variant
 from benchmarks.scheduling.stopwatch import Stopwatch
 from benchmarks.scheduling.workloads import (
@@ -27,29 +26,17 @@ from benchmarks.scheduling.workloads import (
 from tidegate.orchestrator.config import RunSettings, run_settings
 from tidegate.orchestrator.core.events import HandOver
 from tidegate.orchestrator.episodes.episode import Episode
+from tidegate.orchestrator.planning.simulated import FOR_EVER_S, WIRE_S, BlankTape
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.simulation.hardships import Hardships
 from tidegate.orchestrator.simulation.simulation import model_of_no_words
+from tidegate.orchestrator.simulation.stretch_engine import StretchEngine
 from tidegate.orchestrator.simulation.virtual_time import VirtualTime
-from tidegate.orchestrator.simulation.wire import CarriedFrame, SimulatedRouter, Tape
+from tidegate.orchestrator.simulation.wire import SimulatedRouter
 from tidegate.transport.messages import InitWeights, UpdateWeights
-
-WIRE_S = 0.0002
-"""One way, on average."""
-
-FOR_EVER_S = 1e8
-"""Nothing fails here, so nobody's patience is to end."""
 
 SLOWEST_STEPS = 60.0
 """A step that takes so many times the bound gets nowhere."""
-
-
-class BlankTape(Tape):
-    """Keeps nothing of what is carried: that would be most of the frames' cost."""
-
-    def note(self, carried: CarriedFrame) -> None:
-        """Count it."""
-        self.frames += 1
 
 
 @dataclass(slots=True)

@@ -7,7 +7,9 @@ N_r and N_t machines that roll out and that train. A step is what lies between t
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from tidegate.orchestrator.simulation.engine_costs import EngineCosts
 
 ROLLOUT_MACHINES = 12
 TRAINER_MACHINES = 4
@@ -24,34 +26,10 @@ GROUP_CORRELATION = 0.5
 """Of the logarithms of two lengths in a group: some prompts are hard for every rollout."""
 
 PROMPT_TOKENS = 512
+"""As :class:`EngineCosts` has them."""
 
 TOOL_SIGMA = 1.0
 """Of the logarithm of a tool call's seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCosts:
-    """What an engine's time goes to."""
-
-    slots: int = 64
-    step_s: float = 0.008
-    """One token of each running turn, however many run; and for each of them:"""
-    running_turn_s: float = 0.00012
-    prefill_tokens_per_s: float = 25_000.0
-    swap_s: float = 2.0
-    """It stands still for so long when it takes new weights."""
-    prompt_tokens: int = PROMPT_TOKENS
-    group_size: int = 16
-    """A group's prompt is prefilled once, so a rollout bears this share of it."""
-
-    def token_s(self, running: int) -> float:
-        """One step with so many running turns."""
-        return self.step_s + self.running_turn_s * running
-
-    @property
-    def peak_tokens_per_s(self) -> float:
-        """With every slot in use."""
-        return self.slots / self.token_s(self.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +66,7 @@ class Workload:
     """A run's length: enough that a version's figures vary by a few percent."""
     warm_up_versions: int = 7
     """Before them the pipeline is not full, so they don't count."""
-    costs: EngineCosts = EngineCosts()
+    costs: EngineCosts = field(default_factory=EngineCosts)
 
     @property
     def group_size(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from tidegate.errors import TidegateError
-from tidegate.orchestrator.cli import checkout, doctor, engines, records, run, simulate
+from tidegate.orchestrator.cli import checkout, doctor, engines, plan, records, run, simulate
 from tidegate.orchestrator.cli.conventions import (
     PASS_ON,
     STATUS_ERROR,
@@ -50,6 +50,8 @@ TRAIN, LOOK, ENGINES, CHECK = "Train", "Look at a run", "Engines", "Check and me
 
 _add(TRAIN, checkout.demo, **PASS_ON)
 _add(TRAIN, run.run, *run.EXAMPLES, **run.TAKES_ANY_FLAG)
+
+_add(TRAIN, plan.plan, *plan.EXAMPLES)
 
 _add(LOOK, records.report, "tidegate report runs/demo")
 _add(LOOK, records.trace, "tidegate trace runs/demo")

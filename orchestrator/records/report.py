@@ -149,6 +149,15 @@ def read_facts(directory: Path) -> Facts:
     )
 
 
+def read_record(directory: Path) -> dict[str, Any]:
+    """What the recorder left of a run: settings, statistics, what its owner noted.
+
+    Raises:
+        AuditError: there is none, or it can't be read.
+    """
+    return _read_json(Path(directory) / RUN_FILE)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         body = json.loads(path.read_bytes())

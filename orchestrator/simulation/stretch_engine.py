@@ -10,10 +10,10 @@ import heapq
 import math
 from array import array
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from benchmarks.scheduling.stopwatch import Stopwatch
-from benchmarks.scheduling.workloads import EngineCosts
+from tidegate.orchestrator.simulation.engine_costs import EngineCosts
 from tidegate.orchestrator.simulation.wire import Link
 from tidegate.transport.messages import (
     ABORT,
@@ -98,7 +98,7 @@ class StretchEngine:
         *,
         loop: asyncio.AbstractEventLoop,
         link: Link,
-        stopwatch: Stopwatch,
+        stopwatch: AbstractContextManager[None],
     ) -> None:
         self.name = name
         self._costs = costs

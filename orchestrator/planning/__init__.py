@@ -1,0 +1,1 @@
+"""What a run would do under other settings: by closed forms, and by the simulator."""

@@ -1,0 +1,113 @@
+"""What do a finished run's records say about speeds and lengths? Enough to plan the next one.
+
+It reads the run's directory, and predicts nothing.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tidegate.errors import ConfigError
+from tidegate.orchestrator.planning.situation import Choice, Prediction, Situation
+from tidegate.orchestrator.records.recording import RUN_FILE
+from tidegate.orchestrator.records.report import Facts, read_facts, read_record
+from tidegate.orchestrator.records.trajectories import read_trajectories
+from tidegate.orchestrator.simulation.engine_costs import EngineCosts
+from tidegate.policies.predictions import DecodeCost, fit_decode_cost
+
+NO_PREFILL = 1e12
+"""Tokens per second: a run's steps hold prefills too, so they are in the steps' time already."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """A run as a plan sees it."""
+
+    situation: Situation
+    choice: Choice
+    """What it was set to."""
+    measured: Prediction
+    """What it did."""
+
+
+def measured_run(directory: Path) -> MeasuredRun:
+    """Read a finished run.
+
+    Raises:
+        AuditError: it left no statistics, or its files can't be read.
+        ConfigError: too little was measured, or its settings were no bounded staleness.
+    """
+    facts = read_facts(directory)
+    record = read_record(directory)
+    settings, statistics = record["settings"], record["statistics"]
+    groups, turns = _groups(directory)
+    engines = [each for each in statistics["engines"] if each.get("steps")]
+    if not engines or not groups or facts.wall_s <= 0 or facts.trainer_idle_share >= 1:
+        raise ConfigError(
+            f"{directory / RUN_FILE} has too few figures to plan from; a run of some batches by "
+            f"this version of Tidegate has them"
+        )
+    situation = Situation(
+        groups=groups,
+        costs=_costs(engines, statistics["engines"]),
+        trainer_tokens_per_s=facts.tokens_trained / (facts.wall_s * (1 - facts.trainer_idle_share)),
+        turns=turns,
+    )
+    choice = Choice(
+        max_staleness=_setting(settings, "max_staleness", directory),
+        groups_per_batch=_setting(settings, "groups_per_batch", directory),
+        engines=len(engines),
+        pause_mode=settings["pause_mode"],
+        kv_policy=settings["kv_policy"],
+    )
+    return MeasuredRun(situation, choice, _measured(facts))
+
+
+def _measured(facts: Facts) -> Prediction:
+    return Prediction(
+        batch_s=facts.wall_s / max(1, facts.batches),
+        tokens_per_s=facts.tokens_trained / facts.wall_s,
+        mean_staleness=facts.mean_staleness,
+        trainer_idle_share=facts.trainer_idle_share,
+    )
+
+
+def _setting(settings: dict[str, Any], name: str, directory: Path) -> int:
+    value = settings.get(name)
+    if not isinstance(value, int) or settings.get("policy") is not None:
+        raise ConfigError(
+            f"{directory} ran under a policy of its own, {settings.get('policy')!r}; plans know "
+            f"bounded staleness only"
+        )
+    return value
+
+
+def _groups(directory: Path) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """Sampled tokens of each trained rollout, by group; and how many turns one has."""
+    lengths: dict[int, list[int]] = defaultdict(list)
+    turns = rollouts = 0
+    for rollout in read_trajectories(directory):
+        if rollout.consumed_version is None:
+            continue
+        lengths[rollout.group_id].append(sum(turn.length for turn in rollout.turns))
+        turns += len(rollout.turns)
+        rollouts += 1
+    whole = tuple(tuple(group) for group in lengths.values() if sum(group))
+    return whole, max(1, round(turns / max(1, rollouts)))
+
+
+def _costs(measured: list[dict[str, Any]], every: list[dict[str, Any]]) -> EngineCosts:
+    names = ("steps", "rows", "rows_squared", "busy_s", "rows_busy_s")
+    sums = {name: sum(float(engine[name]) for engine in measured) for name in names}
+    cost = fit_decode_cost(**sums) or DecodeCost(0.0, 0.0)
+    per_row = sum(engine["tokens"] for engine in measured) / max(1.0, sums["rows"])
+    return EngineCosts(
+        slots=max(1, round(sum(each["max_running_turns"] for each in every) / len(every))),
+        step_s=cost.fixed_s / per_row,
+        running_turn_s=cost.row_s / per_row,
+        prefill_tokens_per_s=NO_PREFILL,
+        swap_s=0.0,
+        prompt_tokens=0,
+        group_size=1,
+    )

@@ -1,0 +1,39 @@
+"""What do tests of reports, comparisons and plans read? A short real run, recorded once a session.
+
+Its trainer computes nothing: what is looked at is what the recorder leaves.
+"""
+
+from pathlib import Path
+
+import tidegate
+from tests.models import make_model_directory
+
+
+async def solve(episode: tidegate.Episode, task: str) -> float:
+    """A few tokens; the reward is how many of them are letters."""
+    episode.append(task)
+    turn = await episode.generate(max_tokens=8)
+    return sum(each.isalpha() for each in turn.text) / 8
+
+
+def record_run(directory: Path, *, batches: int = 4, max_staleness: int = 1) -> Path:
+    """Run a tiny model for a few batches, publishing what it had; return the run's directory."""
+    from safetensors.torch import load_file
+
+    model = directory.parent / "model"
+    if not model.exists():
+        make_model_directory(model)
+    tasks = [f"{number}+1=" for number in range(2 * batches)]
+    with tidegate.serve_sync(
+        model=model,
+        engines=1,
+        max_running_turns=4,
+        max_staleness=max_staleness,
+        group_size=2,
+        groups_per_batch=2,
+        run_directory=directory,
+    ) as rollouts:
+        weights = load_file(model / "model.safetensors")
+        for _ in rollouts.batches(tasks, episode=solve):
+            rollouts.publish(weights)
+    return directory
