@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.model,
             arguments.dtype,
             is_deterministic=arguments.deterministic,
+            quantize=arguments.quantize,
             shard=ranks.shard,
             group=ranks.group,
         )
@@ -130,6 +131,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=1,
         metavar="RANKS",
         help="share the model out among so many processes, each of which computes a part",
+    )
+    parser.add_argument(
+        "--quantize",
+        choices=("int8",),
+        help="round the layers' weights, of each version as it comes, to a byte each",
     )
     parser.add_argument(
         "--processors",
@@ -271,6 +277,7 @@ def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimi
         # What the other ranks hold nobody has taught to sleep.
         sleep_levels=[1, 2] if arguments.tensor_parallel == 1 else [],
         ranks=arguments.tensor_parallel,
+        quantization=arguments.quantize or "",
         takes_turns_together=True,
         keeps_sessions=True,
     )

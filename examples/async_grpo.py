@@ -43,6 +43,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--kv-policy", choices=("keep", "recompute"), default="recompute")
     add("--max-staleness", type=int, help="in versions; left out, the mode's")
     add("--engines", type=int, default=2)
+    add("--quantize", choices=("int8",), help="what engines round each version's weights to")
     add("--slots", type=int, default=16, help="turns that an engine decodes at once")
     add("--versions", type=int, default=60, help="weight versions to make")
     add("--groups-per-batch", type=int, default=GROUPS_PER_BATCH)
@@ -72,6 +73,7 @@ async def train(options: argparse.Namespace, run_directory: Path) -> None:
         groups_per_batch=options.groups_per_batch,
         pause_mode=options.pause,
         kv_policy=options.kv_policy,
+        quantize=options.quantize,
         run_directory=run_directory,
         seed=options.seed,
     ) as rollouts:
@@ -89,6 +91,7 @@ async def train(options: argparse.Namespace, run_directory: Path) -> None:
             mode=options.mode,
             reward_before=gain.before,
             reward_after=gain.after,
+            mismatch=gain.mismatch,
             warm_up=warm_up,
         )
 

@@ -24,6 +24,8 @@ class Gain:
 
     before: float
     after: float
+    mismatch: dict[str, float]
+    """How far what was sampled from was from what trained on it: old weights, or rounded ones."""
 
 
 async def learn(
@@ -41,14 +43,24 @@ async def learn(
     policy, optimizer = load_trainer(model, learning_rate)
     before = await rollouts.evaluate(held_out, episode=episode)
     print(f"held-out reward before training: {before.mean_reward:.3f}", flush=True)
+    measured: list[LossDiagnostics] = []
     with RunProgress(rollouts.statistics, batches_total=batches) as progress:
         async for batch in rollouts.batches(training, episode=episode):
-            train_step(policy, optimizer, batch, corrects=corrects)
+            if (diagnostics := train_step(policy, optimizer, batch, corrects=corrects)) is not None:
+                measured.append(diagnostics)
             await rollouts.publish(policy.state_dict())
             progress.batch({"reward": batch.rewards.mean().item()})
     after = await rollouts.evaluate(held_out, episode=episode)
     print(f"held-out reward after training:  {after.mean_reward:.3f}", flush=True)
-    return Gain(before.mean_reward, after.mean_reward)
+    return Gain(before.mean_reward, after.mean_reward, summary(measured))
+
+
+def summary(measured: Sequence[LossDiagnostics]) -> dict[str, float]:
+    """Of all batches: the mean and the highest KL in nats per token, and what the importance
+    weights left of the batch that they left least of."""
+    kl = [each.kl_k3 for each in measured] or [0.0]
+    ess = min((each.ess for each in measured), default=1.0)
+    return {"mean_kl": sum(kl) / len(kl), "highest_kl": max(kl), "lowest_ess": ess}
 
 
 def load_trainer(path: Path, learning_rate: float) -> tuple[PreTrainedModel, torch.optim.Optimizer]:

@@ -72,8 +72,26 @@ inline void weights_at(const bfloat16* from, Lanes& low, Lanes& high) {
     high = (Lanes)(both & 0xFFFF0000u);
 }
 
+// In int8 they lie in order; what they are multiples of is multiplied in at the end.
+inline void weights_at(const int8_t* from, Lanes& low, Lanes& high) {
+#if defined(__AVX512F__)
+    low = (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+    high = (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from + LANES)));
+#elif defined(__AVX2__)
+    low = (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+    high = (Lanes)_mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(from + LANES))));
+#else
+    for (int i = 0; i < LANES; i++) {
+        low[i] = from[i];
+        high[i] = from[i + LANES];
+    }
+#endif
+}
+
 // Where output ``lane`` of a panel lies among the weights of an input.
 inline int place_of(int lane, float) { return lane; }
+inline int place_of(int lane, int8_t) { return lane; }
 inline int place_of(int lane, bfloat16) { return 2 * (lane % LANES) + lane / LANES; }
 
 // ROWS tokens times PANELS panels, over ``inputs`` inputs; ``sums`` are where they were left.
@@ -151,10 +169,20 @@ void write_out(const float* sums, int64_t rows, int64_t panels, int64_t first, M
     }
 }
 
+// Multiply the sums [rows, panels * PANEL] of outputs from ``first`` on by each output's scale.
+inline void scale_sums(float* sums, int64_t rows, int64_t panels, int64_t first, Matrix matrix,
+                       const float* scales) {
+    const int64_t count = std::min(panels * PANEL, matrix.outputs - first);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t n = 0; n < count; n++) sums[r * panels * PANEL + n] *= scales[first + n];
+}
+
 // At most BLOCK_TOKENS tokens, and some panels. Tiles are of about equal height: low ones are slow.
-template <typename T>
-void multiply_block(const float* x, const T* packed, Matrix matrix, const T* bias, bool adds,
-                    T* out, int64_t tokens, int64_t panel, int64_t end_panel) {
+// Weights are of type W; only those in int8 have ``scales``.
+template <typename W, typename T>
+void multiply_block(const float* x, const W* packed, const float* scales, Matrix matrix,
+                    const T* bias, bool adds, T* out, int64_t tokens, int64_t panel,
+                    int64_t end_panel) {
     const int64_t tiles = (tokens + TILE_ROWS - 1) / TILE_ROWS;
     const int64_t panel_stride = matrix.inputs * PANEL;
     alignas(64) float sums[BLOCK_TOKENS * PANEL];
@@ -164,13 +192,14 @@ void multiply_block(const float* x, const T* packed, Matrix matrix, const T* bia
         std::fill(sums, sums + tokens * panels * PANEL, 0.0f);
         for (int64_t k = 0; k < matrix.inputs; k += BLOCK_INPUTS) {
             const int64_t inputs = std::min(BLOCK_INPUTS, matrix.inputs - k);
-            const T* from = packed + panel * panel_stride + k * PANEL;
+            const W* from = packed + panel * panel_stride + k * PANEL;
             for (int64_t tile = 0; tile < tiles; tile++) {
                 const int64_t row = tile * tokens / tiles, end = (tile + 1) * tokens / tiles;
                 add_tile(end - row, panels, x + row * matrix.inputs + k, matrix.inputs, from,
                          panel_stride, inputs, sums + row * panels * PANEL);
             }
         }
+        if (scales) scale_sums(sums, tokens, panels, panel * PANEL, matrix, scales);
         write_out(sums, tokens, panels, panel * PANEL, matrix, bias, adds, out);
         panel += panels;
     }
@@ -184,15 +213,15 @@ inline const float* widened(const bfloat16* from, int64_t n, std::vector<float>&
     return room.data();
 }
 
-template <typename T>
-void multiply(const T* x, const T* packed, const T* bias, T* out, int64_t tokens, Matrix matrix,
-              bool adds, int64_t threads) {
+template <typename W, typename T>
+void multiply(const T* x, const W* packed, const float* scales, const T* bias, T* out,
+              int64_t tokens, Matrix matrix, bool adds, int64_t threads) {
     std::vector<float> room;
     const float* inputs = widened(x, tokens * matrix.inputs, room);
     const int64_t panels = (matrix.outputs + PANEL - 1) / PANEL;
     const auto multiply_some = [=](int64_t part) {
         for (int64_t t = 0; t < tokens; t += BLOCK_TOKENS)
-            multiply_block(inputs + t * matrix.inputs, packed, matrix, bias, adds,
+            multiply_block(inputs + t * matrix.inputs, packed, scales, matrix, bias, adds,
                            out + t * matrix.outputs, std::min(BLOCK_TOKENS, tokens - t),
                            panels * part / threads, panels * (part + 1) / threads);
     };
@@ -220,6 +249,7 @@ inline bool pack_pairs(const bfloat16* from, bfloat16* to, int64_t inputs) {
 }
 
 inline bool pack_pairs(const float*, float*, int64_t) { return false; }
+inline bool pack_pairs(const int8_t*, int8_t*, int64_t) { return false; }
 
 // Copy ``rows`` rows of a matrix into its packed form, from output ``first`` on.
 template <typename T>
@@ -253,8 +283,14 @@ extern "C" int64_t tg_panel_outputs() { return PANEL; }
 FOR_BOTH(tg_multiply,
          (const void* x, const void* packed, const void* bias, void* out, int64_t tokens,
           int64_t outputs, int64_t inputs, int64_t adds, int64_t threads),
-         multiply((const T*)x, (const T*)packed, (const T*)bias, (T*)out, tokens,
+         multiply((const T*)x, (const T*)packed, nullptr, (const T*)bias, (T*)out, tokens,
                   Matrix{outputs, inputs}, adds != 0, threads))
+
+FOR_BOTH(tg_multiply_int8,
+         (const void* x, const void* packed, const void* scales, const void* bias, void* out,
+          int64_t tokens, int64_t outputs, int64_t inputs, int64_t adds, int64_t threads),
+         multiply((const T*)x, (const int8_t*)packed, (const float*)scales, (const T*)bias,
+                  (T*)out, tokens, Matrix{outputs, inputs}, adds != 0, threads))
 
 FOR_BOTH(tg_pack,
          (const void* from, void* packed, int64_t first, int64_t rows, int64_t inputs),
@@ -263,3 +299,13 @@ FOR_BOTH(tg_pack,
 FOR_BOTH(tg_take,
          (const void* packed, const int64_t* rows, void* out, int64_t count, int64_t inputs),
          take((const T*)packed, rows, (T*)out, count, inputs))
+
+extern "C" int64_t tg_pack_int8(const void* from, void* packed, int64_t first, int64_t rows,
+                                int64_t inputs) {
+    return lacks_memory([&] { pack((const int8_t*)from, (int8_t*)packed, first, rows, inputs); });
+}
+
+extern "C" int64_t tg_take_int8(const void* packed, const int64_t* rows, void* out, int64_t count,
+                                int64_t inputs) {
+    return lacks_memory([&] { take((const int8_t*)packed, rows, (int8_t*)out, count, inputs); });
+}

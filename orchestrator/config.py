@@ -83,6 +83,10 @@ class RunSettings(BaseModel):
     processors: tuple[str, ...] = ()
     """Modules of logit processors, each with a dict ``PROCESSORS``, that engines import; from the
     directory that the run is started in, or PYTHONPATH."""
+    quantize: Literal["int8"] | None = None
+    """What engines round the layers' weights to, of each version as it comes; trainer and publishes
+    stay as they are. Log-probs are those sampled from, so of the rounded weights: have the loss
+    correct for the difference. An audit rounds alike."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes per engine, among which each layer of the model is shared out: for models that are
     too large for one, or too slow. They swap to new weights together or not at all."""
@@ -184,6 +188,12 @@ def run_settings(**values: object) -> RunSettings:
         raise ConfigError(
             "engines=0 starts none, and without an address no other can connect; give an address, "
             "such as 'ipc:///tmp/run' or 'tcp://127.0.0.1:5555'"
+        )
+    if settings.quantize is not None and settings.tensor_parallel > 1:
+        raise ConfigError(
+            f"quantize={settings.quantize!r} and tensor_parallel={settings.tensor_parallel} don't "
+            f"go together: an output's weights are rounded by the largest of them, and each rank "
+            f"has some of them only; leave one out"
         )
     _check_wire(settings)
     if settings.journal and settings.run_directory is None:

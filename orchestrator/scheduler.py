@@ -87,7 +87,10 @@ class Scheduler:
         else:
             self.core = Core(settings.rules())
         self.fleet = Fleet(
-            FleetTimes.of(settings), router.send, is_deterministic=settings.deterministic
+            FleetTimes.of(settings),
+            router.send,
+            is_deterministic=settings.deterministic,
+            quantization=settings.quantize or "",
         )
         self._waiting = Waiting()
         self.control = EngineControl(settings, init_weights, self._waiting, self)

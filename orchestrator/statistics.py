@@ -116,6 +116,8 @@ class EngineStatistics:
     """Of them, those that were sampled: so many came without a step of their own."""
     ranks: int = 1
     """Processes that share its model out among them."""
+    quantization: str = ""
+    """What it rounds weights to: ``int8``; empty: nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """Whether it is to be told when a session ends."""
     ranks: Count = 1
     """How many processes compute its model, each a part of it."""
+    quantization: str = ""
+    """What it rounds weights to as they come: ``int8``. Empty: it serves what is published."""
 
 
 class KvSpan(msgspec.Struct, frozen=True, array_like=True):

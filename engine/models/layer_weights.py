@@ -55,7 +55,11 @@ class LayerWeights:
 
 
 def allocate_layer(
-    config: ModelConfig, shape: LayerShape, dtype: torch.dtype, matrix: MakeMatrix
+    config: ModelConfig,
+    shape: LayerShape,
+    dtype: torch.dtype,
+    matrix: MakeMatrix,
+    router: MakeMatrix,
 ) -> LayerWeights:
     """Make room for a layer's tensors, to be filled."""
 
@@ -80,7 +84,7 @@ def allocate_layer(
         output_bias=room_if(config.output_bias, hidden),
         attention_post_norm=room_if(config.post_norms, hidden),
         mlp_norm=room(hidden),
-        router=None if experts is None else matrix(experts.count, hidden),
+        router=None if experts is None else router(experts.count, hidden),
         gate_up=tuple(matrix(2 * inner, hidden) for _ in mlps),
         gate_up_bias=room_if(config.mlp_bias, 2 * inner),
         down=tuple(matrix(hidden, inner) for _ in mlps),

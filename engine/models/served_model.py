@@ -27,6 +27,9 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and our own models do
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 """What to compute in; ``auto``: as the model directory says."""
 
+Quantization = Literal["int8"]
+"""What layers' weights may be rounded to; one byte each, a scale for each output."""
+
 SMALLER_MODEL = "serve a smaller model, compute in bfloat16, or leave the machine more"
 """What helps where the weights don't fit."""
 
@@ -82,6 +85,7 @@ def open_model(
     dtype: DtypeChoice,
     *,
     is_deterministic: bool = False,
+    quantize: Quantization | None = None,
     shard: Shard = WHOLE,
     group: "RankGroup | None" = None,
 ) -> ServedModel:
@@ -89,14 +93,26 @@ def open_model(
 
     Raises:
         ModelError: nobody can.
-        ConfigError: nobody can so that each turn gets the same bits in every batch, or by parts.
+        ConfigError: nobody can so that each turn gets the same bits in every batch, or by parts, or
+            in bytes.
     """
     try:
         config = ModelConfig.from_directory(path)
         return OwnModel(
-            path, config, dtype, is_deterministic=is_deterministic, shard=shard, group=group
+            path,
+            config,
+            dtype,
+            is_deterministic=is_deterministic,
+            quantize=quantize,
+            shard=shard,
+            group=group,
         )
     except ModelNotComputed as error:
+        if quantize is not None:
+            raise ConfigError(
+                f"quantize={quantize!r}: {error}, and what transformers computes is in full "
+                f"precision; serve another model, or leave quantize out"
+            ) from error
         if not shard.is_whole:
             raise ConfigError(
                 f"tensor_parallel={shard.ranks}: {error}, and what transformers computes is "
@@ -123,10 +139,17 @@ class OwnModel:
         dtype: DtypeChoice,
         *,
         is_deterministic: bool = False,
+        quantize: Quantization | None = None,
         shard: Shard = WHOLE,
         group: "RankGroup | None" = None,
     ) -> None:
+        if quantize is not None and not shard.is_whole:
+            raise ConfigError(
+                f"quantize={quantize!r} rounds an output's weights by the largest of them, and of "
+                f"tensor_parallel={shard.ranks} ranks each has some of them only; leave one out"
+            )
         self._path = path
+        self._is_quantized = quantize is not None
         self._config = config
         self._shard = shard
         self._group = group
@@ -177,6 +200,7 @@ class OwnModel:
             self._config,
             self._dtype,
             is_packed=self._packs,
+            is_quantized=self._is_quantized,
             shard=self._shard,
             group=self._group,
         )

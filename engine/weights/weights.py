@@ -26,6 +26,7 @@ from tidegate.engine.ranks.shards import WHOLE, Shard
 from tidegate.engine.weights.lora import Adapter, Like, make_adapter
 from tidegate.engine.weights.weight_store import Place, WeightStore
 from tidegate.errors import ModelError, WeightsRefused
+from tidegate.kernels.int8_matrix import make_int8_matrix
 from tidegate.kernels.weight_matrix import Matrix, PackedMatrix, make_matrix
 
 if TYPE_CHECKING:  # torch.distributed is for engines of several ranks
@@ -71,12 +72,14 @@ class Weights(WeightStore):
         dtype: torch.dtype,
         *,
         is_packed: bool | None = None,
+        is_quantized: bool = False,
         shard: Shard = WHOLE,
         group: "RankGroup | None" = None,
     ) -> "Weights":
         """Make room for one version, to be filled; the head is float32 whatever ``dtype`` is.
 
-        ``is_packed`` tells matrices how to lie, whatever is faster on this machine. Of a ``shard``
+        ``is_packed`` tells matrices how to lie, whatever is faster on this machine;
+        ``is_quantized`` has those of the layers, but for the router, be of int8. Of a ``shard``
         there is room for that part only; ``group`` computes the others.
         """
         local = shard.local(config)
@@ -84,11 +87,12 @@ class Weights(WeightStore):
         outputs = config.labels or vocabulary[0]
         head = make_matrix(outputs, config.hidden_size, torch.float32, is_packed=is_packed)
         shares = config.tied_head and dtype == torch.float32
-        matrix = partial(make_matrix, dtype=dtype, is_packed=is_packed)
+        exact = partial(make_matrix, dtype=dtype, is_packed=is_packed)
+        matrix = partial(make_int8_matrix, dtype=dtype) if is_quantized else exact
         return cls(
             config,
             head if shares else make_matrix(*vocabulary, dtype, is_packed=False),
-            [allocate_layer(local, shape, dtype, matrix) for shape in local.layers],
+            [allocate_layer(local, shape, dtype, matrix, exact) for shape in local.layers],
             torch.empty(config.hidden_size, dtype=dtype),
             head,
             shard,

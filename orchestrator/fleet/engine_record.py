@@ -70,4 +70,5 @@ class Engine:
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
             ranks=self.hello.ranks,
+            quantization=self.hello.quantization,
         )

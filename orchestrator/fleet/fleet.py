@@ -104,9 +104,12 @@ class Fleet:
         send: Callable[[bytes, Message], bool],
         *,
         is_deterministic: bool = False,
+        quantization: str = "",
     ) -> None:
-        """An ``is_deterministic`` one takes only engines that are."""
+        """An ``is_deterministic`` one takes only engines that are, and only such as round weights
+        to ``quantization``."""
         self._times = times
+        self._quantization = quantization
         self._is_deterministic = is_deterministic
         self._send = send
         self.engines: dict[str, Engine] = {}
@@ -341,6 +344,12 @@ class Fleet:
             return (
                 f"engine {hello.engine!r} gives a turn other bits in other batches, and this run "
                 f"is deterministic; start the engine with --deterministic"
+            )
+        if hello.quantization != self._quantization:
+            return (
+                f"engine {hello.engine!r} rounds weights to {hello.quantization or 'nothing'!r}, "
+                f"and this run's are to be rounded to {self._quantization or 'nothing'!r}; start "
+                f"both with the same quantize"
             )
         if hello.weight_version > self.newest_version:
             return (

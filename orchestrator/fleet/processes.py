@@ -196,6 +196,8 @@ def engine_command(settings: RunSettings, name: str, address: str) -> list[str]:
         options["speculate"] = settings.speculate
     for option, value in options.items():
         command += [f"--{option}", str(value)]
+    if settings.quantize is not None:
+        command += ["--quantize", settings.quantize]
     if settings.tensor_parallel > 1:
         command += ["--tensor-parallel", str(settings.tensor_parallel)]
     if settings.deterministic:

@@ -22,8 +22,16 @@ EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 """One expert's matrix, as directories name it; a model holds all experts' in one tensor."""
 
 
-def load_version(version: int, where: Callable[[int], Path], adapter: str = "") -> Any:
+ROUNDED = re.compile(r".*\.layers\.\d+\..+\.(q|k|v|o|gate|up|gate_up|down)_proj(\.weight)?")
+"""What engines round that serve in bytes: layers' matrices; neither router, embedding nor head."""
+
+
+def load_version(
+    version: int, where: Callable[[int], Path], adapter: str = "", *, quantization: str = ""
+) -> Any:
     """Load a version in float32, with one of its adapters merged into it.
+
+    With a ``quantization`` its weights are rounded as engines that serve by it round them.
 
     Raises:
         AuditError: a part of it is not there, is damaged, or doesn't fit.
@@ -38,12 +46,25 @@ def load_version(version: int, where: Callable[[int], Path], adapter: str = "") 
     model = load_weights(where(whole))
     for path in reversed(laid_over):
         _lay_over(model, path)
+    if quantization:
+        _round(model, quantization)
     if adapter:
         found = adapters.get(adapter)
         if found is None:
             raise AuditError(f"v{version} has no adapter {adapter!r} in the archive")
         _merge(model, where(found.version) / WeightParts(is_adapter=True).file_name, found.scale)
     return model
+
+
+@torch.no_grad()
+def _round(model: Any, quantization: str) -> None:
+    """Round each output's weights to multiples of a 127th of the largest of them."""
+    if quantization != "int8":
+        raise AuditError(f"weights were rounded to {quantization!r}, which an audit can't repeat")
+    for name, weights in model.named_parameters():
+        if weights.dim() > 1 and ROUNDED.fullmatch(name):
+            steps = (weights.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
+            weights.copy_((weights / steps).round() * steps)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ Repeats the sampling from the archived weights with `transformers` and compares 
 Knows only the run's directory: nothing that made the tags takes part in checking them.
 """
 
+import json
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from tidegate.errors import AuditError
-from tidegate.orchestrator.records.recording import archived_weights, archives
+from tidegate.orchestrator.records.recording import RUN_FILE, archived_weights, archives
 from tidegate.orchestrator.records.replay_plan import (
     Plan,
     Problem,
@@ -163,7 +164,12 @@ def audit_run(
     problems = [problem for plan in plans for problem in plan.problems]
     replays = _replayable([r for plan in plans for r in plan.replays], archived, problems)
     probes = _probes(replays, archived)
-    replay_all([*replays, *probes], lambda version: archived_weights(directory, version), progress)
+    replay_all(
+        [*replays, *probes],
+        lambda version: archived_weights(directory, version),
+        progress,
+        quantization=_quantization(directory),
+    )
     segments = [segment for replay in replays for segment in replay.segments]
     agreeing = [int(_agreeing(segment, tolerance).sum()) for segment in segments]
     problems += _mismatches(segments, tolerance)
@@ -192,6 +198,17 @@ def write_audit(directory: Path, report: AuditReport) -> Path:
     body["problems"] = [str(problem) for problem in report.problems[:PROBLEMS_SHOWN_MAX]]
     replace_file(path, to_json(body))
     return path
+
+
+def _quantization(directory: Path) -> str:
+    """What the run's engines rounded weights to; a run only takes engines that do as it says."""
+    try:
+        run = json.loads((directory / RUN_FILE).read_bytes())
+        return str(run["settings"].get("quantize") or "")
+    except FileNotFoundError:
+        return ""  # nothing was set for what was recorded without a run
+    except (ValueError, KeyError, AttributeError) as error:
+        raise AuditError(f"{directory / RUN_FILE} is damaged: {error}") from error
 
 
 Archived = set[tuple[int, str]]

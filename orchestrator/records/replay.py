@@ -37,10 +37,13 @@ def replay_all(
     replays: Iterable[Replay],
     weights: Callable[[int], Path],
     progress: Callable[[int], None] = lambda version: None,
+    *,
+    quantization: str = "",
 ) -> None:
     """Fill in ``replayed`` of every segment, loading each version as seldom as can be.
 
-    ``progress`` is called with each version before it is loaded.
+    ``progress`` is called with each version before it is loaded; ``quantization`` is what engines
+    rounded each to.
 
     Raises:
         AuditError: weights that can't be loaded.
@@ -55,7 +58,7 @@ def replay_all(
         key = min((v for v in due if v > key), default=min(due))
         version, adapter = key
         progress(version)
-        model = load_version(version, weights, adapter)
+        model = load_version(version, weights, adapter, quantization=quantization)
         for batch in _batches(due.pop(key), model.config.vocab_size):
             _read(model, batch, pasts)
             for replay in batch:

@@ -75,6 +75,10 @@ class Facts:
     """Guessed by engines, and verified."""
     accepted_tokens: int
     """Of them, those that were sampled."""
+    quantize: str | None
+    """What engines rounded weights to."""
+    mismatch: Mapping[str, float] | None
+    """How far batches were from what sampled them, as the run's owner noted it."""
 
 
 def write_report(directory: Path) -> Path:
@@ -146,6 +150,8 @@ def read_facts(directory: Path) -> Facts:
         cached_tokens=statistics.get("cached_tokens", 0),
         drafted_tokens=_over_engines(statistics, "drafted_tokens"),
         accepted_tokens=_over_engines(statistics, "accepted_tokens"),
+        quantize=said.get("quantize"),
+        mismatch=said.get("mismatch"),
     )
 
 
@@ -273,6 +279,8 @@ def _results(facts: Facts) -> list[str]:
         ("engines idle", f"{facts.engine_idle_share:.1%}"),
         ("context found in engines' caches", _cached(facts)),
         ("tokens guessed", _guessed(facts)),
+        ("engines' weights rounded to", facts.quantize or "-"),
+        ("mismatch of trainer and engines", _mismatch(facts)),
     ]
     return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
 
@@ -290,6 +298,12 @@ def _guessed(facts: Facts) -> str:
         return "-"
     share = facts.accepted_tokens / facts.drafted_tokens
     return f"{facts.drafted_tokens}, {share:.1%} of them right"
+
+
+def _mismatch(facts: Facts) -> str:
+    if not facts.mismatch:
+        return "-"
+    return "; ".join(f"{n.replace('_', ' ')} {v:.2g}" for n, v in facts.mismatch.items())
 
 
 def _cached(facts: Facts) -> str:

@@ -1,0 +1,158 @@
+"""How is a weight matrix kept in a byte per weight, and how is a step multiplied by it?
+
+Each output's weights are multiples, -127 to 127, of a step of its own: the largest of them by 127.
+Activations stay as they are, and sums are in float32, so all that is lost is the weights' rounding.
+weight_matrix.cpp widens weights in registers: a quarter of the bytes of float32 is read. Where
+nothing can be compiled torch computes the same, over a widened copy.
+
+Each output is one chain of additions whatever tokens are beside, as in a packed matrix.
+
+Letters in shapes: T tokens, N outputs, K inputs.
+"""
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+
+from tidegate.kernels.compiled import INT, POINTER, function, library
+from tidegate.kernels.weight_matrix import COPY_ELEMENTS, THREAD_PRODUCTS, Rows
+
+LEVELS = 127
+"""On each side of zero: with -128 the range would not be symmetric."""
+
+SMALLEST_STEP = 1e-30
+"""Of outputs all of whose weights are zero: what they are divided by must not be."""
+
+
+def quantized(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round ``weights`` [N, K] to a byte each; the bytes [N, K], and each output's step [N]."""
+    wide = weights.float()
+    steps = (wide.abs().amax(-1) / LEVELS).clamp_min(SMALLEST_STEP)
+    return (wide / steps[:, None]).round_().to(torch.int8), steps
+
+
+class Int8Matrix:
+    """One that is multiplied by activations of ``dtype``, and told of in it."""
+
+    def __init__(
+        self, outputs: int, inputs: int, dtype: torch.dtype, functions: ctypes.CDLL | None
+    ) -> None:
+        """``functions`` are the compiled ones; None: torch computes."""
+        self.shape = (outputs, inputs)
+        self.dtype = dtype
+        panel = 1 if functions is None else int(functions["tg_panel_outputs"]())
+        rows = -(-outputs // panel) * panel
+        weight_bytes = -(-rows * inputs // 4) * 4  # steps are aligned
+        self.storage = torch.zeros(weight_bytes + 4 * outputs, dtype=torch.uint8)
+        self._weights = self.storage[: rows * inputs].view(torch.int8)
+        self._steps = self.storage[weight_bytes:].view(torch.float32)
+        self._functions = None if functions is None else _Functions(functions, dtype)
+
+    def rows(self, first: int, count: int) -> Rows:
+        """Where the rows ``[first, first + count)`` go."""
+        return _Int8Rows(self, first, count)
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """The outputs [T, N] of ``x`` [T, K], with ``bias`` [N]."""
+        out = x.new_empty((x.shape[0], self.shape[0]))
+        self._multiply(x, out, bias, adds=False)
+        return out
+
+    def add_linear_(
+        self, total: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
+        """Add :meth:`linear` to ``total`` [T, N]."""
+        self._multiply(x, total, bias, adds=True)
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """Some rows [R, K] by their numbers [R], in range, as they were rounded."""
+        numbers = rows.long().contiguous()
+        return (self._bytes(numbers).float() * self._steps[numbers][:, None]).to(self.dtype)
+
+    def unpacked(self) -> torch.Tensor:
+        """As published, but for the rounding: [N, K]."""
+        return self.take(torch.arange(self.shape[0]))
+
+    def put(self, first: int, source: torch.Tensor) -> None:
+        """Put ``source`` [R, K], of any dtype, into the rows from ``first`` on."""
+        inputs = self.shape[1]
+        for part in torch.split(source.detach(), max(1, COPY_ELEMENTS // inputs)):
+            rounded, steps = quantized(part)
+            count = part.shape[0]
+            self._steps[first : first + count] = steps
+            if self._functions is None:
+                self._weights.view(-1, inputs)[first : first + count] = rounded
+            else:
+                to = self._weights.data_ptr()
+                self._functions.pack(rounded.data_ptr(), to, first, count, inputs)
+            first += count
+
+    def _bytes(self, numbers: torch.Tensor) -> torch.Tensor:
+        inputs = self.shape[1]
+        if self._functions is None:
+            return self._weights.view(-1, inputs)[numbers]
+        out = torch.empty((numbers.numel(), inputs), dtype=torch.int8)
+        count, origin = numbers.numel(), self._weights.data_ptr()
+        self._functions.take(origin, numbers.data_ptr(), out.data_ptr(), count, inputs)
+        return out
+
+    def _multiply(
+        self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, adds: bool
+    ) -> None:
+        if self._functions is None:
+            self._multiply_by_torch(x, out, bias, adds=adds)
+            return
+        tokens, (outputs, inputs) = x.shape[0], self.shape
+        worth = tokens * outputs * inputs // THREAD_PRODUCTS
+        x = x.contiguous()  # held while it is read: its address alone holds nothing
+        self._functions.multiply(
+            x.data_ptr(),
+            self._weights.data_ptr(),
+            self._steps.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            outputs,
+            inputs,
+            adds,
+            min(torch.get_num_threads(), worth) if worth > 1 else 1,
+        )
+
+    def _multiply_by_torch(
+        self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, adds: bool
+    ) -> None:
+        product = F.linear(x.float(), self._weights.view(self.shape).float()) * self._steps
+        if bias is not None:
+            product += bias
+        out.copy_(out.float() + product if adds else product)
+
+
+class _Functions:
+    """The compiled ones, for activations of one dtype."""
+
+    def __init__(self, functions: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.multiply = function(functions, "tg_multiply_int8", [POINTER] * 5 + [INT] * 5, dtype)
+        self.pack = function(functions, "tg_pack_int8", [POINTER] * 2 + [INT] * 3)
+        self.take = function(functions, "tg_take_int8", [POINTER] * 3 + [INT] * 2)
+
+
+class _Int8Rows:
+    def __init__(self, matrix: Int8Matrix, first: int, count: int) -> None:
+        self._matrix, self._first, self._count = matrix, first, count
+
+    def copy_(self, source: torch.Tensor, /) -> None:
+        if tuple(source.shape) != (self._count, self._matrix.shape[1]):
+            raise ValueError(f"{list(source.shape)} is not the shape of {self._count} rows")
+        self._matrix.put(self._first, source)
+
+    def unpacked(self) -> torch.Tensor:
+        return self._matrix.take(torch.arange(self._first, self._first + self._count))
+
+    def storages(self) -> list[torch.Tensor]:
+        return [self._matrix.storage]
+
+
+def make_int8_matrix(outputs: int, inputs: int, dtype: torch.dtype) -> Int8Matrix:
+    """Make room for a matrix that activations of ``dtype`` are multiplied by."""
+    return Int8Matrix(outputs, inputs, dtype, library())

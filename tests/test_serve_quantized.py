@@ -1,0 +1,68 @@
+"""Engines that serve in bytes what a trainer publishes in full: audited, measured, and said."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import tidegate
+from tests.models import make_model_directory
+from tests.test_serve import SMALL, Weights, two_turns
+from tidegate.errors import ConfigError, EngineStartFailed
+from tidegate.orchestrator.records.audit import audit_run
+from tidegate.policies.diagnostics import measure_mismatch
+
+
+async def test_tokens_of_rounded_weights_are_audited_by_rounded_weights_and_by_no_others(
+    tmp_path: Path,
+) -> None:
+    model, run = make_model_directory(tmp_path / "model", tied=False), tmp_path / "run"
+    weights = Weights(model)
+    policy: Any = transformers.AutoModelForCausalLM.from_pretrained(model)
+    mismatches = []
+    async with tidegate.serve(
+        model=model, **SMALL, quantize="int8", max_staleness=1, run_directory=run
+    ) as rollouts:
+        async for batch in rollouts.batches(range(8), episode=two_turns):
+            policy.load_state_dict(weights.state)  # what the newest tokens were published as
+            mismatches.append(mismatch(policy, batch, rollouts.version))
+            await rollouts.publish(weights.step())
+        [engine] = rollouts.statistics().engines
+        assert engine.quantization == "int8"
+    report = audit_run(run)
+    assert report.agrees, report.lines()
+    assert report.versions > 1
+    measured = max(mismatches)
+    assert 1e-6 < measured < 0.1  # rounding is off-policy, and not by much
+
+    settings = json.loads((run / "run.json").read_bytes())
+    settings["settings"]["quantize"] = None
+    (run / "run.json").write_text(json.dumps(settings))
+    assert not audit_run(run).agrees
+
+
+def mismatch(policy: Any, batch: tidegate.Batch, version: int) -> float:
+    """The KL between what the trainer's own weights say, and what was sampled from, of the newest
+    tokens: those of the very weights that the trainer has."""
+    with torch.no_grad():
+        logits = policy(input_ids=batch.token_ids, attention_mask=batch.attention_mask).logits
+    logprobs = logits[:, :-1].log_softmax(-1).gather(-1, batch.token_ids[:, 1:, None]).squeeze(-1)
+    newest = (batch.loss_mask & (batch.weight_versions == version))[:, 1:]
+    return measure_mismatch(logprobs - batch.logprobs[:, 1:], newest).k3
+
+
+def test_rounding_is_refused_beside_ranks_and_for_models_of_transformers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="don't go together"):
+        tidegate.serve_sync(
+            model=make_model_directory(tmp_path / "own"), quantize="int8", tensor_parallel=2
+        )
+    with (
+        pytest.raises(EngineStartFailed, match="transformers computes is in full precision"),
+        tidegate.serve_sync(
+            model=make_model_directory(tmp_path / "gpt2", "gpt2"), **SMALL, quantize="int8"
+        ),
+    ):
+        pass
