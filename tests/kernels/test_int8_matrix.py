@@ -25,8 +25,9 @@ def is_compiled(request: pytest.FixtureRequest) -> bool:
 
 
 def matrix_of(weights: torch.Tensor, dtype: torch.dtype, *, is_compiled: bool) -> Int8Matrix:
-    matrix = Int8Matrix(*weights.shape, dtype, library() if is_compiled else None)  # type: ignore[misc]
-    matrix.rows(0, weights.shape[0]).copy_(weights)
+    outputs, inputs = weights.shape
+    matrix = Int8Matrix(outputs, inputs, dtype, library() if is_compiled else None)
+    matrix.rows(0, outputs).copy_(weights)
     return matrix
 
 
