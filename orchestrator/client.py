@@ -80,6 +80,11 @@ class RunClient:
         return self._version
 
     @property
+    def batches_received(self) -> int:
+        """Batches handed to the trainer so far, those before a resume included."""
+        return self._batches
+
+    @property
     def run_directory(self) -> Path | None:
         """Where the run leaves its records."""
         return self.settings.run_directory
@@ -116,6 +121,11 @@ class RunClient:
         offer = scheduler.core.tasks.offer if scheduler is not None else 0
         token = ResumeToken(self._running.run_id, self._batches, self._version, max(0, offer))
         return msgspec.structs.asdict(token)
+
+    def raise_if_over(self) -> None:
+        """Raise what the run failed of, or that it has ended, if it has."""
+        if self._running.has_ended:
+            raise self._running.failure()
 
     def note(self, **facts: object) -> None:
         """Add facts to the run's record, e.g. ``reward_before=…``."""
@@ -214,7 +224,7 @@ class RunClient:
 
         self._batches = handover.number
         self._forecast_from(handover)
-        batch = build_batch(handover.groups, handover.trainer_version)
+        batch = build_batch(handover.groups, handover.trainer_version, handover.number)
         self._note_batch(handover, batch)
         return batch
 

@@ -70,7 +70,7 @@ class AsyncFace(RunClient):
             EngineLost: no engine is left, or several were lost with the same sequence.
         """
         asked = ask_logprobs(sequences, start, top_logprobs, temperature)
-        return cast("list[TokenScores]", await self._do(_score(asked)))
+        return cast("list[TokenScores]", await self.ask_scores(asked))
 
     async def embed(
         self,
@@ -84,11 +84,15 @@ class AsyncFace(RunClient):
         ``start`` is the first position that ``mean`` and ``none`` take. As :meth:`score` otherwise.
         """
         asked = ask_embeddings(sequences, pooling, start)
-        return cast("list[Readout]", await self._do(_score(asked)))
+        return cast("list[Readout]", await self.ask_scores(asked))
 
     async def reward(self, sequences: Sequence[Any]) -> list[Readout]:
         """What a model's classification head says of each sequence; as :meth:`score` otherwise."""
-        return cast("list[Readout]", await self._do(_score(ask_rewards(sequences))))
+        return cast("list[Readout]", await self.ask_scores(ask_rewards(sequences)))
+
+    async def ask_scores(self, asked: Sequence[Asked]) -> list[Score]:
+        """The same for questions that are put already, of any kind."""
+        return await self._do(_score(asked))
 
     async def _do(self, work: Work[Result]) -> Result:
         future = self._submit(work)

@@ -213,6 +213,11 @@ class Run:
         journal = self._opened.journal
         return journal.core.trainer_version if journal is not None else 0
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more can be asked of it; :meth:`failure` says why."""
+        return self._is_ending
+
     def failure(self) -> BaseException:
         """Why nothing more can be asked of this run."""
         return self._failure or RunClosed("the run has ended; start another one with serve()")

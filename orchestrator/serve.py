@@ -52,15 +52,53 @@ class Rollouts(AsyncAdapters):
             EngineLost: no engine is left.
             EpisodeError: ``episode`` fails every time.
         """
+        await self.offer(tasks, episode=episode)
+        while (batch := await self.next_batch()) is not None:
+            yield batch
+
+    async def offer(self, tasks: Tasks, *, episode: EpisodeFunction) -> None:
+        """Take tasks from here from now on: the first half of :meth:`batches`."""
         await self._do(_offer(tasks, episode))
+
+    async def next_batch(self) -> "Batch | None":
+        """The next batch, or None once the tasks are used up: the other half, with its errors.
+
+        One that was cancelled while it waited costs nothing: the next call gets that batch.
+        """
         self._mark("train")
-        while True:
-            handover = await self._do(_next_batch)
-            self._mark("wait")
-            if handover is None:
-                return
-            yield self._batch(handover)
-            self._mark("train")
+        handover = await self._do(_next_batch)
+        self._mark("wait")
+        return None if handover is None else self._batch(handover)
+
+    async def listen(
+        self,
+        address: str,
+        *,
+        tasks: Tasks | None = None,
+        episode: EpisodeFunction | str | None = None,
+        episodes: Mapping[str, EpisodeFunction | str] | None = None,
+        trainer_timeout_s: float = 600.0,
+        rank_timeout_s: float = 60.0,
+    ) -> None:
+        """Give this run to a trainer in another process; return once it has done.
+
+        It comes by ``tidegate.connect(address)``, as one process or as several ranks. An address
+        that other hosts can reach needs the run's ``keys``. ``tasks`` are the run's; without, the
+        trainer brings its own, plain data. ``episode`` runs them; ``episodes`` are others that it
+        may ask for by name. A string ``"module:function"`` is imported.
+
+        A trainer that vanishes may come again within ``trainer_timeout_s``; of several ranks, one
+        that is silent for ``rank_timeout_s`` fails the calls of those that wait for it.
+
+        Raises:
+            TrainerLost: no trainer came, or came again.
+            AddressInUse, ConfigError: nobody can listen there, or so.
+            EngineLost, EpisodeError: the run has failed.
+        """
+        from tidegate.orchestrator.remote.listener import Listening, listen
+
+        told = Listening(address, tasks, episode, episodes or {}, trainer_timeout_s, rank_timeout_s)
+        await listen(self, told)
 
     async def publish(
         self,

@@ -105,7 +105,7 @@ class RouterSocket:
             if self._directory is not None:
                 address = f"ipc://{self._directory.path}/orchestrator"
             assert address is not None
-            self._socket, self._doorkeeper = _bound_router(address, keys)
+            self._socket, self._doorkeeper = bound_router(address, keys)
             self._more = more_frames(self._socket)
         except BaseException:
             self._remove_directory()
@@ -179,8 +179,8 @@ class RouterSocket:
         if self._socket.closed:
             return
         self.detach()
-        _stop_listening(self._socket, self.address)
-        _close(self._socket, is_context_own=self._doorkeeper is not None)
+        stop_listening(self._socket, self.address)
+        close_socket(self._socket, is_context_own=self._doorkeeper is not None)
         self._remove_directory()
 
     def statistics(self) -> SocketStatistics:
@@ -279,13 +279,22 @@ def _no_frames(batch: list[tuple[bytes, bytes]]) -> None:
     """Nobody listens."""
 
 
-def _bound_router(address: str, keys: OrchestratorKeys | None) -> tuple[Socket, Doorkeeper | None]:
+def bound_router(
+    address: str,
+    keys: OrchestratorKeys | None,
+    *,
+    frame_bytes_max: int = ENGINE_FRAME_BYTES_MAX,
+) -> tuple[Socket, Doorkeeper | None]:
+    """A ROUTER that listens, with a context and a doorkeeper of its own where there are keys.
+
+    Raises:
+        AddressInUse: someone listens there.
+        ConfigError: the address is malformed, needs keys, or can't be bound.
+    """
     check_listener(address, has_keys=keys is not None)
     refuse_living_listener(address)
     context: Context | None = zmq.Context() if keys else None
-    socket = new_socket(
-        zmq.ROUTER, address, frame_bytes_max=ENGINE_FRAME_BYTES_MAX, context=context
-    )
+    socket = new_socket(zmq.ROUTER, address, frame_bytes_max=frame_bytes_max, context=context)
     socket.setsockopt(zmq.SNDHWM, UNREAD_MESSAGES_MAX)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a vanished peer fails, not vanishes
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnecting peer keeps its identity
@@ -296,7 +305,7 @@ def _bound_router(address: str, keys: OrchestratorKeys | None) -> tuple[Socket, 
             doorkeeper = Doorkeeper(socket, keys)
         socket.bind(address)
     except BaseException as error:
-        _close(socket, is_context_own=keys is not None)
+        close_socket(socket, is_context_own=keys is not None)
         if not isinstance(error, zmq.ZMQError):
             raise
         if error.errno == zmq.EADDRINUSE:
@@ -305,7 +314,7 @@ def _bound_router(address: str, keys: OrchestratorKeys | None) -> tuple[Socket, 
     return socket, doorkeeper
 
 
-def _stop_listening(socket: Socket, address: str) -> None:
+def stop_listening(socket: Socket, address: str) -> None:
     """Free the address for the next listener: libzmq closes it later, and leaves an ipc path."""
     scheme, _, path = address.partition("://")
     if scheme == "ipc" and not path.startswith("@"):
@@ -319,7 +328,7 @@ def _stop_listening(socket: Socket, address: str) -> None:
     monitor.close()
 
 
-def _close(socket: Socket, *, is_context_own: bool) -> None:
+def close_socket(socket: Socket, *, is_context_own: bool) -> None:
     """Close a socket, and the context that nobody else uses once what was queued is sent."""
     context = socket.context
     socket.close()

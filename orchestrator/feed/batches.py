@@ -41,6 +41,18 @@ class PackedBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of a batch a data-parallel rank got."""
+
+    rank: int
+    world_size: int
+    rows_total: int
+    """Of the whole batch, over all ranks."""
+    sampled_tokens_total: int
+    """The same in tokens that the loss sees: what a loss averaged over all of them divides by."""
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """What one update is made from. Rows of a group lie side by side."""
 
@@ -75,6 +87,10 @@ class Batch:
     turn_rewards: torch.Tensor | None = None
     """[R, T] float32: what episodes rewarded single turns with, at each turn's last token; None
     where no turn was."""
+    number: int = 0
+    """Which batch of the run it is, from 1; the same on all ranks. 0: of none."""
+    shard: Shard | None = None
+    """Of a rank of several: its part. None: all of the batch."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -82,7 +98,7 @@ class Batch:
         return int(self.loss_mask.sum())
 
 
-def build_batch(groups: Sequence[Group], trainer_version: int) -> Batch:
+def build_batch(groups: Sequence[Group], trainer_version: int, number: int = 0) -> Batch:
     """Lay out the rollouts of a batch as tensors."""
     rows = [(rollout, group) for group in groups for rollout in group.kept]
     rollouts = [rollout for rollout, _ in rows]
@@ -115,6 +131,7 @@ def build_batch(groups: Sequence[Group], trainer_version: int) -> Batch:
         tasks=tuple(group.task for _, group in rows),
         rollout_ids=torch.tensor([r.root.rollout_id for r in rollouts], dtype=torch.int64),
         turn_rewards=_turn_rewards(rollouts, is_token.shape),
+        number=number,
     )
 
 

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.feed.batches import Batch, PackedBatch
     from tidegate.orchestrator.fleet.scores import Readout, TokenScores
     from tidegate.orchestrator.gateway.gateway import Endpoint, Gateway
+    from tidegate.orchestrator.remote.faces import (
+        RemoteRollouts,
+        SyncRemoteRollouts,
+        connect,
+        connect_sync,
+    )
     from tidegate.orchestrator.serve import Rollouts, SyncRollouts, serve, serve_sync
     from tidegate.orchestrator.statistics import RunStatistics
     from tidegate.orchestrator.watchdog import Stuck
@@ -57,6 +63,7 @@ __all__ = [
     "PackedBatch",
     "Processor",
     "Readout",
+    "RemoteRollouts",
     "Rollouts",
     "RunSettings",
     "RunStatistics",
@@ -64,6 +71,7 @@ __all__ = [
     "Scorer",
     "StalenessPolicy",
     "Stuck",
+    "SyncRemoteRollouts",
     "SyncRollouts",
     "SyncScorer",
     "Synchronous",
@@ -73,6 +81,8 @@ __all__ = [
     "Tools",
     "Unbounded",
     "Window",
+    "connect",
+    "connect_sync",
     "environment_episode",
     "score_server",
     "score_server_sync",
@@ -99,6 +109,7 @@ _HOMES = {
     "PackedBatch": "orchestrator.feed.batches",
     "Processor": "transport.sampling",
     "Readout": "orchestrator.fleet.scores",
+    "RemoteRollouts": "orchestrator.remote.faces",
     "Rollouts": "orchestrator.serve",
     "RunSettings": "orchestrator.config",
     "RunStatistics": "orchestrator.statistics",
@@ -106,6 +117,7 @@ _HOMES = {
     "Scorer": "orchestrator.faces",
     "StalenessPolicy": "policies.staleness",
     "Stuck": "orchestrator.watchdog",
+    "SyncRemoteRollouts": "orchestrator.remote.faces",
     "SyncRollouts": "orchestrator.serve",
     "SyncScorer": "orchestrator.faces",
     "Synchronous": "policies.rounds",
@@ -115,6 +127,8 @@ _HOMES = {
     "Tools": "orchestrator.environments.tools",
     "Unbounded": "policies.asynchrony",
     "Window": "policies.consumption",
+    "connect": "orchestrator.remote.faces",
+    "connect_sync": "orchestrator.remote.faces",
     "environment_episode": "orchestrator.environments.environment_episode",
     "score_server": "orchestrator.faces",
     "score_server_sync": "orchestrator.faces",

@@ -32,6 +32,8 @@ TidegateError
 ├── PackageMissing          an environment's package is not installed   (also ImportError)
 ├── EpisodeError            a user's episode fails every time           (also RuntimeError)
 ├── RunBlocked              the user's code keeps the run's loop to itself (also TimeoutError)
+├── TrainerLost             a remote trainer, or a rank of it, is gone  (also ConnectionError)
+├── RunLost                 a remote trainer's run stopped answering    (also ConnectionError)
 ├── RunClosed               the run has ended; nothing more can be asked of it (also RuntimeError)
 ├── NothingLeftToHappen     a simulated program waits for ever          (also RuntimeError)
 ├── VirtualTimeUp           a simulated program takes for ever          (also TimeoutError)
@@ -300,6 +302,22 @@ class RunBlocked(TidegateError, TimeoutError):
 
 class RunClosed(TidegateError, RuntimeError):
     """The run has ended; nothing more can be asked of it."""
+
+
+class TrainerLost(TidegateError, ConnectionError):
+    """A trainer in another process, or one of its data-parallel ranks, is gone."""
+
+    def __init__(self, *, ranks: list[int], world_size: int, doing: str, why: str) -> None:
+        self.ranks = ranks
+        who = f"{', '.join(f'rank {rank}' for rank in ranks)} of {world_size}"
+        super().__init__(
+            f"{doing}: {who} {why}; start what is missing again, with the same rank and "
+            f"world_size: what it had not done with is given to it again"
+        )
+
+
+class RunLost(TidegateError, ConnectionError):
+    """The run that a trainer in another process is connected to stopped answering."""
 
 
 class NothingLeftToHappen(TidegateError, RuntimeError):

@@ -1,0 +1,1 @@
+"""Trainers in other processes: they get batches and bring weights over the wire."""

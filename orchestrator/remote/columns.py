@@ -1,0 +1,72 @@
+"""How do arrays travel beside a header? One after the other, cut into frames of a limited size.
+
+It knows bytes and numbers; which arrays, and what they mean, is for others.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from tidegate.errors import BadFrame
+from tidegate.transport.trainer_messages import FRAME_BYTES, Column
+from tidegate.transport.weight_channels.base import ITEM_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+NUMPY_DTYPES = ("float32", "int32", "int64", "bool", "uint8")
+"""Those that numpy and torch call by the same name, and that are sent."""
+
+Array = npt.NDArray[np.generic]
+
+
+def to_frames(arrays: Iterable[tuple[str, Array]]) -> tuple[list[Column], list[bytes]]:
+    """Where each array is, and the frames."""
+    columns, pieces = [], []
+    for name, array in arrays:
+        columns.append(Column(name, str(array.dtype), array.size))
+        pieces.append(np.ascontiguousarray(array).tobytes())
+    stream = b"".join(pieces)
+    starts = range(0, len(stream), FRAME_BYTES)
+    if len(starts) == 1:
+        return columns, [stream]
+    return columns, [stream[start : start + FRAME_BYTES] for start in starts]
+
+
+def from_frames(columns: Sequence[Column], frames: Sequence[bytes]) -> list[Array]:
+    """The arrays, which may be written to.
+
+    Raises:
+        BadFrame: they are not what the columns say.
+    """
+    stream = bytearray().join(frames)
+    arrays, start = [], 0
+    for column in columns:
+        if column.dtype not in NUMPY_DTYPES:
+            raise BadFrame(f"an array {column.name!r} of dtype {column.dtype!r}")
+        end = start + column.count * ITEM_BYTES[column.dtype]
+        if end > len(stream):
+            raise BadFrame(f"{len(stream)} bytes, and {column.name!r} ends at {end}")
+        dtype = np.dtype(column.dtype)
+        arrays.append(np.frombuffer(stream, dtype, column.count, start))
+        start = end
+    if start != len(stream):
+        raise BadFrame(f"{len(stream)} bytes where {start} belong")
+    return arrays
+
+
+def tensors_of(columns: Sequence[Column], frames: Sequence[bytes]) -> "Mapping[str, torch.Tensor]":
+    """The same as tensors, by name.
+
+    Raises:
+        BadFrame: as :func:`from_frames`.
+    """
+    import torch
+
+    arrays = from_frames(columns, frames)
+    return {
+        column.name: torch.from_numpy(array.copy())  # aligned
+        for column, array in zip(columns, arrays, strict=True)
+    }
