@@ -99,9 +99,10 @@ class RunSettings(BaseModel):
     samples of its prompt, too; ``draft:DIRECTORY`` by a smaller model with the same vocabulary."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     threads_per_engine: Count = 1
-    weight_channel: Literal["shm", "zmq", "relay", "disk"] = "shm"
+    weight_channel: Literal["shm", "zmq", "relay", "collective", "disk"] = "shm"
     """How weights travel: shared memory; ZeroMQ, to engines on any host; ``relay``, the same but
-    once to each host, which hands them on to its engines and the next host; or safetensors files
+    once to each host, which hands them on to its engines and the next host; ``collective``, by
+    torch.distributed, for trusted networks: it does not encrypt; or safetensors files
     in the run's directory."""
     weight_checksums: bool = False
     """Have engines check each tensor that is published, at a second per gigabyte on either side."""

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ FLOORS: dict[str, set[str]] = {
 
 THIRD_PARTY: dict[str, set[str]] = {
     "policies": {"torch"},
-    "transport": {"msgspec", "numpy", "safetensors", "zmq"},
+    "transport": {"msgspec", "numpy", "safetensors", "torch", "zmq"},
     "kernels": {"torch", "triton", "numpy"},
 }
 """What the ground floor may import from outside the standard library."""
@@ -30,8 +31,12 @@ FORBIDDEN = {"asyncio", "time", "random", "socket", "threading"}
 
 
 def imports(path: Path) -> list[str]:
+    return imports_of(ast.walk(ast.parse(path.read_text())))
+
+
+def imports_of(nodes: Iterable[ast.AST]) -> list[str]:
     modules: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
             modules.append(node.module)
         elif isinstance(node, ast.Import):
@@ -60,6 +65,16 @@ def test_the_ground_floor_depends_on_nothing_it_was_not_given(folder: str) -> No
         roots = {module.split(".")[0] for module in imports(path)}
         strangers = roots - sys.stdlib_module_names - THIRD_PARTY[folder] - {"tidegate"}
         assert not strangers, f"{path.relative_to(ROOT)} must not import {sorted(strangers)}"
+
+
+def test_only_the_channel_of_torch_distributed_imports_torch_and_only_once_it_is_used() -> None:
+    for path in sources("transport"):
+        tree = ast.parse(path.read_text())
+        at_import = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        at_once = imports_of(at_import)
+        assert not any(name.split(".")[0] == "torch" for name in at_once), path
+        if any(name.split(".")[0] == "torch" for name in imports(path)):
+            assert path.name.startswith("collective"), path
 
 
 def test_policies_have_no_clock_no_chance_and_no_io() -> None:

@@ -88,6 +88,13 @@ def own_address_towards(address: str) -> str | None:
     return f"tcp://[{own}]:*" if family == socket.AF_INET6 else f"tcp://{own}:*"
 
 
+def listening_host(address: str | None) -> str:
+    """The interface that an address is of; the loopback's for one without ports."""
+    match = None if address is None else _TCP.fullmatch(address)
+    host = "127.0.0.1" if match is None else match["host"].strip("[]")
+    return "0.0.0.0" if host == "*" else host
+
+
 def refuse_living_listener(address: str) -> None:
     """Raise AddressInUse if someone listens on this ipc path.
 

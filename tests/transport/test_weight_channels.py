@@ -402,7 +402,7 @@ def test_an_init_that_leads_nowhere_is_refused(channel: str, info: dict[str, Any
 
 
 def test_an_unknown_channel_or_an_impossible_directory_is_a_settings_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there are shm, zmq, relay, disk"):
+    with pytest.raises(ConfigError, match="there are shm, zmq, relay, collective, disk"):
         sender("pigeon")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="can't make the directory"):

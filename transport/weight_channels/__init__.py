@@ -1,13 +1,15 @@
-"""Which way do weights travel, apart from messages? In shared memory, by ZeroMQ, by relays, or as
-files."""
+"""Which way do weights travel, apart from messages? In shared memory, by ZeroMQ, by relays, by
+torch.distributed, or as files."""
 
 from pathlib import Path
 
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.transport.messages import InitWeights
 from tidegate.transport.security import OrchestratorKeys
-from tidegate.transport.weight_channels import disk, relay, shm, zmq
+from tidegate.transport.weight_channels import collective, disk, relay, shm, zmq
 from tidegate.transport.weight_channels.base import Home, NamedBuffer, WeightReceiver, WeightSender
+from tidegate.transport.weight_channels.collective_receiver import CollectiveReceiver
+from tidegate.transport.weight_channels.collective_sender import CollectiveSender
 from tidegate.transport.weight_channels.relay_receiver import RelayReceiver
 from tidegate.transport.weight_channels.relay_sender import RelaySender
 from tidegate.transport.weight_channels.zmq_receiver import ZmqReceiver
@@ -24,7 +26,7 @@ __all__ = [
     "sender",
 ]
 
-CHANNELS = (shm.NAME, zmq.NAME, relay.NAME, disk.NAME)
+CHANNELS = (shm.NAME, zmq.NAME, relay.NAME, collective.NAME, disk.NAME)
 """Those that this version has, the fastest first."""
 
 NOWHERE = Home()
@@ -40,8 +42,8 @@ def sender(
 ) -> WeightSender:
     """The orchestrator's end.
 
-    ``disk`` writes into ``directory``, None is a private one. ``zmq`` and ``relay`` listen beside
-    ``address``, where the orchestrator does, and let in whom ``keys`` do.
+    ``disk`` writes into ``directory``, None is a private one. ``zmq``, ``relay`` and ``collective``
+    listen beside ``address``, where the orchestrator does, and let in whom ``keys`` do.
 
     Raises:
         ConfigError: no such channel, or nothing can be written or bound there.
@@ -53,6 +55,8 @@ def sender(
             return ZmqSender(address, keys=keys)
         case relay.NAME:
             return RelaySender(address, keys=keys)
+        case collective.NAME:
+            return CollectiveSender(address, keys=keys)
         case disk.NAME:
             return disk.DiskSender(directory)
     raise ConfigError(f"no weight channel {channel!r}; there are {', '.join(CHANNELS)}")
@@ -71,6 +75,8 @@ def receiver(init: InitWeights, home: Home = NOWHERE) -> WeightReceiver:
             return ZmqReceiver(init, home)
         case relay.NAME:
             return RelayReceiver(init, home)
+        case collective.NAME:
+            return CollectiveReceiver(init, home)
         case disk.NAME:
             return disk.DiskReceiver(init)
     raise WeightsRefused(

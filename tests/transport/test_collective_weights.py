@@ -1,0 +1,138 @@
+"""Do weights arrive by torch.distributed while engines come, go and die?"""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tidegate.errors import WeightsRefused
+from tidegate.transport.messages import UpdateWeights, encode
+from tidegate.transport.security import make_keys, read_engine_keys, read_orchestrator_keys
+from tidegate.transport.weight_channels import Home, NamedBuffer, collective, receiver
+from tidegate.transport.weight_channels.collective import PIECE_BYTES
+from tidegate.transport.weight_channels.collective_sender import CollectiveSender
+
+WAIT_S = 100.0
+
+HOME = Home("tcp://127.0.0.1:5555")
+"""Nobody listens there; weights come from beside it."""
+
+
+@pytest.fixture
+def weights() -> Iterator[CollectiveSender]:
+    sender = CollectiveSender("tcp://127.0.0.1:*")
+    yield sender
+    sender.close()
+
+
+@pytest.fixture(autouse=True)
+def _short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "ROUND_TIMEOUT_S", 5.0)
+
+
+class Engine:
+    """A receiver with a thread of its own."""
+
+    def __init__(self, weights: CollectiveSender, home: Home = HOME) -> None:
+        self._end = receiver(weights.init(), home)
+        self._thread = ThreadPoolExecutor(1)
+
+    def fetch(self, update: UpdateWeights) -> "Future[dict[str, bytes]]":
+        return self._thread.submit(
+            lambda: {spec.name: bytes(view) for spec, view in self._end.tensors(update)}
+        )
+
+    def close(self) -> None:
+        self._thread.submit(self._end.close).result(WAIT_S)
+        self._thread.shutdown()
+
+
+def tensors(*sizes: int) -> list[NamedBuffer]:
+    return [
+        NamedBuffer(f"w{n}", "uint8", (size,), memoryview(os.urandom(size)))
+        for n, size in enumerate(sizes)
+    ]
+
+
+def as_bytes(sent: list[NamedBuffer]) -> dict[str, bytes]:
+    return {tensor.name: bytes(tensor.data) for tensor in sent}
+
+
+def test_all_who_ask_share_a_round_and_the_same_group_serves_the_next(
+    weights: CollectiveSender,
+) -> None:
+    engines = [Engine(weights) for _ in range(3)]
+    for version in (1, 2):
+        [update] = weights.write(version, sent := tensors(3, 0, PIECE_BYTES + 1, 70))
+        for got in [engine.fetch(update) for engine in engines]:
+            assert got.result(WAIT_S) == as_bytes(sent)
+        assert weights.rounds == version
+    assert weights._groups == 1
+    for engine in engines:
+        engine.close()
+
+
+def test_one_that_comes_late_gets_the_newest_and_what_is_kept(weights: CollectiveSender) -> None:
+    first = Engine(weights)
+    [kept] = weights.write(1, old := tensors(10))
+    assert first.fetch(kept).result(WAIT_S) == as_bytes(old)
+    [newest] = weights.write(2, new := tensors(20), keep=[1])
+    late = Engine(weights)
+    assert late.fetch(newest).result(WAIT_S) == as_bytes(new)
+    assert late.fetch(kept).result(WAIT_S) == as_bytes(old)
+    assert first.fetch(newest).result(WAIT_S) == as_bytes(new)
+    weights.write(3, tensors(5))
+    with pytest.raises(WeightsRefused, match="not here, or not any more"):
+        late.fetch(kept).result(WAIT_S)
+    first.close()
+    late.close()
+
+
+DOOMED = """
+import os, sys
+from tidegate.transport.messages import decode_from_orchestrator
+from tidegate.transport.weight_channels import Home, receiver
+
+init, update = (decode_from_orchestrator(bytes.fromhex(line)) for line in sys.argv[1:])
+arriving = receiver(init, Home("tcp://127.0.0.1:5555")).tensors(update)
+next(arriving)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_round_that_a_member_dies_in_is_done_again_without_it(weights: CollectiveSender) -> None:
+    survivor = Engine(weights)
+    [update] = weights.write(1, sent := tensors(1, 4 * PIECE_BYTES))
+    doomed = subprocess.Popen(
+        [sys.executable, "-c", DOOMED, encode(weights.init()).hex(), encode(update).hex()]
+    )
+    wait_for_two(weights)
+    assert survivor.fetch(update).result(WAIT_S) == as_bytes(sent)
+    assert doomed.wait(WAIT_S) == -9
+    assert weights.rounds == 2
+    survivor.close()
+
+
+def wait_for_two(weights: CollectiveSender) -> None:
+    """Until the other process has asked, which waits for us by then."""
+    pause = threading.Event()
+    for _ in range(4000):
+        if len(weights._known) == 2:
+            return
+        pause.wait(0.01)
+    raise AssertionError("the other process never asked")
+
+
+def test_requests_are_made_with_the_runs_keys(tmp_path: Path) -> None:
+    own = read_engine_keys(make_keys(tmp_path))
+    weights = CollectiveSender("tcp://127.0.0.1:*", keys=read_orchestrator_keys(tmp_path))
+    engine = Engine(weights, Home(HOME.address, own))
+    [update] = weights.write(1, sent := tensors(100))
+    assert engine.fetch(update).result(WAIT_S) == as_bytes(sent)
+    engine.close()
+    weights.close()

@@ -1,0 +1,202 @@
+"""Who is in which round, and when does it begin? The sender of ``collective``.
+
+It keeps versions as ZmqSender does, and answers what that answers. Rounds run one after another on
+a thread of their own, so that who asks meanwhile is heard.
+"""
+
+import socket
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import zmq
+
+from tidegate.errors import ConfigError
+from tidegate.transport.addresses import listening_host
+from tidegate.transport.messages import InitWeights
+from tidegate.transport.security import OrchestratorKeys
+from tidegate.transport.weight_channels.collective import (
+    GATHER_S,
+    NAME,
+    PIECE_BYTES,
+    Join,
+    Member,
+    Round,
+    decode_join,
+    encode,
+    join_group,
+    own_gpu,
+)
+from tidegate.transport.weight_channels.zmq_sender import ZmqSender
+
+TICK_MS = 50
+"""How often is looked whether a round is due, while somebody waits for one."""
+
+LOST_AFTER_S = 600.0
+"""A receiver that asked for nothing for so long is not waited for."""
+
+
+class CollectiveSender(ZmqSender):
+    """Rank 0 of every round."""
+
+    def __init__(self, address: str | None = None, *, keys: OrchestratorKeys | None = None) -> None:
+        """As :class:`ZmqSender`; and the place where groups meet.
+
+        Raises:
+            ConfigError: the address can't be bound, or this torch has no torch.distributed.
+        """
+        self._host = listening_host(address)
+        self._store, self._store_port = _store(self._host)
+        self._gpu = own_gpu()
+        self._member: Member | None = None
+        self._members: tuple[bytes, ...] = ()
+        """Who is in that group beside this end, in order."""
+        self._groups = 0
+        self._asked: dict[bytes, Join] = {}
+        self._first_asked_s = 0.0
+        self._known: dict[bytes, float] = {}
+        """Receivers, and when each was heard of last."""
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights round")
+        self._running: Future[None] | None = None
+        self.rounds = 0
+        """So many were begun."""
+        super().__init__(address, keys=keys)
+
+    def init(self) -> InitWeights:
+        """Phase 1: where to ask."""
+        return InitWeights(channel=NAME, info={"address": self.address})
+
+    def close(self) -> None:
+        """Stop serving; members of a round that runs see it fail. Harmless if repeated."""
+        super().close()
+        self._leave()
+        self._pool.shutdown(wait=False)
+
+    # ------------------------------------------------------------ the thread
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                if not self._asked or self._socket.poll(TICK_MS):
+                    peer, *frames = self._socket.recv_multipart()
+                    self._answer(peer, frames)
+                self._begin_if_due()
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            self._socket.close()
+
+    def _answer(self, peer: bytes, frames: list[bytes]) -> None:
+        join = decode_join(frames[0]) if len(frames) == 1 else None
+        if join is None:
+            super()._answer(peer, frames)
+            return
+        self._known[peer] = now_s = time.monotonic()
+        if join.location:
+            if not self._asked:
+                self._first_asked_s = now_s
+            self._asked[peer] = join
+
+    def _begin_if_due(self) -> None:
+        if not self._asked or (self._running is not None and not self._running.done()):
+            return
+        now_s = time.monotonic()
+        known = {peer for peer, heard_s in self._known.items() if now_s - heard_s < LOST_AFTER_S}
+        if known <= self._asked.keys() or now_s - self._first_asked_s > GATHER_S:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Begin a round for all who want what the one who asked first wants."""
+        location = next(iter(self._asked.values())).location
+        asked = {peer: join for peer, join in self._asked.items() if join.location == location}
+        for peer in asked:
+            del self._asked[peer]
+        with self._lock:
+            place = next((p for p in self._places if p.location == location), None)
+        if place is None:
+            why = f"{location!r} is not here, or not any more"
+            for peer in asked:
+                self._socket.send_multipart([peer, encode(Round(location, refusal=why))])
+            return
+        start = min(join.have_bytes for join in asked.values()) // PIECE_BYTES * PIECE_BYTES
+        backend = self._backend(asked)
+        peers = tuple(sorted(asked))
+        name = self._group_name(peers, backend)
+        size = len(peers) + 1
+        rounds = [
+            Round(
+                location,
+                group=name,
+                store=f"tcp://*:{self._store_port}",
+                backend=backend,
+                rank=rank,
+                size=size,
+                start=min(start, place.nbytes),
+                nbytes=place.nbytes,
+            )
+            for rank in range(size)
+        ]
+        for peer, told in zip(peers, rounds[1:], strict=True):
+            self._socket.send_multipart([peer, encode(told)])
+        self.rounds += 1
+        self._running = self._pool.submit(self._broadcast, rounds[0], place.buffer)
+
+    def _backend(self, asked: dict[bytes, Join]) -> str:
+        """nccl refuses two members on one GPU."""
+        gpus = [self._gpu, *(join.gpu for join in asked.values())]
+        return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
+
+    def _group_name(self, peers: tuple[bytes, ...], backend: str) -> str:
+        member = self._member
+        if member is None or peers != self._members or not member.name.endswith(backend):
+            self._leave()
+            self._members = peers
+            self._groups += 1
+        return f"{self._groups}-{backend}"
+
+    def _leave(self) -> None:
+        member, self._member = self._member, None
+        if member is not None:
+            member.close()
+
+    # ------------------------------------------------------------ the round's thread
+
+    def _broadcast(self, round_: Round, buffer: Any) -> None:
+        try:
+            member = self._member
+            if member is None or member.name != round_.group:
+                host = None if self._host == "0.0.0.0" else self._host
+                member = self._member = join_group(round_, self._store, own_host=host)
+            for start in range(round_.start, round_.nbytes, PIECE_BYTES):
+                piece = buffer[start : min(start + PIECE_BYTES, round_.nbytes)]
+                member.broadcast(piece)
+                self.sent_bytes += len(piece)
+        except RuntimeError:  # somebody is gone, and the others ask again
+            self._leave()
+
+
+def _store(host: str) -> tuple[Any, int]:
+    """Where groups meet: listening where weights do, and nowhere else."""
+    try:
+        from torch.distributed import TCPStore
+    except ImportError as error:
+        raise ConfigError(
+            f"weight_channel='collective' needs torch.distributed, and this torch has none: {error}"
+        ) from error
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with suppress(OSError), socket.socket(family) as listener:
+        listener.bind((host, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        seen = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        store = TCPStore(
+            seen,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            use_libuv=False,  # which ignores the descriptor
+        )
+        return store, port
+    raise ConfigError(f"can't listen on {host!r}, where groups for weights would meet")
