@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo demo-agent test test-environments test-agents simulate lint format bench docs clean
+.PHONY: help venv demo demo-agent test test-environments test-agents test-ray simulate lint format bench docs clean
 
 help:
 	@echo "make demo   train a small model with fully asynchronous rollouts, and report on it"
@@ -16,6 +16,7 @@ help:
 	@echo "make test   format, lint, types, tests, a short demo, 2,300 simulated runs"
 	@echo "make test-environments   adapters whose packages need a Python of their own (800 MB)"
 	@echo "make test-agents   agents of litellm and of OpenAI's Agents SDK, in a Python of their own"
+	@echo "make test-ray   engines on a Ray cluster of several nodes on this machine (a Python of its own)"
 	@echo "make lint   the first three of those"
 	@echo "make bench  speed, as ratios against named peers"
 	@echo "make docs   check that the documentation's links lead somewhere"
@@ -67,6 +68,16 @@ test-environments: venv .venv-environments/.ready
 test-agents: venv .venv-agents/.ready
 	TIDEGATE_AGENTS_PYTHON=.venv-agents/bin/python $(BIN)/python -m pytest tests/orchestrator/test_agent_frameworks.py
 
+# Ray brings a lot, and its cluster wants minutes: it gets its own Python.
+.venv-ray/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet "torch==2.13.0"
+	.venv-ray/bin/python -m pip install --quiet -e ".[dev,ray]"
+	touch $@
+
+test-ray: .venv-ray/.ready
+	RAY_USAGE_STATS_ENABLED=0 .venv-ray/bin/python -m pytest -s tests/ray
+
 simulate: venv
 	$(BIN)/tidegate simulate --seeds 2000 --lives 300
 
@@ -77,4 +88,4 @@ docs: venv
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
 clean:
-	rm -rf $(VENV) .venv-environments .venv-agents build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-environments .venv-agents .venv-ray build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

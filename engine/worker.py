@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ from tidegate.engine.weights.staging import Staging
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.transport.messages import PROTOCOL, Hello
 from tidegate.transport.private_directory import remove_abandoned
-from tidegate.transport.security import read_engine_keys
+from tidegate.transport.security import EngineKeys, read_engine_keys
 from tidegate.transport.sockets import DealerSocket
 from tidegate.transport.weight_channels import CHANNELS, Home
 
@@ -51,8 +52,11 @@ PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>: which signal to get when the parent dies."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one engine until it ends; return the process's exit status."""
+def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> int:
+    """Run one engine until it ends; return the process's exit status.
+
+    ``keys`` are for those who have them, and on no disk.
+    """
     arguments = _parse(argv)
     if arguments.die_with_parent is not None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -61,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return ENDED  # it died while this process was importing, and nothing told of it
     ranks = None
     try:
-        keys = None if arguments.keys is None else read_engine_keys(arguments.keys)
+        if arguments.keys is not None:
+            keys = read_engine_keys(arguments.keys)
         ranks = Ranks(arguments.tensor_parallel, is_deterministic=arguments.deterministic)
         model = open_model(
             arguments.model,
@@ -287,8 +292,9 @@ def _end_on_signals(loop: EngineLoop) -> None:
     def end(number: int, frame: FrameType | None) -> None:
         loop.end(f"got {signal.Signals(number).name}")
 
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, end)
+    if threading.current_thread() is threading.main_thread():  # else they are somebody else's
+        signal.signal(signal.SIGTERM, end)
+        signal.signal(signal.SIGINT, end)
 
 
 if __name__ == "__main__":

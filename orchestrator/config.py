@@ -37,6 +37,12 @@ class RunSettings(BaseModel):
     """A Hugging Face directory: config.json, safetensors, tokenizer.json. Its weights are v0."""
     engines: Annotated[int, Field(ge=0)] = 1
     """Engine processes to start on this machine; 0 waits for others to connect to ``address``."""
+    cluster: Literal["ray"] | None = None
+    """Who finds places for engines: Ray, on its nodes, where the model must be under the same path;
+    None starts them on this machine. With Ray, keys are made for the run if none are given, and
+    weights travel by ``relay`` unless told otherwise."""
+    gpus_per_engine: Annotated[float, Field(ge=0)] = 0
+    """Of Ray's, for each engine that it places."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """η: no token older than so many versions is trained on. 0 is synchronous."""
     group_size: Count = 8
@@ -175,6 +181,8 @@ def run_settings(**values: object) -> RunSettings:
     Raises:
         ConfigError: one is unknown, out of range, or contradicts another; the message names it.
     """
+    if values.get("cluster") == "ray":
+        values = {"weight_channel": "relay", **values}
     try:
         settings = RunSettings.model_validate(values)
     except ValidationError as error:
@@ -231,14 +239,31 @@ def _check_wire(settings: RunSettings) -> None:
         read_orchestrator_keys(settings.keys)
         if settings.engines:
             read_engine_keys(settings.keys / ENGINE_DEFAULT)
+    if settings.cluster == "ray":
+        _check_cluster(settings)
     if settings.address is None:
         return
-    check_listener(settings.address, has_keys=settings.keys is not None)
+    makes_keys = settings.cluster == "ray"
+    check_listener(settings.address, has_keys=makes_keys or settings.keys is not None)
     if settings.weight_channel == "shm" and not is_on_this_host(settings.address):
         raise ConfigError(
             f"weight_channel='shm' reaches engines on this host only, and address="
             f"{settings.address!r} is for others too; set weight_channel='zmq', or 'disk' with a "
             f"run_directory that all hosts share"
+        )
+
+
+def _check_cluster(settings: RunSettings) -> None:
+    if settings.weight_channel == "shm":
+        raise ConfigError(
+            "weight_channel='shm' reaches engines on this host only, and Ray places them on any; "
+            "leave it out, or set 'relay', 'zmq', 'collective', or 'disk' with a run_directory "
+            "that all hosts share"
+        )
+    if settings.address is not None and is_on_this_host(settings.address):
+        raise ConfigError(
+            f"address={settings.address!r} can be reached from this host only, and Ray places "
+            f"engines on any; leave it out, or give one of this node's, such as 'tcp://*:5555'"
         )
 
 

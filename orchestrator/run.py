@@ -25,10 +25,10 @@ from tidegate.errors import (
     RunBlocked,
     RunClosed,
 )
+from tidegate.orchestrator.cluster.site import Engines, site_of
 from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core.events import Resumed
 from tidegate.orchestrator.core.rules import record_of, say
-from tidegate.orchestrator.fleet.processes import LocalEngines
 from tidegate.orchestrator.journal.resuming import Resume, open_for
 from tidegate.orchestrator.loop_watch import LoopWatch
 from tidegate.orchestrator.observing.dashboard import Dashboard
@@ -42,7 +42,6 @@ from tidegate.orchestrator.weights.model_files import read_model_files
 from tidegate.transport.addresses import as_seen_here
 from tidegate.transport.messages import Shutdown
 from tidegate.transport.private_directory import PrivateDirectory
-from tidegate.transport.security import read_orchestrator_keys
 from tidegate.transport.sockets import RouterSocket
 from tidegate.transport.weight_channels import WeightSender, sender
 
@@ -87,7 +86,7 @@ class Run:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[None] | None = None
         self._scheduler: Scheduler | None = None
-        self._engines: LocalEngines | None = None
+        self._engines: Engines | None = None
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._is_ending = False
@@ -96,12 +95,12 @@ class Run:
         self._is_up = threading.Event()
         """The thread can be told to stop, or has ended."""
         self._thread = threading.Thread(target=self._run, name="tidegate", daemon=True)
-        self._keys = None if settings.keys is None else read_orchestrator_keys(settings.keys)
+        self._site = site_of(settings)
         self.channel: WeightSender = sender(
             settings.weight_channel,
             settings.run_directory,
-            address=settings.address,
-            keys=self._keys,
+            address=self._site.address,
+            keys=self._site.keys,
         )
 
     # ------------------------------------------------------------ from the trainer's threads
@@ -277,7 +276,7 @@ class Run:
         self._loop = asyncio.get_running_loop()
         self._is_up.set()
         self.loop_watch.start()
-        router = RouterSocket(self.settings.address, name="orchestrator", keys=self._keys)
+        router = RouterSocket(self._site.address, name="orchestrator", keys=self._site.keys)
         private = PrivateDirectory("logs")
         try:
             directory = self.settings.run_directory or private.path
@@ -306,7 +305,7 @@ class Run:
                 scheduler.fail(EngineLost(f"the last engine is gone; {name!r}: {why}"))
 
         address = as_seen_here(router.address)
-        engines = LocalEngines(self.settings, address, logs, on_exit=on_exit)
+        engines = self._site.engines(address, logs, on_exit=on_exit)
         self._engines = engines
         scheduler.on_engine_silent = engines.kill
         try:

@@ -24,6 +24,9 @@ RESTARTS_MAX = 3
 RESTART_DELAY_FIRST_S = 0.5
 """Four times longer each time: 0.5, 2, 8 s."""
 
+WORKER = "tidegate.engine.worker"
+"""The program. It is known by name only: the orchestrator imports nothing of the engine."""
+
 STOP_TIMEOUT_S = 5.0
 """After being told to stop, a process has so long before it is killed."""
 
@@ -178,9 +181,16 @@ class LocalEngines:
 
 def engine_command(settings: RunSettings, name: str, address: str) -> list[str]:
     """The command line of a worker that serves ``settings.model``."""
-    command = [sys.executable, "-m", "tidegate.engine.worker"]
+    command = [sys.executable, "-m", WORKER, "--die-with-parent", str(os.getpid())]
+    if settings.keys is not None:
+        command += ["--keys", str(settings.keys / ENGINE_DEFAULT)]
+    return [*command, *engine_options(settings, name, address)]
+
+
+def engine_options(settings: RunSettings, name: str, address: str) -> list[str]:
+    """What that worker is told wherever it runs."""
+    command: list[str] = []
     options: dict[str, object] = {
-        "die-with-parent": os.getpid(),
         "connect": address,
         "model": settings.model,
         "engine": name,
@@ -190,8 +200,6 @@ def engine_command(settings: RunSettings, name: str, address: str) -> list[str]:
     }
     if settings.num_blocks is not None:
         options["num-blocks"] = settings.num_blocks
-    if settings.keys is not None:
-        options["keys"] = settings.keys / ENGINE_DEFAULT
     if settings.speculate is not None:
         options["speculate"] = settings.speculate
     for option, value in options.items():

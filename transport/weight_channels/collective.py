@@ -151,16 +151,40 @@ def join_group(round_: Round, store: Any, *, own_host: str | None) -> Member:
     Raises:
         RuntimeError: some didn't come in time.
     """
-    import torch.distributed as dist
+    import torch.distributed
 
+    dist: Any = torch.distributed  # much of which its type stubs don't know
     timeout = timedelta(seconds=ROUND_TIMEOUT_S)
     place = dist.PrefixStore(round_.group, store)
     if round_.backend == "nccl":
-        nccl = dist.ProcessGroupNCCL(place, round_.rank, round_.size, timeout)  # type: ignore[attr-defined, unused-ignore]
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(place, round_.rank, round_.size, options)
         return Member(round_.group, nccl, "cuda")
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timeout
     gloo = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
     device = gloo.create_device(hostname=own_host) if own_host else gloo.create_default_device()
     options._devices = [device]
     return Member(round_.group, gloo(place, round_.rank, round_.size, options), "cpu")
+
+
+def open_store(host: str, port: int, *, listen_fd: int | None = None) -> Any:
+    """Where groups meet: made of a listening socket, or reached.
+
+    Raises:
+        ImportError: this torch has no torch.distributed.
+        RuntimeError: nobody listens there.
+    """
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=listen_fd is not None,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=ROUND_TIMEOUT_S),
+        master_listen_fd=listen_fd,
+        use_libuv=False,  # which would listen on every interface
+    )

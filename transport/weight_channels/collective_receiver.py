@@ -31,6 +31,7 @@ from tidegate.transport.weight_channels.collective import (
     decode_round,
     encode,
     join_group,
+    open_store,
     own_gpu,
 )
 from tidegate.transport.zeromq import new_socket
@@ -40,6 +41,10 @@ POLL_S = 0.1
 
 ANSWER_TIMEOUT_S = 3 * ROUND_TIMEOUT_S
 """For a place in a round; one before it may fail slowly."""
+
+
+LOOPBACK = "tcp://127.0.0.1:1"
+"""Where groups meet if the sender is reached by a path."""
 
 
 class CollectiveReceiver:
@@ -161,20 +166,10 @@ class CollectiveReceiver:
         if self._member is not None and self._member.name == round_.group:
             return
         self._leave()
-        from datetime import timedelta
-
-        from torch.distributed import TCPStore
-
         if self._store is None:
-            host, _, port = at_host_of(self._address, round_.store)[6:].rpartition(":")
-            self._store = TCPStore(
-                host.strip("[]") if host != "*" else "127.0.0.1",
-                int(port),
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=ROUND_TIMEOUT_S),
-                use_libuv=False,
-            )
+            reached = self._address if self._address.startswith("tcp:") else LOOPBACK
+            host, _, port = at_host_of(reached, round_.store)[6:].rpartition(":")
+            self._store = open_store(host.strip("[]"), int(port))
         self._member = join_group(round_, self._store, own_host=self._own_host)
 
     def _leave(self) -> None:

@@ -7,7 +7,6 @@ a thread of their own, so that who asks meanwhile is heard.
 import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -26,6 +25,7 @@ from tidegate.transport.weight_channels.collective import (
     decode_join,
     encode,
     join_group,
+    open_store,
     own_gpu,
 )
 from tidegate.transport.weight_channels.zmq_sender import ZmqSender
@@ -178,25 +178,17 @@ class CollectiveSender(ZmqSender):
 
 def _store(host: str) -> tuple[Any, int]:
     """Where groups meet: listening where weights do, and nowhere else."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    seen = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     try:
-        from torch.distributed import TCPStore
-    except ImportError as error:
+        with socket.socket(family) as listener:
+            listener.bind((host, 0))
+            listener.listen()
+            port = listener.getsockname()[1]
+            return open_store(seen, port, listen_fd=listener.detach()), port
+    except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"weight_channel='collective' needs torch.distributed, and this torch has none: {error}"
         ) from error
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with suppress(OSError), socket.socket(family) as listener:
-        listener.bind((host, 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        seen = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        store = TCPStore(
-            seen,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            use_libuv=False,  # which ignores the descriptor
-        )
-        return store, port
-    raise ConfigError(f"can't listen on {host!r}, where groups for weights would meet")
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"groups for weights can't meet at {host!r}: {error}") from error

@@ -1,0 +1,1 @@
+"""Where engines run: on this machine, or on those that Ray has."""
