@@ -100,7 +100,8 @@ class WeightCoordinator:
         self._init = init
         self._wave_engines = wave_engines
         self._pause_mode: PauseMode = pause_mode
-        self._kv_policy: KvPolicy = kv_policy
+        self.kv_policy: KvPolicy = kv_policy
+        """What the next swap does to the KV of turns that are kept."""
         self._live: dict[str, int] = {}
         """Engine -> the version it serves."""
         self._asleep: set[str] = set()
@@ -351,7 +352,7 @@ class WeightCoordinator:
             if not update.is_released:
                 continue
             finish = FinishWeightUpdate(
-                version=update.version, pause_mode=self._pause_mode, kv_policy=self._kv_policy
+                version=update.version, pause_mode=self._pause_mode, kv_policy=self.kv_policy
             )
             wave = sorted(update.staged)[: max(0, self._places_in_wave)]
             told += [(engine, finish) for engine in wave]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from tidegate.orchestrator.serve import Rollouts, SyncRollouts, serve, serve_sync
     from tidegate.orchestrator.statistics import RunStatistics
+    from tidegate.orchestrator.vllm_server.server import VLLMServer
     from tidegate.orchestrator.watchdog import Stuck
     from tidegate.policies.adaptive import AdaptiveStaleness
     from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy, Unbounded
@@ -80,6 +81,7 @@ __all__ = [
     "TokenScores",
     "Tools",
     "Unbounded",
+    "VLLMServer",
     "Window",
     "connect",
     "connect_sync",
@@ -126,6 +128,7 @@ _HOMES = {
     "TokenScores": "orchestrator.fleet.scores",
     "Tools": "orchestrator.environments.tools",
     "Unbounded": "policies.asynchrony",
+    "VLLMServer": "orchestrator.vllm_server.server",
     "Window": "policies.consumption",
     "connect": "orchestrator.remote.faces",
     "connect_sync": "orchestrator.remote.faces",
