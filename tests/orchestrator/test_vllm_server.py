@@ -241,7 +241,8 @@ def test_openais_client_streams_a_conversation(open_ai: openai.OpenAI) -> None:
     (choice,) = whole.choices
     assert len(choice.logprobs.content) == len(choice.token_ids)
     assert len(choice.logprobs.content[0].top_logprobs) == 2
-    said, ids = "", []
+    said = ""
+    ids: list[int] = []
     for chunk in open_ai.chat.completions.create(**asked, stream=True):
         delta: Any = chunk.choices[0]
         said += delta.delta.content or ""
@@ -250,8 +251,12 @@ def test_openais_client_streams_a_conversation(open_ai: openai.OpenAI) -> None:
 
 
 def test_a_schema_is_kept_to(open_ai: openai.OpenAI) -> None:
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
-    schema["additionalProperties"] = False
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
     answer = open_ai.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "?"}],

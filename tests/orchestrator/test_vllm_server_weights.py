@@ -1,7 +1,7 @@
 """Does a trainer that speaks vLLM's weight protocol change what the server says, and when?"""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 0}
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Three of one shape, with other weights each; the first is served."""
     folder = tmp_path_factory.mktemp("models")
-    fields = {"max_position_embeddings": CONTEXT_TOKENS_MAX}
+    fields: dict[str, Any] = {"max_position_embeddings": CONTEXT_TOKENS_MAX}
     return [make_model_directory(folder / str(n), seed=n, **fields) for n in range(3)]
 
 
@@ -212,7 +212,7 @@ def test_an_adapter_is_a_model_of_its_own(
 
     base = make_model("qwen3", seed=0, max_position_embeddings=CONTEXT_TOKENS_MAX)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    peft.get_peft_model(base, config).save_pretrained(tmp_path)
+    peft.get_peft_model(base, config).save_pretrained(str(tmp_path))
     plain = say(client)
     load = {"lora_name": "night", "lora_path": str(tmp_path)}
     assert client.refusal("/v1/completions", {"prompt": "x", "model": "night"})["code"] == 404
@@ -245,9 +245,7 @@ def test_weights_come_by_gloo_from_another_process(models: list[Path]) -> None:
         client.post("/init_weight_transfer_engine", {"init_info": where})
         meeting.join()
         (group,) = groups
-        sending = threading.Thread(
-            target=lambda: [broadcast(group, tensor) for tensor in tensors.values()]
-        )
+        sending = threading.Thread(target=_broadcast, args=(group, tensors.values()))
         sending.start()
         info = {
             "names": list(tensors),
@@ -259,6 +257,11 @@ def test_weights_come_by_gloo_from_another_process(models: list[Path]) -> None:
         expect(client, models[1])
         client.post("/shutdown_weight_transfer_engine")
         client.http.close()
+
+
+def _broadcast(group: Any, tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        broadcast(group, tensor)
 
 
 def _free_port() -> int:
