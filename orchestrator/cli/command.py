@@ -12,11 +12,7 @@ from typing import Any
 import typer
 
 from tidegate.errors import TidegateError
-<<<<<<< HEAD
 from tidegate.orchestrator.cli import checkout, doctor, engines, plan, records, run, simulate
-=======
-from tidegate.orchestrator.cli import checkout, engines, records, serving, simulate
->>>>>>> e47d71f (Serve by vLLM's API: trainers and clients that know vLLM can drive a fleet of our engines as one)
 from tidegate.orchestrator.cli.conventions import (
     PASS_ON,
     STATUS_ERROR,
@@ -24,6 +20,7 @@ from tidegate.orchestrator.cli.conventions import (
     Commands,
     example_text,
 )
+from tidegate.orchestrator.cli.serving import serve
 
 app = typer.Typer(
     name="tidegate",
@@ -63,7 +60,7 @@ _add(LOOK, records.audit, "tidegate audit runs/demo", "tidegate audit runs/big -
 _add(LOOK, records.replay, "tidegate replay runs/demo")
 
 _add(ENGINES, engines.engine, **PASS_ON)
-_add(ENGINES, serving.serve, "tidegate serve --model DIR --engines 2 --port 8000")
+_add(ENGINES, serve, "tidegate serve --model DIR --engines 2 --port 8000")
 _add(ENGINES, engines.keys, "tidegate keys keys", "tidegate keys keys --engine gpu-host-7")
 _add(
     ENGINES,
