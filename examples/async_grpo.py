@@ -3,6 +3,7 @@
     python -m examples.async_grpo                          # the demo
     python -m examples.async_grpo --mode sync              # or one-step
     python -m examples.async_grpo --pause abort            # or keep, wait
+    python -m examples.async_grpo --colocated              # engines and trainer take turns
     python -m examples.async_grpo --model PATH             # any Qwen2, Qwen3 or Llama directory
 
 The loop is in ``grpo.py``: batches come in, weights go out, and the engines go on generating
@@ -43,6 +44,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--kv-policy", choices=("keep", "recompute"), default="recompute")
     add("--max-staleness", type=int, help="in versions; left out, the mode's")
     add("--engines", type=int, default=2)
+    add("--colocated", action="store_true", help="engines sleep while the trainer trains")
+    add("--num-blocks", type=int, help="of each engine's KV cache; left out, 256 MiB of them")
     add("--quantize", choices=("int8",), help="what engines round each version's weights to")
     add("--slots", type=int, default=16, help="turns that an engine decodes at once")
     add("--versions", type=int, default=60, help="weight versions to make")
@@ -74,6 +77,7 @@ async def train(options: argparse.Namespace, run_directory: Path) -> None:
         pause_mode=options.pause,
         kv_policy=options.kv_policy,
         quantize=options.quantize,
+        num_blocks=options.num_blocks,
         run_directory=run_directory,
         seed=options.seed,
     ) as rollouts:
@@ -86,12 +90,15 @@ async def train(options: argparse.Namespace, run_directory: Path) -> None:
             batches=options.versions,
             learning_rate=options.learning_rate,
             corrects=options.correction != "none",
+            is_colocated=options.colocated,
         )
         rollouts.note(
             mode=options.mode,
             reward_before=gain.before,
             reward_after=gain.after,
             mismatch=gain.mismatch,
+            memory_mb=gain.memory_mb,
+            colocated=options.colocated,
             warm_up=warm_up,
         )
 

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tidegate
+from examples.memory_marks import MemoryMarks
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.records.progress import RunProgress
 from tidegate.policies.objectives import LossDiagnostics, decoupled_ppo_loss
@@ -26,6 +27,9 @@ class Gain:
     after: float
     mismatch: dict[str, float]
     """How far what was sampled from was from what trained on it: old weights, or rounded ones."""
+    memory_mb: dict[str, int]
+    """The most that trainer and engines took together, while rollouts were waited for, and while
+    the trainer trained."""
 
 
 async def learn(
@@ -38,21 +42,37 @@ async def learn(
     batches: int,
     learning_rate: float,
     corrects: bool = True,
+    is_colocated: bool = False,
 ) -> Gain:
-    """Measure, train, measure again. ``model`` is what the engines were started with."""
+    """Measure, train, measure again. ``model`` is what the engines were started with.
+
+    If it ``is_colocated``, engines give their memory back for as long as the trainer trains.
+    """
     policy, optimizer = load_trainer(model, learning_rate)
     before = await rollouts.evaluate(held_out, episode=episode)
     print(f"held-out reward before training: {before.mean_reward:.3f}", flush=True)
     measured: list[LossDiagnostics] = []
-    with RunProgress(rollouts.statistics, batches_total=batches) as progress:
+    with (
+        RunProgress(rollouts.statistics, batches_total=batches) as progress,
+        MemoryMarks() as marks,
+    ):
+        marks.begin("rollout")
         async for batch in rollouts.batches(training, episode=episode):
+            if is_colocated:
+                await rollouts.sleep(level=2, mode="keep")  # weights, too: new ones come anyway
+            marks.begin("train")
             if (diagnostics := train_step(policy, optimizer, batch, corrects=corrects)) is not None:
                 measured.append(diagnostics)
-            await rollouts.publish(policy.state_dict())
+            if is_colocated:
+                optimizer.zero_grad()  # gives the gradients' memory back, before engines want it
+            marks.begin("rollout")
+            await rollouts.publish(policy.state_dict())  # wakes engines' weights, not their caches
+            if is_colocated:
+                await rollouts.wake()
             progress.batch({"reward": batch.rewards.mean().item()})
     after = await rollouts.evaluate(held_out, episode=episode)
     print(f"held-out reward after training:  {after.mean_reward:.3f}", flush=True)
-    return Gain(before.mean_reward, after.mean_reward, summary(measured))
+    return Gain(before.mean_reward, after.mean_reward, summary(measured), marks.megabytes)
 
 
 def summary(measured: Sequence[LossDiagnostics]) -> dict[str, float]:

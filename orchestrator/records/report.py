@@ -13,7 +13,12 @@ from typing import Any
 from tidegate.errors import AuditError
 from tidegate.orchestrator.records.audit import AUDIT_FILE
 from tidegate.orchestrator.records.recording import RUN_FILE
-from tidegate.orchestrator.records.report_lines import discard_lines, forecast_lines
+from tidegate.orchestrator.records.report_lines import (
+    discard_lines,
+    forecast_lines,
+    memory_cell,
+    mismatch_cell,
+)
 from tidegate.orchestrator.records.run_files import METRICS_FILE, replace_file
 
 REPORT_JSON = "report.json"
@@ -79,6 +84,10 @@ class Facts:
     """What engines rounded weights to."""
     mismatch: Mapping[str, float] | None
     """How far batches were from what sampled them, as the run's owner noted it."""
+    colocated: bool
+    """Whether engines slept while the trainer trained."""
+    memory_mb: Mapping[str, int] | None
+    """The most that trainer and engines took together, by phase, as the run's owner noted it."""
 
 
 def write_report(directory: Path) -> Path:
@@ -152,6 +161,8 @@ def read_facts(directory: Path) -> Facts:
         accepted_tokens=_over_engines(statistics, "accepted_tokens"),
         quantize=said.get("quantize"),
         mismatch=said.get("mismatch"),
+        colocated=bool(said.get("colocated")),
+        memory_mb=said.get("memory_mb"),
     )
 
 
@@ -280,7 +291,11 @@ def _results(facts: Facts) -> list[str]:
         ("context found in engines' caches", _cached(facts)),
         ("tokens guessed", _guessed(facts)),
         ("engines' weights rounded to", facts.quantize or "-"),
-        ("mismatch of trainer and engines", _mismatch(facts)),
+        ("mismatch of trainer and engines", mismatch_cell(facts.mismatch)),
+        (
+            "memory of all processes at the most",
+            memory_cell(facts.memory_mb, sleeps=facts.colocated),
+        ),
     ]
     return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
 
@@ -298,12 +313,6 @@ def _guessed(facts: Facts) -> str:
         return "-"
     share = facts.accepted_tokens / facts.drafted_tokens
     return f"{facts.drafted_tokens}, {share:.1%} of them right"
-
-
-def _mismatch(facts: Facts) -> str:
-    if not facts.mismatch:
-        return "-"
-    return "; ".join(f"{n.replace('_', ' ')} {v:.2g}" for n, v in facts.mismatch.items())
 
 
 def _cached(facts: Facts) -> str:

@@ -44,6 +44,21 @@ def discard_lines(discards: Mapping[str, Any], bias: Mapping[str, Any] | None) -
     return lines
 
 
+def mismatch_cell(mismatch: Mapping[str, float] | None) -> str:
+    """How far batches were from what sampled them."""
+    if not mismatch:
+        return "-"
+    return "; ".join(f"{name.replace('_', ' ')} {value:.2g}" for name, value in mismatch.items())
+
+
+def memory_cell(memory_mb: Mapping[str, int] | None, *, sleeps: bool) -> str:
+    """High-water marks by phase; ``sleeps``: engines gave memory back while the trainer trained."""
+    if not memory_mb:
+        return "-"
+    marks = "; ".join(f"{phase} {marked} MB" for phase, marked in memory_mb.items())
+    return f"{marks} ({'engines asleep' if sleeps else 'all awake'} while training)"
+
+
 def _discard_row(reason: str, each: Mapping[str, Any]) -> str:
     tasks = ", ".join(f"{task['offer']}:{task['index']} ({_count(task)})" for task in each["tasks"])
     return (

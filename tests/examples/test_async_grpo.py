@@ -85,6 +85,7 @@ def test_the_demo_learns_within_its_bound_and_every_token_agrees(tmp_path: Path)
         (["--mode", "one-step", "--pause", "wait"], 1),
         (["--mode", "async", "--pause", "abort"], 2),
         (["--mode", "async", "--kv-policy", "keep"], 2),
+        (["--mode", "one-step", "--colocated", "--quantize", "int8"], 1),
     ],
 )
 def test_every_mode_and_pause_runs_and_keeps_its_bound(
@@ -97,6 +98,9 @@ def test_every_mode_and_pause_runs_and_keeps_its_bound(
     assert isinstance(report["max_staleness"], int)
     assert report["max_staleness"] <= bound
     assert report["versions"] == 4
+    assert report["colocated"] is ("--colocated" in arguments)
+    assert isinstance(report["memory_mb"], dict)
+    assert report["memory_mb"].keys() == {"rollout", "train"}
     assert audit_run(tmp_path / "run").agrees
 
 
