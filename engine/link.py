@@ -171,6 +171,10 @@ class Link:
             raise NotUnderstood(times=REFUSALS_MAX, seq=first_seq, why=why)
         self._break_off()
 
+    def fileno(self) -> int:
+        """What an event loop can wait for, as :meth:`DealerSocket.fileno` says."""
+        return self._socket.fileno()
+
     # ------------------------------------------------------------ out
 
     def send(self, message: Message) -> None:

@@ -18,6 +18,11 @@ class PauseGate:
         """Whether no turn may run whatever pauses say, for want of memory."""
 
     @property
+    def mode(self) -> PauseMode | None:
+        """How a pause that is on, or will be, stops turns; None: there is none."""
+        return self._mode
+
+    @property
     def turns_start(self) -> bool:
         """Whether waiting turns may start."""
         draining = self._swap is not None and self._swap.pause_mode == "wait"

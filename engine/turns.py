@@ -256,6 +256,18 @@ def admit(
     Raises:
         TurnRefused: it can never be served as asked.
     """
+    prompt = read_prompt(message, limits)
+    turn = TurnState(message, prompt, arrival)
+    turn.sampling.options = options.read(message, turn.tokens)
+    return turn
+
+
+def read_prompt(message: SubmitTurn, limits: EngineLimits) -> npt.NDArray[np.int32]:
+    """The context of a submission that no engine need refuse for its handle, tokens or lengths.
+
+    Raises:
+        TurnRefused: it can never be served as asked.
+    """
     if not 0 <= message.turn <= HANDLE_MAX:
         raise TurnRefused(f"turn handle must be in [0, {HANDLE_MAX}], got {message.turn}")
     prompt = read_token_ids(message.token_ids, limits)
@@ -266,9 +278,7 @@ def admit(
             f"token_ids, got {message.sampled_before}"
         )
     _check_room(len(prompt), message.sampling.max_tokens, limits)
-    turn = TurnState(message, prompt, arrival)
-    turn.sampling.options = options.read(message, turn.tokens)
-    return turn
+    return prompt
 
 
 def _row_sampling(asked: SamplingParams) -> RowSampling:

@@ -1,5 +1,6 @@
 """What can be set about a run? Checked at the door, before any process starts."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,6 +25,8 @@ from tidegate.transport.security import (
     read_orchestrator_keys,
 )
 
+_ENGINE_URL = re.compile(r"[a-z][a-z0-9_-]*\+\S+")
+
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -43,6 +46,10 @@ class RunSettings(BaseModel):
     weights travel by ``relay`` unless told otherwise."""
     gpus_per_engine: Annotated[float, Field(ge=0)] = 0
     """Of Ray's, for each engine that it places."""
+    engine_urls: tuple[str, ...] = ()
+    """Inference servers that already run, such as ``vllm+http://127.0.0.1:8000``: each serves the
+    run as an engine, by an adapter process that the run starts. Only they do, unless ``engines``
+    says how many others; see docs/engines.md."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """η: no token older than so many versions is trained on. 0 is synchronous."""
     group_size: Count = 8
@@ -143,6 +150,11 @@ class RunSettings(BaseModel):
     credit_steps: Count = 256
     """Step messages an engine may send ahead of the orchestrator's acknowledgement."""
 
+    @property
+    def engines_started(self) -> int:
+        """Processes that the run starts, and waits for: engines, and adapters of others."""
+        return self.engines + len(self.engine_urls)
+
     def rules(self) -> Rules:
         """By what the run's core decides.
 
@@ -191,9 +203,12 @@ def run_settings(**values: object) -> RunSettings:
             for p in error.errors()
         ]
         raise ConfigError("; ".join(problems)) from None
+    if settings.engine_urls and "engines" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"engines": 0})
     _check_policy(settings)
     _check_filter(settings)
-    if settings.engines == 0 and settings.address is None:
+    _check_urls(settings)
+    if settings.engines_started == 0 and settings.address is None:
         raise ConfigError(
             "engines=0 starts none, and without an address no other can connect; give an address, "
             "such as 'ipc:///tmp/run' or 'tcp://127.0.0.1:5555'"
@@ -226,6 +241,24 @@ def _check_policy(settings: RunSettings) -> None:
         )
 
 
+def _check_urls(settings: RunSettings) -> None:
+    if settings.engine_urls and settings.cluster is not None:
+        raise ConfigError(
+            f"engine_urls are driven from this machine, and cluster={settings.cluster!r} places "
+            f"engines elsewhere; leave out one of them"
+        )
+    for url in settings.engine_urls:
+        if not _ENGINE_URL.fullmatch(url):
+            raise ConfigError(
+                f"engine_urls has {url!r}; write KIND+URL, such as 'vllm+http://127.0.0.1:8000'"
+            )
+    if len(set(settings.engine_urls)) < len(settings.engine_urls):
+        raise ConfigError(
+            f"engine_urls names a server twice: {', '.join(settings.engine_urls)}; one adapter "
+            f"drives one server, and two would pause it behind each other's backs"
+        )
+
+
 def _check_filter(settings: RunSettings) -> None:
     if settings.group_size == 1 and isinstance(settings.group_filter, DynamicSampling):
         raise ConfigError(
@@ -237,7 +270,7 @@ def _check_filter(settings: RunSettings) -> None:
 def _check_wire(settings: RunSettings) -> None:
     if settings.keys is not None:
         read_orchestrator_keys(settings.keys)
-        if settings.engines:
+        if settings.engines_started:
             read_engine_keys(settings.keys / ENGINE_DEFAULT)
     if settings.cluster == "ray":
         _check_cluster(settings)

@@ -329,7 +329,7 @@ class Run:
                 engines.stop()
 
     async def _engines_joined(self, scheduler: Scheduler) -> None:
-        wanted = max(1, self.settings.engines)
+        wanted = max(1, self.settings.engines_started)
         timeout_s = self.settings.engine_start_timeout_s
         try:
             async with asyncio.timeout(timeout_s):

@@ -91,6 +91,7 @@ class Scheduler:
             router.send,
             is_deterministic=settings.deterministic,
             quantization=settings.quantize or "",
+            kv_policy=settings.kv_policy,
         )
         self._waiting = Waiting()
         self.control = EngineControl(settings, init_weights, self._waiting, self)

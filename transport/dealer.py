@@ -109,6 +109,13 @@ class DealerSocket:
             messages, _ = self._read()
         return messages
 
+    def fileno(self) -> int:
+        """What an event loop can wait for. Readable means that something *may* have changed, and
+        says so only once: look at :meth:`receive` then, and after everything that is sent."""
+        fd = self._socket.getsockopt(zmq.FD)
+        assert isinstance(fd, int)
+        return fd
+
     def connection(self) -> int | None:
         """Which connection there is now, counted from 1; None while there is none.
 

@@ -7,7 +7,7 @@ An adapter lives on one asyncio loop. Its control calls (all but ``generate``, `
 and ``preemptions``) are made one at a time.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -149,7 +149,7 @@ class EngineAdapter(Protocol):
         """
         ...
 
-    def generate(self, request: Request) -> AsyncIterator[Chunk]:
+    def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Sample. An async generator: closing it early aborts the request in the engine.
 
         Raises:

@@ -23,6 +23,7 @@ from tidegate.transport.messages import (
     FromEngine,
     Goodbye,
     Hello,
+    KvPolicy,
     Message,
     OrchestratorHeartbeat,
     Refused,
@@ -105,11 +106,13 @@ class Fleet:
         *,
         is_deterministic: bool = False,
         quantization: str = "",
+        kv_policy: KvPolicy | None = None,
     ) -> None:
         """An ``is_deterministic`` one takes only engines that are, and only such as round weights
-        to ``quantization``."""
+        to ``quantization``; with a ``kv_policy``, only those that can do it."""
         self._times = times
         self._quantization = quantization
+        self._kv_policy = kv_policy
         self._is_deterministic = is_deterministic
         self._send = send
         self.engines: dict[str, Engine] = {}
@@ -350,6 +353,13 @@ class Fleet:
                 f"engine {hello.engine!r} rounds weights to {hello.quantization or 'nothing'!r}, "
                 f"and this run's are to be rounded to {self._quantization or 'nothing'!r}; start "
                 f"both with the same quantize"
+            )
+        if self._kv_policy is not None and self._kv_policy not in hello.kv_policies:
+            can = ", ".join(map(repr, hello.kv_policies)) or "nothing"
+            return (
+                f"engine {hello.engine!r} ({hello.model_code or hello.architecture}) can't do "
+                f"kv_policy={self._kv_policy!r} and be right about whose weights sampled what; it "
+                f"can do {can}: set that"
             )
         if hello.weight_version > self.newest_version:
             return (

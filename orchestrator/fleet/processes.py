@@ -128,8 +128,16 @@ class LocalEngines:
     def start(self) -> None:
         """Start all of them; they join when they have loaded the model."""
         self._logs.mkdir(parents=True, exist_ok=True)
-        for index in range(self._settings.engines):
+        for index in range(self._settings.engines_started):
             self._start(f"engine-{index}")
+
+    def _command(self, name: str) -> list[str]:
+        """Engines come first, then an adapter for each of ``engine_urls``."""
+        settings = self._settings
+        number = int(name.removeprefix("engine-")) - settings.engines
+        if number < 0:
+            return engine_command(settings, name, self._address)
+        return adapter_command(settings, name, self._address, settings.engine_urls[number])
 
     @property
     def are_gone(self) -> bool:
@@ -139,9 +147,8 @@ class LocalEngines:
 
     def _start(self, name: str) -> None:
         self._pending.pop(name, None)
-        command = engine_command(self._settings, name, self._address)
         try:
-            process = EngineProcess(name, command, self._logs / f"{name}.log")
+            process = EngineProcess(name, self._command(name), self._logs / f"{name}.log")
         except OSError as error:  # no processes, memory or files left
             self._on_exit(name, f"could not be started: {error}")
             return
@@ -212,4 +219,24 @@ def engine_options(settings: RunSettings, name: str, address: str) -> list[str]:
         command.append("--deterministic")
     for module in settings.processors:
         command += ["--processors", module]
+    return command
+
+
+def adapter_command(settings: RunSettings, name: str, address: str, url: str) -> list[str]:
+    """The command line of a worker that drives the server at ``url``, which serves that model."""
+    command = [sys.executable, "-m", "tidegate.engine.adapters.worker"]
+    options: dict[str, object] = {
+        "die-with-parent": os.getpid(),
+        "connect": address,
+        "url": url,
+        "model": settings.model,
+        "engine": name,
+        "max-running-turns": settings.max_running_turns,
+    }
+    if settings.keys is not None:
+        options["keys"] = settings.keys / ENGINE_DEFAULT
+    if settings.run_directory is not None:  # which the server is more likely to see than /tmp
+        options["weights-directory"] = (settings.run_directory / "published" / name).resolve()
+    for option, value in options.items():
+        command += [f"--{option}", str(value)]
     return command

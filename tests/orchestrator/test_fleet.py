@@ -107,6 +107,16 @@ def test_an_engine_that_is_not_deterministic_is_refused_by_a_run_that_is() -> No
     assert wire.hear(same) == [ev.EngineJoined("a", 0, 4, epoch=1)]
 
 
+def test_an_engine_that_cannot_do_the_runs_kv_policy_is_refused_with_what_it_can() -> None:
+    wire = Wire()
+    wire.fleet = Fleet(TIMES, wire.send, kv_policy="keep")
+    assert wire.hear(msgspec.structs.replace(hello(), kv_policies=["recompute"])) == []
+    assert "can't do kv_policy='keep'" in str(wire.last())
+    assert "it can do 'recompute'" in str(wire.last())
+    same = msgspec.structs.replace(hello(), kv_policies=["keep", "recompute"])
+    assert wire.hear(same) == [ev.EngineJoined("a", 0, 4, epoch=1)]
+
+
 def test_an_engine_under_a_name_that_is_not_its_own_is_refused() -> None:
     wire = Wire()
     assert wire.hear(hello("b"), peer=b"a") == []

@@ -1,0 +1,111 @@
+"""How do published weights become files that another engine loads? A copy here, then a directory.
+
+Knows nothing of engines. What is published may be part of a set, so the whole of the newest one is
+kept here beside the one being received: twice the model's size, of this host's memory.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tidegate.engine.models.checkpoint import read_tensors
+from tidegate.engine.weights.lora import Adapter
+from tidegate.engine.weights.weight_store import Place, WeightStore
+from tidegate.errors import WeightsRefused
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""What tied models have once, and state dicts of them twice."""
+
+
+class HostWeights(WeightStore):
+    """One version's tensors by the names, shapes and dtypes of the model directory."""
+
+    def __init__(self, model: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.by_name = tensors
+        places = {name: Place(tuple(t.shape), (t,)) for name, t in tensors.items()}
+        super().__init__(model.name, places)
+
+    def twin(self) -> "HostWeights":
+        """Room for another version."""
+        tensors = {name: torch.empty_like(tensor) for name, tensor in self.by_name.items()}
+        return HostWeights(Path(self._model), tensors)
+
+    def is_redundant(self, name: str) -> bool:
+        """A head that the directory doesn't have is its embedding."""
+        return self.tied_to(name) is not None
+
+    def tied_to(self, name: str) -> str | None:
+        """That embedding."""
+        is_tied = name == HEAD and HEAD not in self.by_name and EMBEDDING in self.by_name
+        return EMBEDDING if is_tied else None
+
+    def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> Adapter:
+        """None can be served yet."""
+        raise WeightsRefused(
+            "LoRA adapters can't be served by an engine behind an adapter worker; merge them into "
+            "the weights, and publish those"
+        )
+
+
+def read_host_weights(model: Path) -> HostWeights:
+    """The model directory's own weights.
+
+    Raises:
+        ModelError: files are missing or damaged.
+    """
+    return HostWeights(model, {name: tensor.clone() for name, tensor in read_tensors(model)})
+
+
+class PublishedDirectories:
+    """Hugging Face directories, one per version; the newest two are there."""
+
+    def __init__(self, model: Path, parent: Path) -> None:
+        """Made in ``parent``, like ``model`` in all but the tensors."""
+        self._model = model
+        self._parent = parent
+        self._made: list[Path] = []
+
+    def write(self, weights: HostWeights, label: str) -> Path:
+        """Write one, and remove all but it and the one before."""
+        path = self._parent / label
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        for file in self._model.iterdir():
+            if file.is_file() and not _holds_tensors(file):
+                shutil.copy(file, path / file.name)
+        save_file(dict(weights.by_name), path / "model.safetensors", metadata={"format": "pt"})
+        self._made.append(path)
+        for old in self._made[:-2]:
+            shutil.rmtree(old, ignore_errors=True)
+        del self._made[:-2]
+        return path
+
+    def close(self) -> None:
+        """Remove those that are left."""
+        for path in self._made:
+            shutil.rmtree(path, ignore_errors=True)
+        self._made.clear()
+
+
+def _holds_tensors(file: Path) -> bool:
+    """Whether it holds weights, or says where they are."""
+    return file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or file.name.endswith(
+        (".safetensors.index.json", ".bin.index.json")
+    )
+
+
+def is_tied(model: Path) -> bool:
+    """Whether the model's head is its embedding."""
+    config = json.loads((model / "config.json").read_text())
+    return bool(config.get("tie_word_embeddings", False))
+
+
+def read_sizes(model: Path) -> tuple[str, int]:
+    """The architecture and the vocabulary's size, of config.json."""
+    config = json.loads((model / "config.json").read_text())
+    text = config.get("text_config", config)
+    return config.get("architectures", ["unknown"])[0], int(text["vocab_size"])

@@ -1,0 +1,170 @@
+"""How is another engine's HTTP API called? With a deadline on every call, and errors that say why.
+
+It knows no engine: paths and bodies are the adapters'. A server that can't be reached, or is silent
+for too long, is gone; one that refuses says so in a ``Refusal``.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from tidegate.errors import ConfigError, EngineGone, TidegateError
+
+CONTROL_TIMEOUT_S = 30.0
+"""Of a call that has nothing to wait for but the engine's own loop."""
+
+CONNECT_TIMEOUT_S = 10.0
+
+START_PATIENCE_S = 100.0
+"""So long a server may take to answer for the first time: less than ``engine_start_timeout_s``, so
+that the error names the server."""
+
+RETRY_INTERVAL_S = 0.5
+
+SHOWN_CHARACTERS = 300
+"""Of a refusal's body."""
+
+
+class Refusal(TidegateError):
+    """The server answered, with another status than 200."""
+
+    def __init__(self, path: str, status: int, message: str) -> None:
+        self.status = status
+        self.why = message
+        super().__init__(f"{path} answered {status}: {message}")
+
+
+class HttpEngine:
+    """A server's address, and the connections to it."""
+
+    def __init__(self, url: str) -> None:
+        """Connects when first used.
+
+        Raises:
+            ConfigError: the library is not installed, or it is no address.
+        """
+        try:
+            import aiohttp
+        except ImportError as error:
+            raise ConfigError(
+                'engines behind HTTP need aiohttp; install it with pip install "tidegate[engines]"'
+            ) from error
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"an engine's url must begin with http:// or https://, got {url!r}")
+        self.url = url.rstrip("/")
+        self._aiohttp = aiohttp
+        self._session: Any = None
+
+    def _open(self) -> Any:
+        if self._session is None:
+            timeout = self._aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+            self._session = self._aiohttp.ClientSession(
+                connector=self._aiohttp.TCPConnector(limit=0), timeout=timeout
+            )
+        return self._session
+
+    async def close(self) -> None:
+        """Close all connections; requests under way are aborted by it."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+    ) -> Any:
+        """The JSON that a call answers, or its text if it is none.
+
+        Raises:
+            Refusal: another status than 200.
+            EngineGone: no answer in time, or no connection.
+        """
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._request(method, path, body, query) as response,
+            ):
+                data = await response.read()
+        except TimeoutError:
+            raise EngineGone(
+                f"{self.url}{path} gave no answer within {timeout_s:g} s; is the engine stuck?"
+            ) from None
+        except (self._aiohttp.ClientError, OSError) as error:
+            raise self._gone(path, error) from error
+        if response.status != 200:
+            raise Refusal(path, response.status, _message(data))
+        try:
+            return msgspec.json.decode(data) if data else None
+        except msgspec.DecodeError:
+            return data.decode(errors="replace")
+
+    async def events(self, path: str, body: object) -> AsyncGenerator[bytes, None]:
+        """The data of each server-sent event of an answer, until ``[DONE]`` or its end.
+
+        Raises:
+            Refusal: another status than 200.
+            EngineGone: the connection broke.
+        """
+        try:
+            async with self._request("POST", path, body, None) as response:
+                if response.status != 200:
+                    raise Refusal(path, response.status, _message(await response.read()))
+                rest = b""
+                async for data in response.content.iter_any():
+                    *events, rest = (rest + data).split(b"\n\n")
+                    for event in events:
+                        text = event.removeprefix(b"data:").strip()
+                        if text == b"[DONE]":
+                            return
+                        yield text
+        except (self._aiohttp.ClientError, OSError) as error:
+            raise self._gone(path, error) from error
+
+    async def wait_for(self, path: str) -> Any:
+        """What ``path`` answers, once there is anybody to answer.
+
+        Raises:
+            ConfigError: nobody was for too long.
+        """
+        begun_s = time.monotonic()
+        while True:
+            try:
+                return await self.call("GET", path, timeout_s=CONNECT_TIMEOUT_S)
+            except EngineGone as error:
+                if time.monotonic() - begun_s > START_PATIENCE_S:
+                    raise ConfigError(
+                        f"no server answers at {self.url} after {START_PATIENCE_S:.0f} s ({error})"
+                    ) from error
+            await asyncio.sleep(RETRY_INTERVAL_S)
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, body: object, query: Mapping[str, str] | None
+    ) -> AsyncIterator[Any]:
+        data = None if body is None else msgspec.json.encode(body)
+        headers = {} if data is None else {"Content-Type": "application/json"}
+        async with self._open().request(
+            method, self.url + path, data=data, params=query, headers=headers
+        ) as response:
+            yield response
+
+    def _gone(self, path: str, error: BaseException) -> EngineGone:
+        said = str(error) or type(error).__name__
+        return EngineGone(f"{self.url}{path}: the connection broke or was refused ({said})")
+
+
+def _message(data: bytes) -> str:
+    """What went wrong, of an error's body."""
+    try:
+        error = msgspec.json.decode(data)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)[:SHOWN_CHARACTERS]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return data.decode(errors="replace")[:SHOWN_CHARACTERS]

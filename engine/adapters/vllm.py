@@ -1,0 +1,413 @@
+"""How is vLLM driven? By its own routes for reinforcement learning, tokens in and tokens out.
+
+Knows nothing of the wire or of turns. What its versions differ in is in ``vllm_releases``. What the
+server was seen to do, and what this relies on, is in docs/engines.md.
+"""
+
+import re
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from tidegate.engine.adapters.adapter import (
+    Capabilities,
+    Chunk,
+    Ended,
+    Request,
+    ScoreRequest,
+    Scores,
+    TopLogprobs,
+    Unable,
+    VersionLabel,
+)
+from tidegate.engine.adapters.host_weights import is_tied
+from tidegate.engine.adapters.http import CONTROL_TIMEOUT_S, HttpEngine, Refusal
+from tidegate.engine.adapters.vllm_releases import (
+    GENERATE,
+    START_IT_SO,
+    Release,
+    check_routes,
+    read_release,
+)
+from tidegate.errors import (
+    ConfigError,
+    EngineGone,
+    EngineHeld,
+    ScoreRefused,
+    TurnRefused,
+    WeightsRefused,
+)
+from tidegate.transport.messages import SamplingParams
+
+LOAD_TIMEOUT_S = 600.0
+"""To read a model from disk. An update that goes wrong inside of vLLM may never be answered."""
+
+PAUSE_TIMEOUT_S = 60.0
+"""A pause waits for the step under way: a long prefill, at worst."""
+
+NEVER_GIVEN_WEIGHTS = "default"
+"""What a server calls its weights until somebody names them."""
+
+SAMPLING = frozenset(
+    {"stop_token_ids", "top_k", "top_p", "min_p", "repetition_penalty", "top_logprobs"}
+)
+"""Left out: penalties on output tokens and stop strings, for of a turn that goes on vLLM takes the
+tokens so far for its prompt; ``min_tokens``, which also leaves out the model's own stop tokens; and
+what it has otherwise or not at all."""
+
+IMPOSSIBLE = -9999.0
+"""JSON has no infinity: so vLLM writes the log-prob of a token that could not be sampled."""
+
+
+class _Top(msgspec.Struct):
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class _Token(msgspec.Struct):
+    token_id: int
+    logprob: float
+    top_logprobs: list[_Top] = []
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token] | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: Any = None
+
+
+_events = msgspec.json.Decoder(_Event)
+
+
+def make_adapter(url: str, model: Path) -> "VllmAdapter":
+    """The adapter for the server at ``url``, which serves what is in the directory ``model``."""
+    return VllmAdapter(HttpEngine(url), model)
+
+
+class VllmAdapter(Unable):
+    """One vLLM server."""
+
+    def __init__(self, http: HttpEngine, model: Path) -> None:
+        self._http = http
+        self._model = model.resolve()
+        self._name = ""
+        """The model's, in requests."""
+        self._release: Release | None = None
+        self._serves: tuple[Path, str] | None = None
+        """The directory whose weights it has, and their label."""
+
+    @property
+    def _about(self) -> Release:
+        assert self._release is not None, "open() comes first"
+        return self._release
+
+    # ------------------------------------------------------------ start and end
+
+    async def open(self, label: str) -> Capabilities:
+        """Find out what is there; leave it awake, unpaused, and with nobody's requests."""
+        version = (await self._http.wait_for("/version"))["version"]
+        try:
+            paths = (await self._http.call("GET", "/openapi.json"))["paths"]
+            check_routes(version, paths)
+            info = await self._http.call("GET", "/server_info", query={"config_format": "json"})
+            models = await self._http.call("GET", "/v1/models")
+            self._release = read_release(version, paths, info)
+            self._name = models["data"][0]["id"]
+            _refuse_tied(self._release, self._model)
+            await self.pause("abort")
+            await self._serve_the_directory(label)
+            await self.resume()
+            await self._probe(label)
+        except (Refusal, WeightsRefused, EngineGone) as error:
+            raise ConfigError(f"vLLM at {self._http.url} can't be used: {error}") from error
+        return self._capabilities(int(models["data"][0]["max_model_len"]))
+
+    def _capabilities(self, context_tokens_max: int) -> Capabilities:
+        release = self._about
+        return Capabilities(
+            engine=f"vllm {release.text}",
+            context_tokens_max=context_tokens_max,
+            running_turns_max=release.running_turns_max,
+            has_processed_logprobs=release.has_processed_logprobs,
+            freezes=True,
+            keeps_kv=release.has_spans,
+            sampling=SAMPLING,
+            top_logprobs_max=release.top_logprobs_max,
+            scores=frozenset({"logprobs"}),
+            num_blocks=release.num_blocks,
+            block_tokens=release.block_tokens,
+        )
+
+    async def _serve_the_directory(self, label: str) -> None:
+        """Have it compute with the model directory's weights: v0."""
+        release = self._about
+        is_another = _is_another(Path(release.model), self._model)
+        if not release.has_labels or is_another or await self._label() != NEVER_GIVEN_WEIGHTS:
+            sys.stderr.write(f"{self._http.url} may have other weights; loads {self._model}\n")
+            await self._load(self._model, label)
+        elif release.has_labels:
+            await self._name_weights(label)
+        self._serves = (self._model, label)
+
+    async def _probe(self, label: str) -> None:
+        """Have one token sampled, and look whether all is told that is relied on."""
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        request = Request(token_ids=[0], sampling=sampling, salt=label)
+        try:
+            async with aclosing(self.generate(request)) as chunks:
+                seen = [chunk async for chunk in chunks]
+        except TurnRefused as error:
+            raise ConfigError(f"vLLM at {self._http.url} samples nothing: {error}") from error
+        last = seen[-1]
+        if self._about.has_spans and last.labels != [VersionLabel(label, 0, 1)]:
+            raise ConfigError(
+                f"vLLM {self._about.text} at {self._http.url} labels a token {last.labels}, "
+                f"although its weights were just named {label}"
+            )
+
+    async def close(self) -> None:
+        """Let go of connections; requests under way are aborted by it."""
+        await self._http.close()
+
+    # ------------------------------------------------------------ requests
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """Sample; closing it early closes the connection, which aborts the request."""
+        body = self._body(request) | {"stream": True}
+        has_ended = False
+        try:
+            async with aclosing(self._http.events(GENERATE, body)) as events:
+                async for data in events:
+                    event = _events.decode(data)
+                    if event.error is not None:
+                        raise EngineGone(f"{self._http.url} broke off a stream: {event.error}")
+                    for choice in event.choices:
+                        has_ended = choice.finish_reason is not None
+                        yield _chunk(choice, request.sampling.top_logprobs)
+                    if has_ended:
+                        return
+        except Refusal as refusal:
+            raise await self._refused(refusal) from refusal
+        except msgspec.DecodeError as error:
+            raise EngineGone(f"{self._http.url} streams what is no event: {error}") from error
+        raise EngineGone(f"{self._http.url} ended a stream without saying why")
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        asked = request.sampling
+        return {
+            "model": self._name,
+            "token_ids": list(request.token_ids),
+            "cache_salt": request.salt,
+            # All of them, or the model's generation_config.json might have a say.
+            "sampling_params": {
+                "max_tokens": asked.max_tokens,
+                "temperature": asked.temperature,
+                "top_k": asked.top_k,
+                "top_p": asked.top_p,
+                "min_p": asked.min_p,
+                "repetition_penalty": asked.repetition_penalty,
+                "stop_token_ids": list(asked.stop_token_ids),
+                "ignore_eos": True,
+                "detokenize": False,
+                "logprobs": asked.top_logprobs,
+            },
+        }
+
+    async def _refused(self, refusal: Refusal) -> Exception:
+        """What a request that was not taken means."""
+        if refusal.status == 403:
+            return ConfigError(f"{refusal.why} {START_IT_SO}")
+        if refusal.status in (429, 503):
+            await self.check()  # a dead engine says 503 too
+            return EngineHeld(refusal.why)
+        if refusal.status >= 500:
+            await self.check()
+        return TurnRefused(f"vLLM refuses this turn: {refusal.why}")
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Log-probs of given tokens, at temperature 1; vLLM reads no prefix cache for these."""
+        if request.temperature != 1.0:
+            raise ScoreRefused("vLLM scores at temperature 1 only; leave temperature out")
+        k = request.top_logprobs
+        body = {
+            "model": self._name,
+            "token_ids": list(request.token_ids),
+            "sampling_params": {
+                "max_tokens": 1,
+                "temperature": 0.0,
+                "detokenize": False,
+                "prompt_logprobs": k,
+            },
+        }
+        try:
+            answer = await self._http.call("POST", GENERATE, body, timeout_s=LOAD_TIMEOUT_S)
+        except Refusal as refusal:
+            raise ScoreRefused(f"vLLM refuses to score: {refusal.why}") from refusal
+        told = answer["prompt_logprobs"]
+        logprobs: list[float] = []
+        top = TopLogprobs([], [])
+        for position in range(request.start, len(request.token_ids)):
+            entries = told[position]
+            logprobs.append(entries[str(request.token_ids[position])]["logprob"])
+            likeliest = sorted(entries.items(), key=lambda entry: entry[1]["rank"])[:k]
+            top.token_ids.extend(int(token) for token, _ in likeliest)
+            top.logprobs.extend(entry["logprob"] for _, entry in likeliest)
+        return Scores(logprobs, top if k else None)
+
+    # ------------------------------------------------------------ control
+
+    async def pause(self, mode: Literal["abort", "keep"]) -> None:
+        """In the query: vLLM ignores a body, and pauses by ``abort`` whatever that says.
+
+        Caches are left as they are, for no request with another salt sees what is in them.
+        """
+        query = {"mode": mode, "clear_cache": "false"}
+        await self._control("/pause", query=query, timeout_s=PAUSE_TIMEOUT_S)
+        await self._expect_paused(True)
+
+    async def resume(self) -> None:
+        """Let it sample again."""
+        await self._control("/resume")
+        await self._expect_paused(False)
+
+    async def _expect_paused(self, expected: bool) -> None:
+        answer = await self._control("/is_paused", method="GET")
+        if answer.get("is_paused") is not expected:
+            raise EngineGone(
+                f"{self._http.url} was {'paused' if expected else 'resumed'}, and says that it is "
+                f"not; does somebody else pause it, too?"
+            )
+
+    async def load_weights(self, directory: Path, label: str) -> None:
+        """From files; if that fails, those of before again, for it may have got half way."""
+        before = self._serves
+        try:
+            await self._load(directory, label)
+        except Refusal as refusal:
+            if before is None:
+                raise WeightsRefused(str(refusal)) from refusal
+            try:
+                await self._load(*before)
+            except Refusal as error:
+                raise EngineGone(
+                    f"{self._http.url} could load neither new weights ({refusal}) nor those of "
+                    f"before ({error})"
+                ) from error
+            raise WeightsRefused(f"vLLM can't load them: {refusal.why}") from refusal
+        self._serves = (directory, label)
+
+    async def _load(self, directory: Path, label: str) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+        await self._http.call("POST", "/collective_rpc", body, timeout_s=LOAD_TIMEOUT_S)
+        if self._about.has_labels:
+            await self._name_weights(label)
+
+    async def _name_weights(self, label: str) -> None:
+        await self._control("/update_weight_version", {"new_version": label})
+        if (found := await self._label()) != label:
+            raise EngineGone(f"{self._http.url} calls its weights {found!r}, named {label!r}")
+
+    async def _label(self) -> str:
+        answer = await self._control("/weight_info", method="GET")
+        return str(answer["weight_version"])
+
+    async def check(self) -> None:
+        """Ask whether the engine behind the server lives, too."""
+        try:
+            await self._http.call("GET", "/health")
+        except Refusal as refusal:
+            raise EngineGone(f"{self._http.url} is not healthy: {refusal}") from refusal
+
+    async def preemptions(self) -> int | None:
+        """Of all its engines together."""
+        text = await self._control("/metrics", method="GET")
+        counts = re.findall(r"^vllm:num_preemptions_total(?:\{[^}]*\})? ([\d.e+]+)$", text, re.M)
+        return int(sum(map(float, counts))) if counts else None
+
+    async def _control(
+        self,
+        path: str,
+        body: object = None,
+        *,
+        method: str = "POST",
+        query: dict[str, str] | None = None,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+    ) -> Any:
+        try:
+            return await self._http.call(method, path, body, query=query, timeout_s=timeout_s)
+        except Refusal as refusal:
+            raise EngineGone(f"vLLM refuses to be controlled: {refusal}") from refusal
+
+
+def _refuse_tied(release: Release, model: Path) -> None:
+    """Refuse a model of which vLLM would update all but the head.
+
+    On a CPU it multiplies by a packed copy of the head, which loading the embedding that it is tied
+    to does not touch: the tokens after it are of neither the old weights nor the new.
+
+    Raises:
+        ConfigError: it is such a model, on a CPU.
+    """
+    if release.is_on_cpu and is_tied(model):
+        raise ConfigError(
+            f"vLLM {release.text} on a CPU goes on with the old lm_head of a tied model when it is "
+            f"given new weights; untie {model} (tie_word_embeddings=false in config.json, and "
+            f"lm_head.weight in the files), or use Tidegate's own engine"
+        )
+
+
+def _is_another(started_with: Path, model: Path) -> bool:
+    """Whether the server was started with another directory, as far as that can be seen here."""
+    return started_with.is_dir() and started_with.resolve() != model
+
+
+def _chunk(choice: _Choice, top_logprobs: int) -> Chunk:
+    token_ids = choice.token_ids or []
+    told = (choice.logprobs.content if choice.logprobs is not None else None) or []
+    labels = choice.weight_versions
+    return Chunk(
+        token_ids,
+        [token.logprob for token in told],
+        _ended(choice.finish_reason),
+        None if labels is None else [VersionLabel(s.version, s.start, s.end) for s in labels],
+        _top(told, top_logprobs) if top_logprobs and told else None,
+    )
+
+
+def _ended(reason: str | None) -> Ended | None:
+    match reason:
+        case None | "stop" | "length" | "abort":
+            return reason
+    raise TurnRefused(f"vLLM ended this turn by {reason!r}; its log says why")
+
+
+def _top(told: list[_Token], k: int) -> TopLogprobs:
+    top = TopLogprobs([], [])
+    for token in told:
+        likeliest = sorted(token.top_logprobs, key=lambda one: one.rank)[:k]
+        top.token_ids.extend(one.token_id for one in likeliest)
+        top.logprobs.extend(
+            one.logprob if one.logprob > IMPOSSIBLE else float("-inf") for one in likeliest
+        )
+    return top

@@ -1,0 +1,107 @@
+"""What can this vLLM do? By its version, the routes it has, and the settings it was started with.
+
+Knows nothing of requests. Versions as of what was read in the releases, and tried with 0.32.0.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tidegate.errors import ConfigError
+
+OLDEST = (0, 21)
+"""Pauses that hold over several API servers, and updates that begin and end."""
+
+LABELS = (0, 27)
+"""``/weight_info`` and ``/update_weight_version``."""
+
+SPANS = (0, 32)
+"""``weight_versions`` in the last event: whose weights sampled which tokens."""
+
+SCALE_OUT = (0, 30)
+"""``/inference/v1/generate`` must be switched on from here."""
+
+REJECTS_WHILE_PAUSED = (0, 33)
+"""New requests get a 503 during ``abort`` and ``wait``; before, they were queued."""
+
+DEV_ROUTES = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/server_info")
+GENERATE = "/inference/v1/generate"
+
+START_IT_SO = (
+    "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and "
+    "--enable-scale-out --logprobs-mode processed_logprobs"
+)
+
+RUNNING_TURNS_UNSAID = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """One running server."""
+
+    version: tuple[int, int]
+    text: str
+    """As it says."""
+    has_labels: bool
+    """Whether weights can be given a name, and asked for it."""
+    has_spans: bool
+    has_processed_logprobs: bool
+    running_turns_max: int
+    top_logprobs_max: int
+    num_blocks: int
+    block_tokens: int
+    model: str
+    """The path or name that it was started with."""
+    is_on_cpu: bool
+
+
+def read_release(text: str, paths: Collection[str], info: Mapping[str, Any]) -> Release:
+    """Judge a server by ``/version``, the paths of ``/openapi.json``, and ``/server_info``.
+
+    Raises:
+        ConfigError: it is too old, or lacks routes.
+    """
+    version = _version(text)
+    if version < OLDEST:
+        raise ConfigError(
+            f"vLLM {text} is too old: it can't be paused and given weights as a run needs it; "
+            f"use {OLDEST[0]}.{OLDEST[1]} or newer"
+        )
+    check_routes(text, paths)
+    config = info.get("vllm_config", {})
+    model, cache = config.get("model_config", {}), config.get("cache_config", {})
+    sequences = config.get("scheduler_config", {}).get("max_num_seqs")
+    top = model.get("max_logprobs")
+    has_labels = version >= LABELS and "/weight_info" in paths
+    return Release(
+        version=version,
+        text=text,
+        has_labels=has_labels,
+        has_spans=has_labels and version >= SPANS,
+        has_processed_logprobs=str(model.get("logprobs_mode", "")).endswith("processed_logprobs"),
+        running_turns_max=int(sequences or RUNNING_TURNS_UNSAID),
+        top_logprobs_max=20 if top is None else (2**31 if top == -1 else int(top)),
+        num_blocks=int(cache.get("num_gpu_blocks") or 0),
+        block_tokens=int(cache.get("block_size") or 0),
+        model=str(model.get("model", "")),
+        is_on_cpu=config.get("device_config", {}).get("device") == "cpu",
+    )
+
+
+def check_routes(text: str, paths: Collection[str]) -> None:
+    """Refuse a server that lacks what every run needs.
+
+    Raises:
+        ConfigError: it does; says how to start it.
+    """
+    lacking = [path for path in (*DEV_ROUTES, GENERATE) if path not in paths]
+    if lacking:
+        raise ConfigError(f"this vLLM {text} has no {', '.join(lacking)}; {START_IT_SO}")
+
+
+def _version(text: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", text)
+    if found is None:
+        raise ConfigError(f"a server that says version {text!r} is no vLLM")
+    return int(found[1]), int(found[2])

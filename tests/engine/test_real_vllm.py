@@ -1,0 +1,170 @@
+"""Does all of it hold with vLLM itself? A real server on the CPU: ``make test-vllm``.
+
+Every log-prob is held against transformers on the weights of its tag, by the audit of a whole run:
+so generation, the meaning of log-probs, pauses with turns in flight, weight updates and provenance
+are all proven or none is.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.adapter_runs import train
+from tests.models import make_model_directory
+from tidegate.engine.adapters.adapter import ScoreRequest
+from tidegate.engine.adapters.vllm import make_adapter
+from tidegate.errors import ConfigError
+from tidegate.transport.messages import KvPolicy, PauseMode
+
+PYTHON = os.environ.get("TIDEGATE_VLLM_PYTHON")
+
+pytestmark = [
+    pytest.mark.skipif(PYTHON is None, reason="wants vLLM, in a Python of its own: make test-vllm"),
+    pytest.mark.timeout(600),
+]
+
+
+@dataclass
+class Server:
+    """One vLLM process."""
+
+    model: Path
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def kill(self) -> None:
+        """All of its processes. Harmless if repeated."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def start(model: Path, log: Path) -> Server:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": "",
+    }
+    options = ["--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
+    options += ["--max-model-len", "512", "--enforce-eager", "--max-num-seqs", "16"]
+    options += ["--dtype", "float32", "--logprobs-mode", "processed_logprobs"]
+    assert PYTHON is not None
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [PYTHON, "-m", "vllm.entrypoints.openai.api_server", *options, "--enable-scale-out"],
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    return Server(model, f"http://127.0.0.1:{port}", process)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("vllm")
+    model = make_model_directory(directory / "model", tied=False)
+    server = start(model, directory / "log")
+    try:
+        wait_for(server, directory / "log")
+        yield server
+    finally:
+        server.kill()
+
+
+def wait_for(server: Server, log: Path) -> None:
+    """Its port answers, or its process is over; pytest's own limit bounds it."""
+    while server.process.poll() is None:
+        try:
+            urllib.request.urlopen(f"{server.url}/health", timeout=5).close()
+        except (urllib.error.URLError, OSError):
+            continue
+        return
+    pytest.fail(f"vLLM ended: {log.read_text()[-2000:]}")
+
+
+async def test_given_tokens_are_scored_as_transformers_scores_them(server: Server) -> None:
+    adapter = make_adapter(server.url, server.model)
+    able = await adapter.open("v0")
+    tokens = [1, 5, 9, 13, 17, 21, 2, 6, 10, 14]
+    try:
+        scores = await adapter.score(ScoreRequest(tokens, "logprobs", 4, 0, 1.0))
+    finally:
+        await adapter.close()
+    assert able.keeps_kv
+    expected = reference(server.model, tokens)[4:]
+    assert list(scores.logprobs) == pytest.approx(expected, abs=1e-4)
+
+
+def reference(model: Path, tokens: list[int]) -> list[float]:
+    import torch
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logprobs = auto(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    return [0.0] + [logprobs[n, token].item() for n, token in enumerate(tokens[1:])]
+
+
+@pytest.mark.parametrize(
+    ("pause_mode", "kv_policy"),
+    [("keep", "keep"), ("keep", "recompute"), ("abort", "recompute"), ("wait", "recompute")],
+)
+async def test_every_token_of_a_run_is_what_its_tags_say(
+    server: Server, tmp_path: Path, pause_mode: PauseMode, kv_policy: KvPolicy
+) -> None:
+    report = await train(
+        server.model,
+        tmp_path / "run",
+        batches=8,
+        engine_urls=[f"vllm+{server.url}"],
+        pause_mode=pause_mode,
+        kv_policy=kv_policy,
+    )
+    assert report.problems == ()
+    assert report.agrees
+    assert report.tokens_unknown == 0
+    assert report.versions > 3
+    assert report.version_power.unnoticed_share < 0.05
+    assert (report.spans_mixed > 0) == (kv_policy == "keep")
+
+
+async def test_a_tied_model_is_refused_on_a_cpu(server: Server, tmp_path: Path) -> None:
+    tied = make_model_directory(tmp_path / "tied", tied=True)
+    adapter = make_adapter(server.url, tied)
+    try:
+        with pytest.raises(ConfigError, match="old lm_head"):
+            await adapter.open("v0")
+    finally:
+        await adapter.close()
+
+
+async def test_turns_go_on_elsewhere_when_the_server_is_killed(
+    server: Server, tmp_path: Path
+) -> None:
+    report = await train(
+        server.model,
+        tmp_path / "run",
+        after_two=server.kill,
+        batches=6,
+        engines=1,
+        engine_urls=[f"vllm+{server.url}"],
+        kv_policy="keep",
+    )
+    assert report.problems == ()
+    assert report.agrees
+    assert report.tokens_unknown == 0

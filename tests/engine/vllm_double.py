@@ -1,0 +1,337 @@
+"""What would a vLLM server answer? Its routes for reinforcement learning, around a real tiny model.
+
+Behaviours are those recorded of vLLM 0.32.0 on a CPU: what is in queries and what in bodies, what a
+pause does to requests that run, wait and come, KV that outlives an update, spans in the last event
+only, errors and their shape. The model computes with real weights and a real KV cache, so that a
+wrong tag shows in log-probs. Prompts are prefilled in chunks, so that a pause can hit the midst.
+"""
+
+import asyncio
+import itertools
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.runner import ModelRunner, Row, RowSampling
+from tidegate.engine.weights.weights import load_directory
+from tidegate.errors import TidegateError
+
+BLOCK_TOKENS, BLOCKS_EACH, REQUESTS_MAX = 16, 16, 8
+PREFILL_CHUNK_TOKENS = 16
+STEP_S = 0.002
+CONTEXT_TOKENS_MAX = BLOCK_TOKENS * BLOCKS_EACH
+
+PATIENCE_S = 20.0
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request in the engine."""
+
+    body: dict[str, Any]
+    context: list[int]
+    prompt_tokens: int
+    chunks: "asyncio.Queue[dict[str, Any]]" = field(default_factory=asyncio.Queue)
+    block: int | None = None
+    computed: int = 0
+    spans: list[dict[str, Any]] = field(default_factory=list)
+
+
+class VllmDouble:
+    """One server, on a thread of its own. Attributes may be set from the test's."""
+
+    def __init__(self, model: Path, *, version: str = "0.32.0", **config: Any) -> None:
+        self.version = version
+        self.config = {
+            "logprobs_mode": "processed_logprobs",
+            "device": "cuda",
+            "dev": True,
+            "scale_out": True,
+            "model": str(model),
+        } | config
+        self._path = model
+        shape = ModelConfig.from_directory(model)
+        self._runner = ModelRunner(
+            shape,
+            load_directory(model, shape, torch.float32),
+            num_blocks=BLOCKS_EACH * REQUESTS_MAX,
+            block_tokens=BLOCK_TOKENS,
+        )
+        self._free = list(range(REQUESTS_MAX))
+        self.label = "default"
+        self.paused = ""
+        """``all`` after keep, ``new`` after abort and wait."""
+        self.asked: list[Asked] = []
+        self.bodies: list[dict[str, Any]] = []
+        """Of all requests so far."""
+        self.calls: list[str] = []
+        """Control calls, with their queries."""
+        self.loads: list[str] = []
+        self.fails_to_load: Callable[[str], bool] = lambda path: False
+        self.preemptions = 0
+        self.mislabels = False
+        self.is_dead = False
+        self._numbers = itertools.count()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        settings = uvicorn.Config(self._app(), log_level="critical", lifespan="off")
+        self._server = uvicorn.Server(settings)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "VllmDouble":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(PATIENCE_S)
+        self._socket.close()
+
+    def kill(self) -> None:
+        """As kill -9 does: connections break, and nobody listens any more."""
+        self.is_dead = True
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            steps = asyncio.create_task(self._step_for_ever())
+            await self._server.serve([self._socket])
+            await asyncio.sleep(5 * STEP_S)  # in which sockets of broken connections are closed
+            steps.cancel()
+
+        asyncio.run(serve())
+
+    # ------------------------------------------------------------ the engine
+
+    async def _step_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(STEP_S)
+            if self.is_dead:
+                self._socket.close()
+                for server in self._server.servers:
+                    server.close()
+                self._break_connections()
+            if self.paused != "all":
+                self._step()
+
+    def _break_connections(self) -> None:
+        for connection in list(self._server.server_state.connections):
+            transport = getattr(connection, "transport", None)
+            if transport is not None:
+                transport.abort()
+
+    def _step(self) -> None:
+        rows, whose = [], []
+        for one in self.asked:
+            if one.block is None and self._free and self.paused != "new":
+                one.block = self._free.pop()
+            if one.block is not None:
+                rows.append(self._row(one))
+                whose.append(one)
+        if not rows:
+            return
+        output = self._runner.step(rows)
+        samples = iter(zip(output.token_ids.tolist(), output.logprobs.tolist(), strict=True))
+        for one, row in zip(whose, rows, strict=True):
+            one.computed += len(row.token_ids)
+            if row.sampling is not None:
+                self._sampled(one, *next(samples))
+
+    def _row(self, one: Asked) -> Row:
+        assert one.block is not None
+        tokens = one.context[one.computed : one.computed + PREFILL_CHUNK_TOKENS]
+        asked, sampling = one.body["sampling_params"], None
+        if one.computed + len(tokens) == len(one.context):
+            sampling = RowSampling(
+                temperature=asked.get("temperature", 1.0),
+                top_k=max(0, asked.get("top_k", 0)),
+                top_p=asked.get("top_p", 1.0),
+                seed=id(one) % 2**32,
+                index=len(one.context),
+            )
+        blocks = range(one.block * BLOCKS_EACH, (one.block + 1) * BLOCKS_EACH)
+        return Row(np.array(tokens, np.int32), one.computed, list(blocks), sampling)
+
+    def _sampled(self, one: Asked, token: int, logprob: float) -> None:
+        one.context.append(token)
+        asked, count = one.body["sampling_params"], len(one.context) - one.prompt_tokens
+        if not one.spans or one.spans[-1]["version"] != self.label:
+            one.spans.append({"version": self.label, "start": count - 1, "end": count})
+        one.spans[-1]["end"] = count
+        reason = None
+        if token in asked.get("stop_token_ids", []):
+            reason = "stop"
+        elif count == asked["max_tokens"]:
+            reason = "length"
+        self._tell(one, reason, [(token, logprob)])
+
+    def _tell(self, one: Asked, reason: str | None, sampled: list[tuple[int, float]]) -> None:
+        content = [{"token_id": t, "logprob": p, "rank": 1, "top_logprobs": []} for t, p in sampled]
+        spans = [span | ({"version": "other"} if self.mislabels else {}) for span in one.spans]
+        choice = {
+            "index": 0,
+            "finish_reason": reason,
+            "stop_reason": None,
+            "token_ids": [token for token, _ in sampled],
+            "weight_versions": spans if reason is not None else None,
+            "logprobs": {"content": content},
+        }
+        one.chunks.put_nowait({"request_id": "generate-tokens-x", "choices": [choice]})
+        if reason is not None:
+            self._forget(one)
+
+    def _forget(self, one: Asked) -> None:
+        if one in self.asked:
+            self.asked.remove(one)
+            if one.block is not None:
+                self._free.append(one.block)
+
+    # ------------------------------------------------------------ routes
+
+    def _app(self) -> Starlette:
+        dev = {
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/is_paused": self._is_paused,
+            "/collective_rpc": self._collective_rpc,
+            "/server_info": self._server_info,
+            "/weight_info": self._weight_info,
+            "/update_weight_version": self._name,
+        }
+        routes = {
+            "/version": self._version,
+            "/health": self._health,
+            "/metrics": self._metrics,
+            "/openapi.json": self._openapi,
+            "/v1/models": self._models,
+            "/inference/v1/generate": self._generate,
+        } | (dev if self.config["dev"] else {})
+        self._paths = list(routes)
+        return Starlette(
+            routes=[Route(path, its, methods=["GET", "POST"]) for path, its in routes.items()]
+        )
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": self.version})
+
+    async def _health(self, request: Request) -> Response:
+        return Response()
+
+    async def _metrics(self, request: Request) -> Response:
+        return PlainTextResponse(
+            "# TYPE vllm:num_preemptions_total counter\n"
+            f'vllm:num_preemptions_total{{engine="0",model_name="tiny"}} {self.preemptions}.0\n'
+        )
+
+    async def _openapi(self, request: Request) -> Response:
+        return JSONResponse({"paths": {path: {} for path in self._paths}})
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"data": [{"id": "tiny", "max_model_len": CONTEXT_TOKENS_MAX}]})
+
+    async def _server_info(self, request: Request) -> Response:
+        return JSONResponse(
+            {
+                "vllm_config": {
+                    "model_config": {
+                        "model": self.config["model"],
+                        "logprobs_mode": self.config["logprobs_mode"],
+                        "max_logprobs": 20,
+                    },
+                    "scheduler_config": {"max_num_seqs": REQUESTS_MAX},
+                    "cache_config": {"block_size": BLOCK_TOKENS, "num_gpu_blocks": 128},
+                    "device_config": {"device": self.config["device"]},
+                }
+            }
+        )
+
+    async def _weight_info(self, request: Request) -> Response:
+        return JSONResponse({"weight_version": self.label})
+
+    async def _name(self, request: Request) -> Response:
+        self.label = (await request.json())["new_version"]
+        return JSONResponse({"success": True, "new_version": self.label})
+
+    async def _pause(self, request: Request) -> Response:
+        mode = request.query_params.get("mode", "abort")  # a body is ignored
+        self.calls.append(f"pause {mode}")
+        if mode == "keep":
+            self.paused = "all"
+        else:
+            self.paused = "new"
+            while mode == "wait" and any(one.block is not None for one in self.asked):  # noqa: ASYNC110
+                await asyncio.sleep(STEP_S)
+            if mode == "abort":
+                for one in list(self.asked):
+                    self._tell(one, "abort", [])
+        return JSONResponse({"status": "paused"})
+
+    async def _resume(self, request: Request) -> Response:
+        self.calls.append("resume")
+        self.paused = ""
+        return JSONResponse({"status": "resumed"})
+
+    async def _is_paused(self, request: Request) -> Response:
+        return JSONResponse({"is_paused": bool(self.paused)})
+
+    async def _collective_rpc(self, request: Request) -> Response:
+        path = (await request.json())["kwargs"]["weights_path"]
+        self.calls.append("reload")
+        self.loads.append(path)
+        try:
+            if self.fails_to_load(path):
+                raise OSError("no such file")
+            shape = ModelConfig.from_directory(self._path)
+            self._runner.swap(load_directory(Path(path), shape, torch.float32))
+        except (OSError, TidegateError) as error:
+            return _error(500, f"Call to collective_rpc method failed: {error}")
+        return JSONResponse({"results": [None]})
+
+    async def _generate(self, request: Request) -> Response:
+        body = await request.json()
+        if not self.config["scale_out"]:
+            return _error(403, "Scale-out endpoints are disabled. Restart vllm serve with …")
+        if self.paused == "new" and self.version >= "0.33":
+            return _error(503, "Generation is paused. Please retry after it resumes.")
+        if any(token >= 96 for token in body["token_ids"]):
+            return _error(400, "Token id 96 is out of vocabulary")
+        self.bodies.append(body)
+        one = Asked(body, list(body["token_ids"]), len(body["token_ids"]))
+        self.asked.append(one)
+        return StreamingResponse(self._stream(one), media_type="text/event-stream")
+
+    async def _stream(self, one: Asked) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                event = await one.chunks.get()
+                yield b"data: " + json.dumps(event).encode() + b"\n\n"
+                if event["choices"][0]["finish_reason"] is not None:
+                    yield b"data: [DONE]\n\n"
+                    return
+        finally:
+            self._forget(one)  # a client that goes away aborts its request
+
+
+def _error(status: int, message: str) -> Response:
+    kind = {403: "PermissionDeniedError", 503: "ServiceUnavailableError"}.get(status, "Bad")
+    said = {"message": message, "type": kind, "param": None, "code": status}
+    return JSONResponse({"error": said}, status)
