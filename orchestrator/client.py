@@ -223,8 +223,8 @@ class RunClient:
         from tidegate.orchestrator.feed.batches import build_batch  # torch: not for who only audits
 
         self._batches = handover.number
-        self._forecast_from(handover)
         batch = build_batch(handover.groups, handover.trainer_version, handover.number)
+        self._forecast_from(batch)
         self._note_batch(handover, batch)
         return batch
 
@@ -259,11 +259,16 @@ class RunClient:
         if self._running.live is not None:
             self._running.live.off_policy(told)
 
-    def _forecast_from(self, handover: ev.HandOver) -> None:
+    def _forecast_from(self, batch: "Batch") -> None:
         scheduler = self._running.scheduler
-        engines = scheduler.fleet.statistics() if scheduler is not None else ()
-        usage = self._keeper.usage()
-        self._forecaster.note_batch(handover.groups, handover.trainer_version, usage, engines)
+        self._forecaster.note_batch(
+            (batch.weight_versions >= 0).sum(1).numpy(),
+            batch.group_ids.numpy(),
+            batch.staleness.numpy(),
+            trainer_version=batch.trainer_version,
+            usage=self._keeper.usage(),
+            engines=scheduler.fleet.statistics() if scheduler is not None else (),
+        )
 
     def _statistics_of(self, scheduler: Scheduler) -> RunStatistics:
         core, usage = scheduler.core, self._keeper.usage()

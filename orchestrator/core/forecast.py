@@ -8,7 +8,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tidegate.orchestrator.core.group import Group
+import numpy as np
+import numpy.typing as npt
+
 from tidegate.orchestrator.core.group_lengths import GroupLengths
 from tidegate.orchestrator.statistics import EngineStatistics, LedgerSnapshot, RunForecast
 from tidegate.orchestrator.timekeeping import Usage
@@ -66,23 +68,27 @@ class Forecaster:
 
     def note_batch(
         self,
-        groups: Sequence[Group],
+        tokens: npt.NDArray[np.int64],
+        group_ids: npt.NDArray[np.int64],
+        staleness: npt.NDArray[np.int64],
+        *,
         trainer_version: int,
         usage: Usage,
         engines: Sequence[EngineStatistics],
     ) -> None:
-        """The trainer has this batch from now on; ``engines`` as they are at this moment."""
+        """The trainer has this batch from now on; ``engines`` as they are at this moment.
+
+        Of each rollout, those of a group together: its sampled tokens, its group, and its
+        staleness, all [R].
+        """
         if not self._batches:
             self._first, self._versions = usage, (trainer_version, trainer_version)
         self._last, self._versions = usage, (self._versions[0], trainer_version)
         self._engines = tuple(engines)
         self._batches += 1
-        for group in groups:
-            self._lengths.note(group)
-            for rollout in group.kept:
-                oldest = rollout.oldest_trained_version
-                self._trained += 1
-                self._staleness += 0 if oldest is None else trainer_version - oldest
+        self._lengths.note(tokens, group_ids)
+        self._trained += len(staleness)
+        self._staleness += int(staleness.sum())
 
     def forecast(
         self,

@@ -5,10 +5,11 @@ It knows tokens, not seconds.
 
 import bisect
 import itertools
-import math
 from collections import Counter
 
-from tidegate.orchestrator.core.group import Group
+import numpy as np
+import numpy.typing as npt
+
 from tidegate.policies import predictions
 
 BUCKETS_PER_DOUBLING = 4
@@ -27,16 +28,20 @@ class GroupLengths:
         """Of each group's longest rollout, added up."""
         self._most_tokens = 0
 
-    def note(self, group: Group) -> None:
-        """A group has ended."""
-        lengths = [rollout.sampled_tokens for rollout in group.rollouts]
-        longest = max(lengths, default=0)
-        self.groups += 1
-        self.rollouts += len(lengths)
-        self.tokens += sum(lengths)
-        self._longest_tokens += longest
-        self._most_tokens = max(self._most_tokens, longest)
-        self._buckets[int(BUCKETS_PER_DOUBLING * math.log2(max(1, longest)))] += 1
+    def note(self, tokens: npt.NDArray[np.int64], group_ids: npt.NDArray[np.int64]) -> None:
+        """These groups have ended: the sampled tokens of each rollout, those of a group together.
+
+        Both [R]; in numpy, for there are thousands a second.
+        """
+        begins = np.flatnonzero(np.diff(group_ids, prepend=-1))
+        longest = np.maximum.reduceat(tokens, begins)
+        self.groups += len(begins)
+        self.rollouts += len(tokens)
+        self.tokens += int(tokens.sum())
+        self._longest_tokens += int(longest.sum())
+        self._most_tokens = max(self._most_tokens, int(longest.max()))
+        buckets = (BUCKETS_PER_DOUBLING * np.log2(np.maximum(1, longest))).astype(np.int64)
+        self._buckets.update(buckets.tolist())
 
     @property
     def tail_factor(self) -> float:

@@ -4,20 +4,17 @@ import asyncio
 import itertools
 import math
 import random
-from array import array
 
+import numpy as np
 import pytest
 
 import tidegate
 from tidegate.orchestrator.core.forecast import BatchTimes, Forecaster, advise, window_groups
-from tidegate.orchestrator.core.group import Group
-from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.statistics import EngineStatistics, LedgerSnapshot, RunForecast
 from tidegate.orchestrator.timekeeping import Usage
 from tidegate.policies.asynchrony import BoundedStaleness, Order, Unbounded
 from tidegate.policies.consumption import Window
 from tidegate.testing import ScriptedEngine, ServeInTests, TurnRequest
-from tidegate.transport.messages import SamplingParams
 
 # ---------------------------------------------------------------- on the real scheduler
 
@@ -87,19 +84,6 @@ async def test_a_run_is_as_stale_as_was_predicted(
 # ---------------------------------------------------------------- by itself
 
 
-def a_group(lengths: list[int], version: int) -> Group:
-    group = Group(0, None)
-    for index, tokens in enumerate(lengths):
-        rollout = Rollout(index, 0, index)
-        turn = Turn(rollout, SamplingParams(max_tokens=tokens))
-        rollout.turns.append(turn)
-        turn.begin_run(version, "engine-0")
-        rollout.extend(array("i", [7] * tokens))
-        turn.filed = tokens
-        group.rollouts.append(rollout)
-    return group
-
-
 def an_engine(*, steps: int = 1000, rows: int = 8, step_s: float = 0.01) -> EngineStatistics:
     """Always as many rows in a step."""
     return EngineStatistics(
@@ -124,8 +108,15 @@ def forecast_of(
     forecaster = Forecaster()
     for number in range(batches):
         usage = Usage(wall_s=batch_s * (number + 1), trainer_idle_share=idle)
-        group = a_group([40, 40], max(0, number - 2))
-        forecaster.note_batch([group], number, usage, [an_engine()])
+        staleness = np.full(2, min(number, 2))
+        forecaster.note_batch(
+            np.full(2, 40),
+            np.full(2, number),
+            staleness,
+            trainer_version=number,
+            usage=usage,
+            engines=[an_engine()],
+        )
     return forecaster.forecast(
         ledger or LedgerSnapshot(generated=80), outstanding_groups_max=3, window_groups=1
     )
