@@ -8,7 +8,7 @@ import asyncio
 import copy
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ class SglangDouble:
         self.is_dead = False
         self.calls: list[tuple[str, dict[str, Any]]] = []
         """Every control call, for tests to read."""
+        self.posts: dict[str, Callable[[dict[str, Any]], Awaitable[Response]]] = {}
         self._went_on = asyncio.Event()
         self._rids = itertools.count()
 
@@ -357,7 +358,7 @@ class SglangDouble:
 
 def make_app(double: SglangDouble) -> Starlette:
     """The double's routes; its sampling runs beside them."""
-    posts = {
+    posts = double.posts = {
         "/generate": double.generate,
         "/pause_generation": double.pause,
         "/continue_generation": double.go_on,

@@ -37,7 +37,10 @@ from tidegate.transport.security import read_engine_keys
 from tidegate.transport.sockets import DealerSocket
 from tidegate.transport.weight_channels import CHANNELS, Home
 
-KINDS = {"vllm": "tidegate.engine.adapters.vllm"}
+KINDS = {
+    "sglang": "tidegate.engine.adapters.sglang",
+    "vllm": "tidegate.engine.adapters.vllm",
+}
 """Each in a module of its own, with ``make_adapter(url, model)``."""
 
 BLOCK_TOKENS = 16

@@ -1,6 +1,6 @@
 """How do tests train over others' engines? Whole runs, with weights that change each time."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ async def train(
     *,
     after_two: Callable[[], None] = lambda: None,
     batches: int = BATCHES,
+    episode: Callable[[tidegate.Episode, list[int]], Awaitable[float]] = solve,
     **settings: Any,
 ) -> AuditReport:
     """Publish other weights after each batch; ``after_two`` batches something may happen."""
@@ -43,7 +44,7 @@ async def train(
         **settings,
     ) as rollouts:
         tasks = ([1, 2, 3, 10 + n % 80] * 5 for n in range(2 * batches))
-        async for _ in rollouts.batches(tasks, episode=solve):
+        async for _ in rollouts.batches(tasks, episode=episode):
             seen += 1
             state = {
                 name: tensor + 0.02 * torch.randn(tensor.shape, generator=noise)

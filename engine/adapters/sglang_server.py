@@ -1,0 +1,102 @@
+"""What SGLang server is that? Its version, its sizes, and what it was started without.
+
+It only looks. What it can't be used without is refused here, with the flag that helps.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tidegate.engine.adapters.http import HttpEngine, Refusal
+from tidegate.errors import ConfigError
+from tidegate.transport.sleep_messages import SleepLevel
+
+RUNNING_TURNS_MAX = 256
+"""Where the server doesn't say: more only wait in its queue, where their priorities count less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """What it says of itself."""
+
+    version: str
+    context_tokens_max: int
+    running_turns_max: int
+    num_blocks: int
+    block_tokens: int
+    labels_tokens: bool
+    """Answers say which weights sampled which tokens (0.5.19)."""
+    streams_incrementally: bool
+    """Streams tell what is new (--incremental-streaming-output), not all there is."""
+    sleep_levels: tuple[SleepLevel, ...]
+
+
+async def look_at(http: HttpEngine, architecture: str) -> Server:
+    """See who is there.
+
+    Raises:
+        ConfigError: it can't serve a run; says how to start one that can.
+        EngineGone: nobody answers.
+    """
+    info = await http.wait_for("/model_info")
+    if not info.get("is_generation", True):
+        raise ConfigError(f"the SGLang server at {http.url} embeds; start one that generates")
+    served = info.get("architectures") or [architecture]
+    if architecture not in served:
+        raise ConfigError(
+            f"the SGLang server at {http.url} serves a {served[0]}, and the run's model is a "
+            f"{architecture}; start it with the run's model directory"
+        )
+    await _refuse_old(http)
+    settings = await _get(http, "/server_info")
+    loads = (await _get(http, "/v1/loads"))["loads"]
+    if len(loads) != 1:
+        raise ConfigError(
+            f"the SGLang server at {http.url} has {len(loads)} data-parallel replicas, and updates "
+            f"reach one; start a server for each, with --dp-size 1"
+        )
+    probe = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    meta = (await http.call("POST", "/generate", probe))["meta_info"]
+    models = (await _get(http, "/v1/models"))["data"]
+    block_tokens = settings.get("page_size") or 1
+    return Server(
+        version=settings.get("version") or loads[0].get("version") or "of an unknown version",
+        context_tokens_max=models[0]["max_model_len"],
+        running_turns_max=min(
+            RUNNING_TURNS_MAX, loads[0].get("max_running_requests") or RUNNING_TURNS_MAX
+        ),
+        num_blocks=loads[0]["max_total_num_tokens"] // block_tokens,
+        block_tokens=block_tokens,
+        streams_incrementally=bool(settings.get("incremental_streaming_output")),
+        labels_tokens="weight_versions" in meta,
+        sleep_levels=_sleep_levels(
+            saver=bool(settings.get("enable_memory_saver")),
+            backup=bool(settings.get("enable_weights_cpu_backup")),
+        ),
+    )
+
+
+async def _refuse_old(http: HttpEngine) -> None:
+    """An unpaused server waits for a lock to be paused; one without modes knows no in_place."""
+    paths = (await _get(http, "/openapi.json"))["paths"]
+    missing = {"/pause_generation", "/update_weights_from_disk", "/v1/loads"} - paths.keys()
+    if missing:
+        raise ConfigError(
+            f"the SGLang server at {http.url} has no {', '.join(sorted(missing))}; take 0.5.21 or "
+            f"newer"
+        )
+
+
+async def _get(http: HttpEngine, path: str) -> Any:
+    try:
+        return await http.call("GET", path)
+    except Refusal as error:
+        raise ConfigError(
+            f"what answers at {http.url} is no SGLang server that a run can use: {error}"
+        ) from error
+
+
+def _sleep_levels(*, saver: bool, backup: bool) -> tuple[SleepLevel, ...]:
+    """Without the saver nothing is given back; without the backup weights are gone."""
+    if not saver:
+        return ()
+    return (1, 2) if backup else (2,)
