@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo demo-agent test test-environments test-agents test-vllm test-ray simulate lint format bench docs clean
+.PHONY: help venv demo demo-agent test test-environments test-agents test-vllm test-sglang test-ray simulate lint format bench docs clean
 
 help:
 	@echo "make demo   train a small model with fully asynchronous rollouts, and report on it"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-agents   agents of litellm and of OpenAI's Agents SDK, in a Python of their own"
 	@echo "make test-ray   engines on a Ray cluster of several nodes on this machine (a Python of its own)"
 	@echo "make test-vllm   adapters against the real vLLM, built for the CPU (3.4 GB, 10 minutes)"
+	@echo "make test-sglang   a run over an SGLang server that you started: TIDEGATE_SGLANG_URL, TIDEGATE_SGLANG_MODEL"
 	@echo "make lint   the first three of those"
 	@echo "make bench  speed, as ratios against named peers"
 	@echo "make docs   check that the documentation's links lead somewhere"
@@ -93,6 +94,9 @@ else
 test-vllm: venv .venv-vllm/.ready
 	TIDEGATE_VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/python -m pytest tests/engine/test_real_vllm.py
 endif
+
+test-sglang: venv
+	$(BIN)/python -m pytest tests/engine/test_real_sglang.py
 
 simulate: venv
 	$(BIN)/tidegate simulate --seeds 2000 --lives 300

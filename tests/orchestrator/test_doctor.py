@@ -1,5 +1,6 @@
 """Does the doctor see what is wrong with an engine, by what it answers over HTTP?"""
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,15 @@ from tidegate.errors import ConfigError, EngineLost
 from tidegate.orchestrator.cli import main
 from tidegate.orchestrator.doctor.finding import Verdict
 from tidegate.orchestrator.doctor.findings import findings
+from tidegate.orchestrator.doctor.measurements import (
+    Identity,
+    LogprobMode,
+    Measurements,
+    Mismatch,
+    PrefixCache,
+    Repeats,
+    TokenizerCheck,
+)
 from tidegate.orchestrator.doctor.measuring import examined, measure
 
 
@@ -94,15 +104,6 @@ def test_other_weights_than_the_directorys_are_more_than_rounding(
         assert verdicts(url, other_model)["mismatch"] == Verdict.FAIL
 
 
-def test_rounded_weights_are_told_from_other_weights(model: Path) -> None:
-    double = SglangDouble(model)
-    with torch.no_grad():
-        for parameter in double.model.parameters():
-            parameter.copy_(parameter.bfloat16().float())
-    with served(lambda: (make_app(double), double.sample_for_ever)) as url:
-        assert verdicts(url, model)["mismatch"] == Verdict.WARN
-
-
 def test_another_tokenizer_fails(model: Path, tmp_path: Path) -> None:
     damaged = make_model_directory(tmp_path / "damaged")
     tokenizer = json.loads((damaged / "tokenizer.json").read_text())
@@ -158,3 +159,67 @@ def test_an_engine_that_dies_during_the_examination_is_an_error_not_a_finding(
         double.is_dead = True
         with pytest.raises(EngineLost, match="status 500"):
             measure(engine)
+
+
+def test_each_measurement_has_the_finding_and_the_remedy_that_go_with_it() -> None:
+    def worst(**changes: Any) -> list[tuple[str, Verdict, str]]:
+        found = findings(dataclasses.replace(SOUND, **changes))
+        return [(f.check, f.verdict, f.remedy) for f in found if f.verdict != Verdict.OK]
+
+    raw = LogprobMode(gap_ratio=1.0, truncated_mass=None)
+    odd = LogprobMode(gap_ratio=1.5, truncated_mass=None)
+    unsteady = dataclasses.replace(SOUND.repeats, batch_same_tokens=False)
+    unseeded = dataclasses.replace(SOUND.repeats, seed_same_tokens=False)
+    blind = dataclasses.replace(SOUND.cache, again_tokens=None, salted_tokens=None)
+    unsalted = dataclasses.replace(SOUND.cache, salted_tokens=256)
+    rounded = Mismatch(tokens=80, mean=0.01, largest=0.1)
+    assert worst() == []
+    for changes, check, verdict, remedy in (
+        ({"logprobs": raw}, "log-probs", Verdict.FAIL, "processed_logprobs"),
+        ({"logprobs": odd}, "log-probs", Verdict.FAIL, "penalties"),
+        ({"repeats": unsteady}, "determinism", Verdict.WARN, "VLLM_BATCH_INVARIANT"),
+        ({"repeats": unseeded}, "seeds", Verdict.WARN, "replaying"),
+        ({"cache": blind}, "prefix cache", Verdict.NOTE, "cache_salt"),
+        ({"cache": unsalted}, "cache salt", Verdict.WARN, "clear_cache=true"),
+        ({"mismatch": rounded}, "mismatch", Verdict.WARN, "head_dtype"),
+        ({"weight_spans": False}, "weight spans", Verdict.WARN, "--enable-scale-out"),
+    ):
+        [(told_check, told_verdict, told_remedy)] = worst(**changes)
+        assert (told_check, told_verdict) == (check, verdict)
+        assert remedy in told_remedy
+
+
+def test_a_vllm_without_its_development_routes_is_told_how_to_be_started() -> None:
+    bare = dataclasses.replace(SOUND.identity, paths=frozenset({"/v1/completions"}))
+    found = [one for one in findings(dataclasses.replace(SOUND, identity=bare)) if one.remedy]
+    assert {one.verdict for one in found if "VLLM_SERVER_DEV_MODE=1" in one.remedy} >= {
+        Verdict.FAIL
+    }
+    assert any("--enable-scale-out" in one.remedy for one in found)
+
+
+SOUND = Measurements(
+    identity=Identity(
+        kind="vllm",
+        version="0.32.0",
+        model="tiny",
+        context_tokens_max=512,
+        paths=frozenset(
+            {"/inference/v1/generate", "/pause", "/collective_rpc", "/weight_info", "/sleep"}
+        ),
+        settings={},
+    ),
+    logprobs=LogprobMode(gap_ratio=2.0, truncated_mass=1.0),
+    repeats=Repeats(
+        alone_same_tokens=True,
+        alone_difference=0.0,
+        batch_same_tokens=True,
+        batch_difference=0.0,
+        seed_same_tokens=True,
+    ),
+    cache=PrefixCache(first_tokens=0, again_tokens=256, salted_tokens=0, difference=0.0),
+    weight_spans=True,
+    mismatch=Mismatch(tokens=80, mean=8e-7, largest=3e-6),
+    tokenizer=TokenizerCheck(texts=7, different=()),
+)
+"""What vLLM 0.32.0 was measured to be, on a CPU."""

@@ -1,4 +1,4 @@
-"""Is every token of a run over SGLang what its tags say? Whole runs over a double, audited.
+"""Is every token of a run over SGLang what its tags say? A whole run over a double, audited.
 
 It computes with real weights and keeps real KV, so a tag that is wrong by one token, one version or
 one cached prefix shows in a log-prob.
@@ -38,14 +38,3 @@ async def test_tags_are_right_where_sglang_keeps_kv_over_updates(tmp_path: Path)
     assert report.tokens_unknown == 0
     assert report.versions > 2
     assert report.spans_mixed > 0
-
-
-async def test_tags_are_right_where_turns_are_aborted_and_asked_for_again(tmp_path: Path) -> None:
-    model = make_model_directory(tmp_path / "untied", tied=False)
-    double = SglangDouble(model)
-    with served(lambda: (make_app(double), double.sample_for_ever)) as url:
-        report = await train(model, tmp_path / "run", episode=solve, engine_urls=[f"sglang+{url}"])
-    assert report.problems == ()
-    assert report.agrees
-    assert report.tokens_unknown == report.spans_mixed == 0
-    assert report.versions > 2
