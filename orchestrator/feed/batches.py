@@ -13,6 +13,7 @@ import torch
 
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.weights.sharded import own_part, whole
 from tidegate.policies.advantages import group_relative_advantages
 from tidegate.transport.weight_channels import NamedBuffer
 
@@ -199,16 +200,19 @@ def _pack(
 def named_buffers(state_dict: Mapping[str, torch.Tensor]) -> list[NamedBuffer]:
     """The bytes of a state dict, on the host; copied only where they are not there already.
 
-    Tensors that share their memory (tied embeddings) travel once, under the first name.
+    Tensors that share their memory (tied embeddings) travel once, under the first name. Of tensors
+    that ranks hold in shards, each is gathered in turn.
     """
     buffers: list[NamedBuffer] = []
     seen: set[tuple[int, torch.Size]] = set()
     for name, tensor in state_dict.items():
-        key = (tensor.data_ptr(), tensor.shape)
-        if key in seen and tensor.numel():
+        own = own_part(tensor.detach())
+        gathered = whole(tensor.detach())  # also if it is not needed: other ranks take part
+        key = (own.data_ptr(), gathered.shape)
+        if key in seen and own.numel():
             continue
         seen.add(key)
-        host = tensor.detach().to("cpu").contiguous()
+        host = gathered.to("cpu").contiguous()
         buffers.append(
             NamedBuffer(
                 name=name,
