@@ -130,11 +130,13 @@ async def test_an_engine_whose_process_dies_is_started_again_where_it_was(
         assert {e.weight_version for e in rollouts.statistics().engines} == {1}
 
 
-async def test_a_model_that_is_not_there_ends_the_run_with_the_workers_own_words(
-    cluster: Any, model: Path, tmp_path: Path
+async def test_a_model_that_no_engine_can_load_ends_the_run_with_the_workers_own_words(
+    cluster: Any, tmp_path: Path
 ) -> None:
-    with pytest.raises(EngineStartFailed, match="num_blocks"):
-        async with tidegate.serve(model=model, **SMALL, num_blocks=1):
+    path = make_model_directory(tmp_path / "m")
+    (path / "model.safetensors").write_bytes(b"not a safetensors file")
+    with pytest.raises(EngineStartFailed, match="safetensors"):
+        async with tidegate.serve(model=path, **SMALL):
             pass
 
 

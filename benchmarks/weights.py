@@ -1,0 +1,208 @@
+"""How long until many engines have a version? By relays, one by one, by gloo, by Ray's store.
+
+`python -m benchmarks.weights` measures, with real processes:
+
+* on this machine as it is, where every copy costs its processors: 1 to 32 engines on 1 host or 4;
+* if it may, between network namespaces whose links carry 200 Mbit/s, where the network is what
+  costs, as between machines; beside what the models say.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.namespaces import Network, are_allowed
+from benchmarks.table import Row, compared, show
+from tidegate.transport.messages import encode
+from tidegate.transport.security import passing_keys
+from tidegate.transport.weight_channels import NamedBuffer, WeightSender, sender
+from tidegate.transport.weight_channels.relay_sender import RelaySender
+from tidegate.transport.weight_channels.zmq import CHUNK_BYTES
+
+TENSORS = 16
+LOCAL_BYTES = 64 * 1024 * 1024
+LINK_MBIT_PER_S = 200
+LINK_BYTES = 16 * 1024 * 1024
+REPEATS = 3
+
+GLOO_MAX = 8
+"""Engines; each loads torch."""
+
+RAY_MAX = 8
+
+
+class Receivers:
+    """Processes, and the sender that they fetch from."""
+
+    def __init__(self, weights: WeightSender, commands: list[list[str]]) -> None:
+        self._weights = weights
+        self._version = 0
+        self._all = [
+            subprocess.Popen(c, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for c in commands
+        ]
+        for process in self._all:  # one by one: the first on a host is its relay
+            self._tell(process, encode(weights.init()).hex())
+            self._heard(process, "ready")
+
+    def fan_out_s(self, tensors: list[NamedBuffer]) -> float:
+        """From the trainer's tensors to the last engine's copy."""
+        self._version += 1
+        begun_s = time.monotonic()
+        [update] = self._weights.write(self._version, tensors)
+        for process in self._all:
+            self._tell(process, encode(update).hex())
+        for process in self._all:
+            self._heard(process, "done")
+        return time.monotonic() - begun_s
+
+    def close(self) -> None:
+        """End them all."""
+        for process in self._all:
+            process.communicate()
+        self._weights.close()
+
+    @staticmethod
+    def _tell(process: "subprocess.Popen[str]", line: str) -> None:
+        assert process.stdin is not None
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+
+    @staticmethod
+    def _heard(process: "subprocess.Popen[str]", word: str) -> None:
+        assert process.stdout is not None
+        said = process.stdout.readline().strip()
+        if said != word:
+            raise RuntimeError(f"an engine said {said!r} where {word!r} was expected")
+
+
+def measured(weights: WeightSender, commands: list[list[str]], nbytes: int) -> float:
+    """The median fan-out time, once pages and connections are warm."""
+    made = Receivers(weights, commands)
+    try:
+        made.fan_out_s(tensors_of(nbytes))
+        return median(made.fan_out_s(tensors_of(nbytes)) for _ in range(REPEATS))
+    finally:
+        made.close()
+
+
+def tensors_of(nbytes: int) -> list[NamedBuffer]:
+    """So much, in a few tensors."""
+    size = nbytes // TENSORS
+    data = np.random.default_rng(0).integers(0, 255, size, np.uint8).data
+    return [NamedBuffer(f"w{n}", "uint8", (size,), data) for n in range(TENSORS)]
+
+
+def local_rows(counts: list[int]) -> Iterator[Row]:
+    """On this machine as it is."""
+    for count in counts:
+        naive = measured(sender("zmq", address=HOME), local(count, 1), LOCAL_BYTES)
+        what = f"{count} engines, {LOCAL_BYTES >> 20} MiB"
+        for hosts in (1, 4):
+            if count % hosts == 0:
+                ours = measured(sender("relay", address=HOME), local(count, hosts), LOCAL_BYTES)
+                yield compared(f"{what}: relay, {hosts} hosts; peer: one by one", "s", ours, naive)
+        if count <= GLOO_MAX:
+            gloo = measured(sender("collective", address=HOME), local(count, 1), LOCAL_BYTES)
+            yield compared(f"{what}: relay, {hosts_said(count)}; peer: gloo", "s", ours, gloo)
+        ray_s = by_ray(count) if count <= RAY_MAX else None
+        if ray_s is not None:
+            one = measured(sender("relay", address=HOME), local(count, 1), LOCAL_BYTES)
+            yield compared(f"{what}: relay, 1 host; peer: Ray's object store", "s", one, ray_s)
+
+
+HOME = "tcp://127.0.0.1:5555"
+"""The orchestrator's address, if there were one: weights come from a port beside it."""
+
+
+def hosts_said(count: int) -> str:
+    """How many hosts the last row of relays had."""
+    return "4 hosts" if count % 4 == 0 else "1 hosts"
+
+
+def local(count: int, hosts: int) -> list[list[str]]:
+    """Command lines of engines that share a host with ``count / hosts - 1`` others."""
+    engine = [sys.executable, "-m", "benchmarks.weight_engine", HOME]
+    return [[*engine, f"host{index % hosts}"] for index in range(count)]
+
+
+def by_ray(count: int) -> float | None:
+    """Put in its object store by one process, copied out of it by actors; None without Ray."""
+    try:
+        import ray
+    except ImportError:
+        return None
+    if not ray.is_initialized():
+        ray.init(num_cpus=RAY_MAX, object_store_memory=8 * LOCAL_BYTES, log_to_driver=False)
+
+    class Engine:
+        def copy(self, weights: Any) -> int:
+            return int(weights.copy()[0])
+
+    actors = [ray.remote(Engine).options(num_cpus=1).remote() for _ in range(count)]
+    data = np.random.default_rng(0).integers(0, 255, LOCAL_BYTES, np.uint8)
+
+    def fan_out_s() -> float:
+        begun_s = time.monotonic()
+        reference = ray.put(data)
+        ray.get([actor.copy.remote(reference) for actor in actors])
+        return time.monotonic() - begun_s
+
+    fan_out_s()
+    found = median(fan_out_s() for _ in range(REPEATS))
+    for actor in actors:
+        ray.kill(actor)
+    return found
+
+
+def network_rows(counts: list[int]) -> Iterator[Row]:
+    """Between hosts with links of their own, and keys."""
+    if not are_allowed():
+        return
+    bytes_per_s = LINK_MBIT_PER_S * 1e6 / 8
+    once_s = LINK_BYTES / bytes_per_s
+    for hosts in counts:
+        with ExitStack() as stack:
+            network = stack.enter_context(Network(hosts, link_mbit_per_s=LINK_MBIT_PER_S))
+            chain = over(network, hosts, lambda a, k: sender("relay", address=a, keys=k))
+            tree = over(network, hosts, lambda a, k: RelaySender(a, keys=k, fan_out=2))
+            naive = over(network, hosts, lambda a, k: sender("zmq", address=a, keys=k))
+        what = f"{hosts} hosts, {LINK_BYTES >> 20} MiB over {LINK_MBIT_PER_S} Mbit/s"
+        yield compared(f"{what}: relays in a chain; peer: one by one", "s", chain, naive)
+        yield compared(f"{what}: relays in a chain; peer: a tree of two each", "s", chain, tree)
+        chunk_s = CHUNK_BYTES / bytes_per_s
+        model = once_s + (hosts - 1) * chunk_s
+        yield compared(f"{what}: relays in a chain; peer: its model", "s", chain, model)
+        yield compared(f"{what}: one by one; peer: its model", "s", naive, hosts * once_s)
+
+
+def over(network: Network, hosts: int, make: Callable[[str, Any], WeightSender]) -> float:
+    """One engine on each host, with keys."""
+    orchestrator, engine = passing_keys()
+    address = f"tcp://{network.address}:5555"
+    keys = [engine.public.decode(), engine.secret.decode(), engine.orchestrator.decode()]
+    command = [sys.executable, "-m", "benchmarks.weight_engine", address, "", *keys]
+    commands = [network.command(host, *command) for host in range(hosts)]
+    return measured(make(address, orchestrator), commands, LINK_BYTES)
+
+
+def main() -> None:
+    """Print a table, or with --json one object a line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--engines", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--hosts", type=int, nargs="*", default=[1, 2, 4, 8])
+    arguments = parser.parse_args()
+    show(network_rows(arguments.hosts), as_json=arguments.json)
+    show(local_rows(arguments.engines), as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    main()
