@@ -18,6 +18,7 @@ from tidegate.engine.adapters.adapter import Capabilities, EngineAdapter
 from tidegate.engine.adapters.host_weights import HostWeights, PublishedDirectories
 from tidegate.engine.adapters.scoring import ScoreDesk
 from tidegate.engine.adapters.streams import Streams
+from tidegate.engine.adapters.telling import Teller
 from tidegate.engine.adapters.turns import AskedTurn, read_turn
 from tidegate.engine.link import Link
 from tidegate.engine.pauses import PauseGate
@@ -43,7 +44,6 @@ from tidegate.transport.messages import (
     Sleep,
     SleepFailed,
     StartWeightUpdate,
-    Step,
     SubmitTurn,
     SubmitTurns,
     UpdateWeights,
@@ -55,10 +55,6 @@ from tidegate.transport.scoring import CancelScore, ScoreTokens
 
 TICK_S = 0.02
 """How long a heartbeat, a new connection or staged weights are left unnoticed."""
-
-GATHER_S = 0.002
-"""Tokens of one step of the engine come by as many streams as it has turns; so long is waited for
-the others before they are told."""
 
 CHECK_INTERVAL_S = 5.0
 """How often an engine is asked whether it lives. A stream that breaks tells sooner."""
@@ -99,7 +95,7 @@ class Bridge:
         """Whether ``_weights`` are those that the engine computes with."""
         self._directories = directories
         self._label_of = label_of
-        self.version = 0
+        self._teller = Teller(link)
         self._turns: dict[int, AskedTurn] = {}
         self._waiting: list[tuple[tuple[int, int], AskedTurn]] = []
         """A heap. Turns that were cancelled meanwhile are still in it."""
@@ -108,9 +104,8 @@ class Bridge:
             adapter,
             able,
             label,
+            teller=self._teller,
             on_over=self._over,
-            tell=self.tell,
-            tell_all=self._tell_all,
         )
         self._scores = ScoreDesk(adapter, able, link)
         self._gate = PauseGate()
@@ -120,9 +115,6 @@ class Bridge:
         self._answers: list[Message] = []
         """Due, in order, once the tokens that came before them have been told."""
         self._changed = asyncio.Event()
-        self._credit = asyncio.Event()
-        self._flush: asyncio.TimerHandle | None = None
-        self._told_ns = time.monotonic_ns()
         self._ended = asyncio.Event()
         self.ending: str | None = None
         self.refusal: str | None = None
@@ -153,7 +145,7 @@ class Bridge:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._streams.close()
-            self._tell_now()
+            self._teller.tell_now()
             if self.failure is None:
                 await self._leave_as_it_was()
         return self.ending or "ended"
@@ -204,8 +196,7 @@ class Bridge:
             self._changed.set()
         if self._link.hello_due and not self._is_swapping:
             self._introduce()
-        if self._link.has_credit:
-            self._credit.set()
+        self._teller.note_credit()
         self._answers += self._staging.take_answers()
         if self._answers or self._gate.is_swap_asked or time.monotonic() < self._held_until_s:
             self._changed.set()
@@ -218,8 +209,8 @@ class Bridge:
         self._scores.clear()
         self._staging.abandon()
         self._answers.clear()
-        held = dict.fromkeys([*self._turns, *self._streams.rows.handles])
-        self._link.say_hello(weight_version=self.version, turns=list(held))
+        held = dict.fromkeys([*self._turns, *self._teller.rows.handles])
+        self._link.say_hello(weight_version=self._teller.version, turns=list(held))
         self._changed.set()
 
     def _handle(self, message: FromOrchestrator) -> None:
@@ -259,7 +250,7 @@ class Bridge:
                 self._staging.init(message)
             case StartWeightUpdate():
                 self._gate.end_swap()
-                live = Live(self.version, self._weights) if self._is_copy_right else None
+                live = Live(self._teller.version, self._weights) if self._is_copy_right else None
                 self._staging.start(message, live)
             case UpdateWeights():
                 self._staging.update(message)
@@ -287,8 +278,8 @@ class Bridge:
         turn = self._turns.pop(handle, None)
         if turn is not None:
             self._streams.cut(turn)
-            self._streams.rows.end(handle, CANCELLED)
-            self.tell()
+            self._teller.rows.end(handle, CANCELLED)
+            self._teller.tell()
 
     # ------------------------------------------------------------ how things should be
 
@@ -311,7 +302,7 @@ class Bridge:
             self._answers += self._paused()
         if self._answers:
             answers, self._answers = self._answers, []
-            await self._tell_all()
+            await self._teller.all_told()
             for answer in answers:
                 self._link.send(answer)
 
@@ -344,11 +335,12 @@ class Bridge:
             return
         if time.monotonic() < self._held_until_s or self._ended.is_set():
             return
-        self._scores.start(self.version)
+        self._teller.queued_turns = len(self._waiting)
+        self._scores.start(self._teller.version)
         while self._waiting and self._streams.running < self._limits.max_running_turns:
             _, turn = heapq.heappop(self._waiting)
             if self._turns.get(turn.handle) is turn:
-                self._streams.start(turn, self.version)
+                self._streams.start(turn, self._teller.version)
 
     def _over(self, turn: AskedTurn, error: TidegateError | None, *, is_held: bool = False) -> None:
         """A request has ended; the turn too, unless there is more to ask for."""
@@ -368,7 +360,7 @@ class Bridge:
             heapq.heappush(self._waiting, (turn.rank, turn))
 
     def _refuse(self, turn: AskedTurn, error: TurnRefused) -> None:
-        self._tell_now()
+        self._teller.tell_now()
         self._link.send(messages.TurnRefused(turn=turn.handle, message=cut(str(error))))
 
     # ------------------------------------------------------------ weights
@@ -391,8 +383,10 @@ class Bridge:
             else:
                 recomputed = await self._streams.stop(are_over=update.pause_mode == "abort")
             await self._adapter.load_weights(directory, label)
-            await self._tell_all()  # until now, tokens may have come that were sampled before
-            self.version, self._is_copy_right = update.version, True
+            await (
+                self._teller.all_told()
+            )  # until now, tokens may have come that were sampled before
+            self._teller.version, self._is_copy_right = update.version, True
             self._link.send(
                 WeightsLive(
                     version=update.version,
@@ -407,51 +401,6 @@ class Bridge:
             self._gate.end_swap()
             self._is_swapping = False
 
-    # ------------------------------------------------------------ telling
-
-    def tell(self) -> None:
-        """Have rows told soon."""
-        if self._flush is None:
-            self._flush = asyncio.get_running_loop().call_later(GATHER_S, self._flushed)
-
-    def _flushed(self) -> None:
-        self._flush = None
-        self._tell_now()
-
-    def _tell_now(self) -> bool:
-        """Send the rows there are; whether none is left."""
-        rows = self._streams.rows
-        if not rows:
-            return True
-        if not self._link.has_credit:
-            self._credit.clear()
-            self.tell()
-            return False
-        now_ns = time.monotonic_ns()
-        columns = rows.take(self.version)
-        step = Step(
-            seq=self._link.next_seq,
-            version=columns.version,
-            turns=columns.turns,
-            token_ids=columns.token_ids,
-            logprobs=columns.logprobs,
-            finish=columns.finish,
-            counts=columns.counts,
-            prefills=columns.prefills,
-            details=columns.details,
-            started_us=self._told_ns // 1000,
-            busy_us=(now_ns - self._told_ns) // 1000,
-            queued_turns=len(self._waiting),
-        )
-        self._told_ns = now_ns
-        self._link.send_step(step)
-        return True
-
-    async def _tell_all(self) -> None:
-        """Send the rows there are, as soon as there is credit for it."""
-        while not self._tell_now():
-            await self._credit.wait()
-
     # ------------------------------------------------------------ time
 
     def _keep_time(self) -> None:
@@ -460,11 +409,11 @@ class Bridge:
         if why is not None:
             self.end(why)
         if self._streams.running == 0:
-            self._told_ns = time.monotonic_ns()  # nobody was busy
+            self._teller.note_idle()
         if self._link.take_heartbeat_due():
             self._link.send(
                 EngineHeartbeat(
-                    weight_version=self.version,
+                    weight_version=self._teller.version,
                     running_turns=self._streams.running,
                     # A request that was cut may run for a moment after its turn has ended.
                     waiting_turns=max(0, len(self._turns) - self._streams.running),

@@ -6,12 +6,12 @@ start, and what is told when, is for others; weights it knows by their label onl
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Literal, Protocol
 
 from tidegate.engine.adapters.adapter import Capabilities, Chunk, EngineAdapter
-from tidegate.engine.adapters.rows import Rows
+from tidegate.engine.adapters.telling import Teller
 from tidegate.engine.adapters.turns import AskedTurn
 from tidegate.errors import EngineGone, EngineHeld, TidegateError, TurnRefused
 from tidegate.transport.messages import ABORT, LENGTH, STOP
@@ -45,21 +45,16 @@ class Streams:
         able: Capabilities,
         label: str,
         *,
+        teller: Teller,
         on_over: Over,
-        tell: Callable[[], None],
-        tell_all: Callable[[], Awaitable[None]],
     ) -> None:
-        """``label`` is what the engine calls its weights. ``tell`` is called when rows have grown,
-        and ``tell_all`` where they must be gone before it goes on."""
+        """``label`` is what the engine calls its weights."""
         self._adapter = adapter
         self._able = able
         self._label = self._salt = label
         self._salts = itertools.count(1)
+        self._teller = teller
         self._on_over = on_over
-        self._tell = tell
-        self._tell_all = tell_all
-        self.rows = Rows()
-        """What is to be told of the turns next."""
         self.paused: Literal["abort", "keep"] | None = None
         """What the engine was told last."""
         self._are_aborted_over = True
@@ -113,8 +108,8 @@ class Streams:
                 f"{len(chunk.logprobs)} log-probs of them"
             )
         if chunk.token_ids:
-            if not turn.has_begun and self.rows.holds_tokens_of(turn.handle):
-                await self._tell_all()  # a row can't have a prefill in its midst
+            if not turn.has_begun and self._teller.rows.holds_tokens_of(turn.handle):
+                await self._teller.all_told()  # a row can't have a prefill in its midst
             if turn.is_cut:
                 return True
         prefill = turn.take(chunk, self._label)
@@ -124,13 +119,13 @@ class Streams:
             if turn.is_cut:
                 return True
         if chunk.token_ids:
-            self.rows.add(
+            self._teller.rows.add(
                 turn.handle, chunk.token_ids, chunk.logprobs, prefill=prefill, top=chunk.top
             )
         if chunk.ended is not None and (chunk.ended != "abort" or self._are_aborted_over):
             turn.is_over = True
-            self.rows.end(turn.handle, FINISH[chunk.ended])
-        self._tell()
+            self._teller.rows.end(turn.handle, FINISH[chunk.ended])
+        self._teller.tell()
         return chunk.ended is not None
 
     async def _check_kv(self, turn: AskedTurn) -> None:

@@ -16,7 +16,6 @@ import msgspec
 from tidegate.engine.adapters.adapter import (
     Capabilities,
     Chunk,
-    Ended,
     Request,
     ScoreRequest,
     Scores,
@@ -26,6 +25,7 @@ from tidegate.engine.adapters.adapter import (
 )
 from tidegate.engine.adapters.host_weights import is_tied
 from tidegate.engine.adapters.http import CONTROL_TIMEOUT_S, HttpEngine, Refusal
+from tidegate.engine.adapters.vllm_events import read_event, to_chunk
 from tidegate.engine.adapters.vllm_releases import (
     GENERATE,
     START_IT_SO,
@@ -58,46 +58,6 @@ SAMPLING = frozenset(
 """Left out: penalties on output tokens and stop strings, for of a turn that goes on vLLM takes the
 tokens so far for its prompt; ``min_tokens``, which also leaves out the model's own stop tokens; and
 what it has otherwise or not at all."""
-
-IMPOSSIBLE = -9999.0
-"""JSON has no infinity: so vLLM writes the log-prob of a token that could not be sampled."""
-
-
-class _Top(msgspec.Struct):
-    token_id: int
-    logprob: float
-    rank: int
-
-
-class _Token(msgspec.Struct):
-    token_id: int
-    logprob: float
-    top_logprobs: list[_Top] = []
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Token] | None = None
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    logprobs: _Logprobs | None = None
-    weight_versions: list[_Span] | None = None
-
-
-class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
-    error: Any = None
-
-
-_events = msgspec.json.Decoder(_Event)
 
 
 def make_adapter(url: str, model: Path) -> "VllmAdapter":
@@ -199,12 +159,12 @@ class VllmAdapter(Unable):
         try:
             async with aclosing(self._http.events(GENERATE, body)) as events:
                 async for data in events:
-                    event = _events.decode(data)
+                    event = read_event(data)
                     if event.error is not None:
                         raise EngineGone(f"{self._http.url} broke off a stream: {event.error}")
                     for choice in event.choices:
                         has_ended = choice.finish_reason is not None
-                        yield _chunk(choice, request.sampling.top_logprobs)
+                        yield to_chunk(choice, request.sampling.top_logprobs)
                     if has_ended:
                         return
         except Refusal as refusal:
@@ -380,34 +340,3 @@ def _refuse_tied(release: Release, model: Path) -> None:
 def _is_another(started_with: Path, model: Path) -> bool:
     """Whether the server was started with another directory, as far as that can be seen here."""
     return started_with.is_dir() and started_with.resolve() != model
-
-
-def _chunk(choice: _Choice, top_logprobs: int) -> Chunk:
-    token_ids = choice.token_ids or []
-    told = (choice.logprobs.content if choice.logprobs is not None else None) or []
-    labels = choice.weight_versions
-    return Chunk(
-        token_ids,
-        [token.logprob for token in told],
-        _ended(choice.finish_reason),
-        None if labels is None else [VersionLabel(s.version, s.start, s.end) for s in labels],
-        _top(told, top_logprobs) if top_logprobs and told else None,
-    )
-
-
-def _ended(reason: str | None) -> Ended | None:
-    match reason:
-        case None | "stop" | "length" | "abort":
-            return reason
-    raise TurnRefused(f"vLLM ended this turn by {reason!r}; its log says why")
-
-
-def _top(told: list[_Token], k: int) -> TopLogprobs:
-    top = TopLogprobs([], [])
-    for token in told:
-        likeliest = sorted(token.top_logprobs, key=lambda one: one.rank)[:k]
-        top.token_ids.extend(one.token_id for one in likeliest)
-        top.logprobs.extend(
-            one.logprob if one.logprob > IMPOSSIBLE else float("-inf") for one in likeliest
-        )
-    return top
