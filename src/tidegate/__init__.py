@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.sampling_options import SamplingOptions
     from tidegate.orchestrator.faces import Scorer, SyncScorer, score_server, score_server_sync
     from tidegate.orchestrator.feed.batches import Batch, PackedBatch
+    from tidegate.orchestrator.feed.dataset import RolloutDataset
     from tidegate.orchestrator.fleet.scores import Readout, TokenScores
     from tidegate.orchestrator.gateway.gateway import Endpoint, Gateway
     from tidegate.orchestrator.remote.faces import (
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         connect,
         connect_sync,
     )
+    from tidegate.orchestrator.rollout_worker import RolloutWorker
     from tidegate.orchestrator.serve import Rollouts, SyncRollouts, serve, serve_sync
     from tidegate.orchestrator.statistics import RunStatistics
     from tidegate.orchestrator.vllm_server.server import VLLMServer
@@ -65,6 +67,8 @@ __all__ = [
     "Processor",
     "Readout",
     "RemoteRollouts",
+    "RolloutDataset",
+    "RolloutWorker",
     "Rollouts",
     "RunSettings",
     "RunStatistics",
@@ -112,6 +116,8 @@ _HOMES = {
     "Processor": "transport.sampling",
     "Readout": "orchestrator.fleet.scores",
     "RemoteRollouts": "orchestrator.remote.faces",
+    "RolloutDataset": "orchestrator.feed.dataset",
+    "RolloutWorker": "orchestrator.rollout_worker",
     "Rollouts": "orchestrator.serve",
     "RunSettings": "orchestrator.config",
     "RunStatistics": "orchestrator.statistics",

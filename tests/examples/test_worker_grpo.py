@@ -1,0 +1,16 @@
+"""The example in OpenRLHF's shape: does it train, and do the engines serve what it made?"""
+
+import pytest
+
+from examples.worker_grpo import main
+
+
+def test_each_step_is_generated_by_the_weights_of_the_step_before(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--steps", "3"]) in (0, 1)  # three steps need not show
+    said = capsys.readouterr().out
+    assert [f"engines serve v{version}" in said for version in range(5)] == [
+        False, True, True, True, False,
+    ]  # fmt: skip
+    assert "mean reward" in said
