@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
         torch.set_num_threads(arguments.threads)
         ranks.start(_rank_arguments(arguments, limits))
         drafts = _drafts(arguments, model, limits)
-        runner = ranks.lead(_runner(model, limits))
+        runner = ranks.lead(_runner(model, limits), keys)
         socket = DealerSocket(arguments.connect, arguments.engine.encode(), keys=keys)
     except TidegateError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -197,8 +197,6 @@ def _rank_arguments(arguments: argparse.Namespace, limits: EngineLimits) -> list
         "num-blocks": limits.num_blocks,
         "block-tokens": limits.block_tokens,
     }
-    if arguments.keys is not None:
-        given["keys"] = arguments.keys
     flags = ["--deterministic"] if arguments.deterministic else []
     return [*(f"--{name}={value}" for name, value in given.items()), *flags]
 

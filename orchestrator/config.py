@@ -219,6 +219,12 @@ def run_settings(**values: object) -> RunSettings:
             f"go together: an output's weights are rounded by the largest of them, and each rank "
             f"has some of them only; leave one out"
         )
+    if settings.tensor_parallel > 1 and settings.weight_channel in ("relay", "collective"):
+        raise ConfigError(
+            f"weight_channel={settings.weight_channel!r} counts on one reader per engine, and of "
+            f"tensor_parallel={settings.tensor_parallel} ranks each reads for itself; set "
+            f"weight_channel to 'shm', 'zmq' or 'disk'"
+        )
     _check_wire(settings)
     if settings.journal and settings.run_directory is None:
         raise ConfigError("journal=True keeps it in the run's directory; give a run_directory")

@@ -12,6 +12,7 @@ from tests.models import make_model_directory
 from tests.test_serve import SMALL, Weights, two_turns
 from tidegate.errors import ConfigError, EngineStartFailed
 from tidegate.orchestrator.records.audit import audit_run
+from tidegate.transport.security import make_keys
 
 WAIT_S = 60.0
 
@@ -38,9 +39,17 @@ async def test_tokens_of_two_ranks_are_audited_and_a_rank_that_is_killed_is_surv
     tmp_path: Path,
 ) -> None:
     model = make_model_directory(tmp_path / "model", tied=False)
+    make_keys(tmp_path / "keys")
     weights, run = Weights(model), tmp_path / "run"
     async with tidegate.serve(
-        model=model, **SMALL, tensor_parallel=2, max_staleness=2, run_directory=run
+        model=model,
+        **SMALL,
+        tensor_parallel=2,
+        max_staleness=2,
+        run_directory=run,
+        address="tcp://127.0.0.1:*",
+        keys=tmp_path / "keys",  # which other ranks must be told, to fetch weights
+        weight_channel="zmq",
     ) as rollouts:
         number = 0
         async for _ in rollouts.batches(range(8), episode=two_turns):
@@ -72,3 +81,10 @@ def test_a_model_that_ranks_cannot_share_is_refused_by_the_engine_in_its_own_wor
         tidegate.serve_sync(model=model, **SMALL, tensor_parallel=3),
     ):
         pass
+
+
+def test_a_channel_with_one_reader_per_engine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="set weight_channel to 'shm'"):
+        tidegate.serve_sync(
+            model=make_model_directory(tmp_path), tensor_parallel=2, weight_channel="relay"
+        )

@@ -41,6 +41,9 @@ class RankRow(msgspec.Struct, frozen=True, array_like=True):
 class Connect(RankMessage, frozen=True, tag="connect"):
     """All ranks have loaded their part: meet."""
 
+    keys: tuple[bytes, bytes, bytes] | None = None
+    """The engine's public and secret key, and the orchestrator's: for weights from afar."""
+
 
 class RunStep(RankMessage, frozen=True, tag="step"):
     """Compute this step."""

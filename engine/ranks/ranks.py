@@ -12,6 +12,8 @@ from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import ConfigError
 from tidegate.transport.private_directory import PrivateDirectory
+from tidegate.transport.rank_messages import Connect
+from tidegate.transport.security import EngineKeys
 from tidegate.transport.weight_channels import Home
 
 if TYPE_CHECKING:  # torch.distributed is for engines of several ranks
@@ -57,8 +59,10 @@ class Ranks:
         meeting_place = self._directory.path / "meeting"
         self._team = start_team(self.shard.ranks, [*arguments, f"--meeting-place={meeting_place}"])
 
-    def lead(self, runner: Runner) -> Runner:
+    def lead(self, runner: Runner, keys: EngineKeys | None) -> Runner:
         """Wait until all ranks have loaded; what runs steps on all of them.
+
+        ``keys`` are what they fetch weights by, as this one does.
 
         Raises:
             RankLost: one ended before it had.
@@ -68,7 +72,8 @@ class Ranks:
         from tidegate.engine.ranks.ranked_runner import RankedRunner
 
         assert isinstance(runner, ModelRunner)  # models of others are refused
-        self._team.wait_loaded()
+        told = None if keys is None else (keys.public, keys.secret, keys.orchestrator)
+        self._team.wait_loaded(Connect(told))
         self.group.connect()
         return RankedRunner(runner, self._team)
 

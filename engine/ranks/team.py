@@ -56,7 +56,7 @@ class Team:
         """How many there are, rank 0 among them."""
         return len(self._connections) + 1
 
-    def wait_loaded(self) -> None:
+    def wait_loaded(self, connect: rank.Connect | None = None) -> None:
         """Return once all have loaded their part, and told them to meet.
 
         Raises:
@@ -66,7 +66,7 @@ class Team:
             if not connection.poll(START_TIMEOUT_S):
                 raise self._lost(number, f"rank {number} loads for {START_TIMEOUT_S:.0f} s")
             self._receive(number)
-        self.tell(rank.Connect())
+        self.tell(connect or rank.Connect())
 
     def tell(self, message: rank.ToRank) -> None:
         """Say something to all.

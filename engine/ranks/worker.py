@@ -23,7 +23,7 @@ from tidegate.engine.runner import ModelRunner
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import TidegateError
 from tidegate.transport import rank_messages as rank
-from tidegate.transport.security import read_engine_keys
+from tidegate.transport.security import EngineKeys
 from tidegate.transport.weight_channels import Home
 
 PR_SET_PDEATHSIG = 1
@@ -65,10 +65,11 @@ def _serve(arguments: argparse.Namespace, connection: Connection) -> None:
     runner = model.make_runner(num_blocks=arguments.num_blocks, block_tokens=arguments.block_tokens)
     assert isinstance(runner, ModelRunner)  # as our own models have
     connection.send_bytes(rank.encode(rank.RankLoaded()))
-    if not isinstance(rank.decode_to_rank(connection.recv_bytes()), rank.Connect):
+    told = rank.decode_to_rank(connection.recv_bytes())
+    if not isinstance(told, rank.Connect):
         raise AssertionError("ranks meet first")
     group.connect()
-    keys = None if arguments.keys is None else read_engine_keys(arguments.keys)
+    keys = None if told.keys is None else EngineKeys(*told.keys)
     staging = Staging(model.allocate, Home(arguments.home, keys))
     try:
         RankLoop(connection, runner, staging).run()
@@ -83,7 +84,6 @@ def _parse() -> argparse.Namespace:
     for name in ("model", "meeting-place"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--home", required=True, help="the orchestrator's address")
-    parser.add_argument("--keys", type=Path)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--deterministic", action="store_true")
     return parser.parse_args()
