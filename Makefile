@@ -8,13 +8,14 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo demo-agent test test-environments test-agents test-vllm test-sglang test-ray simulate lint format bench docs clean
+.PHONY: help venv demo demo-agent test test-environments test-trl test-agents test-vllm test-sglang test-ray simulate lint format bench docs clean
 
 help:
 	@echo "make demo   train a small model with fully asynchronous rollouts, and report on it"
 	@echo "make demo-agent   the same with an agent that calls a tool, and one that plays a game"
 	@echo "make test   format, lint, types, tests, a short demo, 2,300 simulated runs"
 	@echo "make test-environments   adapters whose packages need a Python of their own (800 MB)"
+	@echo "make test-trl   TRL trains with Tidegate in place of vLLM, in a Python of its own (1.3 GB)"
 	@echo "make test-agents   agents of litellm and of OpenAI's Agents SDK, in a Python of their own"
 	@echo "make test-ray   engines on a Ray cluster of several nodes on this machine (a Python of its own)"
 	@echo "make test-vllm   adapters against the real vLLM, built for the CPU (3.4 GB, 10 minutes)"
@@ -60,6 +61,16 @@ test: lint
 
 test-environments: venv .venv-environments/.ready
 	TIDEGATE_ENVIRONMENTS_PYTHON=.venv-environments/bin/python $(BIN)/python -m pytest tests/orchestrator/environments
+
+# TRL wants datasets, pandas and requests: a Python of its own, with torch's CPU build first.
+.venv-trl/.ready:
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet "torch==2.13.0"
+	.venv-trl/bin/python -m pip install --quiet "trl==1.16.0" aiohttp requests peft
+	touch $@
+
+test-trl: venv .venv-trl/.ready
+	TIDEGATE_TRL_PYTHON=$(CURDIR)/.venv-trl/bin/python $(BIN)/python -m pytest tests/test_trl.py
 
 # Agents as others have them; they pin older versions of openai's client than ours.
 .venv-agents/.ready:
@@ -108,4 +119,4 @@ docs: venv
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
 clean:
-	rm -rf $(VENV) .venv-environments .venv-agents .venv-vllm .venv-ray build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-environments .venv-trl .venv-agents .venv-vllm .venv-ray build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,39 @@
+"""What does TRL's own client find? Run by TRL's Python: URL of a server, model directory."""
+
+import json
+import sys
+
+import requests
+from trl.experimental.async_grpo.vllm_client import VLLMClient
+
+TIMEOUT_S = 60
+
+
+def main(url: str, model: str) -> None:
+    client = VLLMClient(url, server_timeout=TIMEOUT_S)
+    client.wait_for_server_ready()
+    told = {
+        "max_model_len": client.get_max_model_len(),
+        "dtype": client.get_dtype(),
+        "world_size": client.get_world_size(),
+        "has_lora": client.get_server_info()["lora_config"]["max_loras"] > 1,
+    }
+    client.pause()
+    told["frozen"] = requests.get(f"{url}/is_paused", timeout=TIMEOUT_S).json()["is_paused"]
+    client.init_weight_transfer_engine({})
+    client.start_weight_update()
+    client.update_weights({"path": model})
+    client.finish_weight_update()
+    client.resume()
+    info = requests.get(f"{url}/weight_info", timeout=TIMEOUT_S).json()
+    told["weight_version"] = info["weight_version"]
+    try:
+        client.load_lora_adapter("no", "/nowhere")
+    except RuntimeError:  # what it makes of a 404
+        told["missing_adapter"] = 404
+    client.unload_lora_adapter("no")
+    sys.stdout.write(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
