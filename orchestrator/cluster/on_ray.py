@@ -185,7 +185,7 @@ class RayEngines:
             self._failures[name] = 1 if lived_s > SHORT_LIFE_S else self._failures[name] + 1
             self._is_told.discard(name)
         else:
-            why = f"its actor or node was lost: {_first_line(error)}"
+            why = f"its actor or node was lost: {_said(error)}"
             if lived_s > RETRY_S:  # it did live, and didn't merely wait for a place
                 self._is_told.discard(name)
         given_up = not self.may_restart or self._failures[name] > RESTARTS_MAX
@@ -207,5 +207,7 @@ class RayEngines:
         self._timers.add(timer)
 
 
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def _said(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # Of an error raised in the actor, Ray gives the traceback: what it was stands at its end.
+    return lines[-1] if "Traceback" in str(error) or "ray::" in lines[0] else lines[0]
