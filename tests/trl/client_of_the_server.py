@@ -4,12 +4,14 @@ import json
 import sys
 
 import requests
+from accelerate import PartialState  # type: ignore[import-untyped]
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 TIMEOUT_S = 60
 
 
 def main(url: str, model: str) -> None:
+    PartialState()  # its logging wants one
     client = VLLMClient(url, server_timeout=TIMEOUT_S)
     client.wait_for_server_ready()
     told = {
