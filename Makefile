@@ -22,7 +22,7 @@ help:
 	@echo "make test-sglang   a run over an SGLang server that you started: TIDEGATE_SGLANG_URL, TIDEGATE_SGLANG_MODEL"
 	@echo "make lint   the first three of those"
 	@echo "make bench  speed, as ratios against named peers"
-	@echo "make docs   check that the documentation's links lead somewhere"
+	@echo "make docs   check the documentation: links lead somewhere, code runs"
 
 venv: $(READY)
 
@@ -116,7 +116,7 @@ bench: venv
 	$(BIN)/python -m benchmarks.transport
 
 docs: venv
-	$(BIN)/python -m pytest -q tests/test_docs.py
+	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_docs_code.py
 
 clean:
 	rm -rf $(VENV) .venv-environments .venv-trl .venv-agents .venv-vllm .venv-ray build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
