@@ -55,6 +55,7 @@ _add(TRAIN, run.run, *run.EXAMPLES, **run.TAKES_ANY_FLAG)
 _add(TRAIN, plan.plan, *plan.EXAMPLES)
 
 _add(LOOK, records.report, "tidegate report runs/demo")
+_add(LOOK, records.compare, "tidegate compare runs/sync runs/async --picture both.png")
 _add(LOOK, records.trace, "tidegate trace runs/demo")
 _add(LOOK, records.audit, "tidegate audit runs/demo", "tidegate audit runs/big --rollouts-max 500")
 _add(LOOK, records.replay, "tidegate replay runs/demo")

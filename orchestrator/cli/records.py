@@ -3,6 +3,8 @@
 Reads run directories; starts nothing.
 """
 
+import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -54,6 +56,27 @@ def report(run: RunDirectory) -> None:
     from tidegate.orchestrator.records.report import write_report
 
     typer.echo(write_report(run))
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN…", help="Their directories.")],
+    picture: Annotated[Path | None, typer.Option(help="Draw them into this PNG.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per run.")] = False,
+) -> None:
+    """Set finished runs side by side: reward, speed, staleness, idleness, audit; in Markdown."""
+    from tidegate.orchestrator.records import comparison
+
+    found = comparison.read_runs(runs)
+    if as_json:
+        for each in comparison.comparison_json(found):
+            typer.echo(json.dumps(each))
+    else:
+        for line in comparison.comparison_lines(found):
+            typer.echo(line)
+    if picture is not None:
+        from tidegate.orchestrator.records.comparison_picture import draw_comparison
+
+        draw_comparison(picture, found)
 
 
 def trace(run: RunDirectory) -> None:

@@ -101,7 +101,7 @@ def write_report(directory: Path) -> Path:
 
     directory = Path(directory)
     facts = read_facts(directory)
-    metrics = _read_metrics(directory)
+    metrics = read_metrics(directory)
     replace_file(directory / REPORT_JSON, json.dumps(dataclasses.asdict(facts), indent=2).encode())
     draw_report(directory / REPORT_PICTURE, directory, facts, metrics)
     page = directory / REPORT_PAGE
@@ -187,9 +187,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     return body
 
 
-def _read_metrics(directory: Path) -> list[dict[str, Any]]:
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """A run's line per batch.
+
+    Raises:
+        AuditError: they can't be read.
+    """
     try:
-        lines = (directory / METRICS_FILE).read_text().splitlines()
+        lines = (Path(directory) / METRICS_FILE).read_text().splitlines()
         return [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise AuditError(f"{directory / METRICS_FILE} can't be read: {error}") from error
