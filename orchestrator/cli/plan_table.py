@@ -113,6 +113,7 @@ def measured_line(run: MeasuredRun) -> str:
         f"measured: {seen.tokens_per_s:.0f} tokens/s, a batch every {seen.batch_s:.2f} s, mean "
         f"staleness {seen.mean_staleness:.2f}, trainer idle {seen.trainer_idle_share:.0%}, with "
         f"max_staleness={run.choice.max_staleness}; a step takes {costs.step_s * 1e3:.2f} ms + "
-        f"{costs.running_turn_s * 1e3:.3f} ms a row, {run.situation.mean_tokens:.1f} tokens a "
+        f"{costs.running_turn_s * 1e3:.3f} ms a row ({run.unaccounted_factor:.2f} times what "
+        f"engines say, to account for all of its time), {run.situation.mean_tokens:.1f} tokens a "
         f"rollout"
     )

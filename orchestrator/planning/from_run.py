@@ -4,11 +4,12 @@ It reads the run's directory, and predicts nothing.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tidegate.errors import ConfigError
+from tidegate.orchestrator.planning.closed_forms import predict
 from tidegate.orchestrator.planning.situation import Choice, Prediction, Situation
 from tidegate.orchestrator.records.recording import RUN_FILE
 from tidegate.orchestrator.records.report import Facts, read_facts, read_record
@@ -29,6 +30,8 @@ class MeasuredRun:
     """What it was set to."""
     measured: Prediction
     """What it did."""
+    unaccounted_factor: float
+    """A token took so many times the steps that it was in; the situation has that in it."""
 
 
 def measured_run(directory: Path) -> MeasuredRun:
@@ -48,7 +51,7 @@ def measured_run(directory: Path) -> MeasuredRun:
             f"{directory / RUN_FILE} has too few figures to plan from; a run of some batches by "
             f"this version of Tidegate has them"
         )
-    situation = Situation(
+    bare = Situation(
         groups=groups,
         costs=_costs(engines, statistics["engines"]),
         trainer_tokens_per_s=facts.tokens_trained / (facts.wall_s * (1 - facts.trainer_idle_share)),
@@ -61,7 +64,37 @@ def measured_run(directory: Path) -> MeasuredRun:
         pause_mode=settings["pause_mode"],
         kv_policy=settings["kv_policy"],
     )
-    return MeasuredRun(situation, choice, _measured(facts))
+    measured = _measured(facts)
+    factor = _unaccounted_factor(bare, choice, measured.batch_s)
+    return MeasuredRun(_slowed(bare, factor), choice, measured, factor)
+
+
+UNACCOUNTED_MAX = 64.0
+"""Engines that are in steps for less of a token's time than one part in so many wait for tools."""
+
+
+def _unaccounted_factor(situation: Situation, choice: Choice, batch_s: float) -> float:
+    """How much longer a token takes than the steps it is in: the plan must give the run's own time.
+
+    Tools, engines that wait for a processor, the wire: what steps don't account for is spread over
+    them, as if each token bore its share.
+    """
+    low, high = 1.0, 1.0
+    while predict(_slowed(situation, high), choice).batch_s < batch_s and high < UNACCOUNTED_MAX:
+        low, high = high, 2 * high
+    for _ in range(12):
+        middle = (low + high) / 2
+        is_quick = predict(_slowed(situation, middle), choice).batch_s < batch_s
+        low, high = (middle, high) if is_quick else (low, middle)
+    return high
+
+
+def _slowed(situation: Situation, factor: float) -> Situation:
+    costs = situation.costs
+    slowed = replace(
+        costs, step_s=factor * costs.step_s, running_turn_s=factor * costs.running_turn_s
+    )
+    return replace(situation, costs=slowed)
 
 
 def _measured(facts: Facts) -> Prediction:
