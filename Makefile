@@ -9,6 +9,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help venv demo demo-agent test test-environments test-trl test-agents test-vllm test-sglang test-ray simulate lint format bench docs clean
+.PHONY: help venv demo demo-agent test test-environments test-agents test-vllm test-sglang test-ray simulate lint format bench docs site clean
 
 help:
 	@echo "make demo   train a small model with fully asynchronous rollouts, and report on it"
@@ -22,6 +23,7 @@ help:
 	@echo "make test-sglang   a run over an SGLang server that you started: TIDEGATE_SGLANG_URL, TIDEGATE_SGLANG_MODEL"
 	@echo "make lint   the first three of those"
 	@echo "make bench  speed, as ratios against named peers"
+	@echo "make site   the documentation as a site, in site/"
 	@echo "make docs   check the documentation: links lead somewhere, code runs"
 
 venv: $(READY)
@@ -117,6 +119,11 @@ bench: venv
 
 docs: venv
 	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_docs_code.py
+
+# Packages of its own, 140 MB: the site is for reading, and no test needs it.
+site: venv
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	$(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) .venv-environments .venv-trl .venv-agents .venv-vllm .venv-ray build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
