@@ -8,8 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo demo-agent test test-environments test-trl test-agents test-vllm test-sglang test-ray simulate lint format bench docs clean
-.PHONY: help venv demo demo-agent test test-environments test-agents test-vllm test-sglang test-ray simulate lint format bench docs site clean
+.PHONY: help venv demo demo-agent test test-environments test-trl test-agents test-vllm test-sglang test-ray simulate lint format bench docs site clean
 
 help:
 	@echo "make demo   train a small model with fully asynchronous rollouts, and report on it"

@@ -130,7 +130,7 @@ def test_every_command_has_help_of_its_own_and_each_example_in_it_names_it(
         name = name_of(each)
         assert each.callback is not None
         assert each.callback.__doc__, name
-        examples = (each.epilog or "").splitlines()[2:]
+        examples = (each.epilog or "").replace("\\\n", "").splitlines()[2:]
         assert all(line.split()[:2] == ["tidegate", name] for line in examples), examples
         if each.add_help_option:
             assert status_of([name, "--help"], monkeypatch) == 0
