@@ -90,7 +90,7 @@ test-agents: venv .venv-agents/.ready
 	touch $@
 
 test-ray: .venv-ray/.ready
-	RAY_USAGE_STATS_ENABLED=0 .venv-ray/bin/python -m pytest -s tests/ray
+	RAY_USAGE_STATS_ENABLED=0 .venv-ray/bin/python -m pytest -s tests/on_ray
 
 # vLLM pins its own torch. Its resolver takes a torchvision for CUDA along, which breaks on a CPU's torch.
 .venv-vllm/.ready:

@@ -67,16 +67,24 @@ class Run:
     def __init__(self, settings: RunSettings, resume: Resume = None) -> None:
         self.settings = settings
         self.model = read_model_files(settings.model)
-        self._opened = open_for(settings, resume)
         self.dashboard: Dashboard | None = None
-        try:
+        with contextlib.ExitStack() as undo:
+            # The journal last of what settings can spoil: it is there for good once it is.
             self.dashboard = _dashboard(settings)
-            self.recorder = _recorder(settings, is_resumed=self._opened.resumed is not None)
-        except BaseException:
-            self._opened.close()
             if self.dashboard is not None:
-                self.dashboard.close()
-            raise
+                undo.callback(self.dashboard.close)
+            self._site = site_of(settings)
+            self._opened = open_for(settings, resume)
+            undo.callback(self._opened.close)
+            self.channel: WeightSender = sender(
+                settings.weight_channel,
+                settings.run_directory,
+                address=self._site.address,
+                keys=self._site.keys,
+            )
+            undo.callback(self.channel.close)
+            self.recorder = _recorder(settings, is_resumed=self._opened.resumed is not None)
+            undo.pop_all()
         self.live = None if self.dashboard is None else LiveNotes()
         """What the dashboard remembers; None if there is none."""
         self.notes = notes_of(self.recorder, self.live)
@@ -95,13 +103,6 @@ class Run:
         self._is_up = threading.Event()
         """The thread can be told to stop, or has ended."""
         self._thread = threading.Thread(target=self._run, name="tidegate", daemon=True)
-        self._site = site_of(settings)
-        self.channel: WeightSender = sender(
-            settings.weight_channel,
-            settings.run_directory,
-            address=self._site.address,
-            keys=self._site.keys,
-        )
 
     # ------------------------------------------------------------ from the trainer's threads
 

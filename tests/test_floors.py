@@ -1,6 +1,7 @@
 """Who may import whom: docs/architecture.md's floors, read off the source."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -105,3 +106,14 @@ def test_importing_one_thing_does_not_load_another(module: str, unwanted: str) -
         [sys.executable, "-c", code], capture_output=True, timeout=60, check=False
     )
     assert done.returncode == 0, f"{module} loads {unwanted}: {done.stderr.decode()[-500:]}"
+
+
+def test_no_folder_of_tests_hides_a_package_that_tests_ask_for() -> None:
+    """pytest puts tests/ on the path: a folder there is a package of its name, where none is."""
+    asked = {
+        name
+        for path in (ROOT / "tests").rglob("*.py")
+        for name in re.findall(r"importorskip\(\s*\"(\w+)", path.read_text())
+    }
+    assert "ray" in asked
+    assert {name for name in asked if (ROOT / "tests" / name).is_dir()} == set()

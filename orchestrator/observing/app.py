@@ -58,7 +58,7 @@ def dashboard_app(source: Source, updates: Updates, *, token: str) -> Starlette:
         "/api/state": app.state,
         "/api/updates": app.updates,
         "/api/rollouts": app.rollouts,
-        "/api/rollouts/{rollout_id:int}": app.rollout,
+        "/api/rollouts/{rollout_id}": app.rollout,
         "/metrics": app.metrics,
     }
     handlers |= {f"/{name}": app.page(name) for name in PAGE_FILES}
@@ -108,11 +108,11 @@ class _App:
         return _json(rollout_list(lines, total=total))
 
     async def rollout(self, http: HttpRequest) -> Response:
-        rollout_id = int(http.path_params["rollout_id"])
+        rollout_id = _number(http.path_params["rollout_id"])
         start = _number(http.query_params.get("start", "0"))
-        if start is None or start < 0:
-            return _refusal(400, "start must be a whole number")
-        found = await asyncio.to_thread(self._source.rollout, min(rollout_id, NUMBER_MAX))
+        if rollout_id is None or start is None or start < 0:
+            return _refusal(400, "a rollout's id and start must be whole numbers")
+        found = await asyncio.to_thread(self._source.rollout, rollout_id)
         if found is None:
             return _refusal(404, f"there is no rollout {rollout_id}, or it is kept no more")
         tokenizer = self._source.tokenizer

@@ -67,10 +67,10 @@ class Dashboard:
 
     def close(self) -> None:
         """Answer no more. Harmless if repeated, or never started."""
-        if self._url_file is not None:
+        loop, thread = self._loop, self._thread
+        if self._url_file is not None and thread is not None:  # or it is another run's
             with contextlib.suppress(OSError):
                 self._url_file.unlink(missing_ok=True)
-        loop, thread = self._loop, self._thread
         if loop is not None and thread is not None:
             with contextlib.suppress(RuntimeError):  # it has ended by itself
                 loop.call_soon_threadsafe(self._end)

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.orchestrator.observing.watched_run import (
     BATCHES,
     HOSTILE_TASK,
+    LONG_NUMBER,
     Watched,
     watched_run,
 )
@@ -45,6 +46,9 @@ def test_everything_asked_for_properly_is_answered_and_nothing_else(watched: Wat
         "/api/rollouts?group=x": 400,
         "/api/rollouts/0?start=-1": 400,
         "/api/rollouts/999999": 404,
+        "/api/rollouts/-1": 404,
+        "/api/rollouts/x": 400,
+        LONG_NUMBER: 400,
         "/page/../run.json": 404,
         "as a stranger": 403,
     }

@@ -14,6 +14,9 @@ from tests.models import make_model_directory
 from tidegate.orchestrator.observing.dashboard import URL_FILE
 
 BATCHES = 4
+LONG_NUMBER = "/api/rollouts/" + "9" * 5000
+"""More digits than Python reads as a number."""
+
 HOSTILE_TASK = '<script>document.title = "taken"</script><img src=x onerror="alert(1)">'
 
 
@@ -82,6 +85,9 @@ def ask(seen: Watched) -> None:
             "/api/rollouts/0?start=4",
             "/api/rollouts/0?start=-1",
             "/api/rollouts/999999",
+            "/api/rollouts/-1",
+            "/api/rollouts/x",
+            LONG_NUMBER,
             "/metrics",
             "/page/../run.json",
         ):
