@@ -165,15 +165,20 @@ class LiveNotes:
             return list(reversed(self._ended))
 
     def noted(self, since_us: int = 0) -> Noted:
-        """All that is remembered; of what has a time, only what has been since."""
-        with self._lock:
-            return Noted(
-                batches=tuple(m for at_us, m in self._batches if at_us >= since_us),
-                slices=self._timeline.slices(since_us),
-                slice_us=self._timeline.slice_us,
-                marks=self._timeline.marks_since(since_us),
-                trainer=self._timeline.trainer_since(since_us),
-                token_lags=dict(sorted(self._token_lags.items())),
-                trainer_s={kind: us / 1e6 for kind, us in sorted(self._trainer_us.items())},
-                off_policy=self._off_policy,
-            )
+        """All that is remembered; of what has a time, only what has been since, and the last batch
+        whenever it was."""
+        with self._lock:  # the run's loop waits for it: what is slow is done with copies
+            timeline, batches = self._timeline.copy(), list(self._batches)
+            token_lags, trainer_us = dict(self._token_lags), dict(self._trainer_us)
+            off_policy = self._off_policy
+        recent = [m for at_us, m in batches if at_us >= since_us] or [m for _, m in batches[-1:]]
+        return Noted(
+            batches=tuple(recent),
+            slices=timeline.slices(since_us),
+            slice_us=timeline.slice_us,
+            marks=timeline.marks_since(since_us),
+            trainer=timeline.trainer_since(since_us),
+            token_lags=dict(sorted(token_lags.items())),
+            trainer_s={kind: us / 1e6 for kind, us in sorted(trainer_us.items())},
+            off_policy=off_policy,
+        )

@@ -86,6 +86,14 @@ class _Strip:
         self._versions[at] = version
         (self._prefill if is_prefill else self._decode)[at] += busy_us
 
+    def copy(self) -> "_Strip":
+        """Cheap: four blocks of memory."""
+        other = object.__new__(_Strip)
+        other._numbers, other._versions = self._numbers[:], self._versions[:]
+        other._decode, other._prefill = self._decode[:], self._prefill[:]
+        other.newest, other.shift_us = self.newest, self.shift_us
+        return other
+
     def since(self, number: int) -> list[Slice]:
         first = max(number, self.newest - SLICES_KEPT + 1, 0)
         return [
@@ -156,6 +164,13 @@ class Timeline:
     ) -> None:
         """Add what the trainer did."""
         self.trainer.append(Activity(kind, started_us, ended_us, version))
+
+    def copy(self) -> "Timeline":
+        """As it is now; a fraction of a millisecond for 100 engines."""
+        other = Timeline(self.slice_us)
+        other._strips = {name: strip.copy() for name, strip in self._strips.items()}
+        other.marks, other.trainer = self.marks.copy(), self.trainer.copy()
+        return other
 
     def slices(self, since_us: int = 0) -> dict[str, list[Slice]]:
         """By engine, those that end after ``since_us``."""

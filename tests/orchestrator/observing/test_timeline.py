@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tidegate.orchestrator.observing.live import LiveNotes
 from tidegate.orchestrator.observing.timeline import (
     SLICE_US,
     SLICES_KEPT,
@@ -90,3 +91,23 @@ def test_a_finished_runs_trace_fits_into_the_same_slices(tmp_path: Path) -> None
     assert {each.version for each in slices} == {0, 1}
     assert [(a.kind, a.ended_us) for a in timeline.trainer] == [("train", 4_000_000)]
     assert [(m.name, m.version) for m in timeline.marks] == [("swap", 1)]
+
+
+def test_a_copy_stays_as_the_timeline_was() -> None:
+    timeline = Timeline(slice_us=100)
+    step(timeline, 10, 20)
+    copy = timeline.copy()
+    step(timeline, 40, 30)
+    timeline.mark("e", "swap", 80, 1)
+    assert copy.slices() == {"e": [Slice(0, 0, 20, 0)]}
+    assert copy.marks_since(0) == []
+
+
+def test_the_last_batch_is_told_however_long_ago_it_was() -> None:
+    now_us = 0
+    notes = LiveNotes(now_us=lambda: now_us)
+    for number in range(3):
+        now_us = number * 1_000_000
+        notes.batch({"version": number})
+    assert [each["version"] for each in notes.noted(since_us=900_000).batches] == [1, 2]
+    assert [each["version"] for each in notes.noted(since_us=60_000_000).batches] == [2]
