@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo demo-agent test test-environments test-trl test-agents test-vllm test-sglang test-ray simulate lint format bench docs site clean
+.PHONY: help venv demo demo-agent test test-environments test-trl test-agents test-vllm test-sglang test-ray test-dashboard simulate lint format bench docs site clean
 
 help:
 	@echo "make demo   train a small model with fully asynchronous rollouts, and report on it"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-ray   engines on a Ray cluster of several nodes on this machine (a Python of its own)"
 	@echo "make test-vllm   adapters against the real vLLM, built for the CPU (3.4 GB, 10 minutes)"
 	@echo "make test-sglang   a run over an SGLang server that you started: TIDEGATE_SGLANG_URL, TIDEGATE_SGLANG_MODEL"
+	@echo "make test-dashboard   the dashboard in a real Chromium, if there is one; and TensorBoard"
 	@echo "make lint   the first three of those"
 	@echo "make bench  speed, as ratios against named peers"
 	@echo "make site   the documentation as a site, in site/"
@@ -109,6 +110,10 @@ endif
 
 test-sglang: venv
 	$(BIN)/python -m pytest tests/engine/test_real_sglang.py
+test-dashboard: venv
+	$(BIN)/python -m pip install --quiet "playwright>=1.50" "tensorboard>=2.18"
+	TIDEGATE_CHROMIUM=$${TIDEGATE_CHROMIUM:-$$(command -v chromium || command -v google-chrome)} \
+	$(BIN)/python -m pytest tests/orchestrator/observing
 
 simulate: venv
 	$(BIN)/tidegate simulate --seeds 2000 --lives 300

@@ -4,6 +4,7 @@
     python -m examples.async_grpo --mode sync              # or one-step
     python -m examples.async_grpo --pause abort            # or keep, wait
     python -m examples.async_grpo --colocated              # engines and trainer take turns
+    python -m examples.async_grpo --dashboard 127.0.0.1:0  # in the browser
     python -m examples.async_grpo --model PATH             # any Qwen2, Qwen3 or Llama directory
 
 The loop is in ``grpo.py``: batches come in, weights go out, and the engines go on generating
@@ -56,6 +57,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--correction", choices=("importance", "none"), default="importance")
     add("--seed", type=int, default=0)
     add("--runs", type=Path, default=Path("runs"), help="where runs and the model are kept")
+    add("--dashboard", help="show the run under this HOST:PORT; port 0 takes a free one")
     add("--name", help="of this run; left out, made from the mode and the time")
     return parser.parse_args(arguments)
 
@@ -79,8 +81,11 @@ async def train(options: argparse.Namespace, run_directory: Path) -> None:
         quantize=options.quantize,
         num_blocks=options.num_blocks,
         run_directory=run_directory,
+        dashboard=options.dashboard,
         seed=options.seed,
     ) as rollouts:
+        if rollouts.dashboard_url is not None:
+            print(f"dashboard: {rollouts.dashboard_url}", flush=True)
         gain = await learn(
             rollouts,
             solve,

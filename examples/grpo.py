@@ -16,7 +16,19 @@ import tidegate
 from examples.memory_marks import MemoryMarks
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.records.progress import RunProgress
-from tidegate.policies.objectives import LossDiagnostics, decoupled_ppo_loss
+from tidegate.policies.diagnostics import LagBucket, measure_mismatch, measure_mismatch_by_lag
+from tidegate.policies.objectives import decoupled_ppo_loss
+
+
+@dataclass(frozen=True, slots=True)
+class OffPolicyness:
+    """How far off-policy a batch was, before the step that was made of it."""
+
+    ess: float
+    """Share of the batch that its importance weights leave, in (0, 1]."""
+    k3: float
+    """KL of the policy that sampled from the one that trains, in nats per token."""
+    by_lag: tuple[LagBucket, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +63,7 @@ async def learn(
     policy, optimizer = load_trainer(model, learning_rate)
     before = await rollouts.evaluate(held_out, episode=episode)
     print(f"held-out reward before training: {before.mean_reward:.3f}", flush=True)
-    measured: list[LossDiagnostics] = []
+    measured: list[OffPolicyness] = []
     with (
         RunProgress(rollouts.statistics, batches_total=batches) as progress,
         MemoryMarks() as marks,
@@ -61,8 +73,11 @@ async def learn(
             if is_colocated:
                 await rollouts.sleep(level=2, mode="keep")  # weights, too: new ones come anyway
             marks.begin("train")
-            if (diagnostics := train_step(policy, optimizer, batch, corrects=corrects)) is not None:
-                measured.append(diagnostics)
+            if (seen := train_step(policy, optimizer, batch, corrects=corrects)) is not None:
+                measured.append(seen)
+                await rollouts.observe(
+                    effective_sample_size=seen.ess, mismatch_kl=seen.k3, by_lag=seen.by_lag
+                )
             if is_colocated:
                 optimizer.zero_grad()  # gives the gradients' memory back, before engines want it
             marks.begin("rollout")
@@ -75,10 +90,10 @@ async def learn(
     return Gain(before.mean_reward, after.mean_reward, summary(measured), marks.megabytes)
 
 
-def summary(measured: Sequence[LossDiagnostics]) -> dict[str, float]:
+def summary(measured: Sequence[OffPolicyness]) -> dict[str, float]:
     """Of all batches: the mean and the highest KL in nats per token, and what the importance
     weights left of the batch that they left least of."""
-    kl = [each.kl_k3 for each in measured] or [0.0]
+    kl = [each.k3 for each in measured] or [0.0]
     ess = min((each.ess for each in measured), default=1.0)
     return {"mean_kl": sum(kl) / len(kl), "highest_kl": max(kl), "lowest_ess": ess}
 
@@ -98,7 +113,7 @@ def train_step(
     batch: tidegate.Batch,
     *,
     corrects: bool = True,
-) -> LossDiagnostics | None:
+) -> OffPolicyness | None:
     """One optimizer step on a batch; None if nothing can be learned from it.
 
     Only groups whose rewards differ carry a gradient, so only their rows are computed. Tokens are
@@ -114,16 +129,22 @@ def train_step(
     logprobs = -torch.nn.functional.cross_entropy(
         logits.transpose(1, 2), targets, reduction="none"
     )  # [R, T - 1]
-    loss, diagnostics = decoupled_ppo_loss(
+    mask = batch.loss_mask[rows, 1:]
+    loss, _ = decoupled_ppo_loss(
         logprobs,
         logprobs.detach(),  # one step per batch: the update starts from these very weights
         batch.logprobs[rows, 1:] if corrects else logprobs.detach(),
         batch.advantages[rows, None],
-        batch.loss_mask[rows, 1:],
+        mask,
         tokens_in_batch=batch.sampled_tokens,
     )
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return diagnostics
+    log_ratio, versions = logprobs - batch.logprobs[rows, 1:], batch.weight_versions[rows, 1:]
+    mismatch = measure_mismatch(log_ratio, mask)
+    by_lag = measure_mismatch_by_lag(
+        log_ratio, mask, versions, trainer_version=batch.trainer_version
+    )
+    return OffPolicyness(mismatch.ess, mismatch.k3, by_lag)

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from tidegate.errors import TidegateError
-from tidegate.orchestrator.cli import checkout, doctor, engines, plan, records, run, simulate
+from tidegate.orchestrator.cli import checkout, doctor, engines, plan, records, run, simulate, watch
 from tidegate.orchestrator.cli.conventions import (
     PASS_ON,
     STATUS_ERROR,
@@ -54,6 +54,8 @@ _add(TRAIN, run.run, *run.EXAMPLES, **run.TAKES_ANY_FLAG)
 
 _add(TRAIN, plan.plan, *plan.EXAMPLES)
 
+_add(LOOK, watch.dashboard, "tidegate dashboard runs/demo")
+_add(LOOK, watch.top, "tidegate top runs/demo", "tidegate top http://127.0.0.1:8080")
 _add(LOOK, records.report, "tidegate report runs/demo")
 _add(LOOK, records.compare, "tidegate compare runs/sync runs/async --picture both.png")
 _add(LOOK, records.trace, "tidegate trace runs/demo")

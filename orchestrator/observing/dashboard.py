@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
 
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.listening import listen, url_of
@@ -24,6 +25,7 @@ URL_FILE = "dashboard.url"
 """In the run's directory, while it is served: `tidegate top RUN` finds it there."""
 
 END_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 2.0
 
 KEEP_ALIVE_S = 30
 """Longer than Prometheus' usual interval, so that a scrape needs no new connection."""
@@ -133,6 +135,17 @@ class Dashboard:
     def _end(self) -> None:
         self._updates.end()
         self._server.should_exit = True
+
+
+def url_in(directory: Path) -> str | None:
+    """Where the run in this directory is shown now; None if it isn't, e.g. because it has ended."""
+    try:
+        url = (Path(directory) / URL_FILE).read_text().strip()
+        parts = urlsplit(url)
+        with socket.create_connection((parts.hostname or "", parts.port or 0), CONNECT_TIMEOUT_S):
+            return url
+    except (OSError, ValueError):
+        return None  # a run that was killed leaves the file behind
 
 
 def _need_packages() -> None:

@@ -18,7 +18,8 @@ from tidegate.orchestrator.records.trajectories import Snapshot, snapshot
 BATCHES_KEPT = 2_000
 """Points of a curve; more than pixels."""
 
-ENDED_KEPT = 500
+ENDED_KEPT = 2_000
+"""Minutes of a run with short rollouts, hours of one with long ones."""
 ENDED_TOKENS_KEPT = 2_000_000
 """16 MB: rollouts are kept as they are, until later ones take their place."""
 

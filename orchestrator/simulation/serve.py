@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from tidegate.orchestrator.client import RunClient
+from tidegate.orchestrator.observing.watching import OnBatch
 from tidegate.orchestrator.run import Run
 from tidegate.orchestrator.serve import Rollouts, SyncRollouts
 from tidegate.orchestrator.simulation.run import RunPlan, SimulatedRun, run_plan
@@ -23,8 +24,8 @@ ANY_MODEL = "any model"
 class _Simulated(RunClient):
     """Either face, with a simulated run behind it."""
 
-    def __init__(self, plan: RunPlan, time: VirtualTime) -> None:
-        super().__init__(plan.settings)
+    def __init__(self, plan: RunPlan, time: VirtualTime, on_batch: OnBatch | None = None) -> None:
+        super().__init__(plan.settings, on_batch=on_batch)
         self._plan = plan
         self._time = time
         self.simulated = SimulatedRun(plan, time)
@@ -86,6 +87,7 @@ class ServeInTests:
         model: Path | str = ANY_MODEL,
         engines: int | Sequence[ScriptedEngine] = 1,
         says: Says = None,
+        on_batch: Any = None,
         **settings: Any,
     ) -> SimulatedRollouts:
         """A run for an async trainer, as :func:`tidegate.serve`.
@@ -97,7 +99,7 @@ class ServeInTests:
             ConfigError: a setting is unknown, out of range, or of what isn't simulated.
         """
         plan = run_plan(model=model, engines=engines, says=says, **settings)
-        rollouts = SimulatedRollouts(plan, self._time)
+        rollouts = SimulatedRollouts(plan, self._time, on_batch)
         self.runs.append(rollouts.simulated)
         return rollouts
 
@@ -107,11 +109,12 @@ class ServeInTests:
         model: Path | str = ANY_MODEL,
         engines: int | Sequence[ScriptedEngine] = 1,
         says: Says = None,
+        on_batch: Any = None,
         **settings: Any,
     ) -> SimulatedSyncRollouts:
         """The same, for a trainer that is not async, as :func:`tidegate.serve_sync`."""
         plan = run_plan(model=model, engines=engines, says=says, **settings)
-        rollouts = SimulatedSyncRollouts(plan, self._time)
+        rollouts = SimulatedSyncRollouts(plan, self._time, on_batch)
         self.runs.append(rollouts.simulated)
         return rollouts
 

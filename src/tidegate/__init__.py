@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.feed.dataset import RolloutDataset
     from tidegate.orchestrator.fleet.scores import Readout, TokenScores
     from tidegate.orchestrator.gateway.gateway import Endpoint, Gateway
+    from tidegate.orchestrator.observing.logs import log_as_json
+    from tidegate.orchestrator.observing.tensorboard import TensorBoard
     from tidegate.orchestrator.remote.faces import (
         RemoteRollouts,
         SyncRemoteRollouts,
@@ -81,6 +83,7 @@ __all__ = [
     "SyncScorer",
     "Synchronous",
     "TailPacking",
+    "TensorBoard",
     "TidegateError",
     "TokenScores",
     "Tools",
@@ -90,6 +93,7 @@ __all__ = [
     "connect",
     "connect_sync",
     "environment_episode",
+    "log_as_json",
     "score_server",
     "score_server_sync",
     "serve",
@@ -130,6 +134,7 @@ _HOMES = {
     "SyncScorer": "orchestrator.faces",
     "Synchronous": "policies.rounds",
     "TailPacking": "policies.rounds",
+    "TensorBoard": "orchestrator.observing.tensorboard",
     "TidegateError": "errors",
     "TokenScores": "orchestrator.fleet.scores",
     "Tools": "orchestrator.environments.tools",
@@ -139,6 +144,7 @@ _HOMES = {
     "connect": "orchestrator.remote.faces",
     "connect_sync": "orchestrator.remote.faces",
     "environment_episode": "orchestrator.environments.environment_episode",
+    "log_as_json": "orchestrator.observing.logs",
     "score_server": "orchestrator.faces",
     "score_server_sync": "orchestrator.faces",
     "serve": "orchestrator.serve",

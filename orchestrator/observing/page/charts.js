@@ -46,10 +46,10 @@ export function curve(canvas, points, { from, why = "nothing yet" } = {}) {
   const left = Math.min(...xs), right = Math.max(...xs, left + 1);
   const low = from ?? Math.min(...ys), high = Math.max(...ys, low + 1e-9);
   const at = (x, y) => [44 + ((x - left) / (right - left)) * (on.width - 52),
-    on.height - 18 - ((y - low) / (high - low)) * (on.height - 30)];
+    on.height - 18 - ((y - low) / (high - low)) * (on.height - 42)];
   const { pen } = on;
   pen.fillStyle = on.quiet;
-  pen.fillText(short(high), 2, 14);
+  pen.fillText(short(high), 2, 28);
   pen.fillText(short(low), 2, on.height - 18);
   pen.fillText(`v${left}`, 44, on.height - 4);
   pen.fillText(`v${right}`, on.width - 34, on.height - 4);
@@ -64,7 +64,9 @@ export function curve(canvas, points, { from, why = "nothing yet" } = {}) {
   trace(pen, smooth(known), at);
   pen.lineWidth = 1;
   pen.fillStyle = on.ink;
-  pen.fillText(short(ys[ys.length - 1]), on.width - 46, 14);
+  pen.textAlign = "right";
+  pen.fillText(`now ${short(ys[ys.length - 1])}`, on.width - 8, 12);
+  pen.textAlign = "left";
 }
 
 function trace(pen, points, at) {
