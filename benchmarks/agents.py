@@ -32,7 +32,8 @@ from benchmarks.sessions import rows as session_rows
 from benchmarks.table import Row, compared, show
 from tests.orchestrator.chat_templates import ENDS, add_chat_template
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.episodes.episode import Episode
+from tidegate.orchestrator.episodes.generating import SamplingDefaults
 from tidegate.orchestrator.gateway.gateway import Gateway
 from tidegate.orchestrator.weights.model_files import ModelFiles, read_tokenizer
 

@@ -14,9 +14,11 @@ from typing import Any
 
 from tests.orchestrator.chat_templates import ENDS, add_chat_template
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.episodes.episode import Episode
+from tidegate.orchestrator.episodes.generating import SamplingDefaults
 from tidegate.orchestrator.gateway.gateway import Endpoint, Gateway
 from tidegate.orchestrator.weights.model_files import ModelFiles, read_tokenizer
+from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
 WORDS = "what the model says"
@@ -73,7 +75,9 @@ class FixedEngine:
         self._ids = model.tokenizer.encode(words + ENDS["chatml"], add_special_tokens=False).ids
         self._rows = 10**9
 
-    async def ask(self, rollout: Rollout, sampling: SamplingParams) -> Turn:
+    async def ask(
+        self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
+    ) -> Turn:
         """A whole turn."""
         turn = Turn(rollout, sampling)
         rollout.turns.append(turn)

@@ -257,6 +257,11 @@ def admit(
         TurnRefused: it can never be served as asked.
     """
     prompt = read_prompt(message, limits)
+    if message.media:
+        raise TurnRefused(
+            "this engine reads tokens only: no images, audio or video; serve such models by vLLM "
+            "(engine_urls, docs/engines.md)"
+        )
     turn = TurnState(message, prompt, arrival)
     turn.sampling.options = options.read(message, turn.tokens)
     return turn

@@ -13,6 +13,8 @@ import msgspec
 
 from tidegate.errors import BadFrame
 from tidegate.transport.limits import Count, Seconds, check_frame_size, cut
+from tidegate.transport.media import Media as Media
+from tidegate.transport.media import MediaKind
 from tidegate.transport.message import KvPolicy as KvPolicy
 from tidegate.transport.message import Message as Message
 from tidegate.transport.message import PauseMode as PauseMode
@@ -103,6 +105,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """How many processes compute its model, each a part of it."""
     quantization: str = ""
     """What it rounds weights to as they come: ``int8``. Empty: it serves what is published."""
+    media: list[MediaKind] = []
+    """What its model reads beside tokens; none: tokens only."""
 
 
 class KvSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -267,6 +271,8 @@ class SubmitTurn(Message, frozen=True, kw_only=True, tag="submit_turn"):
     session: Count = 0
     """Whose context this is: more turns of the same session may go on where this one ends, so KV of
     it is better kept than that of others. 0: nobody's. Changes nothing but speed."""
+    media: list[Media] = []
+    """What the context has beside tokens, in order; only for engines that read its kinds."""
 
 
 class EndSessions(Message, frozen=True, kw_only=True, tag="end_sessions"):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
+from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import SamplingParams
 from tidegate.transport.scoring import Want
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
@@ -49,6 +50,8 @@ class Capabilities:
     num_blocks: int = 0
     """Of its KV cache, for the statistics; 0: it doesn't say."""
     block_tokens: int = 0
+    media: frozenset[MediaKind] = frozenset()
+    """What its model reads beside tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,8 @@ class Request:
     """So many of ``token_ids``, at the end, are the turn's own output."""
     salt: str
     """KV computed under another salt must not be used: it may be of other weights."""
+    media: Sequence[Media] = ()
+    """In the order in which their placeholders stand in ``token_ids``."""
 
 
 class VersionLabel(NamedTuple):

@@ -75,7 +75,13 @@ class AskedTurn:
             max_tokens=asked.max_tokens - self.sampled,
             min_tokens=max(0, asked.min_tokens - before),
         )
-        return Request(token_ids=self.tokens, sampling=sampling, sampled_before=before, salt=salt)
+        return Request(
+            token_ids=self.tokens,
+            sampling=sampling,
+            sampled_before=before,
+            salt=salt,
+            media=self.message.media,
+        )
 
     def take(self, chunk: Chunk, label: str) -> Prefill | None:
         """Add a chunk's tokens; its prefill, if they are the request's first."""
@@ -118,6 +124,8 @@ def read_turn(
         TurnRefused: it can never be served as asked.
     """
     tokens = read_prompt(message, limits).tolist()
+    if unread := sorted({each.kind for each in message.media} - able.media):
+        raise TurnRefused(f"{able.engine} reads no {', '.join(unread)} with this model")
     sampling = message.sampling
     asked = {
         name

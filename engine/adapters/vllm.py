@@ -26,6 +26,7 @@ from tidegate.engine.adapters.adapter import (
 from tidegate.engine.adapters.host_weights import is_tied
 from tidegate.engine.adapters.http import CONTROL_TIMEOUT_S, HttpEngine, Refusal
 from tidegate.engine.adapters.vllm_events import read_event, to_chunk
+from tidegate.engine.adapters.vllm_media import content_part, media_of, takes_references
 from tidegate.engine.adapters.vllm_releases import (
     GENERATE,
     START_IT_SO,
@@ -41,6 +42,7 @@ from tidegate.errors import (
     TurnRefused,
     WeightsRefused,
 )
+from tidegate.transport.media import MediaKind
 from tidegate.transport.messages import SamplingParams
 
 LOAD_TIMEOUT_S = 600.0
@@ -73,6 +75,8 @@ class VllmAdapter(Unable):
         self._model = model.resolve()
         self._name = ""
         """The model's, in requests."""
+        self._media: frozenset[MediaKind] = frozenset()
+        """What its model reads beside tokens."""
         self._release: Release | None = None
         self._serves: tuple[Path, str] | None = None
         """The directory whose weights it has, and their label."""
@@ -88,12 +92,14 @@ class VllmAdapter(Unable):
         """Find out what is there; leave it awake, unpaused, and with nobody's requests."""
         version = (await self._http.wait_for("/version"))["version"]
         try:
-            paths = (await self._http.call("GET", "/openapi.json"))["paths"]
+            api = await self._http.call("GET", "/openapi.json")
+            paths = api["paths"]
             check_routes(version, paths)
             info = await self._http.call("GET", "/server_info", query={"config_format": "json"})
             models = await self._http.call("GET", "/v1/models")
             self._release = read_release(version, paths, info)
             self._name = models["data"][0]["id"]
+            self._media = media_of(self._model) if takes_references(api) else frozenset()
             _refuse_tied(self._release, self._model)
             await self.pause("abort")
             await self._serve_the_directory(label)
@@ -117,6 +123,7 @@ class VllmAdapter(Unable):
             scores=frozenset({"logprobs"}),
             num_blocks=release.num_blocks,
             block_tokens=release.block_tokens,
+            media=self._media,
         )
 
     async def _serve_the_directory(self, label: str) -> None:
@@ -175,7 +182,8 @@ class VllmAdapter(Unable):
 
     def _body(self, request: Request) -> dict[str, Any]:
         asked = request.sampling
-        return {
+        media = {"content_parts": [content_part(each) for each in request.media]}
+        return (media if request.media else {}) | {
             "model": self._name,
             "token_ids": list(request.token_ids),
             "cache_salt": request.salt,

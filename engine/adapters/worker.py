@@ -216,6 +216,7 @@ def _hello(arguments: argparse.Namespace, able: Capabilities, epoch: int) -> Hel
         pid=os.getpid(),
         model_code=able.engine,
         scores=sorted(able.scores),
+        media=sorted(able.media),
         takes_turns_together=True,
     )
 

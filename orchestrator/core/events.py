@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import Prefill, SamplingParams, SubmitTurn, TokenDetails
 
 # ---------------------------------------------------------------- events: what happened
@@ -54,6 +55,8 @@ class TurnAsked(Struct, frozen=True, gc=False):
 
     rollout_id: int
     sampling: SamplingParams
+    media: tuple[Media, ...] = ()
+    """What its context was given beside tokens since its turn before."""
 
 
 class TurnGivenUp(Struct, frozen=True, gc=False):
@@ -87,6 +90,8 @@ class EngineJoined(Struct, frozen=True, gc=False):
     """Handles of the turns it has."""
     replay_until: int = 0
     """What it sampled before its hello is in the steps before this seq."""
+    media: tuple[MediaKind, ...] = ()
+    """What it reads beside tokens."""
 
 
 class EngineLeft(Struct, frozen=True, gc=False):

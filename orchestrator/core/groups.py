@@ -171,7 +171,7 @@ class GroupBook:
     def ask_turn(self, event: ev.TurnAsked) -> list[ev.Command]:
         """A rollout's episode wants the model to go on."""
         rollout, group = self.running[event.rollout_id]
-        turn = Turn(rollout, event.sampling)
+        turn = Turn(rollout, event.sampling, event.media)
         rollout.turns.append(turn)
         priority = EVALUATION_PRIORITY if group.is_evaluation else group.priority
         return self._turns.submit(turn, priority)

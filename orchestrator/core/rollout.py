@@ -17,6 +17,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from tidegate.orchestrator.turns.token_details import TurnDetails
+from tidegate.transport.media import Media
 from tidegate.transport.messages import KvSpan, SamplingParams
 
 
@@ -86,6 +87,7 @@ class Turn:
         "filed",
         "finish_reason",
         "held_back",
+        "media",
         "place",
         "prefills",
         "reward",
@@ -95,9 +97,13 @@ class Turn:
         "start",
     )
 
-    def __init__(self, rollout: "Rollout", sampling: SamplingParams) -> None:
+    def __init__(
+        self, rollout: "Rollout", sampling: SamplingParams, media: tuple[Media, ...] = ()
+    ) -> None:
         self.rollout = rollout
         self.sampling = sampling
+        self.media = media
+        """What the context was given beside tokens since the turn before."""
         self.start = len(rollout.token_ids)
         """Index in the rollout's context of the first output token."""
         self.filed = 0
@@ -129,9 +135,10 @@ class Turn:
         runs: list[VersionRun],
         prefills: list[TurnPrefill],
         finish_reason: str | None,
+        media: tuple[Media, ...] = (),
     ) -> "Turn":
         """A turn of a rollout whose context has its tokens already."""
-        turn = cls(rollout, sampling)
+        turn = cls(rollout, sampling, media)
         turn.start, turn.filed, turn.finish_reason = start, length, finish_reason
         turn.runs, turn.prefills = list(runs), list(prefills)
         if runs:
@@ -315,6 +322,11 @@ class Rollout:
     def _settle(self) -> None:
         if self.turns and (held_back := self.turns[-1].held_back) is not None:
             held_back.settle()
+
+    @property
+    def media(self) -> list[Media]:
+        """What its turns were given beside tokens, in order."""
+        return [each for turn in self.turns for each in turn.media]
 
     @property
     def sampled_end(self) -> int:

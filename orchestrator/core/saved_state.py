@@ -8,6 +8,7 @@ import msgspec
 from tidegate.orchestrator.core.discards import SavedDiscards
 from tidegate.orchestrator.core.group import TaskKey
 from tidegate.orchestrator.core.rollout import RolloutState, TurnPrefill, VersionRun
+from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import SamplingParams
 
 
@@ -28,6 +29,7 @@ class SavedTurn(Saved):
     top_ids: bytes = b""
     top_logprobs: bytes = b""
     reward: float | None = None
+    media: tuple[Media, ...] = ()
 
 
 class SavedRollout(Saved):
@@ -81,6 +83,7 @@ class SavedEngine(Saved):
     replay_until: int
     is_away: bool
     speed: float
+    media: tuple[MediaKind, ...] = ()
 
 
 class SavedBatch(Saved):
@@ -114,6 +117,7 @@ class SavedTurns(Saved):
     waiting: list[tuple[int, int]]
     """(rollout id, priority)"""
     streams: dict[str, tuple[int, int]]
+    media_taken: list[MediaKind] = []
 
 
 class SavedTasks(Saved):

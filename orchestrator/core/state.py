@@ -116,6 +116,7 @@ def _turn(turn: Turn) -> SavedTurn:
         saved.top_ids = details.top_ids.tobytes()
         saved.top_logprobs = details.top_logprobs.tobytes()
     saved.reward = turn.reward
+    saved.media = turn.media
     return saved
 
 
@@ -137,6 +138,7 @@ def _turns(core: Core) -> SavedTurns:
         next_handle=book.next_handle,
         waiting=[(turn.rollout.rollout_id, priority) for turn, priority in book.waiting.items()],
         streams=book.streams,
+        media_taken=sorted(book.media_taken),
     )
 
 
@@ -155,6 +157,7 @@ def _engine(name: str, engine: EngineTurns) -> SavedEngine:
         engine.replay_until,
         engine.is_away,
         engine.speed,
+        engine.media,
     )
 
 
@@ -299,6 +302,7 @@ def _loaded_turn(saved: SavedTurn, rollout: Rollout) -> Turn:
         runs=saved.runs,
         prefills=saved.prefills,
         finish_reason=saved.finish_reason,
+        media=saved.media,
     )
     if turn.details is not None:
         told = TokenDetails(0, saved.raw_logprobs, saved.top_ids, saved.top_logprobs)
@@ -332,12 +336,13 @@ def _load_turns(saved: SavedTurns, core: Core) -> None:
     book.live_version = saved.live_version
     book.next_handle = saved.next_handle
     book.streams = dict(saved.streams)
+    book.media_taken = set(saved.media_taken)
     running = core.groups.running
     book.waiting = {running[rid][0].turns[-1]: priority for rid, priority in saved.waiting}
     for each in saved.engines:
         engine = EngineTurns(each.weight_version, each.max_running_turns, epoch=each.epoch)
         engine.missing, engine.replay_until = each.missing, each.replay_until
-        engine.is_away, engine.speed = each.is_away, each.speed
+        engine.is_away, engine.speed, engine.media = each.is_away, each.speed, each.media
         for s in each.submissions:
             turn = running[s.rollout_id][0].turns[-1]
             engine.submissions[s.handle] = Submission(turn, s.priority, s.sampled_before)

@@ -14,11 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from tidegate.errors import ChatRefused
 from tidegate.orchestrator.episodes.chat_template import PLACEHOLDER, Message, read_chat_template
+from tidegate.orchestrator.episodes.media_parts import media_of, refuse_if_written_out, words_of
 from tidegate.orchestrator.episodes.messages_seen import keys, plain_messages
 from tidegate.orchestrator.episodes.tool_calls import Reply, parse_reply
 from tidegate.orchestrator.weights.model_files import ModelFiles
+from tidegate.transport.media import Media
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.episode import Episode
@@ -88,6 +92,7 @@ class Conversation:
         plain = plain_messages(messages)
         names = tool_names(tools)
         prompt = self._template.render(plain, tools)
+        refuse_if_written_out(prompt, plain)
         row = self._row_for(plain, tools, prompt)
         row.reserve()
         return Prepared(row, plain, names, prompt)
@@ -124,35 +129,38 @@ class Conversation:
                 continue
             added = self._added(said, messages, place + 1, tools, prompt)
             if added is not None:
-                return self._go_on(said, self._encode(added))
+                return self._go_on(said, self._encode(added), media_of(messages[place + 1 :]))
             why = (
                 "template_rewrote: the chat template, or other tools, show what was before "
                 f"message {place + 1} otherwise than the model saw and said it"
             )
             break
-        return self._begin(self._encode(prompt), why)
+        return self._begin(self._encode(prompt), why, media_of(messages))
 
-    def _go_on(self, said: _Said, added: list[int]) -> "Episode":
+    def _go_on(self, said: _Said, added: list[int], media: list[Media]) -> "Episode":
         row = said.row
         last = row.token_ids[said.tokens - 1 : said.tokens]
         if added[:1] == last:  # the engine has sampled the end of the turn itself
             added = added[1:]
         if row.is_idle and row.num_tokens == said.tokens:
-            row.append(added)
+            row.append(added, media=media)
             return row
         context = [*row.token_ids[: said.tokens], *added]
-        return self._fork(row, context, "resampled: its row has gone on from here in another way")
+        before = [each for each in row.media if each.at < said.tokens]
+        media = [*before, *(replace(each, at=said.tokens) for each in media)]
+        why = "resampled: its row has gone on from here in another way"
+        return self._fork(row, context, why, media)
 
-    def _begin(self, context: list[int], why: str) -> "Episode":
+    def _begin(self, context: list[int], why: str, media: list[Media]) -> "Episode":
         episode = self._episode
         if episode.is_idle and not episode.num_tokens:
-            episode.append(context)
+            episode.append(context, media=media)
             return episode
-        return self._fork(episode, context, why)
+        return self._fork(episode, context, why, media)
 
-    def _fork(self, row: "Episode", context: list[int], why: str) -> "Episode":
+    def _fork(self, row: "Episode", context: list[int], why: str, media: list[Media]) -> "Episode":
         self.forks[why.partition(":")[0]] += 1
-        branch = row.branch(context, why)
+        branch = row.branch(context, why, media=media)
         log.info("rollout=%d forks into %d, %s", row.rollout_id, branch.rollout_id, why)
         return branch
 
@@ -186,7 +194,8 @@ class Conversation:
             is_there = prompt.startswith(said.content, begin) and not said.has_tool_calls
             return prompt[begin + len(said.content) :] if is_there else None
         first = messages[start]
-        other = PLACEHOLDER if first["content"].lstrip()[:1] != PLACEHOLDER[0] else "0"
+        words = words_of(first["content"])
+        other = PLACEHOLDER if words.lstrip()[:1] != PLACEHOLDER[0] else "0"
         try:
             changed = [*messages[:start], {**first, "content": other}, *messages[start + 1 :]]
             common = _common(prompt, self._template.render(changed, tools))

@@ -11,9 +11,8 @@ Where an episode wants more than one context, it forks: each branch is a row of 
 """
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol, Unpack
+from collections.abc import Iterator, Sequence
+from typing import Unpack
 
 import msgspec
 
@@ -23,42 +22,14 @@ from tidegate.orchestrator.core.rollout import Rollout, Turn, token_array
 from tidegate.orchestrator.episodes.chat_template import Message
 from tidegate.orchestrator.episodes.conversation import Conversation, Tools
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
+from tidegate.orchestrator.episodes.generating import Generating, SamplingDefaults
+from tidegate.orchestrator.episodes.media_parts import refuse_too_much
 from tidegate.orchestrator.episodes.recollection import Recollection
 from tidegate.orchestrator.episodes.sampling_options import SamplingOptions, sampling_params
+from tidegate.orchestrator.episodes.turn_seeds import mixed, turn_seed
 from tidegate.orchestrator.weights.model_files import ModelFiles
+from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
-
-BITS_64 = (1 << 64) - 1
-
-
-class Generating(Protocol):
-    """Who has the model continue a rollout's context."""
-
-    def ask(self, rollout: Rollout, sampling: SamplingParams) -> Awaitable[Turn]:
-        """A new turn, asked for now, once it has ended."""
-
-    def rejoin(self, rollout: Rollout) -> Awaitable[Turn]:
-        """The turn that was going on when the run was resumed, once it has ended."""
-
-    def give_up_turn(self, rollout: Rollout) -> None:
-        """Nobody waits for what ``ask`` or ``rejoin`` gave any more."""
-
-    def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
-        """Forget what the rollout's context holds beyond so many turns and tokens."""
-
-    def fork(self, rollout: Rollout, reason: str) -> Rollout:
-        """Another row for this one's episode, with nothing in it yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """What ``generate`` uses where it isn't told."""
-
-    max_tokens: int
-    temperature: float
-    seed: int
-    """Of the run."""
-    adapter: str = ""
 
 
 class Episode:
@@ -69,6 +40,7 @@ class Episode:
         "_conversation",
         "_defaults",
         "_generating",
+        "_given_media",
         "_is_generating",
         "_is_over",
         "_is_reserved",
@@ -91,12 +63,14 @@ class Episode:
         parent: "Episode | None" = None,
     ) -> None:
         """``parent``: of a branch, what it was forked from."""
-        self._salt: int = 0 if parent is None else _mixed(parent._salt + len(parent.branches) + 1)
+        self._salt: int = 0 if parent is None else mixed(parent._salt + len(parent.branches) + 1)
         """Tells a branch's random numbers from others'; made of its place, the same in any run."""
         self.branches: list[Episode] = []
         """Forked from this one, in order."""
         self._turns: list[GeneratedTurn] = []
         self._conversation: Conversation | None = None
+        self._given_media: list[Media] = []
+        """Since the last turn."""
         self._rollout = rollout
         self._model = model
         self._generating = generating
@@ -121,6 +95,12 @@ class Episode:
     def num_tokens(self) -> int:
         """Of the context so far."""
         return self._past.tokens if self._past else len(self._rollout.token_ids)
+
+    @property
+    def media(self) -> list[Media]:
+        """What the context has beside tokens, in order."""
+        turns = self._rollout.turns[: self._past.turns] if self._past else self._rollout.turns
+        return [*(each for turn in turns for each in turn.media), *self._given_media]
 
     @property
     def is_idle(self) -> bool:
@@ -186,18 +166,32 @@ class Episode:
         """Number of the group, which all attempts at one task share; a resumed run keeps it."""
         return self._rollout.group_id
 
-    def append(self, content: str | Sequence[int]) -> None:
-        """Add given text or tokens (a prompt, an observation) to the context; never trained on."""
+    def append(self, content: str | Sequence[int], *, media: Sequence[Media] = ()) -> None:
+        """Add given text or tokens (a prompt, an observation) to the context; never trained on.
+
+        ``media``: those whose placeholders are in it, in order.
+
+        Raises:
+            ConfigError: they are too many, or too large.
+        """
         self._refuse_if_over()
         if self._is_generating:
             raise RuntimeError("the context can't be appended to while a turn is generated")
         if isinstance(content, str):
             content = self._model.tokenizer.encode(content, add_special_tokens=False).ids
         given = token_array(content)
+        if media:
+            self._give_media(media)
         if self._past is not None and self._past.follows(given):
             return
         self._forget_the_past()
         self._rollout.extend(given)
+
+    def _give_media(self, media: Sequence[Media]) -> None:
+        at = self.num_tokens
+        given = [msgspec.structs.replace(each, at=each.at or at) for each in media]
+        refuse_too_much([*self.media, *given])
+        self._given_media += given
 
     def fork(self) -> "Episode":
         """A branch: it has this context, and from here on goes a way of its own.
@@ -209,9 +203,11 @@ class Episode:
         """
         if self._is_generating:
             raise RuntimeError("fork before a turn is generated, or when it has ended")
-        return self.branch(self.token_ids, "asked")
+        return self.branch(self.token_ids, "asked", media=self.media)
 
-    def branch(self, context: Sequence[int], reason: str) -> "Episode":
+    def branch(
+        self, context: Sequence[int], reason: str, *, media: Sequence[Media] = ()
+    ) -> "Episode":
         """As :meth:`fork`, but with another context; ``reason`` is recorded."""
         self._refuse_if_over()
         if self._past_branches:
@@ -220,7 +216,7 @@ class Episode:
             row = self._generating.fork(self._rollout, reason)
         branch = Episode(row, self._model, self._generating, self._defaults, parent=self)
         self.branches.append(branch)
-        branch.append(context)
+        branch.append(context, media=media)
         return branch
 
     def turn_so_far(self) -> GeneratedTurn | None:
@@ -318,10 +314,12 @@ class Episode:
             raise TurnTimeout(timeout_s=timeout_s, tokens=self._rollout.turns[-1].length) from None
 
     async def _next_turn(self, sampling: SamplingParams) -> Turn:
+        media = tuple(self._given_media)
+        self._given_media.clear()  # they are the turn's
         try:
             if self._past is not None:
-                return await self._turn_again(self._past, sampling)
-            return await self._generating.ask(self._rollout, sampling)
+                return await self._turn_again(self._past, sampling, media)
+            return await self._generating.ask(self._rollout, sampling, media)
         except asyncio.CancelledError:
             self._generating.give_up_turn(self._rollout)
             raise
@@ -354,14 +352,16 @@ class Episode:
         if self._past is not None:
             return self._past.next_seed
         seed = self._defaults.seed + self._salt
-        return _seed(seed, self._rollout, len(self._rollout.turns))
+        return turn_seed(seed, self._rollout, len(self._rollout.turns))
 
-    async def _turn_again(self, past: Recollection, sampling: SamplingParams) -> Turn:
+    async def _turn_again(
+        self, past: Recollection, sampling: SamplingParams, media: tuple[Media, ...]
+    ) -> Turn:
         """A turn of the past, if the episode is still there; else a new one."""
-        turn = past.next_turn(sampling)
+        turn = past.next_turn(sampling, media)
         if turn is None:
             self._forget_the_past()
-            return await self._generating.ask(self._rollout, sampling)
+            return await self._generating.ask(self._rollout, sampling, media)
         if turn.finish_reason is None:
             turn = await self._generating.rejoin(self._rollout)
         past.lived_through(turn)
@@ -377,23 +377,3 @@ class Episode:
     def _refuse_if_over(self) -> None:
         if self._is_over:
             raise RunClosed("the episode has returned; its context is settled")
-
-
-def _seed(run_seed: int, rollout: Rollout, turn: int) -> int:
-    """A 63-bit seed for a turn of the rollout: splitmix64's finaliser over what names it.
-
-    Its name is its group, its place there and the turn: the same in every run with these tasks.
-    Each part has an odd factor of its own (fractions of the golden ratio, sqrt 2 and sqrt 3), so
-    that no two small names meet in one number.
-    """
-    x = run_seed + rollout.group_id * 0x9E3779B97F4A7C15
-    x += rollout.index * 0x6A09E667F3BCC909 + turn * 0xBB67AE8584CAA73B
-    return _mixed(x) >> 1
-
-
-def _mixed(x: int) -> int:
-    """splitmix64's finaliser."""
-    x &= BITS_64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS_64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & BITS_64
-    return x ^ (x >> 31)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from tidegate.errors import ChatRefused
+from tidegate.orchestrator.episodes.media_parts import KINDS, plain_part
 
 _encoder = msgspec.json.Encoder(order="sorted", enc_hook=repr)
 
@@ -42,23 +43,30 @@ def _plain(message: object, number: int) -> dict[str, Any]:
     return plain
 
 
-def _text(content: object, number: int) -> str:
+def _text(content: object, number: int) -> str | list[dict[str, Any]]:
+    """Text; or, if there are media in it, parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
         raise ChatRefused(
             f"messages[{number}].content must be text, got a {type(content).__name__}"
         )
-    texts: list[str] = []
-    for part in content:
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise ChatRefused(
-                f"messages[{number}] has a part of type {kind!r}; these engines read text only"
-            )
-        texts.append(text)
-    return "".join(texts)
+    parts = [_part(part, number) for part in content]
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(part: object, number: int) -> dict[str, Any]:
+    if isinstance(part, Mapping):
+        if isinstance(text := part.get("text"), str):
+            return {"type": "text", "text": text}
+        if part.get("type") in KINDS:
+            return plain_part(part, f"a part of messages[{number}]")
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise ChatRefused(
+        f"messages[{number}] has a part of type {kind!r}; there are text, {', '.join(KINDS)}"
+    )
 
 
 def _plain_calls(calls: object, number: int) -> list[dict[str, Any]]:
@@ -83,7 +91,8 @@ def keys(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
     digest = hashlib.blake2b(digest_size=16)
     found: list[bytes] = []
     for message in messages:
-        said = {**message, "content": message["content"].strip()}
+        content = message["content"]
+        said = {**message, "content": content.strip() if isinstance(content, str) else content}
         digest.update(_encoder.encode(said) + b"\0")
         found.append(digest.digest())
     return found

@@ -8,6 +8,7 @@ those very turns: nothing is sampled twice. Where it goes another way, the rest 
 from array import array
 
 from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
 NOT_REPEATABLE = ("cancelled", "refused")
@@ -43,10 +44,10 @@ class Recollection:
         """Of the turn that comes next."""
         return self._rollout.turns[self.turns].sampling.seed
 
-    def next_turn(self, sampling: SamplingParams) -> Turn | None:
+    def next_turn(self, sampling: SamplingParams, media: tuple[Media, ...] = ()) -> Turn | None:
         """The turn that the episode asked for here, then; None if it asks for another."""
         turn = self._rollout.turns[self.turns]
-        is_same = self.tokens == turn.start and sampling == turn.sampling
+        is_same = self.tokens == turn.start and sampling == turn.sampling and media == turn.media
         if not is_same or turn.finish_reason in NOT_REPEATABLE:
             return None
         return turn

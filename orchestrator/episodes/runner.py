@@ -19,11 +19,13 @@ from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.deadlines import Deadlines
-from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.generated_turn import checked_reward
+from tidegate.orchestrator.episodes.generating import SamplingDefaults
 from tidegate.orchestrator.episodes.stepped_tasks import Rounds, SteppedFuture, SteppedTask
 from tidegate.orchestrator.waiting import Waiting, fail
 from tidegate.orchestrator.weights.model_files import ModelFiles
+from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
 EpisodeFunction = Callable[[Episode, Any], Awaitable[float]]
@@ -255,11 +257,13 @@ class EpisodeRunner:
 
     # ------------------------------------------------------------ what episodes ask for
 
-    def ask(self, rollout: Rollout, sampling: SamplingParams) -> "SteppedFuture[Turn]":
-        """A new turn of this rollout, once it has ended."""
+    def ask(
+        self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
+    ) -> "SteppedFuture[Turn]":
+        """A new turn of this rollout, once it has ended; ``media`` are new in its context."""
         self._refuse_if_given_up(rollout)
         future = self.rejoin(rollout)
-        self._handle([ev.TurnAsked(rollout.rollout_id, sampling)])
+        self._handle([ev.TurnAsked(rollout.rollout_id, sampling, media)])
         return future
 
     def rejoin(self, rollout: Rollout) -> "SteppedFuture[Turn]":

@@ -316,6 +316,7 @@ class Fleet:
             epoch=hello.epoch,
             held=held,
             replay_until=hello.next_seq,
+            media=tuple(hello.media),
         )
         heard.append(joined)
 

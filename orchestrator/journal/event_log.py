@@ -115,7 +115,8 @@ def replay(record: bytes, core: Core) -> tuple[ev.Event, list[ev.Command]]:
 
 
 def _event(kind: type[Any], values: list[Any]) -> Any:
-    fields = dict(zip(FIELDS[kind], values, strict=False))
+    told = values[:-1] if kind in GIVES else values  # the last is what was added
+    fields = dict(zip(FIELDS[kind], told, strict=False))
     if kind in (ev.TaskArrived, ev.TaskFound, ev.EvaluationAsked):
         fields["task"] = TASK_ELSEWHERE
     return msgspec.convert(fields, kind)

@@ -86,7 +86,8 @@ class AuditReport:
     tokens_unknown: int
     """Their KV history is tagged unknown: nothing is claimed, nothing can be checked."""
     tokens_unreplayable: int
-    """Drawn by logit processors of a user's own, or by a grammar: only their tags were checked."""
+    """Drawn by logit processors of a user's own, by a grammar, or from a context with media: only
+    their tags were checked."""
     spans: int
     spans_mixed: int
     worst: Worst | None
@@ -114,7 +115,7 @@ class AuditReport:
         if self.tokens_unreplayable:
             lines.append(
                 f"{self.tokens_unreplayable} tokens were drawn by logit processors that an audit "
-                f"doesn't know, and were not replayed"
+                f"doesn't know, or from images, audio or video, and were not replayed"
             )
         if self.worst is not None:
             w = self.worst

@@ -93,7 +93,8 @@ class Plan:
     tokens_unknown: int = 0
     """Of spans that say their KV history is unknown; they can't be replayed."""
     tokens_unreplayable: int = 0
-    """Drawn by logit processors that no audit knows; their tags are checked, not they."""
+    """Drawn by logit processors that no audit knows, or from a context with media, which it doesn't
+    read; their tags are checked, not they."""
 
 
 def plan_rollout(rollout: RecordedRollout) -> Plan:
@@ -125,6 +126,11 @@ class _Place:
     @property
     def turn(self) -> RecordedTurn:
         return self.rollout.turns[self.turn_index]
+
+    @property
+    def has_media(self) -> bool:
+        """Whether the turn's context has more than tokens."""
+        return any(turn.media for turn in self.rollout.turns[: self.turn_index + 1])
 
 
 def _broken_tables(turn: RecordedTurn, context_tokens: int) -> Iterator[str]:
@@ -184,7 +190,7 @@ def _plan_pass(
         return
     for message in _contradictions(turn, history, spans):
         problem(message)
-    if not is_replayable(turn):
+    if not is_replayable(turn) or place.has_media:
         plan.tokens_unreplayable += sum(span.end - span.start for span in spans)
         return
     stages = _stages(turn, history, spans)

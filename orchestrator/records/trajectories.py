@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from tidegate.errors import AuditError
 from tidegate.orchestrator.core.rollout import KvRange, Rollout, Turn, TurnPrefill, VersionSpan
+from tidegate.orchestrator.episodes.media_parts import recorded
 from tidegate.transport.messages import KvSpan, SamplingParams
 
 TRAJECTORIES_FILE = "trajectories.parquet"
@@ -53,6 +54,7 @@ _TURN = pa.struct(
         ("top_ids", pa.list_(pa.int32())),
         ("top_logprobs", pa.list_(pa.float32())),
         ("reward", pa.float64()),
+        ("media", pa.string()),
     ]
 )
 SCHEMA = pa.schema(
@@ -100,6 +102,8 @@ class RecordedTurn:
     """Its own, beside its rollout's; None: it was given none."""
     spans: tuple[VersionSpan, ...]
     prefills: tuple[TurnPrefill, ...]
+    media: str | None = None
+    """JSON: what its context was given beside tokens since the turn before. None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +197,7 @@ def _turn_row(turn: Turn) -> dict[str, Any]:
         "options": _options_text(sampling),
         **_details_row(turn),
         "reward": turn.reward,
+        "media": to_json([recorded(each) for each in turn.media]).decode() if turn.media else None,
     }
 
 

@@ -23,6 +23,7 @@ from tidegate.orchestrator.simulation.model import HashedContext, Sampled, outpu
 from tidegate.orchestrator.simulation.traits import EngineTraits
 from tidegate.orchestrator.simulation.world import World
 from tidegate.orchestrator.weights.model_files import ModelFiles, read_model_files
+from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import SubmitTurn
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
@@ -53,6 +54,8 @@ class TurnRequest:
     """What the turn had said before, here or on another engine, when it came to this one."""
     max_tokens: int
     """Left to say."""
+    media: tuple[Media, ...] = ()
+    """What the context has beside tokens."""
 
 
 Answer = str | Sequence[int]
@@ -84,6 +87,8 @@ class ScriptedEngine:
     """So many of the first new weights don't fit."""
     sleep_levels: tuple[SleepLevel, ...] = (1, 2)
     """Those it can sleep at; none: it can't."""
+    media: tuple[MediaKind, ...] = ()
+    """What it reads beside tokens: ``image``, ``audio``, ``video``."""
     refuses_wakes: int = 0
     """So many times it finds no memory to wake in."""
     requests: list[TurnRequest] = field(default_factory=list, init=False)
@@ -169,6 +174,7 @@ class ScriptedHost(EngineHost):
             staging_s=plan.staging_s,
             max_running_turns=plan.max_running_turns,
             sleep_levels=plan.sleep_levels,
+            media=plan.media,
         )
         name = f"engine-{number}"
         super().__init__(
@@ -277,6 +283,7 @@ class ScriptedModel:
             token_ids=tuple(tokens[:prompt_tokens]),
             said=decode(tokens[prompt_tokens:].tolist()),
             max_tokens=message.sampling.max_tokens,
+            media=tuple(message.media),
         )
 
     def _answer(self, request: TurnRequest, seed: int) -> list[int]:

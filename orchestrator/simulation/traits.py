@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tidegate.orchestrator.simulation.model import VOCAB_SIZE
+from tidegate.transport.media import MediaKind
 from tidegate.transport.messages import PROTOCOL, Hello
 from tidegate.transport.sleep_messages import SleepLevel
 
@@ -29,6 +30,8 @@ class EngineTraits:
     """Of KV; None has no end of it."""
     block_tokens: int = 8
     sleep_levels: tuple[SleepLevel, ...] = (1, 2)
+    media: tuple[MediaKind, ...] = ()
+    """What it reads beside tokens: it looks at none of it."""
     hands_turns_back: bool = False
     """Whether turns without room end with ``abort``, rather than wait for it."""
 
@@ -55,5 +58,6 @@ def hello_of(engine: str, epoch: int, traits: EngineTraits) -> Hello:
         weight_channels=["shm"],
         sleep_levels=list(traits.sleep_levels),
         takes_turns_together=True,
+        media=list(traits.media),
         is_deterministic=True,  # tokens are hashes of what came before them
     )

@@ -137,6 +137,8 @@ class SimulatedTurns:
         tokens = array("i", message.token_ids)
         tokens_max = len(tokens) + message.sampling.max_tokens
         traits = self._traits
+        if lacking := sorted({each.kind for each in message.media} - {*traits.media}):
+            return f"it was sent media that it doesn't read: {', '.join(lacking)}"
         if tokens_max > CONTEXT_TOKENS_MAX:
             return f"{tokens_max} tokens are more than the context's {CONTEXT_TOKENS_MAX}"
         if traits.blocks is not None and traits.blocks_for(tokens_max) > traits.blocks:

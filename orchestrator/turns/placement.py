@@ -109,15 +109,35 @@ class Placement:
     def choose(self, turn: Turn, number: int, live_version: int) -> str | None:
         """Whom a turn goes to that is on no engine; None if there is nobody."""
         loads = self._loads(live_version)
+        if turn.rollout.media:
+            loads = self._loads_for_media(turn, live_version)
+            return loads.least() if self._is_by_load else self._routed(turn, number, loads)
         if self._reserved:
             reserved = self._open_reserved.least()
             if reserved is not None and (not loads.names or self._takes(reserved, turn)):
                 return reserved
         if self._is_by_load:
             return loads.least()
+        return self._routed(turn, number, loads)
+
+    def _routed(self, turn: Turn, number: int, loads: EngineLoads) -> str | None:
         group_id, kv_engine = turn.rollout.group_id, _kv_engine(turn)
         to_route = TurnToRoute(number=number, group_id=group_id, kv_engine=kv_engine)
         return self._rules.routing.choose(loads, to_route)
+
+    def takes_media(self, name: str, turn: Turn) -> bool:
+        """Whether an engine reads all that a turn's context has beside tokens."""
+        return {each.kind for each in turn.rollout.media} <= {*self._engines[name].media}
+
+    def _loads_for_media(self, turn: Turn, live_version: int) -> EngineLoads:
+        """Of engines that may get this turn. Made anew for each, for such turns cost much more than
+        that; and stragglers' engines are like any other to them, for few may read media at all."""
+        loads = EngineLoads()
+        for name, engine in self._engines.items():
+            if self.is_open(name, live_version) and self.takes_media(name, turn):
+                capacity = engine.max_running_turns * engine.speed
+                loads.set(name, len(engine.submissions), capacity)
+        return loads
 
     def _takes(self, reserved: str, turn: Turn) -> bool:
         stragglers = self._rules.stragglers

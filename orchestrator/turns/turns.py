@@ -21,6 +21,7 @@ from tidegate.orchestrator.core.events import (
 from tidegate.orchestrator.core.rollout import Rollout, Turn, TurnPrefill
 from tidegate.orchestrator.turns.filing import Filing, StepOutcome, Submission
 from tidegate.orchestrator.turns.placement import Placement, PlacementRules
+from tidegate.transport.media import MediaKind
 from tidegate.transport.messages import (
     FINISH_REASONS,
     LENGTH,
@@ -52,6 +53,8 @@ class EngineTurns:
     """Whether it is yet to come back, after a resume."""
     speed: float = 1.0
     """What its slots are weighed by."""
+    media: tuple[MediaKind, ...] = ()
+    """What it reads beside tokens."""
     filing: Filing = field(default_factory=Filing)
 
 
@@ -68,6 +71,8 @@ class TurnBook:
         """Turns with their priorities, for which there is no engine now."""
         self.streams: dict[str, tuple[int, int]] = {}
         """Engine -> (epoch, next seq): which of its steps have been taken in."""
+        self.media_taken: set[MediaKind] = set()
+        """What any engine so far has read beside tokens: one that was lost may come back."""
         self._oldest: set[str] = set()
         """Engines that serve ``live_version`` or older; empty: to be looked at anew."""
 
@@ -91,6 +96,8 @@ class TurnBook:
         engine.weight_version = event.weight_version
         engine.max_running_turns = event.max_running_turns
         engine.is_away = False
+        engine.media = event.media
+        self.media_taken.update(event.media)
         self.placement.forget()
         engine.replay_until = event.replay_until
         held = set(event.held)
@@ -169,11 +176,27 @@ class TurnBook:
         its tokens could be older than admission has counted on.
         """
         name = self.placement.choose(turn, self.next_handle, self.live_version)
-        if name is None:
-            turn.place = None
-            self.waiting[turn] = priority
-            return []
-        return [self._send(turn, priority, name)]
+        if name is not None:
+            return [self._send(turn, priority, name)]
+        turn.place = None
+        if why := self._never_taken(turn):
+            turn.finish_reason = "refused"
+            return [FailTurn(turn, why)]
+        self.waiting[turn] = priority
+        return []
+
+    def _never_taken(self, turn: Turn) -> str:
+        """Why a turn waits for an engine in vain; empty, if one may come."""
+        if not self.engines or any(engine.is_away for engine in self.engines.values()):
+            return ""
+        lacking = sorted({each.kind for each in turn.rollout.media} - self.media_taken)
+        if not lacking:
+            return ""
+        return (
+            f"the context has media of kind {', '.join(lacking)}, which no engine of this run "
+            f"reads; serve a model that does by an engine that takes media (docs/agents.md), or "
+            f"leave them out"
+        )
 
     def _send(self, turn: Turn, priority: int, name: str) -> Submit:
         handle = self.next_handle
@@ -191,6 +214,7 @@ class TurnBook:
             priority=priority,
             sampled_before=turn.length,
             session=turn.rollout.rollout_id + 1,  # 0 is nobody's
+            media=turn.rollout.media,
         )
         return Submit(name, message)
 
@@ -208,6 +232,8 @@ class TurnBook:
         if name == to or engine.is_away or not self.placement.is_open(to, self.live_version):
             return []
         if self.engines[to].weight_version < engine.weight_version:
+            return []
+        if turn.rollout.media and not self.placement.takes_media(to, turn):
             return []
         moved = self._pop(name, handle)
         assert moved is not None, f"turn {handle} is not on {name}"

@@ -1,6 +1,8 @@
 """Does the vLLM adapter say what a server is asked, and mean what it answers? Against a double."""
 
 import asyncio
+import json
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from tidegate.engine.adapters import http
 from tidegate.engine.adapters.adapter import Capabilities, Chunk, Request, VersionLabel
 from tidegate.engine.adapters.vllm import VllmAdapter, make_adapter
 from tidegate.errors import ConfigError, EngineGone, EngineHeld, TurnRefused, WeightsRefused
+from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
 PROMPT = list(range(1, 40))
@@ -210,3 +213,27 @@ async def test_a_call_that_is_never_answered_ends_at_its_deadline() -> None:
     await engine.close()
     await gone.wait()
     server.close()
+
+
+async def test_media_travel_as_references_beside_the_tokens(
+    models: Models, double: VllmDouble, tmp_path: Path
+) -> None:
+    shutil.copytree(models.directories[0], seeing := tmp_path / "seeing")
+    config = json.loads((seeing / "config.json").read_text())
+    (seeing / "config.json").write_text(json.dumps({**config, "vision_config": {}}))
+    shown = [Media("image", "https://host/a.png"), Media("image", "/data/b 1.png", 3)]
+    async with opened(double, models.directories[0]) as (_, able):
+        assert able.media == frozenset()
+    async with opened(double, seeing) as (adapter, able):
+        assert able.media == {"image"}
+        sampling = SamplingParams(max_tokens=1)
+        await generate(adapter, Request(token_ids=PROMPT, sampling=sampling, salt="", media=shown))
+        await generate(adapter, request(sampling))
+    assert double.bodies[-2]["content_parts"] == [
+        {"type": "image_url", "url": "https://host/a.png"},
+        {"type": "image_url", "url": "file:///data/b%201.png"},
+    ]
+    assert "content_parts" not in double.bodies[-1]
+    with VllmDouble(seeing, body=["token_ids"]) as older:  # it would pass them over
+        async with opened(older, seeing) as (_, able):
+            assert able.media == frozenset()

@@ -62,6 +62,7 @@ class VllmDouble:
             "dev": True,
             "scale_out": True,
             "model": str(model),
+            "body": ["token_ids", "sampling_params", "features", "content_parts"],
         } | config
         self._path = model
         shape = ModelConfig.from_directory(model)
@@ -243,7 +244,10 @@ class VllmDouble:
         )
 
     async def _openapi(self, request: Request) -> Response:
-        return JSONResponse({"paths": {path: {} for path in self._paths}})
+        body = {"properties": {name: {} for name in self.config["body"]}}
+        schemas = {"GenerateRequest": body}
+        paths: dict[str, Any] = {path: {} for path in self._paths}
+        return JSONResponse({"paths": paths, "components": {"schemas": schemas}})
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"data": [{"id": "tiny", "max_model_len": CONTEXT_TOKENS_MAX}]})

@@ -161,6 +161,25 @@ ENDS = {
 }
 
 
+CHATML_SEEING = """
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' }}
+{%- if message.content is string %}{{- message.content }}
+{%- else %}
+{%- for part in message.content %}
+{%- if part.type == 'text' %}{{- part.text }}{%- else %}{{- '<' + part.type + '>' }}{%- endif %}
+{%- endfor %}
+{%- endif %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+"""As Qwen2-VL's: a place for each image, audio and video among the words."""
+
+TEMPLATES["chatml_seeing"] = CHATML_SEEING
+ENDS["chatml_seeing"] = "<|im_end|>"
+
+
 def chat_tokenizer() -> Tokenizer:
     """One token per mark, printable character and line break, and some for pairs of letters."""
     letters = [*map(chr, range(32, 127)), "\n"]

@@ -7,8 +7,10 @@ from typing import Any
 
 from tests.orchestrator.chat_templates import ENDS, add_chat_template
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.episodes.episode import Episode
+from tidegate.orchestrator.episodes.generating import SamplingDefaults
 from tidegate.orchestrator.weights.model_files import ModelFiles, read_tokenizer
+from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
 DEFAULTS = SamplingDefaults(max_tokens=400, temperature=1.0, seed=7)
@@ -30,10 +32,12 @@ class Engine:
     """(row, context, output) of each turn."""
     rollouts: int = 1
 
-    async def ask(self, rollout: Rollout, sampling: SamplingParams) -> Turn:
+    async def ask(
+        self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
+    ) -> Turn:
         ids = self.model.tokenizer.encode(self.words.pop(0), add_special_tokens=False).ids
         self.heard.append((rollout.rollout_id, rollout.token_ids.tolist(), ids))
-        turn = Turn(rollout, sampling)
+        turn = Turn(rollout, sampling, media)
         rollout.turns.append(turn)
         for token in ids:
             turn.append(token, -1.0, 0, "engine-0")

@@ -169,7 +169,8 @@ async def test_messages_that_make_no_prompt_are_refused_and_cost_nothing(tmp_pat
         ("hello", "must be a list"),
         ([{"content": "x"}], "with a role"),
         ([{"role": "system", "content": "x"}], "System role not supported"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url'; these engines read"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url' and has no url"),
+        ([{"role": "user", "content": [{"type": "pdf"}]}], "'pdf'; there are text, image_url"),
         ([{"role": "user", "content": 7}], "must be text"),
     ]:
         with pytest.raises(ChatRefused, match=why):

@@ -23,6 +23,7 @@ from tidegate.orchestrator.gateway.gateway import (
     Gateway,
     Session,
 )
+from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
 CHAT = "/v1/chat/completions"
@@ -129,7 +130,9 @@ async def test_a_stream_says_the_same_in_parts(
     async with session_of(gateway, tmp_path) as (talk, _, client):
         whole = talk.engine.ask
 
-        async def slowly(rollout: Rollout, sampling: SamplingParams) -> Turn:
+        async def slowly(
+            rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
+        ) -> Turn:
             turn = Turn(rollout, sampling)
             rollout.turns.append(turn)
             for token in talk.model.tokenizer.encode(f"in der ab{END}").ids:
@@ -298,7 +301,9 @@ async def test_a_client_that_goes_away_has_its_turn_given_up(
     talk = Talk(tmp_path, "chatml")
     is_asked, is_given_up = asyncio.Event(), asyncio.Event()
 
-    async def never(rollout: Rollout, sampling: SamplingParams) -> Turn:
+    async def never(
+        rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
+    ) -> Turn:
         rollout.turns.append(Turn(rollout, sampling))
         is_asked.set()
         await asyncio.Event().wait()

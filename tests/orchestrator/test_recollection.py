@@ -7,8 +7,10 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.episodes.episode import Episode
+from tidegate.orchestrator.episodes.generating import SamplingDefaults
 from tidegate.orchestrator.weights.model_files import ModelFiles
+from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
 MODEL = ModelFiles(Path("none"), Tokenizer(models.WordLevel({"?": 0}, unk_token="?")), (0,))
@@ -24,7 +26,9 @@ class Engines:
         self.forks = 0
         self.cuts: list[tuple[int, int]] = []
 
-    async def ask(self, rollout: Rollout, sampling: SamplingParams) -> Turn:
+    async def ask(
+        self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
+    ) -> Turn:
         self.asked.append(sampling)
         turn = Turn(rollout, sampling)
         rollout.turns.append(turn)

@@ -16,7 +16,8 @@ from tidegate.errors import RunBlocked
 from tidegate.orchestrator import loop_watch
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.episodes.episode import Episode
+from tidegate.orchestrator.episodes.generating import SamplingDefaults
 from tidegate.orchestrator.episodes.runner import ENDED_REMEMBERED, LeftBehind
 from tidegate.orchestrator.fleet.fleet import Fleet, FleetTimes
 from tidegate.orchestrator.run_watch import RunWatch

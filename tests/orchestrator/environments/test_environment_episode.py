@@ -19,10 +19,12 @@ from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.environments.dialogues import Chat, TurnLimits
 from tidegate.orchestrator.environments.environment import chat
 from tidegate.orchestrator.environments.environment_episode import group_seed
-from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
+from tidegate.orchestrator.episodes.generating import SamplingDefaults
 from tidegate.orchestrator.weights.model_files import read_model_files
 from tidegate.testing import ServeInTests, TurnRequest
+from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
 HERE = "tests.orchestrator.environments"
@@ -203,7 +205,9 @@ class Engines:
         self.asked = 0
         self.cuts: list[tuple[int, int]] = []
 
-    async def ask(self, rollout: Rollout, sampling: SamplingParams) -> Turn:
+    async def ask(
+        self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
+    ) -> Turn:
         self.asked += 1
         turn = Turn(rollout, sampling)
         rollout.turns.append(turn)

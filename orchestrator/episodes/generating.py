@@ -1,0 +1,44 @@
+"""What does an episode need of whoever runs it? That the model goes on from a context.
+
+Nothing here says how.
+"""
+
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.transport.media import Media
+from tidegate.transport.messages import SamplingParams
+
+
+class Generating(Protocol):
+    """Who has the model continue a rollout's context."""
+
+    def ask(
+        self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
+    ) -> Awaitable[Turn]:
+        """A new turn, asked for now, once it has ended; ``media`` are new in its context."""
+
+    def rejoin(self, rollout: Rollout) -> Awaitable[Turn]:
+        """The turn that was going on when the run was resumed, once it has ended."""
+
+    def give_up_turn(self, rollout: Rollout) -> None:
+        """Nobody waits for what ``ask`` or ``rejoin`` gave any more."""
+
+    def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
+        """Forget what the rollout's context holds beyond so many turns and tokens."""
+
+    def fork(self, rollout: Rollout, reason: str) -> Rollout:
+        """Another row for this one's episode, with nothing in it yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What ``generate`` uses where it isn't told."""
+
+    max_tokens: int
+    temperature: float
+    seed: int
+    """Of the run."""
+    adapter: str = ""

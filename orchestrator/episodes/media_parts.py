@@ -1,0 +1,110 @@
+"""Which parts of a message are no text? Images, audio and video, as OpenAI's API has them.
+
+Here they become references, and what chat templates take for their places. What is at the end of a
+reference nobody looks at; whether an engine reads it is not known here.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tidegate.errors import ChatRefused, ConfigError
+from tidegate.transport.media import (
+    DATA_URL_CHARS_MAX,
+    MEDIA_CHARS_MAX,
+    MEDIA_MAX,
+    URL_CHARS_MAX,
+    Media,
+    MediaKind,
+)
+
+KINDS: Mapping[str, MediaKind] = {
+    "image_url": "image",
+    "audio_url": "audio",
+    "video_url": "video",
+    "input_audio": "audio",
+}
+"""Types of parts in messages. OpenAI's has no reference for audio but its content."""
+
+
+def plain_part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A part as chat templates know it: ``{"type": "image", "url": …}``.
+
+    Raises:
+        ChatRefused: it has no reference, or a longer one than there may be.
+    """
+    kind = KINDS[part["type"]]
+    told = part.get(part["type"])
+    if part["type"] == "input_audio":
+        url = _audio_url(told)
+    else:
+        url = told.get("url") if isinstance(told, Mapping) else told
+    if not isinstance(url, str) or not url:
+        raise ChatRefused(f"{where} is of type {part['type']!r} and has no url")
+    if why := _too_long(url):
+        raise ChatRefused(f"{where} has {why}")
+    return {"type": kind, "url": url}
+
+
+def _audio_url(told: object) -> str | None:
+    if not isinstance(told, Mapping) or not isinstance(told.get("data"), str):
+        return None
+    return f"data:audio/{told.get('format', 'wav')};base64,{told['data']}"
+
+
+def media_of(messages: Sequence[Mapping[str, Any]]) -> list[Media]:
+    """What plain messages have beside text, in order."""
+    parts = [p for m in messages if isinstance(m["content"], list) for p in m["content"]]
+    return [Media(part["type"], part["url"]) for part in parts if part["type"] != "text"]
+
+
+def words_of(content: "str | list[dict[str, Any]]") -> str:
+    """Its text, without what stands for media."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")
+
+
+def refuse_if_written_out(prompt: str, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ChatRefused if the chat template took parts for text: then it knows no media."""
+    media = media_of(messages)
+    words = "".join(words_of(message["content"]) for message in messages) if media else ""
+    if any(prompt.count(each.url) > words.count(each.url) for each in media):
+        raise ChatRefused(
+            "the model's chat template writes references out as text, so the model reads no "
+            "images, audio or video; leave them out, or serve one that does"
+        )
+
+
+def refuse_too_much(media: Sequence[Media]) -> None:
+    """Raise ConfigError if a context has more beside tokens than there may be."""
+    if len(media) > MEDIA_MAX:
+        raise ConfigError(f"a context may have {MEDIA_MAX} media, and this one has {len(media)}")
+    chars = sum(len(each.url) for each in media)
+    if chars > MEDIA_CHARS_MAX:
+        raise ConfigError(
+            f"the references of a context may have {MEDIA_CHARS_MAX} characters together, and "
+            f"these have {chars}; give URLs or paths in place of data: URLs"
+        )
+    for each in media:
+        if why := _too_long(each.url):
+            raise ConfigError(f"media of kind {each.kind} have {why}")
+
+
+def _too_long(url: str) -> str:
+    most = DATA_URL_CHARS_MAX if url.startswith("data:") else URL_CHARS_MAX
+    if len(url) <= most:
+        return ""
+    return (
+        f"a reference of {len(url)} characters; one may have {most}. Larger content belongs in a "
+        f"file or behind a URL that the engine can read"
+    )
+
+
+def recorded(media: Media) -> dict[str, Any]:
+    """As it is recorded: of what is its own content, the kind and a digest."""
+    url = media.url
+    if url.startswith("data:"):
+        head, _, _ = url.partition(",")
+        url = f"{head},sha256:{hashlib.sha256(url.encode()).hexdigest()}"
+    return {"kind": media.kind, "url": url, "at": media.at}
