@@ -56,7 +56,7 @@ class VllmDouble:
 
     def __init__(self, model: Path, *, version: str = "0.32.0", **config: Any) -> None:
         self.version = version
-        self.config = {
+        self.config: dict[str, Any] = {
             "logprobs_mode": "processed_logprobs",
             "device": "cuda",
             "dev": True,
@@ -244,8 +244,8 @@ class VllmDouble:
         )
 
     async def _openapi(self, request: Request) -> Response:
-        body = {"properties": {name: {} for name in self.config["body"]}}
-        schemas = {"GenerateRequest": body}
+        body: list[str] = self.config["body"]
+        schemas = {"GenerateRequest": {"properties": {name: {} for name in body}}}
         paths: dict[str, Any] = {path: {} for path in self._paths}
         return JSONResponse({"paths": paths, "components": {"schemas": schemas}})
 
