@@ -245,7 +245,7 @@ class VllmDouble:
 
     async def _openapi(self, request: Request) -> Response:
         body: list[str] = self.config["body"]
-        schemas = {"GenerateRequest": {"properties": {name: {} for name in body}}}
+        schemas: dict[str, Any] = {"GenerateRequest": {"properties": {name: {} for name in body}}}
         paths: dict[str, Any] = {path: {} for path in self._paths}
         return JSONResponse({"paths": paths, "components": {"schemas": schemas}})
 
