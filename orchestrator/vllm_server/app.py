@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 BODY_BYTES_MAX = 64 * 1024 * 1024
 """Of one request: prompts of several million tokens, as JSON."""
 
+TOKEN_ID_MAX = 2**32 - 1
+"""What a tokenizer can be asked for at all."""
+
 VLLM_VERSION = "0.33.0"
 """Whose API this is."""
 
@@ -125,10 +128,10 @@ class _App:
         completer, words = self._desks.completer, self._desks.completer.words
         if request.messages is not None:
             begins = request.add_generation_prompt is not False
-            ids = completer.chat_tokens(request.messages, request.tools, begins=begins)
+            ids = await completer.chat_tokens(request.messages, request.tools, begins=begins)
         else:
             adds = request.add_special_tokens is not False
-            ids = words.encode(request.prompt or "", adds_special_tokens=adds)
+            ids = await words.encode(request.prompt or "", adds_special_tokens=adds)
         return {
             "count": len(ids),
             "max_model_len": limits_of(self._desks.scheduler).context_tokens_max,
@@ -141,6 +144,8 @@ class _App:
         """Tokens as text."""
         request: protocol.DetokenizeRequest = await _read(http, protocol.DetokenizeRequest)
         words = self._desks.completer.words
+        if strange := next((i for i in request.tokens if not 0 <= i <= TOKEN_ID_MAX), None):
+            raise ServerError(400, f"Token id {strange} is out of vocabulary", param="tokens")
         return {"prompt": words.decode(request.tokens, skips_special_tokens=False)}
 
     # ------------------------------------------------------------ what there is
@@ -327,7 +332,12 @@ class _App:
         if request.method != "reload_weights":
             told = f"collective_rpc does reload_weights alone, got {request.method}"
             raise ServerError(501, told, param="method")
-        await self._desks.weights.reload(request.kwargs.get("weights_path"))
+        path = request.kwargs.get("weights_path")
+        if not isinstance(path, str | None):
+            raise ServerError(
+                400, f"weights_path must be a directory, got {path!r}", param="kwargs"
+            )
+        await self._desks.weights.reload(path)
         return {"results": [None]}
 
     @_on("POST", "/v1/load_lora_adapter")

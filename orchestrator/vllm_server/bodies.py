@@ -3,6 +3,7 @@
 Pure: takes outputs, gives dicts. It knows no engines and no sockets.
 """
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -241,7 +242,7 @@ class CompletionBodies(Bodies):
             return None
         rows = _rows(output)
         texts = [self._text(token) for token, _, _ in rows]
-        offsets = [sum(map(len, texts[:n])) for n in range(len(texts))]
+        offsets = list(itertools.accumulate(map(len, texts), initial=0))[:-1]
         tops = [{self._text(token): p for token, p in top.items()} for _, _, top in rows]
         return {
             "text_offset": offsets,

@@ -108,11 +108,13 @@ class Completer:
         if request.suffix:
             raise ServerError(400, "suffix is not currently supported", param="suffix")
         adds = request.add_special_tokens is not False
+        given = request.prompts
+        _refuse_many(len(given), request)
         prompts = [
-            Prompt(self.words.encode(one, adds_special_tokens=adds), one)
+            Prompt(await self.words.encode(one, adds_special_tokens=adds), one)
             if isinstance(one, str)
             else Prompt(one)
-            for one in request.prompts
+            for one in given
         ]
         tokens_max = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         name = f"cmpl-{request.request_id or name}"
@@ -124,7 +126,7 @@ class Completer:
         if request.tool_choice not in (None, "auto", "none"):
             raise ServerError(400, "tool_choice must be 'auto' or 'none': no call can be forced")
         tools = None if request.tool_choice == "none" else request.tools
-        ids = self.chat_tokens(
+        ids = await self.chat_tokens(
             request.messages, tools, begins=request.add_generation_prompt is not False
         )
         both = (request.max_completion_tokens, request.max_tokens)
@@ -133,7 +135,7 @@ class Completer:
         begun = await self._begin(Wanted(name, request.model, [Prompt(ids)], request, tokens_max))
         return begun, ChatBodies(begun.about, request)
 
-    def chat_tokens(
+    async def chat_tokens(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
@@ -150,7 +152,7 @@ class Completer:
         text = template.render(
             [_plain(message) for message in messages], tools, add_generation_prompt=begins
         )
-        return self.words.encode(text, adds_special_tokens=False)
+        return await self.words.encode(text, adds_special_tokens=False)
 
     # ------------------------------------------------------------ what they have in common
 
@@ -161,8 +163,7 @@ class Completer:
         options = sampling.options(self._model.stop_token_ids)
         for prompt in wanted.prompts:
             _refuse_prompt(prompt, limits)
-        if each * len(wanted.prompts) > CHOICES_MAX:
-            raise ServerError(400, f"a request has at most {CHOICES_MAX} choices")
+        _refuse_many(len(wanted.prompts), sampling)
         told = await self._prompt_logprobs(wanted, adapter)
         prompts = [prompt for prompt in wanted.prompts for _ in range(each)]
         about = About(
@@ -253,6 +254,12 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(text, str) for text in texts) or len(texts) < len(content):
         raise ServerError(400, "a message's content may have text parts only")
     return {**message, "content": "".join(text for text in texts if text is not None)}
+
+
+def _refuse_many(prompts: int, sampling: Sampling) -> None:
+    choices = prompts * sampling.choices_per_prompt
+    if choices > CHOICES_MAX:
+        raise ServerError(400, f"a request has at most {CHOICES_MAX} choices, got {choices}")
 
 
 def _refuse_prompt(prompt: Prompt, limits: Limits) -> None:

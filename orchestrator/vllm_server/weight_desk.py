@@ -6,7 +6,9 @@ It knows no HTTP, and not how tensors travel.
 """
 
 import asyncio
+import concurrent.futures
 import hashlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,13 +68,15 @@ class WeightDesk:
     # ------------------------------------------------------------ the four phases
 
     async def init(self, info: Mapping[str, Any]) -> None:
-        """Meet the trainer."""
+        """Meet the trainer; an update that another one began and never finished is forgotten."""
         async with self._one_at_a_time:
-            await asyncio.to_thread(self._receiver.connect, info)
+            self._session = None
+            await in_daemon_thread(self._receiver.connect, info)
 
     async def shut_down(self) -> None:
-        """Let go of the trainer."""
+        """Let go of the trainer, and of what it has not finished."""
         async with self._one_at_a_time:
+            self._session = None
             await asyncio.to_thread(self._receiver.close)
 
     async def start(self) -> None:
@@ -86,15 +90,15 @@ class WeightDesk:
 
     async def update(self, info: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Take in some tensors, or all. If that fails, so has the update."""
-        if self._session is None:
-            raise UpdateError("start_weight_update must be called before update_weights.")
         pieces = [info] if isinstance(info, Mapping) else list(info)
         if len(pieces) != 1:
             raise UpdateError(f"update_info is for one rank, got {len(pieces)} of them")
         async with self._one_at_a_time:
             session = self._session
+            if session is None:
+                raise UpdateError("start_weight_update must be called before update_weights.")
             try:
-                await asyncio.to_thread(self._receive, session, pieces[0])
+                await in_daemon_thread(self._receive, session, pieces[0])
             except BaseException:
                 self._session = None
                 raise
@@ -107,10 +111,12 @@ class WeightDesk:
 
     async def finish(self, label: str | None) -> None:
         """Bring what came to every engine, as one version, called ``label`` from now on."""
-        if self._session is None:
-            raise UpdateError("finish_weight_update called without a matching start_weight_update.")
         async with self._one_at_a_time:
             session, self._session = self._session, None
+            if session is None:
+                raise UpdateError(
+                    "finish_weight_update called without a matching start_weight_update."
+                )
             await self._bring(session, label)
 
     async def reload(self, path: str | None) -> None:
@@ -223,6 +229,24 @@ class WeightDesk:
             raise
         finally:
             await asyncio.to_thread(self._published, call)  # it may write files
+
+
+async def in_daemon_thread(work: Callable[..., None], *arguments: Any) -> None:
+    """Wait for what may wait for a trainer for minutes: the server's end does not wait for it."""
+    done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def run() -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            work(*arguments)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="tidegate weights", daemon=True).start()
+    await asyncio.wrap_future(done)
 
 
 def _checksum(tensor: "torch.Tensor") -> str:

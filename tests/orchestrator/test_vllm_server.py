@@ -3,6 +3,7 @@
 What is expected is what vLLM 0.32 and 0.33 were seen to answer.
 """
 
+import asyncio
 import json
 import math
 import re
@@ -13,11 +14,13 @@ from typing import Any
 import openai
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 import tidegate
 from tests.models import make_model_directory
 from tests.orchestrator.chat_templates import add_chat_template, chat_tokenizer
 from tests.orchestrator.vllm_serving import LONG, Asking, Client
+from tidegate.orchestrator.vllm_server.words import LONG_TEXT_CHARACTERS, Words
 
 PROMPT = [30, 41, 52, 63]
 
@@ -78,6 +81,22 @@ def test_texts_and_conversations_are_told_as_tokens_and_back(client: Client) -> 
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     ids = client.post("/tokenize", chat)["tokens"]
     assert client.post("/detokenize", {"tokens": ids})["prompt"].startswith("<|im_start|>user\nhi")
+
+    for strange in (-1, 2**40):
+        assert client.refusal("/detokenize", {"tokens": [strange]})["code"] == 400
+
+
+async def test_others_go_on_while_a_long_text_becomes_tokens(model: Path) -> None:
+    words = Words(Tokenizer.from_file(str(model / "tokenizer.json")))
+    short = "hello world"
+    times = LONG_TEXT_CHARACTERS // len(short) + 1
+    asked = asyncio.ensure_future(words.encode(short * times, adds_special_tokens=False))
+    turns = 0
+    while not asked.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 1  # one is what a task takes that never waits
+    assert await asked == await words.encode(short, adds_special_tokens=False) * times
 
 
 # ---------------------------------------------------------------- tokens in, tokens out

@@ -1,10 +1,12 @@
 """Does a trainer that speaks vLLM's weight protocol change what the server says, and when?"""
 
+import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -157,6 +159,19 @@ def test_phases_out_of_order_are_refused(client: Client, models: list[Path]) -> 
     assert "Invalid init_info" in told
 
 
+def test_a_trainer_that_comes_anew_need_not_finish_what_another_began(
+    client: Client, models: list[Path]
+) -> None:
+    client.post("/start_weight_update")
+    client.post("/update_weights", {"update_info": {"path": str(models[1])}})
+    client.post("/init_weight_transfer_engine", {"init_info": {}})
+    assert "matching start" in client.refusal("/finish_weight_update")["message"]
+    client.post("/start_weight_update")
+    client.post("/shutdown_weight_transfer_engine")
+    assert "matching start" in client.refusal("/finish_weight_update")["message"]
+    expect(client, models[0])
+
+
 def test_an_update_that_fails_changes_nothing(
     client: Client, models: list[Path], tmp_path: Path
 ) -> None:
@@ -176,6 +191,8 @@ def test_an_update_that_fails_changes_nothing(
 def test_weights_are_reloaded_from_a_directory_and_named_later(
     client: Client, models: list[Path]
 ) -> None:
+    strange = {"method": "reload_weights", "kwargs": {"weights_path": 3}}
+    assert "must be a directory" in client.refusal("/collective_rpc", strange)["message"]
     rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(models[2])}}
     assert client.post("/collective_rpc", rpc) == {"results": [None]}
     told = client.post("/update_weight_version", {"new_version": "7"})
@@ -257,6 +274,27 @@ def test_weights_come_by_gloo_from_another_process(models: list[Path]) -> None:
         expect(client, models[1])
         client.post("/shutdown_weight_transfer_engine")
         client.http.close()
+
+
+def test_a_server_ends_while_it_waits_for_a_trainer_that_never_comes(models: list[Path]) -> None:
+    before = set(threading.enumerate())
+    with tidegate.VLLMServer(model=models[0], weight_transfer="gloo") as server:
+        client = Client(server.url)
+        nobody = {"master_address": "127.0.0.1", "master_port": _free_port()}
+        body = {"init_info": {**nobody, "rank_offset": 1, "world_size": 2}}
+
+        def ask() -> None:
+            with contextlib.suppress(httpx.HTTPError):
+                client.http.post("/init_weight_transfer_engine", json=body)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        names = {"tidegate weights"}
+        client.wait_until(lambda: names <= {thread.name for thread in threading.enumerate()})
+    asking.join()
+    client.http.close()
+    left = [t.name for t in set(threading.enumerate()) - before if not t.daemon]
+    assert left == []  # those keep a process from ending
 
 
 def _broadcast(group: Any, tensors: Iterable[torch.Tensor]) -> None:
