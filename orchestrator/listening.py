@@ -22,9 +22,10 @@ def listen(host: str, port: int, what: str) -> socket.socket:
     try:
         listening.bind((host, port))
         listening.listen(2048)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listening.close()
-        raise ConfigError(f"{what} can't listen on {host}:{port}: {error.strerror}") from error
+        why = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
+        raise ConfigError(f"{what} can't listen on {host}:{port}: {why}") from error
     listening.setblocking(False)
     return listening
 

@@ -39,6 +39,8 @@ def rows(situation: Situation, base: Choice, given: Mapping[str, Any]) -> list[R
         return dataclasses.replace(row, simulated=seen)
 
     bounds = parsed(given["eta"], int, "--eta")
+    if not bounds:
+        raise ConfigError(f"--eta {given['eta']!r} names no bound; give one or more, such as 0,2")
     found = [measured(row) for row in staleness_rows(situation, base, bounds)]
     others = other_rows(
         situation,

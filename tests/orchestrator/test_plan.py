@@ -139,6 +139,7 @@ def test_json_has_a_row_a_line(
     [
         ([], "--engines is needed, or --from RUN"),
         ([*FEW, "--eta", "two"], "--eta 'two' can't be read"),
+        ([*FEW, "--eta", ","], "--eta ',' names no bound"),
         ([*FEW, "--pause", "stop"], "a pause is abort, keep or wait, got 'stop'"),
         ([*FEW, "--mean-tokens", "300"], "lengths need"),
         (["--from", "nowhere"], "is this the directory of a recorded run?"),

@@ -4,6 +4,7 @@ What is expected is what vLLM 0.32 and 0.33 were seen to answer.
 """
 
 import asyncio
+import itertools
 import json
 import math
 import re
@@ -238,6 +239,8 @@ def test_openais_client_completes_texts_and_tokens(open_ai: openai.OpenAI) -> No
     for choice in answer.choices:
         count = len(choice.token_ids)
         assert len(choice.logprobs.token_logprobs) == len(choice.logprobs.tokens) == count
+        starts = itertools.accumulate(map(len, choice.logprobs.tokens[:-1]), initial=0)
+        assert choice.logprobs.text_offset == list(starts)
         assert choice.weight_versions == [{"version": "default", "start": 0, "end": count}]
     told = answer.usage.prompt_tokens + answer.usage.completion_tokens
     assert told == answer.usage.total_tokens

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import tidegate
 from tests.models import make_model, make_model_directory
 from tests.orchestrator.vllm_serving import LONG, Client
+from tidegate.errors import ConfigError
 from tidegate.orchestrator.vllm_server.receivers import broadcast, gloo_group
 
 CONTEXT_TOKENS_MAX = 1024
@@ -274,6 +275,12 @@ def test_weights_come_by_gloo_from_another_process(models: list[Path]) -> None:
         expect(client, models[1])
         client.post("/shutdown_weight_transfer_engine")
         client.http.close()
+
+
+@pytest.mark.parametrize("port", [-1, 65_536])
+def test_a_port_that_cant_be_is_refused(models: list[Path], port: int) -> None:
+    with pytest.raises(ConfigError, match="ports are 0 to 65535"):
+        tidegate.VLLMServer(model=models[0], port=port)
 
 
 def test_a_server_ends_while_it_waits_for_a_trainer_that_never_comes(models: list[Path]) -> None:
