@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.cluster.ray_engine import RayEngine
+from tidegate.orchestrator.cluster.ray_engine import DEFECT, RayEngine
 from tidegate.orchestrator.cluster.site import Engines, OnExit
 from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.fleet.processes import RESTARTS_MAX, engine_options
@@ -184,6 +184,8 @@ class RayEngines:
             why = why or f"exit status {status}"
             self._failures[name] = 1 if lived_s > SHORT_LIFE_S else self._failures[name] + 1
             self._is_told.discard(name)
+            if status == DEFECT:
+                self.kill(name)
         else:
             why = f"its actor or node was lost: {_said(error)}"
             if lived_s > RETRY_S:  # it did live, and didn't merely wait for a place

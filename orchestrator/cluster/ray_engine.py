@@ -27,13 +27,14 @@ class RayEngine:
         self._keys = keys
 
     def serve(self) -> tuple[int, str]:
-        """Be an engine until it ends; its exit status, and what it said last."""
+        """Be an engine until it ends; its exit status, and what it said last.
+
+        After a :data:`DEFECT` this process is to be ended: what it has in memory is in doubt.
+        """
         worker: Any = importlib.import_module(WORKER)
         said = _Tail(sys.stderr)
         with contextlib.redirect_stderr(said):
             status = int(worker.main(self._arguments, self._keys))
-        if status == DEFECT:
-            os._exit(DEFECT)  # what it has in memory is in doubt, and Ray starts another
         return status, said.last_words()
 
     def pid(self) -> int:
@@ -50,7 +51,8 @@ class _Tail(io.TextIOBase):
 
     def write(self, text: str) -> int:
         self._end = (self._end + text)[-4096:]
-        return int(self._target.write(text))
+        self._target.write(text)  # Ray's own stderr doesn't say how much it wrote
+        return len(text)
 
     def flush(self) -> None:
         self._target.flush()
