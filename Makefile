@@ -110,6 +110,7 @@ endif
 
 test-sglang: venv
 	$(BIN)/python -m pytest tests/engine/test_real_sglang.py
+
 test-dashboard: venv
 	$(BIN)/python -m pip install --quiet "playwright>=1.50" "tensorboard>=2.18"
 	TIDEGATE_CHROMIUM=$${TIDEGATE_CHROMIUM:-$$(command -v chromium || command -v google-chrome)} \
@@ -130,4 +131,4 @@ site: venv
 	$(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) .venv-environments .venv-trl .venv-agents .venv-vllm .venv-ray build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-environments .venv-trl .venv-agents .venv-vllm .venv-ray build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

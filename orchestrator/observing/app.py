@@ -1,7 +1,7 @@
 """Which paths does a dashboard have? A page, its data, updates as they come, and Prometheus'.
 
     /                     the page (page.html), with /page.css and /page.js beside it
-    /api/state            all that is shown, once
+    /api/state            all that is shown, once; ?recent=1 without the past
     /api/updates          a frame per second, as server-sent events
     /api/rollouts         a list: ?state=running&group=3&skip=200
     /api/rollouts/{id}    one, token by token: ?start=20000
@@ -85,7 +85,8 @@ class _App:
         return answer
 
     async def state(self, http: HttpRequest) -> Response:
-        seen = await asyncio.to_thread(self._source.observe)
+        recent = "recent" in http.query_params
+        seen = await asyncio.to_thread(self._source.observe, is_update=recent)
         return await asyncio.to_thread(lambda: _json({**about(seen), "frame": frame(seen)}))
 
     async def updates(self, http: HttpRequest) -> Response:

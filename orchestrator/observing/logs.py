@@ -47,7 +47,11 @@ class JsonLines(logging.Formatter):
         line |= {**fields, "message": record.getMessage()}
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line, enc_hook=str).decode()
+        try:
+            return msgspec.json.encode(line, enc_hook=str).decode()
+        except UnicodeEncodeError:  # of file names that are no text, Python makes such strings
+            told = {name: _escaped(value) for name, value in line.items()}
+            return msgspec.json.encode(told, enc_hook=str).decode()
 
 
 def log_as_json(run: str = "", stream: IO[str] | None = None) -> logging.Handler:
@@ -86,3 +90,9 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 def _plain(value: object) -> object:
     """Infinity and NaN become null in JSON: as text they say what they are."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _escaped(value: object) -> object:
+    if isinstance(value, int | float | None):
+        return value
+    return str(value).encode(errors="backslashreplace").decode()

@@ -4,6 +4,7 @@ It asks the run's dashboard for the same frames that the page gets; a finished r
 files. It draws, and knows no run.
 """
 
+import http.client
 import time
 import urllib.error
 import urllib.request
@@ -183,7 +184,8 @@ def _state_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(f"a dashboard's URL is like http://127.0.0.1:8080, got {url!r}")
-    return urlunsplit(parts._replace(path="/api/state", fragment=""))
+    query = "&".join(filter(None, [parts.query, "recent=1"]))
+    return urlunsplit(parts._replace(path="/api/state", query=query, fragment=""))
 
 
 def _fetched(url: str) -> Mapping[str, Any]:
@@ -191,12 +193,15 @@ def _fetched(url: str) -> Mapping[str, Any]:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=ANSWER_TIMEOUT_S) as answer:
-            body = msgspec.json.decode(answer.read(ANSWER_BYTES_MAX))
+            said = answer.read(ANSWER_BYTES_MAX)
+            if answer.length:  # its end came in the midst of its answer
+                raise OSError(f"it broke off {answer.length} bytes before its end")
+            body = msgspec.json.decode(said)
     except urllib.error.HTTPError as error:
         if error.code == 403:
             raise ConfigError("this dashboard wants its token: give the whole URL") from None
         raise OSError(f"it answers {error.code}") from None
-    except msgspec.DecodeError:
+    except (http.client.HTTPException, msgspec.DecodeError):
         raise ConfigError(f"{urlsplit(url).netloc} is no dashboard of Tidegate's") from None
     if not isinstance(body, dict) or "frame" not in body:
         raise ConfigError(f"{urlsplit(url).netloc} is no dashboard of Tidegate's")

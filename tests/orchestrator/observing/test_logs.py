@@ -86,3 +86,9 @@ def test_nothing_that_is_logged_can_break_a_line_or_stand_for_another_field(
     assert first["engine"] == 'a"\n{"engine": 1}'
     assert second["waited_s"] == "nan"
     assert third["message"] == "{'no': 'format'}"
+
+
+def test_a_name_that_is_no_text_costs_no_line(written: io.StringIO) -> None:
+    log.warning("path=%s version=%d", b"run-\xff".decode(errors="surrogateescape"), 3)
+    (line,) = lines(written)
+    assert (line["path"], line["version"]) == ("run-\\udcff", 3)

@@ -1,7 +1,9 @@
 """Does the terminal say of a run what its dashboard does?"""
 
+import http.server
 import io
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -63,8 +65,10 @@ class Answering:
 
     def __init__(self, seen: Observation) -> None:
         self._seen = seen
+        self.is_update = False
 
     def observe(self, *, is_update: bool = False) -> Observation:
+        self.is_update = is_update
         return self._seen
 
     def rollouts(self, query: RolloutQuery) -> tuple[list[RolloutLine], int]:
@@ -72,6 +76,44 @@ class Answering:
 
     def rollout(self, rollout_id: int) -> None:
         return None
+
+
+class NoHttp(http.server.BaseHTTPRequestHandler):
+    """Answers something else."""
+
+    def do_GET(self) -> None:
+        self.wfile.write(b"SSH-2.0-none\r\n")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+class BreakingOff(http.server.BaseHTTPRequestHandler):
+    """Promises more than it sends, as a run does that ends meanwhile."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        self.wfile.write(b"{")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    ("handler", "error", "said"),
+    [(BreakingOff, OSError, "broke off"), (NoHttp, ConfigError, "no dashboard")],
+)
+def test_an_answer_that_is_none_is_told_from_one_that_breaks_off(
+    handler: type[http.server.BaseHTTPRequestHandler], error: type[Exception], said: str
+) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+        asked = threading.Thread(target=server.handle_request)
+        asked.start()
+        with pytest.raises(error, match=said):
+            Watched.found(f"http://127.0.0.1:{server.server_port}").ask()
+        asked.join()
 
 
 def observation(engines: int = 2) -> Observation:
@@ -117,12 +159,13 @@ def test_a_hundred_engines_leave_room_for_the_rest() -> None:
 
 def test_a_running_run_is_found_by_its_url_and_by_its_directory(tmp_path: Path) -> None:
     with Dashboard("127.0.0.1:0", directory=tmp_path) as dashboard:
-        dashboard.start(Answering(observation()))
+        dashboard.start(source := Answering(observation()))
         by_url, by_directory = Watched.found(dashboard.url), Watched.found(tmp_path)
         assert by_url.is_live
         assert by_directory.is_live
         assert json.dumps(by_url.ask()) == json.dumps(by_directory.ask())
         assert "engine-1" in printed(by_directory)
+        assert source.is_update  # it draws no timeline, and asks each second
     assert url_in(tmp_path) is None
 
 
