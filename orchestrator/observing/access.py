@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
+from urllib.parse import quote, unquote
 
 from tidegate.errors import ConfigError
 
@@ -19,6 +20,7 @@ TOKEN_VARIABLE = "TIDEGATE_DASHBOARD_TOKEN"
 TOKEN_CHARACTERS_MIN = 16
 
 COOKIE = "tidegate_dashboard"
+"""With the port: browsers give a host's cookies to all of its ports, and each run has a token."""
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
@@ -98,14 +100,25 @@ def is_allowed(request: Request, token: str) -> bool:
         # A stranger's page can have its own name lead to 127.0.0.1, but not under our name.
         return request.host.rpartition(":")[0] in LOOPBACK_NAMES or request.host in LOOPBACK_NAMES
     scheme, _, bearer = request.authorization.partition(" ")
-    shown = [request.query_token, _in_cookie(request.cookie)]
+    shown = [request.query_token, _in_cookie(request.cookie, cookie_name(request.host))]
     shown += [bearer.strip()] if scheme.lower() == "bearer" else []
     return any(secrets.compare_digest(each.encode(), token.encode()) for each in shown)
 
 
-def _in_cookie(header: str) -> str:
+def cookie_name(host: str) -> str:
+    """Of the cookie for who asks under this name."""
+    port = host.rpartition(":")[2]
+    return f"{COOKIE}_{port}" if port.isascii() and port.isdigit() else COOKIE
+
+
+def cookie_value(token: str) -> str:
+    """Of the cookie: whatever a token is made of, it gets through."""
+    return quote(token, safe="")
+
+
+def _in_cookie(header: str, name: str) -> str:
     try:
-        morsel = SimpleCookie(header).get(COOKIE)
+        morsel = SimpleCookie(header).get(name)
     except CookieError:
         return ""
-    return morsel.value if morsel is not None else ""
+    return unquote(morsel.value) if morsel is not None else ""

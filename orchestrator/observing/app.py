@@ -148,7 +148,8 @@ def _guarded(handler: Handler, token: str) -> Handler:
         else:
             response = await _answered(handler, http)
             if token and query_token:
-                response.set_cookie(access.COOKIE, token, httponly=True, samesite="strict")
+                name, value = access.cookie_name(request.host), access.cookie_value(token)
+                response.set_cookie(name, value, httponly=True, samesite="strict")
         response.headers.update(access.HEADERS)
         return response
 

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.listening import listen, url_of
@@ -55,7 +55,8 @@ class Dashboard:
     @property
     def url(self) -> str:
         """For a browser; with the token, if one is needed."""
-        return f"{self._bare_url}/?token={self._token}" if self._token else f"{self._bare_url}/"
+        token = quote(self._token, safe="")
+        return f"{self._bare_url}/?token={token}" if token else f"{self._bare_url}/"
 
     def start(self, source: "Source") -> None:
         """Answer, from now on, for this run."""

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import httpx
 import pytest
@@ -253,14 +254,15 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_can_be_read(
 # ---------------------------------------------------------------- the server
 
 
+@pytest.mark.parametrize("token", ["a-token-of-some-length", "as+base64/has=it&€;"])
 async def test_elsewhere_only_who_has_the_token_gets_in_and_is_known_from_then_on(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, token: str
 ) -> None:
-    monkeypatch.setenv("TIDEGATE_DASHBOARD_TOKEN", "a-token-of-some-length")
+    monkeypatch.setenv("TIDEGATE_DASHBOARD_TOKEN", token)
     with Dashboard("127.0.0.1:0") as dashboard:
         dashboard.start(RecordedSource(watched.directory))
         bare, _, query = dashboard.url.partition("?")
-        assert query == "token=a-token-of-some-length"
+        assert parse_qs(query) == {"token": [token]}
         async with httpx.AsyncClient(base_url=bare, timeout=30) as http:
             assert (await http.get("/metrics")).status_code == 403
             assert (await http.get(f"/?{query}")).status_code == 200

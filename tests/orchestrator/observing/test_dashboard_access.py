@@ -63,9 +63,10 @@ def test_a_name_that_was_led_here_from_elsewhere_is_refused(host: str) -> None:
     [
         request(query_token=TOKEN),
         request(authorization=f"Bearer {TOKEN}"),
-        request(cookie=f"other=1; tidegate_dashboard={TOKEN}"),
+        request(cookie=f"other=1; tidegate_dashboard_80={TOKEN}"),
+        request("run.example", cookie=f"tidegate_dashboard={TOKEN}"),
     ],
-    ids=["in the query", "as a bearer", "in the cookie"],
+    ids=["in the query", "as a bearer", "in the cookie", "in the cookie of a proxy"],
 )
 def test_the_token_is_taken_wherever_it_is_shown(asked: Request) -> None:
     assert is_allowed(asked, TOKEN)
@@ -74,7 +75,12 @@ def test_the_token_is_taken_wherever_it_is_shown(asked: Request) -> None:
 
 @pytest.mark.parametrize(
     "asked",
-    [request(), request(authorization=f"Basic {TOKEN}"), request(cookie="\x00;;==\x7f")],
+    [
+        request(),
+        request(cookie=f"tidegate_dashboard_81={TOKEN}"),
+        request(authorization=f"Basic {TOKEN}"),
+        request(cookie="\x00;;==\x7f"),
+    ],
 )
 def test_nothing_else_opens(asked: Request) -> None:
     assert not is_allowed(asked, TOKEN)
