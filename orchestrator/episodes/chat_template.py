@@ -41,6 +41,7 @@ class ChatTemplate:
             ModelError: it is no template, or makes nothing of a plain conversation.
         """
         environment = _environment(now)
+        self.source = source
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)

@@ -18,11 +18,13 @@ from msgspec.structs import replace
 
 from tidegate.errors import ChatRefused
 from tidegate.orchestrator.episodes.chat_template import PLACEHOLDER, Message, read_chat_template
+from tidegate.orchestrator.episodes.forced_calls import Choice, forced_call, is_free
 from tidegate.orchestrator.episodes.media_parts import media_of, refuse_if_written_out, words_of
 from tidegate.orchestrator.episodes.messages_seen import keys, plain_messages
 from tidegate.orchestrator.episodes.tool_calls import Reply, parse_reply
 from tidegate.orchestrator.weights.model_files import ModelFiles
 from tidegate.transport.media import Media
+from tidegate.transport.sampling import Processor
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.episode import Episode
@@ -55,6 +57,8 @@ class Prepared:
     messages: list[dict[str, Any]]
     tools: list[str]
     prompt: str
+    forced: Processor | None = None
+    """What holds the turn to a tool call."""
 
 
 class Conversation:
@@ -74,34 +78,44 @@ class Conversation:
         """Rows begun beside the first, by reason."""
 
     async def generate(
-        self, messages: object, tools: Tools | None, **options: Any
+        self, messages: object, tools: Tools | None, tool_choice: Choice = None, **options: Any
     ) -> "GeneratedTurn":
         """Have the model speak next; ``options`` are those of :meth:`Episode.generate`.
 
         Raises:
             ChatRefused: there is no prompt for these messages.
         """
-        return await self.generate_from(self.prepare(messages, tools), options)
+        return await self.generate_from(self.prepare(messages, tools, tool_choice), options)
 
-    def prepare(self, messages: object, tools: Tools | None) -> "Prepared":
+    def prepare(
+        self, messages: object, tools: Tools | None, tool_choice: Choice = None
+    ) -> "Prepared":
         """Give a row what these messages add to it; a turn is to be asked for there next.
 
         Raises:
-            ChatRefused: there is no prompt for these messages.
+            ChatRefused: there is no prompt for these messages, or no call can be forced.
         """
         plain = plain_messages(messages)
+        if tool_choice == "none":
+            tools = None
         names = tool_names(tools)
+        forced = None
+        if not is_free(tool_choice):
+            forced = forced_call(tool_choice, tools, self._template.source)
         prompt = self._template.render(plain, tools)
         refuse_if_written_out(prompt, plain)
         row = self._row_for(plain, tools, prompt)
         row.reserve()
-        return Prepared(row, plain, names, prompt)
+        return Prepared(row, plain, names, prompt, forced)
 
     async def generate_from(
         self, prepared: "Prepared", options: Mapping[str, Any]
     ) -> "GeneratedTurn":
         """Have the model speak where that was prepared."""
         row, messages = prepared.row, prepared.messages
+        if prepared.forced is not None:
+            own = options.get("processors") or ()
+            options = {**options, "processors": [*own, prepared.forced]}
         turn = await row.generate(**options)
         reply = parse_reply(self._words(turn, options), prepared.tools)
         turn.message = _message(reply, f"{row.rollout_id}-{turn.number}")

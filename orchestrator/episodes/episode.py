@@ -21,6 +21,7 @@ from tidegate.orchestrator.core.events import TurnsRewarded
 from tidegate.orchestrator.core.rollout import Rollout, Turn, token_array
 from tidegate.orchestrator.episodes.chat_template import Message
 from tidegate.orchestrator.episodes.conversation import Conversation, Tools
+from tidegate.orchestrator.episodes.forced_calls import Choice
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 from tidegate.orchestrator.episodes.generating import Generating, SamplingDefaults
 from tidegate.orchestrator.episodes.media_parts import refuse_too_much
@@ -229,6 +230,7 @@ class Episode:
         *,
         messages: Sequence[Message] | None = None,
         tools: Tools | None = None,
+        tool_choice: Choice = None,
         max_tokens: int | None = None,
         temperature: float | None = None,
         top_k: int = 0,
@@ -245,6 +247,7 @@ class Episode:
         With ``messages`` it is asked as OpenAI's API is: with the whole conversation each time,
         rendered by the model's chat template, and ``turn.message`` to be added to it. What the
         model said before stays the tokens that it was; see :mod:`conversation` for what forks.
+        ``tool_choice`` is OpenAI's: ``required`` or a named function hold the turn to a call.
 
         Cancelled, or after ``timeout_s``, the engine stops; what it has sampled stays in the
         context.
@@ -259,6 +262,7 @@ class Episode:
             return await self.conversation.generate(
                 messages,
                 tools,
+                tool_choice,
                 max_tokens=max_tokens,
                 temperature=temperature,
                 top_k=top_k,

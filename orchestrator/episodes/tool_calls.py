@@ -2,6 +2,10 @@
 
     <tool_call>{"name": …, "arguments": …}</tool_call>     Hermes, Qwen; any number of them
     {"name": …, "parameters": …}                            Llama 3, the whole of a turn
+    …function…NAME, a block of JSON; or …NAME…{…}           DeepSeek V3 and R1; V3.1: between marks
+                                                            of its own, any number of them
+    [TOOL_CALLS] [{"name": …, "arguments": …}, …]           Mistral, the end of a turn; or all of
+                                                            it: the mark may be a special token
 
 What can't be read stays in the content, as it was said: whether that is an error is the agent's to
 say. Knows no tokens, and calls nothing.
@@ -14,6 +18,22 @@ from dataclasses import dataclass
 from typing import Any
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def _deepseek_mark(words: str) -> str:
+    """A special word of DeepSeek's, whose bars and blanks are not those of a keyboard."""
+    return "<\uff5c" + words.replace(" ", "\u2581") + "\uff5c>"
+
+
+_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR = map(
+    _deepseek_mark,
+    ("tool calls begin", "tool calls end", "tool call begin", "tool call end", "tool sep"),
+)
+_DEEPSEEK_CALLS = re.compile(rf"{_CALLS}(.*?)(?:{_CALLS_END}|\Z)", re.DOTALL)
+_DEEPSEEK_CALL = re.compile(rf"{_CALL}(.*?){_SEPARATOR}(.*?)(?:{_CALL_END}|\Z)", re.DOTALL)
+_JSON_BLOCK = re.compile(r"\s*(\S+)\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
+
+MISTRAL_MARK = "[TOOL_CALLS]"
 
 PYTHON_TAG = "<|python_tag|>"
 """Llama 3 begins a call with it, or doesn't."""
@@ -39,7 +59,8 @@ def parse_reply(text: str, tools: Collection[str]) -> Reply:
     """Part what was said into words and calls; ``tools`` are the names of those it was offered."""
     if not tools:
         return Reply(text)
-    return _hermes(text) or _llama(text, tools) or Reply(text)
+    read = _hermes(text) or _llama(text, tools) or _deepseek(text) or _mistral(text, tools)
+    return read or Reply(text)
 
 
 def _hermes(text: str) -> Reply | None:
@@ -58,6 +79,34 @@ def _llama(text: str, tools: Collection[str]) -> Reply | None:
         return None
     call = _call(_json(said), "parameters")
     return Reply("", (call,)) if call is not None and call.name in tools else None
+
+
+def _deepseek(text: str) -> Reply | None:
+    pairs = [p for block in _DEEPSEEK_CALLS.findall(text) for p in _DEEPSEEK_CALL.findall(block)]
+    calls = [_deepseek_call(before.strip(), after) for before, after in pairs]
+    read = tuple(call for call in calls if call is not None)
+    if not read or len(read) < len(pairs):
+        return None
+    return Reply(_DEEPSEEK_CALLS.sub("", text).strip(), read)
+
+
+def _deepseek_call(before: str, after: str) -> ToolCall | None:
+    """Before V3.1 a kind stands before the mark, and after it the name and a block of JSON."""
+    block = _JSON_BLOCK.fullmatch(after)
+    name, arguments = (before, after) if block is None else (block[1], block[2])
+    return _call({"name": name, "arguments": _json(arguments)}, "arguments")
+
+
+def _mistral(text: str, tools: Collection[str]) -> Reply | None:
+    """Where the mark is missing, a list is an answer unless it names tools that there are."""
+    content, mark, said = text.rpartition(MISTRAL_MARK)
+    values = _json(said.strip())
+    if not isinstance(values, list) or not values:
+        return None
+    read = tuple(call for value in values if (call := _call(value, "arguments")) is not None)
+    if len(read) < len(values) or not (mark or all(call.name in tools for call in read)):
+        return None
+    return Reply(content.strip(), read)
 
 
 def _call(value: object, arguments_key: str) -> ToolCall | None:

@@ -132,7 +132,7 @@ class _App:
         conversation = session.episode.conversation
 
         def begin() -> _Choice:
-            prepared = conversation.prepare(request.messages, tools)
+            prepared = conversation.prepare(request.messages, tools, request.tool_choice)
             return _choice(prepared.row, conversation.generate_from(prepared, options))
 
         return await _answer(http, _begin(session, request, begin))

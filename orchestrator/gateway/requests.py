@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from tidegate.errors import ChatRefused
+from tidegate.orchestrator.episodes.forced_calls import is_free
 from tidegate.transport.sampling import Processor
 
 CHOICES_MAX = 64
@@ -113,13 +114,7 @@ class ChatRequest(Request, kw_only=True):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """Those that the model is told of.
-
-        Raises:
-            ChatRefused: it is to be forced to call one.
-        """
-        if self.tool_choice not in (None, "auto", "none"):
-            raise ChatRefused("tool_choice must be 'auto' or 'none': no call can be forced")
+        """Those that the model is told of."""
         return None if self.tool_choice == "none" else self.tools or None
 
     def options(self) -> dict[str, Any]:
@@ -131,6 +126,8 @@ class ChatRequest(Request, kw_only=True):
             schema = described.get("schema") if isinstance(described, dict) else None
             if not isinstance(schema, dict):
                 raise ChatRefused("response_format.json_schema must have a schema, an object")
+            if not is_free(self.tool_choice):
+                raise ChatRefused("a forced call has its own form: leave out response_format")
             options["processors"] = [Processor("json_schema", {"schema": schema})]
         elif wanted.get("type") != "text":
             raise ChatRefused("response_format must be of type 'text' or 'json_schema'")

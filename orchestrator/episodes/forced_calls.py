@@ -1,0 +1,83 @@
+"""How is a model made to call a tool? By a grammar of its family's form, that engines hold it to.
+
+A family is known by its chat template. Which engines can hold a turn to a grammar is theirs to say;
+what the call then is, :mod:`tool_calls` reads like any other.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tidegate.errors import ChatRefused
+from tidegate.transport.sampling import Processor
+
+Choice = str | Mapping[str, Any] | None
+"""As OpenAI's ``tool_choice``: ``auto`` (or None), ``none``, ``required``, or one function."""
+
+ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
+
+HERMES_MARK, LLAMA_MARKS = "<tool_call>", ("<|start_header_id|>", '"parameters"')
+"""What templates of these families write."""
+
+
+def is_free(choice: Choice) -> bool:
+    """Whether the model may say what it wants."""
+    return choice in (None, "auto", "none")
+
+
+def forced_call(
+    choice: Choice, tools: Sequence[Mapping[str, Any]] | None, template: str
+) -> Processor:
+    """What holds a turn to a call of one of ``tools``; or of the one that ``choice`` names.
+
+    ``template`` is the source of the model's chat template.
+
+    Raises:
+        ChatRefused: there is no such tool, or no call of this model's can be forced.
+    """
+    functions = _chosen(choice, tools or ())
+    if HERMES_MARK in template:
+        call = json.dumps(_either(functions, "arguments"))
+        lark = f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {call}\n'
+        return Processor("grammar", {"lark": lark})
+    if all(mark in template for mark in LLAMA_MARKS):
+        return Processor("json_schema", {"schema": _either(functions, "parameters")})
+    raise ChatRefused(
+        "tool_choice can't force a call of this model: its chat template is neither of Hermes' "
+        "form (<tool_call>) nor of Llama 3's; leave it at 'auto'"
+    )
+
+
+def _chosen(choice: Choice, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    functions = [tool["function"] for tool in tools]
+    if not functions:
+        raise ChatRefused("tool_choice forces a call, and there are no tools")
+    if choice == "required":
+        return functions
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    named = [function for function in functions if function["name"] == name]
+    if not named:
+        names = ", ".join(function["name"] for function in functions)
+        raise ChatRefused(
+            f"tool_choice must be 'auto', 'none', 'required', or name one of {names} as "
+            f"{{'type': 'function', 'function': {{'name': …}}}}, got {choice!r:.200}"
+        )
+    return named
+
+
+def _either(functions: Sequence[Mapping[str, Any]], arguments: str) -> dict[str, Any]:
+    """A schema of the call of any of them; its fields in the order in which models write them."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": function["name"]},
+                arguments: function.get("parameters") or ANY_ARGUMENTS,
+            },
+            "required": ["name", arguments],
+            "additionalProperties": False,
+        }
+        for function in functions
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
