@@ -107,11 +107,12 @@ class Bridge:
             teller=self._teller,
             on_over=self._over,
         )
-        self._scores = ScoreDesk(adapter, able, link)
+        self._scores = ScoreDesk(adapter, able, link, on_gone=self._fail)
         self._gate = PauseGate()
         self._resumes_unanswered = 0
         self._is_swapping = False
-        self._held_until_s = 0.0
+        self._is_held = False
+        """Whether the engine has just turned a request away, so that none is made for a moment."""
         self._answers: list[Message] = []
         """Due, in order, once the tokens that came before them have been told."""
         self._changed = asyncio.Event()
@@ -198,7 +199,7 @@ class Bridge:
             self._introduce()
         self._teller.note_credit()
         self._answers += self._staging.take_answers()
-        if self._answers or self._gate.is_swap_asked or time.monotonic() < self._held_until_s:
+        if self._answers or self._gate.is_swap_asked:
             self._changed.set()
         self._keep_time()
 
@@ -276,7 +277,7 @@ class Bridge:
 
     def _cancel(self, handle: int) -> None:
         turn = self._turns.pop(handle, None)
-        if turn is not None:
+        if turn is not None and not turn.is_over:  # its end may have been told, and comes once
             self._streams.cut(turn)
             self._teller.rows.end(handle, CANCELLED)
             self._teller.tell()
@@ -333,7 +334,7 @@ class Bridge:
     def _start_turns(self) -> None:
         if self._streams.paused is not None or not self._gate.turns_start:
             return
-        if time.monotonic() < self._held_until_s or self._ended.is_set():
+        if self._is_held or self._ended.is_set():
             return
         self._teller.queued_turns = len(self._waiting)
         self._scores.start(self._teller.version)
@@ -355,12 +356,18 @@ class Bridge:
         elif turn.is_over:
             del self._turns[turn.handle]
         else:
-            if is_held:
-                self._held_until_s = time.monotonic() + HELD_S
             heapq.heappush(self._waiting, (turn.rank, turn))
+            if is_held and not self._is_held:
+                self._is_held = True
+                asyncio.get_running_loop().call_later(HELD_S, self._let_go)
+
+    def _let_go(self) -> None:
+        self._is_held = False
+        self._changed.set()
 
     def _refuse(self, turn: AskedTurn, error: TurnRefused) -> None:
-        self._teller.tell_now()
+        # Tokens told later, for want of credit, would be of a turn that nobody knows any more.
+        self._teller.rows.drop(turn.handle)
         self._link.send(messages.TurnRefused(turn=turn.handle, message=cut(str(error))))
 
     # ------------------------------------------------------------ weights
@@ -368,8 +375,8 @@ class Bridge:
     async def _swap(self, update: FinishWeightUpdate) -> None:
         """Bring staged weights to the engine; requests under way as the update says."""
         self._is_swapping = True
+        label = self._label_of(update.version)
         try:
-            label = self._label_of(update.version)
             staged = self._staging.exchange(update.version, self._weights)
             assert isinstance(staged, HostWeights)
             self._weights, self._is_copy_right = staged, False
@@ -383,9 +390,7 @@ class Bridge:
             else:
                 recomputed = await self._streams.stop(are_over=update.pause_mode == "abort")
             await self._adapter.load_weights(directory, label)
-            await (
-                self._teller.all_told()
-            )  # until now, tokens may have come that were sampled before
+            await self._teller.all_told()  # tokens that were sampled before came until now
             self._teller.version, self._is_copy_right = update.version, True
             self._link.send(
                 WeightsLive(
@@ -396,6 +401,7 @@ class Bridge:
             )
             await self._streams.new_weights(label)
         except (WeightsRefused, OSError) as error:
+            self._directories.forget(label)
             self._answers.append(WeightsFailed(version=update.version, message=cut(str(error))))
         finally:
             self._gate.end_swap()

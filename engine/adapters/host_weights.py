@@ -74,15 +74,22 @@ class PublishedDirectories:
         path = self._parent / label
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
+        self._made.append(path)  # at once: what is half written must go, too
         for file in self._model.iterdir():
             if file.is_file() and not _holds_tensors(file):
                 shutil.copy(file, path / file.name)
         save_file(dict(weights.by_name), path / "model.safetensors", metadata={"format": "pt"})
-        self._made.append(path)
         for old in self._made[:-2]:
             shutil.rmtree(old, ignore_errors=True)
         del self._made[:-2]
         return path
+
+    def forget(self, label: str) -> None:
+        """Remove one that the engine doesn't serve; it counts no more among the newest two."""
+        path = self._parent / label
+        shutil.rmtree(path, ignore_errors=True)
+        if path in self._made:
+            self._made.remove(path)
 
     def close(self) -> None:
         """Remove those that are left."""

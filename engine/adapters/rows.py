@@ -66,6 +66,10 @@ class Rows:
         """The turn has ended."""
         self._rows.setdefault(handle, _Row()).finish = finish
 
+    def drop(self, handle: int) -> None:
+        """Nothing of this turn is to be told any more."""
+        self._rows.pop(handle, None)
+
     def take(self, version: int) -> StepColumns:
         """All of it, of one version; nothing is left."""
         rows, self._rows = self._rows, {}

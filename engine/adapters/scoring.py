@@ -4,12 +4,13 @@ Knows nothing of turns; an answer is of one version of the weights, for none out
 """
 
 import asyncio
+from collections.abc import Callable
 
 import numpy as np
 
 from tidegate.engine.adapters.adapter import Capabilities, EngineAdapter, ScoreRequest, Scores
 from tidegate.engine.link import Link
-from tidegate.errors import ScoreRefused, TidegateError
+from tidegate.errors import EngineGone, ScoreRefused, TidegateError
 from tidegate.transport import scoring
 from tidegate.transport.limits import cut
 from tidegate.transport.scoring import PART_BYTES_MAX, Scored, ScoreTokens
@@ -18,8 +19,17 @@ from tidegate.transport.scoring import PART_BYTES_MAX, Scored, ScoreTokens
 class ScoreDesk:
     """Requests that have not been answered."""
 
-    def __init__(self, adapter: EngineAdapter, able: Capabilities, link: Link) -> None:
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        able: Capabilities,
+        link: Link,
+        *,
+        on_gone: Callable[[TidegateError], None],
+    ) -> None:
+        """``on_gone`` hears that the engine is gone; requests are then another engine's."""
         self._adapter = adapter
+        self._on_gone = on_gone
         self._able = able
         self._link = link
         self._asked: dict[int, ScoreTokens] = {}
@@ -67,8 +77,12 @@ class ScoreDesk:
             scores = await self._adapter.score(asked)
         except ScoreRefused as error:
             self._refuse(message.request, str(error))
-        except TidegateError as error:  # whether the engine lives is asked for elsewhere
-            self._refuse(message.request, f"not scored: {error}")
+        except EngineGone as error:
+            self._on_gone(error)
+        except Exception as error:  # noqa: BLE001 - a defect must not go unheard
+            why = EngineGone(f"the adapter failed: {type(error).__name__}: {error}")
+            why.__cause__ = error
+            self._on_gone(why)
         else:
             self._answer(message, version, scores)
         self._asked.pop(message.request, None)

@@ -115,13 +115,15 @@ class Streams:
         prefill = turn.take(chunk, self._label)
         if chunk.ended is not None:
             turn.check_labels(chunk.labels)
-            await self._check_kv(turn)
-            if turn.is_cut:
-                return True
         if chunk.token_ids:
             self._teller.rows.add(
                 turn.handle, chunk.token_ids, chunk.logprobs, prefill=prefill, top=chunk.top
             )
+            self._teller.tell()
+        if chunk.ended is not None:
+            await self._check_kv(turn)  # weights may change meanwhile, so its tokens don't wait
+            if turn.is_cut:
+                return True
         if chunk.ended is not None and (chunk.ended != "abort" or self._are_aborted_over):
             turn.is_over = True
             self._teller.rows.end(turn.handle, FINISH[chunk.ended])

@@ -217,6 +217,36 @@ def test_labels_that_contradict_what_was_told_refuse_the_turn(
     double.mislabels = False
 
 
+def test_a_turn_that_was_turned_away_by_somebody_elses_pause_runs_once_that_is_over(
+    engine: Orchestra, double: VllmDouble
+) -> None:
+    engine.await_heartbeat(2)  # of turns before nothing is left to do
+    double.version, double.paused = "0.33.0", "new"
+    turned_away = double.turned_away
+    number = engine.submit(PROMPT, SamplingParams(max_tokens=3))
+    engine.read_until(lambda: double.turned_away > turned_away)
+    double.version, double.paused = "0.32.0", ""
+    assert engine.finish(number).finish == LENGTH
+
+
+def test_updates_that_fail_one_after_the_other_leave_what_is_served_on_disk(
+    engine: Orchestra, publisher: Publisher, models: Models, double: VllmDouble
+) -> None:
+    served = Versions.publish(publisher, models, "keep", "recompute")
+    label = double.label
+    double.fails_to_load = lambda path: label not in path
+    for _ in range(3):
+        Versions.newest += 1
+        publisher.stage(Versions.newest, models.directories[0])
+        engine.send(
+            FinishWeightUpdate(version=Versions.newest, pause_mode="keep", kv_policy="recompute")
+        )
+        assert "can't load" in engine.await_one(WeightsFailed).message
+    assert runs(engine.generate(PROMPT, SamplingParams(max_tokens=3))) == [served]
+    double.fails_to_load = lambda path: False
+    Versions.publish(publisher, models, "keep", "recompute")
+
+
 def test_turns_outlast_a_lost_connection(engine: Orchestra) -> None:
     number = engine.submit(PROMPT, OUTLIVES_IT)
     engine.read_tokens(number, 5)

@@ -83,6 +83,7 @@ class VllmDouble:
         """Control calls, with their queries."""
         self.loads: list[str] = []
         self.fails_to_load: Callable[[str], bool] = lambda path: False
+        self.turned_away = 0
         self.preemptions = 0
         self.mislabels = False
         self.is_dead = False
@@ -315,6 +316,7 @@ class VllmDouble:
         if not self.config["scale_out"]:
             return _error(403, "Scale-out endpoints are disabled. Restart vllm serve with …")
         if self.paused == "new" and self.version >= "0.33":
+            self.turned_away += 1
             return _error(503, "Generation is paused. Please retry after it resumes.")
         if any(token >= 96 for token in body["token_ids"]):
             return _error(400, "Token id 96 is out of vocabulary")
