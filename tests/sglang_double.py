@@ -71,7 +71,12 @@ class SglangDouble:
     """The server's state, and the loop that samples."""
 
     def __init__(
-        self, model: Path, *, is_raw: bool = False, settings: dict[str, Any] | None = None
+        self,
+        model: Path,
+        *,
+        is_raw: bool = False,
+        settings: dict[str, Any] | None = None,
+        preferred: dict[str, Any] | None = None,
     ):
         import transformers
 
@@ -83,6 +88,7 @@ class SglangDouble:
         """The scheduler's, which tokens are labelled by, and the one of /model_info."""
         self.is_raw = is_raw
         self.settings = settings or {}
+        self.preferred = preferred
         self.paused: str | None = None
         self.running: dict[str, Running] = {}
         self.prefixes: list[tuple[str | None, list[int], Any]] = []
@@ -344,6 +350,7 @@ class SglangDouble:
             "/model_info": {
                 "model_path": self.path,
                 "is_generation": True,
+                "preferred_sampling_params": self.preferred,
                 "weight_version": self.info_label,
                 "architectures": [type(self.model).__name__],
             },

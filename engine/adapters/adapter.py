@@ -15,7 +15,6 @@ from typing import Literal, NamedTuple, Protocol
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import SamplingParams
 from tidegate.transport.scoring import Want
-from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 Ended = Literal["stop", "length", "abort"]
 """Why a request has ended: it sampled a stop token; ``max_tokens``; its engine gave it back."""
@@ -46,7 +45,6 @@ class Capabilities:
     top_logprobs_max: int = 0
     """So many of the likeliest tokens can be told with each; ``top_logprobs`` counts as a field."""
     scores: frozenset[Want] = frozenset()
-    sleep_levels: tuple[SleepLevel, ...] = ()
     num_blocks: int = 0
     """Of its KV cache, for the statistics; 0: it doesn't say."""
     block_tokens: int = 0
@@ -195,14 +193,6 @@ class EngineAdapter(Protocol):
         """
         ...
 
-    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
-        """Give memory back, at a level of ``Capabilities.sleep_levels``; nothing is under way."""
-        ...
-
-    async def wake(self, tags: Sequence[MemoryTag]) -> None:
-        """Take it again, and stay paused."""
-        ...
-
 
 class Unable:
     """What an adapter inherits to do without: methods that are never asked of its engine."""
@@ -212,13 +202,5 @@ class Unable:
         return None
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Not declared, so never asked for."""
-        raise NotImplementedError
-
-    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
-        """Not declared, so never asked for."""
-        raise NotImplementedError
-
-    async def wake(self, tags: Sequence[MemoryTag]) -> None:
         """Not declared, so never asked for."""
         raise NotImplementedError

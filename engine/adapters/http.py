@@ -128,22 +128,33 @@ class HttpEngine:
         except (self._aiohttp.ClientError, OSError) as error:
             raise self._gone(path, error) from error
 
-    async def wait_for(self, path: str) -> Any:
+    async def wait_for(self, path: str) -> dict[str, Any]:
         """What ``path`` answers, once there is anybody to answer.
 
         Raises:
-            ConfigError: nobody was for too long.
+            ConfigError: nobody was for too long, or it was somebody else.
         """
         begun_s = time.monotonic()
         while True:
             try:
-                return await self.call("GET", path, timeout_s=CONNECT_TIMEOUT_S)
+                answer = await self.call("GET", path, timeout_s=CONNECT_TIMEOUT_S)
+                if isinstance(answer, dict):
+                    return answer
+                raise self._another(path, "what is no JSON object")
+            except Refusal as refusal:
+                raise self._another(path, f"with {refusal.status}: {refusal.why}") from refusal
             except EngineGone as error:
                 if time.monotonic() - begun_s > START_PATIENCE_S:
                     raise ConfigError(
                         f"no server answers at {self.url} after {START_PATIENCE_S:.0f} s ({error})"
                     ) from error
             await asyncio.sleep(RETRY_INTERVAL_S)
+
+    def _another(self, path: str, answer: str) -> ConfigError:
+        return ConfigError(
+            f"{self.url}{path} answers {answer}; see that KIND+URL says what kind of server that "
+            f"is, and is its own address: no router's, and without /v1 at the end"
+        )
 
     @asynccontextmanager
     async def _request(

@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,6 @@ from tidegate.engine.adapters.http import HttpEngine, Refusal
 from tidegate.engine.adapters.sglang_messages import read_chunk, read_top
 from tidegate.engine.adapters.sglang_server import look_at
 from tidegate.errors import EngineGone, ScoreRefused, TurnRefused, WeightsRefused
-from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 UPDATED_ALL_THE_SAME = "Weights were updated"
 """How SGLang begins to say that an update failed which did not: only its cache wasn't flushed."""
@@ -42,6 +42,9 @@ PAUSE_TIMEOUT_S = 60.0
 
 CALL_TIMEOUT_S = 60.0
 """Its control calls wait for the step that runs: seconds, of a long prompt on a slow machine."""
+
+SCORE_TIMEOUT_S = 600.0
+"""It queues behind the turns that run."""
 
 
 def make_adapter(url: str, model: Path) -> "SglangAdapter":
@@ -93,7 +96,6 @@ class SglangAdapter:
             sampling=frozenset({"stop_token_ids", "top_logprobs"}),
             top_logprobs_max=TOP_LOGPROBS_MAX,
             scores=frozenset({"logprobs"}),
-            sleep_levels=server.sleep_levels,
             num_blocks=server.num_blocks,
             block_tokens=server.block_tokens,
         )
@@ -125,15 +127,16 @@ class SglangAdapter:
 
     # ------------------------------------------------------------ turns
 
-    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Sample; what SGLang streams is cumulative, what comes of it here is not."""
         self._refuse_strangers(request.token_ids)
         rid = f"tidegate-{self._run}-{next(self._rids)}"
         stops = frozenset(request.sampling.stop_token_ids)
         told = retractions = 0
         has_ended = False
+        messages = self._messages(self._body(request) | {"rid": rid})
         try:
-            async for message in self._messages(self._body(request) | {"rid": rid}):
+            async for message in messages:
                 now = message["meta_info"].get("num_retractions", 0)
                 self._retractions += now - retractions
                 retractions = now
@@ -151,14 +154,16 @@ class SglangAdapter:
         finally:
             if not has_ended:
                 self._abort_soon(rid)
+            await messages.aclose()
 
-    async def _messages(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def _messages(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         try:
-            async for event in self._http.events("/generate", body):
-                message = msgspec.json.decode(event)
-                if "error" in message:
-                    raise EngineGone(f"{self._http.url}/generate broke off: {message['error']}")
-                yield message
+            async with aclosing(self._http.events("/generate", body)) as events:
+                async for event in events:
+                    message = msgspec.json.decode(event)
+                    if "error" in message:
+                        raise EngineGone(f"{self._http.url}/generate broke off: {message['error']}")
+                    yield message
         except Refusal as error:
             if error.status >= 500:
                 raise EngineGone(str(error)) from error
@@ -286,7 +291,7 @@ class SglangAdapter:
         except Refusal as error:
             raise EngineGone(f"SGLang fails: {error}") from error
 
-    # ------------------------------------------------------------ scores, memory
+    # ------------------------------------------------------------ scores
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Log-probs of given tokens, by a request that samples nothing."""
@@ -305,7 +310,8 @@ class SglangAdapter:
             "extra_key": uuid.uuid4().hex,  # nobody's KV
         }
         try:
-            meta = (await self._http.call("POST", "/generate", body))["meta_info"]
+            answer = await self._http.call("POST", "/generate", body, timeout_s=SCORE_TIMEOUT_S)
+            meta = answer["meta_info"]
         except Refusal as error:
             raise ScoreRefused(f"SGLang refuses to score this: {error.why}") from error
         told = meta["input_token_logprobs"][request.start :]
@@ -319,11 +325,3 @@ class SglangAdapter:
             self._refuse_strangers(token_ids)
         except TurnRefused as error:
             raise ScoreRefused(str(error)) from None
-
-    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
-        """Release memory; at which levels the weights can be had again was seen at the start."""
-        await self._post("/release_memory_occupation", {"tags": list(tags)})
-
-    async def wake(self, tags: Sequence[MemoryTag]) -> None:
-        """Take it again; pauses are another matter to SGLang, and stay."""
-        await self._post("/resume_memory_occupation", {"tags": list(tags)})

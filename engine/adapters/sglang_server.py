@@ -8,7 +8,6 @@ from typing import Any
 
 from tidegate.engine.adapters.http import HttpEngine, Refusal
 from tidegate.errors import ConfigError
-from tidegate.transport.sleep_messages import SleepLevel
 
 RUNNING_TURNS_MAX = 256
 """Where the server doesn't say: more only wait in its queue, where their priorities count less."""
@@ -27,7 +26,6 @@ class Server:
     """Answers say which weights sampled which tokens (0.5.19)."""
     streams_incrementally: bool
     """Streams tell what is new (--incremental-streaming-output), not all there is."""
-    sleep_levels: tuple[SleepLevel, ...]
 
 
 async def look_at(http: HttpEngine, architecture: str) -> Server:
@@ -45,6 +43,11 @@ async def look_at(http: HttpEngine, architecture: str) -> Server:
         raise ConfigError(
             f"the SGLang server at {http.url} serves a {served[0]}, and the run's model is a "
             f"{architecture}; start it with the run's model directory"
+        )
+    if preferred := info.get("preferred_sampling_params"):
+        raise ConfigError(
+            f"the SGLang server at {http.url} samples by settings of its own where a turn says "
+            f"nothing ({preferred}); start it without --preferred-sampling-params"
         )
     await _refuse_old(http)
     settings = await _get(http, "/server_info")
@@ -68,10 +71,6 @@ async def look_at(http: HttpEngine, architecture: str) -> Server:
         block_tokens=block_tokens,
         streams_incrementally=bool(settings.get("incremental_streaming_output")),
         labels_tokens="weight_versions" in meta,
-        sleep_levels=_sleep_levels(
-            saver=bool(settings.get("enable_memory_saver")),
-            backup=bool(settings.get("enable_weights_cpu_backup")),
-        ),
     )
 
 
@@ -93,10 +92,3 @@ async def _get(http: HttpEngine, path: str) -> Any:
         raise ConfigError(
             f"what answers at {http.url} is no SGLang server that a run can use: {error}"
         ) from error
-
-
-def _sleep_levels(*, saver: bool, backup: bool) -> tuple[SleepLevel, ...]:
-    """Without the saver nothing is given back; without the backup weights are gone."""
-    if not saver:
-        return ()
-    return (1, 2) if backup else (2,)

@@ -90,7 +90,7 @@ class VllmAdapter(Unable):
 
     async def open(self, label: str) -> Capabilities:
         """Find out what is there; leave it awake, unpaused, and with nobody's requests."""
-        version = (await self._http.wait_for("/version"))["version"]
+        version = str((await self._http.wait_for("/version")).get("version"))
         try:
             api = await self._http.call("GET", "/openapi.json")
             paths = api["paths"]

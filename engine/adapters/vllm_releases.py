@@ -73,13 +73,19 @@ def read_release(text: str, paths: Collection[str], info: Mapping[str, Any]) -> 
     model, cache = config.get("model_config", {}), config.get("cache_config", {})
     sequences = config.get("scheduler_config", {}).get("max_num_seqs")
     top = model.get("max_logprobs")
+    mode = str(model.get("logprobs_mode", ""))
+    if mode.endswith("logits"):
+        raise ConfigError(
+            f"this vLLM {text} tells logits for log-probs (--logprobs-mode {mode}), on which "
+            f"nothing can be trained; start it with --logprobs-mode processed_logprobs"
+        )
     has_labels = version >= LABELS and "/weight_info" in paths
     return Release(
         version=version,
         text=text,
         has_labels=has_labels,
         has_spans=has_labels and version >= SPANS,
-        has_processed_logprobs=str(model.get("logprobs_mode", "")).endswith("processed_logprobs"),
+        has_processed_logprobs=mode.endswith("processed_logprobs"),
         running_turns_max=int(sequences or RUNNING_TURNS_UNSAID),
         top_logprobs_max=20 if top is None else (2**31 if top == -1 else int(top)),
         num_blocks=int(cache.get("num_gpu_blocks") or 0),

@@ -328,13 +328,11 @@ async def test_what_the_server_was_started_with_decides_what_is_declared(
 ) -> None:
     async with sglang(models[0], is_raw=True) as engine:
         assert not engine.able.has_processed_logprobs
-        assert engine.able.sleep_levels == ()
-    saver = {"enable_memory_saver": True, "enable_weights_cpu_backup": True, "version": "0.5.22"}
-    async with sglang(models[0], settings=saver) as engine:
-        assert engine.able.sleep_levels == (1, 2)
+    async with sglang(models[0], settings={"version": "0.5.22"}) as engine:
         assert engine.able.engine == "sglang 0.5.22"
-        await engine.adapter.sleep(1, ["weights"])
-        assert engine.double.calls[-1] == ("/release_memory_occupation", {"tags": ["weights"]})
+    with pytest.raises(ConfigError, match="without --preferred-sampling-params"):
+        async with sglang(models[0], preferred={"top_p": 0.8}):
+            pass
     llama = make_model_directory(tmp_path / "llama", "llama")
     with pytest.raises(ConfigError, match="serves a Qwen3ForCausalLM"):
         async with sglang_as(models[0], llama):

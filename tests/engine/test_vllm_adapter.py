@@ -83,6 +83,21 @@ async def test_a_server_without_routes_for_training_is_refused_with_how_to_start
     assert "0.19.1 is too old" in await refusal(model, version="0.19.1")
 
 
+async def test_a_server_that_tells_logits_for_log_probs_is_refused(models: Models) -> None:
+    assert "--logprobs-mode" in await refusal(models.directories[0], logprobs_mode="raw_logits")
+
+
+async def test_a_server_of_another_kind_is_refused_with_its_address(
+    models: Models, double: VllmDouble
+) -> None:
+    for url in (f"{double.url}/v1", f"{double.url}/metrics?"):
+        adapter = make_adapter(url, models.directories[0])
+        with pytest.raises(ConfigError, match="see that KIND") as error:
+            await adapter.open("v0")
+        assert url in str(error.value)
+        await adapter.close()
+
+
 async def test_a_model_that_vllm_would_not_update_whole_is_refused(tmp_path: Path) -> None:
     tied = make_model_directory(tmp_path / "tied", tied=True)
     why = await refusal(tied, device="cpu")

@@ -14,7 +14,7 @@ are made with the run's keys, weights travel in the open, so the network must be
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -22,9 +22,6 @@ import numpy.typing as npt
 
 from tidegate.errors import BadFrame
 from tidegate.transport.limits import Count
-
-if TYPE_CHECKING:
-    pass
 
 NAME = "collective"
 
