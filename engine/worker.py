@@ -27,7 +27,7 @@ from tidegate.engine.memory.memory import blame_memory
 from tidegate.engine.memory.sleep import Sleeper
 from tidegate.engine.models.served_model import ServedModel, open_model
 from tidegate.engine.models.tokenizer import ModelTokenizer
-from tidegate.engine.ranks.ranks import Ranks
+from tidegate.engine.ranks.ranks import Ranks, ranks_channels
 from tidegate.engine.runner import Runner
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.processors import ProcessorRegistry
@@ -39,7 +39,7 @@ from tidegate.transport.messages import PROTOCOL, Hello
 from tidegate.transport.private_directory import remove_abandoned
 from tidegate.transport.security import EngineKeys, read_engine_keys
 from tidegate.transport.sockets import DealerSocket
-from tidegate.transport.weight_channels import CHANNELS, Home
+from tidegate.transport.weight_channels import Home
 
 ENDED, DEFECT, UNUSABLE, REFUSED = range(4)
 """Exit statuses."""
@@ -271,7 +271,7 @@ def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimi
         block_tokens=limits.block_tokens,
         pause_modes=["abort", "keep", "wait"],
         kv_policies=["keep", "recompute"],
-        weight_channels=list(CHANNELS),
+        weight_channels=ranks_channels(arguments.tensor_parallel),
         pid=os.getpid(),
         model_code=model.code,
         speculation=(arguments.speculate or "").partition(":")[0],

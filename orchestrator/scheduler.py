@@ -92,6 +92,7 @@ class Scheduler:
             is_deterministic=settings.deterministic,
             quantization=settings.quantize or "",
             kv_policy=settings.kv_policy,
+            weight_channel=init_weights.channel,
         )
         self._waiting = Waiting()
         self.control = EngineControl(settings, init_weights, self._waiting, self)

@@ -14,7 +14,7 @@ from tidegate.errors import ConfigError
 from tidegate.transport.private_directory import PrivateDirectory
 from tidegate.transport.rank_messages import Connect
 from tidegate.transport.security import EngineKeys
-from tidegate.transport.weight_channels import Home
+from tidegate.transport.weight_channels import CHANNELS, Home
 
 if TYPE_CHECKING:  # torch.distributed is for engines of several ranks
     from tidegate.engine.ranks.rank_group import RankGroup
@@ -22,6 +22,14 @@ if TYPE_CHECKING:  # torch.distributed is for engines of several ranks
 
 RANKS_MAX = 64
 """On one machine there are not more processors worth it."""
+
+ONE_READER_CHANNELS = ("relay", "collective")
+"""They count on one reader per engine, and of several ranks each reads for itself."""
+
+
+def ranks_channels(count: int) -> list[str]:
+    """The weight channels of an engine with so many ranks."""
+    return [name for name in CHANNELS if count == 1 or name not in ONE_READER_CHANNELS]
 
 
 class Ranks:

@@ -5,14 +5,17 @@ The standard library's client: a few dozen requests need no other. Knows no engi
 
 import http.client
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
-from tidegate.errors import EngineLost
+from tidegate.errors import ConfigError, EngineLost
 
 REQUEST_TIMEOUT_S = 120.0
 """An engine's first request may compile kernels; a hung one should not hang its doctor."""
+
+_KIND = re.compile(r"[a-z]+\+https?://")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,12 @@ class Http:
     """One server. Connections are opened anew, so threads may share it."""
 
     def __init__(self, url: str, *, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        """Connects with each request.
+
+        Raises:
+            ConfigError: ``url`` is no address.
+        """
+        parts = _split(url)
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._prefix = parts.path.rstrip("/")
         self._netloc = parts.netloc
@@ -74,6 +82,24 @@ class Http:
         finally:
             connection.close()
         return Reply(status=answer.status, body=_parsed(raw))
+
+
+def _split(url: str) -> SplitResult:
+    """An engine's address; also as ``engine_urls`` names it, by KIND+URL.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    address = url.partition("+")[2] if _KIND.match(url) else url
+    try:
+        parts = urlsplit(address if "://" in address else f"http://{address}")
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
+        parts.port  # noqa: B018 - looked at for its range
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise ConfigError(f"{url!r} is no engine's address; write it as http://HOST:PORT")
+    return parts
 
 
 def _parsed(raw: bytes) -> Any:

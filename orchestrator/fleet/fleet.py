@@ -107,12 +107,14 @@ class Fleet:
         is_deterministic: bool = False,
         quantization: str = "",
         kv_policy: KvPolicy | None = None,
+        weight_channel: str | None = None,
     ) -> None:
         """An ``is_deterministic`` one takes only engines that are, and only such as round weights
-        to ``quantization``; with a ``kv_policy``, only those that can do it."""
+        to ``quantization``; with a ``kv_policy`` or ``weight_channel``, only those that have it."""
         self._times = times
         self._quantization = quantization
         self._kv_policy = kv_policy
+        self._weight_channel = weight_channel
         self._is_deterministic = is_deterministic
         self._send = send
         self.engines: dict[str, Engine] = {}
@@ -361,6 +363,12 @@ class Fleet:
                 f"engine {hello.engine!r} ({hello.model_code or hello.architecture}) can't do "
                 f"kv_policy={self._kv_policy!r} and be right about whose weights sampled what; it "
                 f"can do {can}: set that"
+            )
+        if self._weight_channel not in (None, *hello.weight_channels):
+            return (
+                f"engine {hello.engine!r} has no weight channel {self._weight_channel!r}, and "
+                f"could never serve what this run publishes; it has "
+                f"{', '.join(hello.weight_channels) or 'none'}: set weight_channel to one of these"
             )
         if hello.weight_version > self.newest_version:
             return (

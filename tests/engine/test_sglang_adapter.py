@@ -45,7 +45,7 @@ class Sglang:
         return Stream(asyncio.create_task(self._read(request, chunks)), chunks)
 
     async def _read(self, request: Request, chunks: list[Chunk]) -> None:
-        async with aclosing(self.adapter.generate(request)) as stream:  # type: ignore[type-var]
+        async with aclosing(self.adapter.generate(request)) as stream:
             async for chunk in stream:
                 chunks.append(chunk)
 

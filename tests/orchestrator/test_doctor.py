@@ -97,6 +97,17 @@ def test_raw_log_probs_are_found_without_the_model_and_fail(
     assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in said
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "http://host:99999", "ftp://host", "http://"])
+def test_what_is_no_address_is_refused_in_a_line(url: str) -> None:
+    with pytest.raises(ConfigError, match="write it as http://HOST:PORT"):
+        examined(url)
+
+
+def test_an_engine_may_be_named_as_a_run_names_it(model: Path) -> None:
+    with sglang(model) as url:
+        assert examined(f"sglang+{url}").identity.kind == "sglang"
+
+
 def test_other_weights_than_the_directorys_are_more_than_rounding(
     model: Path, other_model: Path
 ) -> None:

@@ -107,6 +107,13 @@ def test_an_engine_that_is_not_deterministic_is_refused_by_a_run_that_is() -> No
     assert wire.hear(same) == [ev.EngineJoined("a", 0, 4, epoch=1)]
 
 
+def test_an_engine_without_the_runs_weight_channel_is_refused_by_name() -> None:
+    wire = Wire()
+    wire.fleet = Fleet(TIMES, wire.send, weight_channel="relay")
+    assert wire.hear(hello()) == []
+    assert "no weight channel 'relay'" in str(wire.last())
+
+
 def test_an_engine_that_cannot_do_the_runs_kv_policy_is_refused_with_what_it_can() -> None:
     wire = Wire()
     wire.fleet = Fleet(TIMES, wire.send, kv_policy="keep")
