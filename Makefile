@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo demo-agent test test-environments test-trl test-agents test-vllm test-sglang test-ray test-dashboard simulate lint format bench docs site clean
+.PHONY: help venv demo demo-agent test test-environments test-trl test-agents test-vllm test-sglang test-ray test-namespaces test-dashboard simulate lint format bench docs site clean
 
 help:
 	@echo "make demo   train a small model with fully asynchronous rollouts, and report on it"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-ray   engines on a Ray cluster of several nodes on this machine (a Python of its own)"
 	@echo "make test-vllm   adapters against the real vLLM, built for the CPU (3.4 GB, 10 minutes)"
 	@echo "make test-sglang   a run over an SGLang server that you started: TIDEGATE_SGLANG_URL, TIDEGATE_SGLANG_MODEL"
+	@echo "make test-namespaces   hosts of their own, one cut off and brought back; wants root"
 	@echo "make test-dashboard   the dashboard in a real Chromium, if there is one; and TensorBoard"
 	@echo "make lint   the first three of those"
 	@echo "make bench  speed, as ratios against named peers"
@@ -92,6 +93,9 @@ test-agents: venv .venv-agents/.ready
 
 test-ray: .venv-ray/.ready
 	RAY_USAGE_STATS_ENABLED=0 .venv-ray/bin/python -m pytest -s tests/on_ray
+
+test-namespaces: venv
+	TIDEGATE_NAMESPACES=1 $(BIN)/python -m pytest tests/test_network_namespaces.py
 
 # vLLM pins its own torch. Its resolver takes a torchvision for CUDA along, which breaks on a CPU's torch.
 .venv-vllm/.ready:
