@@ -98,7 +98,8 @@ class RolloutWorker:
         """``n`` completions of each prompt. Nothing of it is trained on by Tidegate.
 
         ``sampling_params`` are the keywords of ``Episode.generate``, as a mapping or as an object
-        with such attributes; vLLM's names are understood. Each call draws anew.
+        with such attributes; vLLM's names are understood. Each call draws anew, unless a ``seed``
+        is given: then a prompt's completions are those of ``seed``, ``seed + 1`` and so on.
 
         Raises:
             TurnRefused: no engine can ever serve one of them.
@@ -107,10 +108,15 @@ class RolloutWorker:
         count = n_asked if n is None else n
         if count < 1:
             raise ConfigError(f"n counts completions of each prompt, at least 1; got n={count}")
+        seed = sampling.pop("seed", None)
         wanted = [
-            _Wanted([int(token) for token in prompt], sampling, self._next_seed())
+            _Wanted(
+                [int(token) for token in prompt],
+                sampling,
+                self._next_seed() if seed is None else int(seed) + index,
+            )
             for prompt in prompt_token_ids
-            for _ in range(count)
+            for index in range(count)
         ]
         samples = self._sampled(wanted)
         return [samples[at : at + count] for at in range(0, len(samples), count)]
@@ -265,7 +271,7 @@ class RolloutWorker:
         async def one_turn(episode: Episode, number: int) -> float:
             one = wanted[number]
             episode.append(one.prompt)
-            turns[number] = await episode.generate(**{"seed": one.seed, **one.sampling})
+            turns[number] = await episode.generate(seed=one.seed, **one.sampling)
             return 0.0
 
         self._run.evaluate(range(len(wanted)), episode=one_turn)
@@ -301,6 +307,8 @@ def _sampling(params: Any) -> tuple[dict[str, Any], int]:
         for name, value in given.items()
         if name not in IGNORED and value is not None
     }
+    if isinstance(sampling.get("stop_strings"), str):  # vLLM takes a single one so
+        sampling["stop_strings"] = [sampling["stop_strings"]]
     if sampling.get("top_k") == -1:  # vLLM's word for all
         sampling["top_k"] = 0
     return sampling, count

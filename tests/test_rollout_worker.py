@@ -66,6 +66,18 @@ def test_each_call_draws_anew_and_what_is_asked_for_by_vllms_names_is_understood
         worker.generate([[]])
 
 
+def test_a_seed_makes_the_same_group_again_whose_samples_differ(
+    worker: tidegate.RolloutWorker,
+) -> None:
+    params = SimpleNamespace(n=3, temperature=1.0, max_tokens=12, stop="never said", seed=7)
+    groups, again = (
+        [[s.token_ids for s in g] for g in worker.generate(PROMPTS, params)] for _ in "ab"
+    )
+    assert groups == again
+    for group in groups:
+        assert len({tuple(token_ids) for token_ids in group}) == 3
+
+
 def test_weights_change_what_is_generated_and_so_do_verls_pairs(
     worker: tidegate.RolloutWorker, model: Path
 ) -> None:
