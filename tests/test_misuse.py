@@ -17,7 +17,7 @@ import tidegate
 from tests.models import make_model_directory
 from tidegate.errors import ConfigError, RunClosed, TidegateError, TurnRefused
 from tidegate.orchestrator import run as run_module
-from tidegate.orchestrator.observing.dashboard import URL_FILE, Dashboard
+from tidegate.orchestrator.observing.dashboard import URL_FILE
 
 SMALL: dict[str, Any] = {
     "engines": 1,
@@ -48,23 +48,30 @@ async def one_turn(episode: tidegate.Episode, task: int) -> float:
 # ---------------------------------------------------------------- settings
 
 
+def listening() -> set[int]:
+    """Ports of this process that somebody may connect to."""
+    connections = psutil.Process().net_connections(kind="tcp")
+    return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+
+
 def test_a_run_that_its_settings_spoil_leaves_nothing_in_the_way_of_the_next(
     model: Path, tmp_path: Path
 ) -> None:
     settings = {**SMALL, "run_directory": tmp_path / "run", "journal": True}
-    with Dashboard("127.0.0.1:0") as free:
-        address = free.url.removeprefix("http://").strip("/")
+    settings["dashboard"] = "127.0.0.1:0"
+    listening_before = listening()
     (tmp_path / "run").mkdir()
     url_file = tmp_path / "run" / URL_FILE
     url_file.write_text("of a run that is shown from this directory")
     for spoilt in ({"keys": tmp_path / "none"}, {"weight_channel": "relay", "keys": tmp_path}):
         with (
             pytest.raises(ConfigError, match="can't read"),
-            tidegate.serve_sync(model=model, dashboard=address, **settings, **spoilt),
+            tidegate.serve_sync(model=model, **settings, **spoilt),
         ):
             pass
     assert url_file.exists()
-    with tidegate.serve_sync(model=model, dashboard=address, **settings) as rollouts:
+    assert listening() == listening_before
+    with tidegate.serve_sync(model=model, **settings) as rollouts:
         assert rollouts.evaluate([1], episode=one_turn).rewards == [1.0]
 
 
