@@ -25,7 +25,8 @@ class Capability:
 TOKENS = Capability(
     name="token ids in and out",
     any_of=("/inference/v1/generate",),
-    remedy="start it with --enable-scale-out; without, /v1/completions gives tokens, but no spans",
+    remedy="start it with --enable-scale-out, or engine_urls can't have it; /v1/completions gives "
+    "tokens, but no spans",
     without_it=Verdict.WARN,
 )
 

@@ -100,6 +100,21 @@ def _logprob_mode(kind: EngineKind, mode: LogprobMode) -> list[Finding]:
                 remedy="find out what else changes its logits: penalties, biases, processors",
             )
         ]
+    return _processed(mode)
+
+
+def _processed(mode: LogprobMode) -> list[Finding]:
+    """Gaps are those after temperature; logits' are, too, but they add up to anything."""
+    if (mode.truncated_mass or 0.0) > 1 + MASS_LOST_MAX:
+        return [
+            Finding(
+                check="log-probs",
+                verdict=Verdict.FAIL,
+                says=f"two tokens have {mode.truncated_mass:.3g} of the probability: they are "
+                f"logits",
+                remedy="have it tell log-probs (vLLM: --logprobs-mode processed_logprobs)",
+            )
+        ]
     return [
         Finding(
             check="log-probs",

@@ -179,6 +179,7 @@ def test_each_measurement_has_the_finding_and_the_remedy_that_go_with_it() -> No
 
     raw = LogprobMode(gap_ratio=1.0, truncated_mass=None)
     odd = LogprobMode(gap_ratio=1.5, truncated_mass=None)
+    logits = LogprobMode(gap_ratio=2.0, truncated_mass=40.0)
     unsteady = dataclasses.replace(SOUND.repeats, batch_same_tokens=False)
     unseeded = dataclasses.replace(SOUND.repeats, seed_same_tokens=False)
     blind = dataclasses.replace(SOUND.cache, again_tokens=None, salted_tokens=None)
@@ -188,6 +189,7 @@ def test_each_measurement_has_the_finding_and_the_remedy_that_go_with_it() -> No
     for changes, check, verdict, remedy in (
         ({"logprobs": raw}, "log-probs", Verdict.FAIL, "processed_logprobs"),
         ({"logprobs": odd}, "log-probs", Verdict.FAIL, "penalties"),
+        ({"logprobs": logits}, "log-probs", Verdict.FAIL, "processed_logprobs"),
         ({"repeats": unsteady}, "determinism", Verdict.WARN, "VLLM_BATCH_INVARIANT"),
         ({"repeats": unseeded}, "seeds", Verdict.WARN, "replaying"),
         ({"cache": blind}, "prefix cache", Verdict.NOTE, "cache_salt"),
