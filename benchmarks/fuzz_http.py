@@ -98,6 +98,10 @@ class FixedEngine:
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """Nothing is resumed here."""
 
+    async def park(self) -> None:
+        """Nobody waits here."""
+        raise AssertionError("nobody waits for newer weights here")
+
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         """Another row."""
         self._rows += 1

@@ -21,6 +21,7 @@ from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.episodes.parking import Parking
 from tidegate.orchestrator.episodes.runner import EpisodeFunction, EpisodeRunner
 from tidegate.orchestrator.feed.batch_desk import BatchDesk
 from tidegate.orchestrator.feed.offers import Offers
@@ -107,7 +108,13 @@ class Scheduler:
         )
         self._sessions = OpenSessions(self._outbox.post)
         over = self._sessions.over
-        self._episodes = EpisodeRunner(settings, model, self._waiting, self.handle, self.fail, over)
+        self._parking = Parking(
+            live_version=lambda: self.core.turns.live_version,
+            is_starved=lambda: self.core.batches_asked > 0,
+        )
+        self._episodes = EpisodeRunner(
+            settings, model, self._waiting, self.handle, self.fail, over, parking=self._parking
+        )
         self.scores = ScoreDesk(
             self.fleet,
             waiting=self._waiting.scores,
@@ -305,6 +312,8 @@ class Scheduler:
                 self._act(command, episode)
         if may_free_places and not self._wants_tasks.is_set() and self.core.capacity_groups:
             self._wants_tasks.set()
+        if self._parking.parked:
+            self._parking.look()
         if self._journal is not None:
             self._journal.compact_if_due()
 

@@ -220,6 +220,17 @@ class Episode:
         branch.append(context, media=media)
         return branch
 
+    async def park(self) -> None:
+        """Leave the engines to others, and go on under newer weights, after having taken long.
+
+        Returns once weights are live that are newer than those of now, or the trainer waits for a
+        batch: then there will be none without rollouts like this one. At once in an evaluation, and
+        in what is lived through again after a resume. Its time (``episode_timeout_s``) runs on.
+        """
+        self._refuse_if_over()
+        if self._past is None and self._rollout.group_id >= 0:
+            await self._generating.park()
+
     def turn_so_far(self) -> GeneratedTurn | None:
         """Its last turn with the tokens that are there by now, whether it goes on or has ended."""
         turns = self._rollout.turns

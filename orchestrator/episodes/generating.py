@@ -29,6 +29,9 @@ class Generating(Protocol):
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """Forget what the rollout's context holds beyond so many turns and tokens."""
 
+    async def park(self) -> None:
+        """Return once newer weights are live, or the trainer waits for rollouts."""
+
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         """Another row for this one's episode, with nothing in it yet."""
 

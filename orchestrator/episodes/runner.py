@@ -22,6 +22,7 @@ from tidegate.orchestrator.episodes.deadlines import Deadlines
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.generated_turn import checked_reward
 from tidegate.orchestrator.episodes.generating import SamplingDefaults
+from tidegate.orchestrator.episodes.parking import Parking
 from tidegate.orchestrator.episodes.stepped_tasks import Rounds, SteppedFuture, SteppedTask
 from tidegate.orchestrator.waiting import Waiting, fail
 from tidegate.orchestrator.weights.model_files import ModelFiles
@@ -109,6 +110,8 @@ class EpisodeRunner:
         handle: Callable[[Iterable[ev.Event]], None],
         on_error: Callable[[BaseException], None],
         on_over: Callable[[Rollout], None] = lambda rollout: None,
+        *,
+        parking: Parking,
     ) -> None:
         """``handle`` feeds events to the core; ``on_error`` hears what the run can't go on after,
         such as one failed episode too many; ``on_over`` of rollouts that ask for no more turns,
@@ -123,6 +126,7 @@ class EpisodeRunner:
         self._waiting = waiting
         self._handle = handle
         self._on_over = on_over
+        self._parking = parking
         self._failures_in_a_row = 0
         self._going: dict[int, EpisodeTask] = {}
         """By rollout."""
@@ -271,6 +275,10 @@ class EpisodeRunner:
         future: SteppedFuture[Turn] = SteppedFuture(self._loop)
         self._waiting.turns[rollout.rollout_id] = future
         return future
+
+    async def park(self) -> None:
+        """Return once newer weights are live, or the trainer waits for rollouts."""
+        await self._parking.wait()
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         """Another row for this one's episode, with nothing in it yet."""

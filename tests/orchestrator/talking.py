@@ -53,6 +53,9 @@ class Engine:
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         raise AssertionError("nothing is resumed here")
 
+    async def park(self) -> None:
+        raise AssertionError("nobody waits for newer weights here")
+
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         branch = Rollout(self.rollouts, 0, 0)
         self.rollouts += 1

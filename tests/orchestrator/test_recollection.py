@@ -50,6 +50,9 @@ class Engines:
         self.cuts.append((turns, tokens))
         rollout.cut(turns=turns, tokens=tokens)
 
+    async def park(self) -> None:
+        raise AssertionError("nobody waits for newer weights here")
+
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         branch = Rollout(rollout.rollout_id + 1 + len(rollout.branches), 0, 0)
         branch.branch_of, branch.fork_reason = rollout, reason

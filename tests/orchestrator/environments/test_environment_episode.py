@@ -224,6 +224,9 @@ class Engines:
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         self.cuts.append((turns, tokens))
 
+    async def park(self) -> None:
+        raise AssertionError("nobody waits for newer weights here")
+
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         raise AssertionError(f"nobody forks here, but {reason}")
 

@@ -1,0 +1,81 @@
+"""Does an episode that parks go on under newer weights, and never keep the trainer waiting?"""
+
+import asyncio
+from typing import Any
+
+import tidegate
+from tidegate.testing import ScriptedEngine, ServeInTests, VirtualTime
+
+SETTINGS: dict[str, Any] = {"group_size": 1, "groups_per_batch": 1, "max_staleness": 3}
+
+
+def versions(turns: list[tidegate.GeneratedTurn]) -> list[int]:
+    return [span.version for turn in turns for span in turn.spans]
+
+
+async def test_a_parked_episode_goes_on_once_newer_weights_are_live(
+    tidegate_serve: ServeInTests,
+) -> None:
+    turns: dict[int, list[tidegate.GeneratedTurn]] = {}
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append("q")
+        mine = turns.setdefault(task, [])
+        mine.append(await episode.generate(max_tokens=4))
+        if task == 1:
+            await asyncio.sleep(5.0)  # a tool; meanwhile the trainer gets its batch
+            await episode.park()
+        mine.append(await episode.generate(max_tokens=4))
+        return 0.0
+
+    async with tidegate_serve(says="abcdefgh", **SETTINGS) as rollouts:
+        batches = rollouts.batches(range(2), episode=solve)
+        await anext(batches)
+        await asyncio.sleep(30.0)  # the trainer trains: nothing wakes it but weights
+        assert len(turns[1]) == 1
+        await rollouts.publish({})
+        await anext(batches)
+    assert versions(turns[0]) == [0, 0]
+    assert versions(turns[1]) == [0, 1]
+
+
+async def test_a_trainer_that_waits_for_a_batch_is_not_kept_waiting(
+    tidegate_serve: ServeInTests, tidegate_virtual_time: VirtualTime
+) -> None:
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append("q")
+        for _ in range(3):
+            await episode.generate(max_tokens=4)
+            await episode.park()
+        return 0.0
+
+    async with tidegate_serve(says="abcdefgh", **SETTINGS) as rollouts:
+        count = 0
+        async for _ in rollouts.batches(range(3), episode=solve):
+            count += 1  # and publishes nothing
+        assert count == 3
+        await rollouts.evaluate([1], episode=solve)  # nobody would publish meanwhile
+    assert tidegate_virtual_time.now_s < 60.0
+
+
+async def test_slots_of_parked_episodes_are_others(
+    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
+) -> None:
+    ended: list[int] = []
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append("q")
+        await asyncio.sleep(5.0 * task)  # a tool; meanwhile the trainer gets its first batch
+        await episode.generate(max_tokens=4)
+        if task in (1, 2):
+            await episode.park()
+        await episode.generate(max_tokens=4)
+        ended.append(task)
+        return 0.0
+
+    engine = tidegate_engine(max_running_turns=2)
+    async with tidegate_serve(engines=[engine], says="abcdefgh", **SETTINGS) as rollouts:
+        batches = rollouts.batches(range(4), episode=solve)
+        await anext(batches)
+        await asyncio.sleep(30.0)
+    assert ended == [0, 3]  # though two slots are all there are, and two episodes wait
