@@ -125,6 +125,10 @@ class RemoteRun:
         """
         if self._link_or_none is not None:
             raise RuntimeError("a connection is used once; call connect() again for another")
+        if not 0 <= self.rank < self.world_size:  # no run would have it, nor need be asked
+            raise ConfigError(
+                f"rank={self.rank} of world_size={self.world_size}: ranks count from 0"
+            )
         link = TrainerLink(self.address, self._keys, run_timeout_s=self._run_timeout_s)
         self._link_or_none = link
         join = wire.Join(

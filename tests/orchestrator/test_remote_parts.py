@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import tidegate
 from tests.orchestrator.test_batches import rollout
 from tidegate.errors import BadFrame, ConfigError, ResumeMismatch, TrainerLost
 from tidegate.orchestrator.core.group import Group
@@ -196,6 +197,15 @@ def test_batches_are_kept_until_acknowledged_a_few_of_them() -> None:
     progress.acknowledge(3)
     with pytest.raises(ResumeMismatch, match="batch 3 is asked for again"):
         progress.shard(3, 0)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(1, 1), (-1, 2), (0, 0)])
+def test_a_rank_that_cant_be_is_refused_before_any_run_is_waited_for(
+    rank: int, world_size: int
+) -> None:
+    nobody = tidegate.connect_sync("ipc:///nobody/there", rank=rank, world_size=world_size)
+    with pytest.raises(ConfigError, match=f"rank={rank} of world_size={world_size}"):
+        nobody.__enter__()
 
 
 async def test_a_rank_is_waited_for_as_long_as_it_may_come_and_named_then() -> None:
