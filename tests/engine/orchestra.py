@@ -6,6 +6,7 @@ is never more than a few steps ahead of the test, and nothing here needs to slee
 
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -114,6 +115,8 @@ class Orchestra:
         self.refused = 0
         self.log: list[FromEngine] = []
         """Everything but heartbeats, in order."""
+        self._waited_s = 0.0
+        """For a message that is no heartbeat, since the last one."""
         self._read_log = 0
         self._next_turn = 0
 
@@ -187,6 +190,7 @@ class Orchestra:
     def await_heartbeat(self, count: int = 1) -> EngineHeartbeat:
         """The ``count``-th heartbeat from now on."""
         while count > 0:
+            self._waited_s = 0.0
             message = self._read_one()
             if isinstance(message, EngineHeartbeat):
                 count -= 1
@@ -194,12 +198,17 @@ class Orchestra:
         return heartbeat
 
     def _read_one(self) -> FromEngine:
-        if not self._socket.poll(int(PATIENCE_S * 1000)):
-            raise AssertionError(f"engine is silent; it said: {self.stderr.read_text()}")
+        since_s = time.monotonic()
+        is_heard = self._socket.poll(int(PATIENCE_S * 1000))
+        self._waited_s += time.monotonic() - since_s
+        if not is_heard or self._waited_s > PATIENCE_S:
+            what = "nothing but heartbeats" if is_heard else "nothing"
+            raise AssertionError(f"engine sends {what}; it said: {self.stderr.read_text()}")
         self._peer, frame = self._socket.recv_multipart()
         message = messages.decode_from_engine(frame)
         if not isinstance(message, EngineHeartbeat):
             self.log.append(message)
+            self._waited_s = 0.0
         if isinstance(message, Step):
             self._take_step(message)
         return message
