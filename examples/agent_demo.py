@@ -31,7 +31,8 @@ from examples.tool_agent import ToolAgent
 from examples.tool_lessons import TOOL_AGENT
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.records.audit import AuditReport, audit_run, write_audit
-from tidegate.orchestrator.records.report import Facts, read_facts, write_report
+from tidegate.orchestrator.records.facts import Facts, read_facts
+from tidegate.orchestrator.records.report import write_report
 from tidegate.orchestrator.records.trajectories import RecordedRollout, read_trajectories
 
 HELD_OUT_SEED = 11

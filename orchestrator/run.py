@@ -29,6 +29,7 @@ from tidegate.orchestrator.cluster.site import Engines, site_of
 from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core.events import Resumed
 from tidegate.orchestrator.core.rules import record_of, say
+from tidegate.orchestrator.episodes.diary import EpisodeDiary
 from tidegate.orchestrator.journal.resuming import Resume, open_for
 from tidegate.orchestrator.loop_watch import LoopWatch
 from tidegate.orchestrator.observing.dashboard import Dashboard
@@ -295,6 +296,7 @@ class Run:
             recorder=self.notes,
             journal=self._opened.journal,
             resume=self._opened.resumed,
+            diary=None if self.recorder is None else EpisodeDiary(self.recorder.episode_interval),
         )
         self._scheduler = scheduler
 

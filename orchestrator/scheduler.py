@@ -21,6 +21,7 @@ from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.episodes.diary import EpisodeDiary
 from tidegate.orchestrator.episodes.parking import Parking
 from tidegate.orchestrator.episodes.runner import EpisodeFunction, EpisodeRunner
 from tidegate.orchestrator.feed.batch_desk import BatchDesk
@@ -75,9 +76,10 @@ class Scheduler:
         recorder: RunNotes | None,
         journal: RunJournal | None = None,
         resume: ev.Resumed | None = None,
+        diary: EpisodeDiary | None = None,
     ) -> None:
         """With a ``journal``, whose core this is then, the run survives a crash; ``resume`` says
-        where to go on after one."""
+        where to go on after one. ``diary``: what is to be told how episodes spend their time."""
         self._settings = settings
         self._router = router
         self._recorder = recorder
@@ -113,7 +115,14 @@ class Scheduler:
             is_starved=lambda: self.core.batches_asked > 0,
         )
         self._episodes = EpisodeRunner(
-            settings, model, self._waiting, self.handle, self.fail, over, parking=self._parking
+            settings,
+            model,
+            self._waiting,
+            self.handle,
+            self.fail,
+            over,
+            parking=self._parking,
+            diary=diary,
         )
         self.scores = ScoreDesk(
             self.fleet,

@@ -229,7 +229,7 @@ class Episode:
         """
         self._refuse_if_over()
         if self._past is None and self._rollout.group_id >= 0:
-            await self._generating.park()
+            await self._generating.park(self._rollout)
 
     def turn_so_far(self) -> GeneratedTurn | None:
         """Its last turn with the tokens that are there by now, whether it goes on or has ended."""

@@ -29,7 +29,7 @@ class Generating(Protocol):
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """Forget what the rollout's context holds beyond so many turns and tokens."""
 
-    async def park(self) -> None:
+    async def park(self, rollout: Rollout) -> None:
         """Return once newer weights are live, or the trainer waits for rollouts."""
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:

@@ -19,6 +19,7 @@ from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.deadlines import Deadlines
+from tidegate.orchestrator.episodes.diary import EpisodeDiary
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.generated_turn import checked_reward
 from tidegate.orchestrator.episodes.generating import SamplingDefaults
@@ -112,10 +113,11 @@ class EpisodeRunner:
         on_over: Callable[[Rollout], None] = lambda rollout: None,
         *,
         parking: Parking,
+        diary: EpisodeDiary | None = None,
     ) -> None:
         """``handle`` feeds events to the core; ``on_error`` hears what the run can't go on after,
         such as one failed episode too many; ``on_over`` of rollouts that ask for no more turns,
-        maybe twice."""
+        maybe twice; ``diary`` of what episodes spend their time on."""
         self._loop = asyncio.get_running_loop()
         self.rounds = Rounds(self._loop, on_error)
         self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up)
@@ -127,6 +129,7 @@ class EpisodeRunner:
         self._handle = handle
         self._on_over = on_over
         self._parking = parking
+        self._diary = diary
         self._failures_in_a_row = 0
         self._going: dict[int, EpisodeTask] = {}
         """By rollout."""
@@ -176,6 +179,8 @@ class EpisodeRunner:
             raise self._broken
         episode = Episode(task.rollout, self._model, self, self._defaults)
         self._deadlines.begin(task, (task.rollout, episode))
+        if self._diary is not None:
+            self._diary.begins(task.rollout)
         return episode
 
     def ended(self, task: "EpisodeTask", value: object, error: BaseException | None) -> None:
@@ -192,6 +197,8 @@ class EpisodeRunner:
                 assert task.episode is not None
                 self._handle([*task.episode.turn_rewards(), event])
         finally:
+            if self._diary is not None:
+                self._diary.ends(task.rollout, "failed" if error is not None else "returned")
             self.left.stubborn.discard(number)
             del self._going[number]
             self._on_over(task.rollout)
@@ -274,11 +281,17 @@ class EpisodeRunner:
         """The turn that this rollout has on some engine, once it has ended."""
         future: SteppedFuture[Turn] = SteppedFuture(self._loop)
         self._waiting.turns[rollout.rollout_id] = future
+        if self._diary is not None:
+            self._diary.asks(rollout, future)
         return future
 
-    async def park(self) -> None:
+    async def park(self, rollout: Rollout) -> None:
         """Return once newer weights are live, or the trainer waits for rollouts."""
+        if self._diary is None:
+            return await self._parking.wait()
+        self._diary.parks(rollout)
         await self._parking.wait()
+        self._diary.goes_on(rollout)
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         """Another row for this one's episode, with nothing in it yet."""

@@ -17,7 +17,8 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from tidegate.orchestrator.observing.metrics import METRICS, Metric, Sample
+from tidegate.orchestrator.observing.metric import Metric, Sample
+from tidegate.orchestrator.observing.metrics import METRICS
 from tidegate.orchestrator.observing.observation import Observation
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

@@ -11,8 +11,8 @@ from typing import Any
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.planning.closed_forms import predict
 from tidegate.orchestrator.planning.situation import Choice, Prediction, Situation
+from tidegate.orchestrator.records.facts import Facts, read_facts, read_record
 from tidegate.orchestrator.records.recording import RUN_FILE
-from tidegate.orchestrator.records.report import Facts, read_facts, read_record
 from tidegate.orchestrator.records.trajectories import read_trajectories
 from tidegate.orchestrator.simulation.engine_costs import EngineCosts
 from tidegate.policies.predictions import DecodeCost, fit_decode_cost

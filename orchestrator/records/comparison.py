@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.errors import AuditError
-from tidegate.orchestrator.records.report import Facts, read_facts, read_metrics
+from tidegate.orchestrator.records.facts import Facts, read_facts, read_metrics
 
 RUNS_MAX = 12
 """A table that is wider nobody reads, and a picture has no more colours."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Self
 
 from tidegate.errors import ConfigError, RunClosed
 from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.records.episode_tracks import EpisodeInterval
 from tidegate.orchestrator.records.run_files import RunFiles, appearing_whole, replace_file
 from tidegate.orchestrator.records.trace import TRACE_FILE, Trace, TrainerActivity
 from tidegate.orchestrator.records.trajectories import (
@@ -163,6 +164,11 @@ class RunRecorder:
         """Record what the trainer did; of ``publish``, ``version`` is the one published."""
         with self._lock:
             self._trace.trainer_interval(kind, started_us, ended_us, version)
+
+    def episode_interval(self, interval: EpisodeInterval) -> None:
+        """Record an episode, or something that went on in it."""
+        with self._lock:
+            self._trace.episodes.append(interval)
 
     def batch(self, metrics: Mapping[str, float]) -> None:
         """Record one line per batch. The report draws ``reward`` over ``version``."""

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from tidegate.orchestrator.records.report import Facts
+from tidegate.orchestrator.records.facts import Facts
 from tidegate.orchestrator.records.trace import (
     TRACE_FILE,
     TRAINER_TRACK,

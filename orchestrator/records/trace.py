@@ -1,15 +1,24 @@
 """When was who busy with what? A run's timeline, for ui.perfetto.dev and for the report.
 
-One track per engine, one for the trainer, one counter for the weight version. Knows intervals and
-instants in microseconds of one clock; what they mean is their names' business.
+One track per engine, one for the trainer, one counter for the weight version, and lanes for single
+episodes. Knows intervals and instants in microseconds of one clock; what they mean is their names'
+business.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+
+from tidegate.orchestrator.records.episode_tracks import (
+    EPISODES_PID,
+    EpisodeInterval,
+    episode_events,
+    episode_interval,
+)
 
 TRACE_FILE = "trace.json"
 
@@ -25,6 +34,9 @@ INTERVALS_MAX = 8_000
 
 INSTANTS_MAX = 8_000
 """Over all tracks; later ones are counted, not kept."""
+
+EPISODE_INTERVALS_MAX = 12_000
+"""Over all lanes, the latest: 4 MB of memory and 2 MB of JSON."""
 
 
 @dataclass(slots=True)
@@ -61,6 +73,7 @@ class Trace:
         self.tracks: dict[str, list[Interval]] = {}
         self.instants: list[Instant] = []
         self.instants_left_out = 0
+        self.episodes: deque[EpisodeInterval] = deque(maxlen=EPISODE_INTERVALS_MAX)
         self._gap_us: dict[str, int] = {}
 
     def engine_step(
@@ -120,11 +133,12 @@ class Trace:
         order = sorted(self.tracks, key=lambda name: (name == TRAINER_TRACK, name))
         order += sorted({i.track for i in self.instants} - set(order))
         thread_ids = {name: number for number, name in enumerate(order, start=1)}
-        events = [_named(name, thread_id) for name, thread_id in thread_ids.items()]
+        events = [_process(1, "engines and trainer"), _process(EPISODES_PID, "episodes")]
+        events += [_named(name, thread_id) for name, thread_id in thread_ids.items()]
         for name, track in self.tracks.items():
             events += [_complete(interval, thread_ids[name]) for interval in track]
         events += [_mark(instant, thread_ids[instant.track]) for instant in self.instants]
-        events += self._version_counter()
+        events += [*self._version_counter(), *episode_events(self.episodes)]
         body = {
             "displayTimeUnit": "ms",
             "traceEvents": events,
@@ -171,6 +185,10 @@ def _merged(track: list[Interval], gap_us: int) -> list[Interval]:
     return merged
 
 
+def _process(process_id: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "process_name", "pid": process_id, "args": {"name": name}}
+
+
 def _named(name: str, thread_id: int) -> dict[str, Any]:
     return {
         "ph": "M",
@@ -214,8 +232,10 @@ def _mark(instant: Instant, thread_id: int) -> dict[str, Any]:
 def read_trace(path: Path) -> Trace:
     """Read back what :meth:`Trace.write` wrote."""
     events = msgspec.json.decode(path.read_bytes())["traceEvents"]
-    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
     trace = Trace()
+    trace.episodes += [episode_interval(e) for e in events if _is_of_episode(e)]
+    events = [e for e in events if e["pid"] != EPISODES_PID]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     for event in events:
         if event["ph"] == "X":
             args = event["args"]
@@ -236,3 +256,7 @@ def read_trace(path: Path) -> Trace:
                 Instant(names[event["tid"]], event["name"], event["ts"], event["args"])
             )
     return trace
+
+
+def _is_of_episode(event: Mapping[str, Any]) -> bool:
+    return event["pid"] == EPISODES_PID and event["ph"] == "X"

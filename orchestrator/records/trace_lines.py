@@ -3,9 +3,11 @@
 Reads what the recorder left; draws nothing: ui.perfetto.dev and the report do.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 
 from tidegate.errors import AuditError
+from tidegate.orchestrator.records.episode_tracks import EpisodeInterval
 from tidegate.orchestrator.records.trace import TRACE_FILE, Interval, read_trace
 
 
@@ -30,6 +32,7 @@ def trace_lines(directory: Path) -> list[str]:
     return [
         f"{path}: {length_us / 1e6:.1f} s, {len(trace.instants)} marks",
         *(_track_line(name, track, length_us) for name, track in sorted(trace.tracks.items())),
+        *_episode_lines(trace.episodes),
         "To look at it: open https://ui.perfetto.dev and drop the file there (it stays in the "
         "browser).",
     ]
@@ -51,3 +54,15 @@ def _track_line(name: str, track: list[Interval], length_us: int) -> str:
         shares[interval.name] -= interval.started_us
     said = ", ".join(f"{what} {us / max(1, length_us):.0%}" for what, us in sorted(shares.items()))
     return f"  {name}: {said}"
+
+
+def _episode_lines(intervals: Collection[EpisodeInterval]) -> list[str]:
+    """What the episodes that were watched spent their time on, all of them together."""
+    spent_us: dict[str, int] = {}
+    for interval in intervals:
+        kind = interval.name.split()[0]
+        spent_us[kind] = spent_us.get(kind, 0) + interval.ended_us - interval.started_us
+    episodes = sum(1 for interval in intervals if interval.name.startswith("rollout "))
+    whole_us = spent_us.pop("rollout", 0)
+    said = ", ".join(f"{what} {us / max(1, whole_us):.0%}" for what, us in sorted(spent_us.items()))
+    return [f"  episodes, {episodes} of them: {said}"] if episodes else []

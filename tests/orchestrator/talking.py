@@ -53,7 +53,7 @@ class Engine:
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         raise AssertionError("nothing is resumed here")
 
-    async def park(self) -> None:
+    async def park(self, rollout: Rollout) -> None:
         raise AssertionError("nobody waits for newer weights here")
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.orchestrator.recorded import record_run
 from tidegate.orchestrator.cli import command
-from tidegate.orchestrator.records.report import read_facts
+from tidegate.orchestrator.records.facts import read_facts
 from tidegate.orchestrator.records.trajectories import SCHEMA, read_trajectories
 
 

@@ -50,7 +50,7 @@ class Engines:
         self.cuts.append((turns, tokens))
         rollout.cut(turns=turns, tokens=tokens)
 
-    async def park(self) -> None:
+    async def park(self, rollout: Rollout) -> None:
         raise AssertionError("nobody waits for newer weights here")
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:

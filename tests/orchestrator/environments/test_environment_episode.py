@@ -224,7 +224,7 @@ class Engines:
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         self.cuts.append((turns, tokens))
 
-    async def park(self) -> None:
+    async def park(self, rollout: Rollout) -> None:
         raise AssertionError("nobody waits for newer weights here")
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:

@@ -19,6 +19,7 @@ from tests.orchestrator.observing.watched_run import (
     Watched,
     watched_run,
 )
+from tests.orchestrator.trace_events import hold_to_the_format
 from tidegate.errors import AuditError, ConfigError, RunClosed
 from tidegate.orchestrator.observing.dashboard import URL_FILE, Dashboard
 from tidegate.orchestrator.observing.frames import BATCH_COLUMNS, frame
@@ -27,6 +28,7 @@ from tidegate.orchestrator.observing.prometheus import exposition
 from tidegate.orchestrator.observing.recorded import RecordedSource
 from tidegate.orchestrator.observing.source import RolloutQuery
 from tidegate.orchestrator.observing.updates import VIEWERS_MAX, TooManyViewers, Updates
+from tidegate.orchestrator.records.trace import TRACE_FILE, read_trace
 from tidegate.orchestrator.records.trajectories import read_trajectories
 
 PAGE = Path(__file__).parents[3] / "orchestrator" / "observing" / "page"
@@ -112,6 +114,17 @@ def test_a_rollout_is_shown_as_it_is_recorded(watched: Watched) -> None:
     sampled = [end - start for start, end, turn, *_ in page["segments"] if turn >= 0]
     assert sum(sampled) == sum(turn.length for turn in recorded.turns)
     assert watched.answers["/api/rollouts/0?start=4"]["texts"] == page["texts"][4:]
+
+
+def test_the_trace_shows_each_episode_with_its_turns_and_a_viewer_can_nest_it(
+    watched: Watched,
+) -> None:
+    path = watched.directory / TRACE_FILE
+    hold_to_the_format(json.loads(path.read_text())["traceEvents"])
+    whole = [i for i in read_trace(path).episodes if i.name.startswith("rollout ")]
+    assert {i.args["turns"] for i in whole if i.args["ended"] == "returned"} == {2}
+    rows = list(read_trajectories(watched.directory))
+    assert len(whole) == len(rows)
 
 
 def test_a_callback_is_told_each_batch_in_figures(watched: Watched) -> None:

@@ -1,0 +1,146 @@
+"""When did an episode wait for its turns, and when was it at something else? Told of some of them.
+
+As many episodes at a time as have a lane; others begin unwatched, and cost a look into a dict. It
+decides nothing: no event is made of it, and no replay knows it.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.records.episode_tracks import EpisodeInterval
+
+LANES_MAX = 24
+"""Episodes that are watched at a time: as many lines as a screen has beside the engines'."""
+
+SEEN_MIN_US = 1_000
+"""What an episode did between two turns is told if it took so long; less can't be seen."""
+
+
+def _monotonic_us() -> int:
+    return time.monotonic_ns() // 1000
+
+
+@dataclass(slots=True)
+class _Page:
+    """One row of an episode that is watched."""
+
+    lane: int
+    rollout: Rollout
+    began_us: int
+    since_us: int
+    """It has been at what it is doing."""
+    trunk: int
+    """The rollout whose end is its own; of a branch, the one that it grew from."""
+    turns: int = 0
+    """Asked for, the one that is going on included."""
+    is_generating: bool = False
+    is_parked: bool = False
+
+
+class EpisodeDiary:
+    """Watches episodes on the run's loop, and tells of each interval once it is over."""
+
+    def __init__(
+        self, tell: Callable[[EpisodeInterval], None], now_us: Callable[[], int] = _monotonic_us
+    ) -> None:
+        self._tell = tell
+        self._now_us = now_us
+        self._lanes = list(range(LANES_MAX, 0, -1))
+        """Free ones, the lowest last."""
+        self._pages: dict[int, _Page] = {}
+        """By rollout."""
+
+    def begins(self, rollout: Rollout) -> None:
+        """Watch it, if there is a lane."""
+        if self._lanes:
+            trunk, now_us = rollout.root.rollout_id, self._now_us()
+            page = _Page(self._lanes.pop(), rollout, now_us, now_us, trunk)
+            self._pages[rollout.rollout_id] = page
+
+    def asks(self, rollout: Rollout, answer: "asyncio.Future[Turn]") -> None:
+        """A turn was asked for; ``answer`` is done once it has ended."""
+        page = self._pages.get(rollout.rollout_id)
+        if page is None:
+            if rollout.branch_of is None or rollout.root.rollout_id not in self._pages:
+                return
+            self.begins(rollout)  # a branch goes on beside its trunk, so in a lane of its own
+            page = self._pages.get(rollout.rollout_id)
+            if page is None:
+                return
+        self._change(page)
+        page.is_generating = True
+        page.turns += 1
+        answer.add_done_callback(partial(self._answered, page, page.turns))
+
+    def parks(self, rollout: Rollout) -> None:
+        """It waits for newer weights, until it asks for a turn or :meth:`goes_on`."""
+        if page := self._pages.get(rollout.rollout_id):
+            self._change(page)
+            page.is_parked = True
+
+    def goes_on(self, rollout: Rollout) -> None:
+        """It is parked no more."""
+        if page := self._pages.get(rollout.rollout_id):
+            self._change(page)
+
+    def ends(self, rollout: Rollout, outcome: str) -> None:
+        """It is over, and its branches with it."""
+        if rollout.rollout_id not in self._pages:
+            return
+        over = [row for row, page in self._pages.items() if page.trunk == rollout.rollout_id]
+        for row in over:
+            self._close(self._pages.pop(row), outcome)
+        self._lanes.sort(reverse=True)
+
+    def _close(self, page: _Page, outcome: str) -> None:
+        self._change(page)
+        rollout = page.rollout
+        about: dict[str, object] = {
+            "group": rollout.group_id,
+            "turns": page.turns,
+            "tokens": len(rollout.token_ids),
+            "ended": outcome,
+        }
+        name = f"rollout {rollout.rollout_id}"
+        if rollout.branch_of is not None:
+            about["branch of"] = rollout.branch_of.rollout_id
+        self._tell(EpisodeInterval(page.lane, name, page.began_us, page.since_us, about))
+        self._lanes.append(page.lane)
+
+    def _answered(self, page: _Page, number: int, answer: "asyncio.Future[Turn]") -> None:
+        """The episode may have gone on already, to its next turn or its end."""
+        if page.is_generating and page.turns == number:
+            has_turn = not answer.cancelled() and answer.exception() is None
+            self._change(page, answer.result() if has_turn else None)
+
+    def _change(self, page: _Page, turn: Turn | None = None) -> None:
+        """Tell what it did until now: from here on it does something else."""
+        began_us, page.since_us = page.since_us, self._now_us()
+        name, about = "tools", dict[str, object]()
+        if page.is_generating:
+            turn = turn or (page.rollout.turns[-1] if page.rollout.turns else None)
+            name, about = _told(turn)
+        elif page.is_parked:
+            name = "parked"
+        is_seen = page.is_generating or page.since_us - began_us >= SEEN_MIN_US
+        page.is_generating = page.is_parked = False
+        if not is_seen:
+            return
+        self._tell(EpisodeInterval(page.lane, name, began_us, page.since_us, about))
+
+
+def _told(turn: Turn | None) -> tuple[str, dict[str, object]]:
+    """A turn by its versions, as viewers colour by name."""
+    if turn is None or not turn.runs:
+        return "turn", {}
+    versions = [run.version for run in turn.runs]
+    name = f"turn v{versions[0]}"
+    if versions[-1] != versions[0]:
+        name += f" to v{versions[-1]}"
+    engines = ", ".join(dict.fromkeys(run.engine for run in turn.runs))
+    ended = turn.finish_reason or "given up"
+    return name, {"tokens": turn.length, "engine": engines, "ended": ended}

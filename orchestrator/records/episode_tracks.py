@@ -1,0 +1,61 @@
+"""How do single episodes look on a run's timeline? As nested intervals, in lanes of their own.
+
+A lane holds one episode at a time: no two of its intervals overlap but for those that lie within
+another. Knows intervals; which episodes have them, and when one ends, is others' business.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+EPISODES_PID = 2
+"""A process of its own to a viewer: it can be folded, and is drawn below the engines'."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeInterval:
+    """An episode, or something that went on in it."""
+
+    lane: int
+    """Counts from 1."""
+    name: str
+    """``rollout 12``, within it ``turn v3``, ``tools``, ``parked``."""
+    started_us: int
+    ended_us: int
+    args: Mapping[str, object]
+
+
+def episode_events(intervals: Iterable[EpisodeInterval]) -> list[dict[str, Any]]:
+    """As Chrome trace events; of those that begin together, the one that holds the others first,
+    as viewers nest them in that order."""
+    ordered = sorted(intervals, key=lambda i: (i.lane, i.started_us, -i.ended_us))
+    lanes = sorted({interval.lane for interval in ordered})
+    return [*(_named(lane) for lane in lanes), *(_complete(interval) for interval in ordered)]
+
+
+def _named(lane: int) -> dict[str, Any]:
+    return {
+        "ph": "M",
+        "name": "thread_name",
+        "pid": EPISODES_PID,
+        "tid": lane,
+        "args": {"name": f"lane {lane}"},
+    }
+
+
+def _complete(interval: EpisodeInterval) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": interval.name,
+        "pid": EPISODES_PID,
+        "tid": interval.lane,
+        "ts": interval.started_us,
+        "dur": interval.ended_us - interval.started_us,
+        "args": dict(interval.args),
+    }
+
+
+def episode_interval(event: Mapping[str, Any]) -> EpisodeInterval:
+    """Read back what :func:`episode_events` wrote."""
+    ended_us = event["ts"] + event["dur"]
+    return EpisodeInterval(event["tid"], event["name"], event["ts"], ended_us, event["args"])
