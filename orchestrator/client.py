@@ -21,7 +21,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.forecast import Forecaster, window_groups
 from tidegate.orchestrator.journal.resuming import Resume, ResumeToken
 from tidegate.orchestrator.loop_watch import LOOK_INTERVAL_S
-from tidegate.orchestrator.observing.live import OffPolicy
+from tidegate.orchestrator.observing.off_policy import OffPolicy
 from tidegate.orchestrator.observing.watching import OnBatch, batch_metrics, tokens_by_lag
 from tidegate.orchestrator.records.trace import TrainerActivity
 from tidegate.orchestrator.run import Run

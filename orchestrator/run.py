@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
 
@@ -32,11 +32,7 @@ from tidegate.orchestrator.core.rules import record_of, say
 from tidegate.orchestrator.episodes.diary import EpisodeDiary
 from tidegate.orchestrator.journal.resuming import Resume, open_for
 from tidegate.orchestrator.loop_watch import LoopWatch
-from tidegate.orchestrator.observing.dashboard import Dashboard
-from tidegate.orchestrator.observing.live import LiveNotes, monotonic_us
 from tidegate.orchestrator.observing.notes import notes_of
-from tidegate.orchestrator.observing.source import LiveSource
-from tidegate.orchestrator.records.recording import RunRecorder
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.statistics import RunStatistics
 from tidegate.orchestrator.weights.model_files import read_model_files
@@ -45,6 +41,12 @@ from tidegate.transport.messages import Shutdown
 from tidegate.transport.private_directory import PrivateDirectory
 from tidegate.transport.sockets import RouterSocket
 from tidegate.transport.weight_channels import WeightSender, sender
+
+# Who is neither recorded nor watched pays for neither: with pyarrow they take 0.2 s to import.
+if TYPE_CHECKING:
+    from tidegate.orchestrator.observing.dashboard import Dashboard
+    from tidegate.orchestrator.observing.live import LiveNotes
+    from tidegate.orchestrator.records.recording import RunRecorder
 
 Result = TypeVar("Result")
 
@@ -86,7 +88,7 @@ class Run:
             undo.callback(self.channel.close)
             self.recorder = _recorder(settings, is_resumed=self._opened.resumed is not None)
             undo.pop_all()
-        self.live = None if self.dashboard is None else LiveNotes()
+        self.live = None if self.dashboard is None else _live_notes()
         """What the dashboard remembers; None if there is none."""
         self.notes = notes_of(self.recorder, self.live)
         """Who are to be told what happens."""
@@ -120,6 +122,9 @@ class Run:
         """Have the dashboard answer, if there is one. ``look`` has something read in the loop."""
         if self.dashboard is None or self.live is None:
             return
+        from tidegate.orchestrator.observing.live import monotonic_us
+        from tidegate.orchestrator.observing.source import LiveSource
+
         settings = self.settings
         source = LiveSource(
             self.live,
@@ -348,7 +353,7 @@ class Run:
             ) from None
 
 
-def _recorder(settings: RunSettings, *, is_resumed: bool) -> RunRecorder | None:
+def _recorder(settings: RunSettings, *, is_resumed: bool) -> "RunRecorder | None":
     """A resumed run's records go into a directory of their own, inside the run's."""
     directory = settings.run_directory
     if directory is None:
@@ -357,12 +362,22 @@ def _recorder(settings: RunSettings, *, is_resumed: bool) -> RunRecorder | None:
         directory = next(
             d for n in itertools.count(1) if not (d := directory / f"part-{n}").exists()
         )
+    from tidegate.orchestrator.records.recording import RunRecorder
+
     return RunRecorder(directory, settings=_settings_said(settings), model=settings.model)
 
 
-def _dashboard(settings: RunSettings) -> Dashboard | None:
+def _live_notes() -> "LiveNotes":
+    from tidegate.orchestrator.observing.live import LiveNotes
+
+    return LiveNotes()
+
+
+def _dashboard(settings: RunSettings) -> "Dashboard | None":
     if settings.dashboard is None:
         return None
+    from tidegate.orchestrator.observing.dashboard import Dashboard
+
     return Dashboard(settings.dashboard, directory=settings.run_directory)
 
 

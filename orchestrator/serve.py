@@ -22,7 +22,7 @@ from tidegate.orchestrator.faces import Work
 from tidegate.orchestrator.feed.tasks import Tasks
 from tidegate.orchestrator.fleet.sleep_call import sleep_work, wake_work
 from tidegate.orchestrator.journal.resuming import resume_token
-from tidegate.orchestrator.observing.live import OffPolicy
+from tidegate.orchestrator.observing.off_policy import OffPolicy
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.weights.adapter_faces import AsyncAdapters, SyncAdapters
 from tidegate.orchestrator.weights.publish_call import PublishCall, RollbackCall

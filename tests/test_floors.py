@@ -98,6 +98,8 @@ def test_kernels_is_no_package_of_its_own() -> None:
         ("tidegate.orchestrator.core.core", "asyncio"),
         ("tidegate.engine.worker", "tidegate.orchestrator"),
         ("tidegate.orchestrator.serve", "tidegate.engine"),
+        ("tidegate.orchestrator.serve", "pyarrow"),
+        ("tidegate.orchestrator.serve", "tidegate.orchestrator.observing.dashboard"),
     ],
 )
 def test_importing_one_thing_does_not_load_another(module: str, unwanted: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.observing.off_policy import OffPolicy
 from tidegate.orchestrator.observing.timeline import Activity, Mark, Slice, Timeline
 from tidegate.orchestrator.records.trace import TrainerActivity
 from tidegate.orchestrator.records.trajectories import Snapshot, snapshot
@@ -44,16 +45,6 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class OffPolicy:
-    """How far off-policy the trainer found its last batch; None where it didn't say."""
-
-    effective_sample_size: float | None = None
-    mismatch_kl: float | None = None
-    kl_by_lag: Mapping[int, float] = field(default_factory=dict)
-    """Nats per token, by the smallest lag of each bucket."""
-
-
-@dataclass(frozen=True, slots=True)
 class Noted:
     """What was noted, as of one instant."""
 
@@ -66,7 +57,7 @@ class Noted:
     """Trained tokens by lag, in versions."""
     trainer_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that the trainer spent, by activity."""
-    off_policy: OffPolicy = OffPolicy()
+    off_policy: OffPolicy = field(default_factory=OffPolicy)
 
 
 def monotonic_us() -> int:

@@ -259,4 +259,4 @@ def read_trace(path: Path) -> Trace:
 
 
 def _is_of_episode(event: Mapping[str, Any]) -> bool:
-    return event["pid"] == EPISODES_PID and event["ph"] == "X"
+    return bool(event["pid"] == EPISODES_PID and event["ph"] == "X")
