@@ -98,7 +98,7 @@ class FixedEngine:
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """Nothing is resumed here."""
 
-    async def park(self) -> None:
+    async def park(self, rollout: Rollout) -> None:
         """Nobody waits here."""
         raise AssertionError("nobody waits for newer weights here")
 

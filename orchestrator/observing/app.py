@@ -3,7 +3,7 @@
     /                     the page (page.html), with /page.css and /page.js beside it
     /api/state            all that is shown, once; ?recent=1 without the past
     /api/updates          a frame per second, as server-sent events
-    /api/rollouts         a list: ?state=running&group=3&skip=200
+    /api/rollouts         a list: ?state=running&group=3&skip=200&mixed=1
     /api/rollouts/{id}    one, token by token: ?start=20000
     /metrics              for Prometheus
 
@@ -104,7 +104,7 @@ class _App:
         group, skip = _number(query.get("group", "")), _number(query.get("skip", "0"))
         if (query.get("group") and group is None) or skip is None or skip < 0:
             return _refusal(400, "group and skip must be whole numbers")
-        asked = RolloutQuery(state, group, skip)
+        asked = RolloutQuery(state, group, skip, is_mixed=query.get("mixed") == "1")
         lines, total = await asyncio.to_thread(self._source.rollouts, asked)
         return _json(rollout_list(lines, total=total))
 

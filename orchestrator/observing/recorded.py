@@ -87,7 +87,9 @@ class RecordedSource:
         found = [
             line
             for line in self._lines
-            if query.state in ("", line.state) and query.group_id in (None, line.group_id)
+            if query.state in ("", line.state)
+            and query.group_id in (None, line.group_id)
+            and not (query.is_mixed and line.oldest_version == line.newest_version)
         ]
         return found[query.skip : query.skip + LISTED_MAX], len(found)
 

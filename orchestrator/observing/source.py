@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 from tokenizers import Tokenizer
 
+from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.observing.live import Ended, LiveNotes, Noted
 from tidegate.orchestrator.observing.observation import (
     Observation,
@@ -41,6 +42,8 @@ class RolloutQuery:
     """``running``, ``finished``, ``trained``, ``discarded``, ``evaluated``; empty: any."""
     group_id: int | None = None
     skip: int = 0
+    is_mixed: bool = False
+    """Only those whose tokens two or more versions sampled."""
 
     @property
     def has_ended_only(self) -> bool:
@@ -118,6 +121,7 @@ class LiveSource:
 
             def listed(scheduler: Scheduler) -> tuple[list[RolloutLine], int]:
                 found = going_on(scheduler.core, state=query.state, group_id=query.group_id)
+                found = [pair for pair in found if _is_as_mixed(pair[0], query)]
                 some = found[query.skip : query.skip + LISTED_MAX]
                 return rollout_lines((rollout, group.task) for rollout, group in some), len(found)
 
@@ -145,7 +149,12 @@ class LiveSource:
 def _is_meant(ended: Ended, query: RolloutQuery) -> bool:
     rollout = ended.rollout
     is_of_group = query.group_id is None or rollout.group_id == query.group_id
-    return is_of_group and query.state in ("", str(rollout.state))
+    is_in_state = query.state in ("", str(rollout.state))
+    return is_of_group and is_in_state and _is_as_mixed(rollout, query)
+
+
+def _is_as_mixed(rollout: Rollout, query: RolloutQuery) -> bool:
+    return not query.is_mixed or rollout.oldest_version != rollout.newest_version
 
 
 __all__ = ["LISTED_MAX", "LiveSource", "Noted", "RolloutQuery", "Source"]

@@ -10,7 +10,9 @@ export class Rollouts {
   constructor() {
     this.skip = 0;
     this.page = null;
-    byId("state-filter").onchange = byId("group-filter").onchange = () => this.list(0);
+    for (const id of ["state-filter", "group-filter", "mixed-filter"]) {
+      byId(id).onchange = () => this.list(0);
+    }
     byId("refresh").onclick = () => this.list(this.skip);
     byId("earlier").onclick = () => this.list(Math.max(0, this.skip - PER_LIST));
     byId("later").onclick = () => this.list(this.skip + PER_LIST);
@@ -21,12 +23,13 @@ export class Rollouts {
   ofGroup(groupId) {
     byId("state-filter").value = "";
     byId("group-filter").value = String(groupId);
+    byId("mixed-filter").checked = false;
     return this.list(0);
   }
 
   async list(skip) {
     const query = new URLSearchParams({ state: byId("state-filter").value,
-      group: byId("group-filter").value, skip });
+      group: byId("group-filter").value, skip, mixed: byId("mixed-filter").checked ? 1 : 0 });
     const answer = await fetch(`api/rollouts?${query}`);
     const body = await answer.json();
     if (!answer.ok) { byId("rollouts-said").textContent = body.error; return; }

@@ -101,6 +101,9 @@ def test_rollouts_are_found_by_state_and_by_group(watched: Watched) -> None:
     assert trained["total"] == len(trained["rows"]) == watched.trained
     assert {row[at["state"]] for row in trained["rows"]} == {"trained"}
     assert [row[at["group_id"]] for row in of_group["rows"]] == [0, 0]
+    mixed = watched.answers["/api/rollouts?state=trained&mixed=1"]
+    versions = (at["oldest_version"], at["newest_version"])
+    assert mixed["rows"] == [row for row in trained["rows"] if row[versions[0]] != row[versions[1]]]
     everything = watched.answers["/api/rollouts"]
     assert everything["total"] == len({row[0] for row in everything["rows"]})
 

@@ -79,6 +79,7 @@ def ask(seen: Watched) -> None:
             "/api/rollouts",
             "/api/rollouts?state=trained",
             "/api/rollouts?group=0",
+            "/api/rollouts?state=trained&mixed=1",
             "/api/rollouts?state=none",
             "/api/rollouts?group=x",
             "/api/rollouts/0",

@@ -1,0 +1,136 @@
+"""What does a browser need for the dashboard of a full run? A real Chromium looks at one.
+
+``TIDEGATE_CHROMIUM=PATH python -m benchmarks.dashboard_page [--json]`` prints ``name, value, unit,
+peer, ratio``; it wants playwright. 100 engines that compute nothing, 10,000 rollouts outstanding;
+the peer is what the page may need at the most.
+
+    page_heap_mb        of JavaScript, the highest seen, garbage that was not yet collected included
+    page_process_mb     the process that shows the page, Chromium's own code and all
+    page_update_s       from one update drawn to the next, the median
+    page_draw_ms        of the page's own thread for each update: what it can't do anything else in
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import tidegate
+from benchmarks.instrumentation import work_of
+from benchmarks.orchestrator.subject import WEIGHTS, settings_for, solve, wait_for_engines
+from benchmarks.table import Row, compared, show
+
+BATCHES = 5
+LOOKS = 25
+"""Updates that are waited for; one comes each second."""
+MEMORY_MAX_MB = 200.0
+UPDATE_MAX_S = 1.0
+UPDATE_TIMEOUT_MS = 60_000
+
+NEXT_UPDATE = "seen => Number(document.body.dataset.frames ?? 0) > seen"
+
+
+def renderer_mb(browser_pid: int) -> float:
+    """Of the largest of a browser's processes that show pages; others hold no page."""
+    listed = subprocess.run(
+        ["ps", "-e", "-o", "pid=,ppid=,rss=,args="], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    rows = [line.split(maxsplit=3) for line in listed]
+    of = {int(pid): int(parent) for pid, parent, *_ in rows}
+
+    def is_ours(pid: int) -> bool:
+        while pid in of and pid != browser_pid:
+            pid = of[pid]
+        return pid == browser_pid
+
+    ours = [int(row[2]) for row in rows if "--type=renderer" in row[3] and is_ours(int(row[0]))]
+    return max(ours, default=0) / 1024
+
+
+def look(url: str) -> None:
+    """Be the one who looks: a line of figures for each update."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=os.environ["TIDEGATE_CHROMIUM"], args=["--no-sandbox", "--disable-gpu"]
+        )
+        page = browser.new_page(viewport={"width": 1280, "height": 1100})
+        devtools = page.context.new_cdp_session(page)
+        devtools.send("Performance.enable")
+        page.goto(url)
+        for _ in range(LOOKS):
+            seen = int(page.evaluate("Number(document.body.dataset.frames ?? 0)"))
+            page.wait_for_function(NEXT_UPDATE, arg=seen, timeout=UPDATE_TIMEOUT_MS)
+            metrics = devtools.send("Performance.getMetrics")["metrics"]
+            told = {each["name"]: each["value"] for each in metrics}
+            frames = int(page.evaluate("Number(document.body.dataset.frames)"))
+            figures = {
+                "frames": frames,
+                "at_s": told["Timestamp"],
+                "heap_mb": told["JSHeapUsedSize"] / 2**20,
+                "task_s": told["TaskDuration"],
+                "process_mb": renderer_mb(os.getpid()),
+                "cells": page.locator("#groups button").count(),
+            }
+            print(json.dumps(figures), flush=True)
+        browser.close()
+
+
+def looked_at() -> list[dict[str, Any]]:
+    """What a browser saw of a full run."""
+    work = work_of("full")
+    with (
+        settings_for(work) as settings,
+        tidegate.serve_sync(**settings, dashboard="127.0.0.1:0") as rollouts,
+    ):
+        wait_for_engines(rollouts, work.engines)
+        batches = rollouts.batches(itertools.count(), episode=solve)
+        next(batches)
+        rollouts.publish(WEIGHTS)
+        command = [sys.executable, "-m", "benchmarks.dashboard_page", "--look"]
+        viewer = subprocess.Popen(
+            [*command, str(rollouts.dashboard_url)], stdout=subprocess.PIPE, text=True
+        )
+        for _ in itertools.islice(batches, BATCHES):
+            rollouts.publish(WEIGHTS)
+        said, _ = viewer.communicate(timeout=300)  # the run goes on under it
+        return [json.loads(line) for line in said.splitlines()]
+
+
+def rows() -> Iterator[Row]:
+    """All that is measured. The first updates are of a page that is still being made."""
+    found = looked_at()[2:]
+    if len(found) < 2:
+        raise SystemExit("the browser saw too few updates: does TIDEGATE_CHROMIUM name one?")
+    pairs = list(itertools.pairwise(found))
+    gaps = [(b["at_s"] - a["at_s"]) / (b["frames"] - a["frames"]) for a, b in pairs]
+    drawn = [(b["task_s"] - a["task_s"]) / (b["frames"] - a["frames"]) for a, b in pairs]
+    yield Row("page_groups", found[-1]["cells"], "groups")
+    yield compared("page_heap_mb", "MB", max(each["heap_mb"] for each in found), MEMORY_MAX_MB)
+    process_mb = max(each["process_mb"] for each in found)
+    yield compared("page_process_mb", "MB", process_mb, MEMORY_MAX_MB)
+    yield compared("page_update_s", "s", statistics.median(gaps), UPDATE_MAX_S)
+    yield Row("page_update_s_max", max(gaps), "s")
+    yield Row("page_draw_ms", 1e3 * statistics.median(drawn), "ms")
+
+
+def main() -> None:
+    """Measure, or be the browser."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--look", metavar="URL", help="be the one who looks, at this page")
+    options = parser.parse_args()
+    if options.look:
+        look(options.look)
+    else:
+        show(rows(), as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()
