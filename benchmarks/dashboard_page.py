@@ -5,7 +5,8 @@ peer, ratio``; it wants playwright. 100 engines that compute nothing, 10,000 rol
 the peer is what the page may need at the most.
 
     page_heap_mb        of JavaScript, the highest seen, garbage that was not yet collected included
-    page_process_mb     the process that shows the page, Chromium's own code and all
+    page_process_mb     the process that shows the page: what is its own, and its part of what it
+                        shares with others (PSS); beside it, that of an empty page
     page_update_s       from one update drawn to the next, the median
     page_draw_ms        of the page's own thread for each update: what it can't do anything else in
 """
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import tidegate
@@ -38,9 +40,9 @@ NEXT_UPDATE = "seen => Number(document.body.dataset.frames ?? 0) > seen"
 def renderer_mb(browser_pid: int) -> float:
     """Of the largest of a browser's processes that show pages; others hold no page."""
     listed = subprocess.run(
-        ["ps", "-e", "-o", "pid=,ppid=,rss=,args="], check=True, capture_output=True, text=True
+        ["ps", "-e", "-o", "pid=,ppid=,args="], check=True, capture_output=True, text=True
     ).stdout.splitlines()
-    rows = [line.split(maxsplit=3) for line in listed]
+    rows = [line.split(maxsplit=2) for line in listed]
     of = {int(pid): int(parent) for pid, parent, *_ in rows}
 
     def is_ours(pid: int) -> bool:
@@ -48,8 +50,16 @@ def renderer_mb(browser_pid: int) -> float:
             pid = of[pid]
         return pid == browser_pid
 
-    ours = [int(row[2]) for row in rows if "--type=renderer" in row[3] and is_ours(int(row[0]))]
-    return max(ours, default=0) / 1024
+    ours = [int(row[0]) for row in rows if "--type=renderer" in row[2] and is_ours(int(row[0]))]
+    return max((shared_out_mb(pid) for pid in ours), default=0.0)
+
+
+def shared_out_mb(pid: int) -> float:
+    """A process' memory, what it shares divided by those who share it."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"the system doesn't tell the memory of process {pid}")
 
 
 def look(url: str) -> None:
@@ -63,6 +73,7 @@ def look(url: str) -> None:
         page = browser.new_page(viewport={"width": 1280, "height": 1100})
         devtools = page.context.new_cdp_session(page)
         devtools.send("Performance.enable")
+        empty_mb = renderer_mb(os.getpid())
         page.goto(url)
         for _ in range(LOOKS):
             seen = int(page.evaluate("Number(document.body.dataset.frames ?? 0)"))
@@ -76,6 +87,7 @@ def look(url: str) -> None:
                 "heap_mb": told["JSHeapUsedSize"] / 2**20,
                 "task_s": told["TaskDuration"],
                 "process_mb": renderer_mb(os.getpid()),
+                "empty_mb": empty_mb,
                 "cells": page.locator("#groups button").count(),
             }
             print(json.dumps(figures), flush=True)
@@ -115,6 +127,7 @@ def rows() -> Iterator[Row]:
     yield compared("page_heap_mb", "MB", max(each["heap_mb"] for each in found), MEMORY_MAX_MB)
     process_mb = max(each["process_mb"] for each in found)
     yield compared("page_process_mb", "MB", process_mb, MEMORY_MAX_MB)
+    yield Row("page_process_empty_mb", found[0]["empty_mb"], "MB")
     yield compared("page_update_s", "s", statistics.median(gaps), UPDATE_MAX_S)
     yield Row("page_update_s_max", max(gaps), "s")
     yield Row("page_draw_ms", 1e3 * statistics.median(drawn), "ms")

@@ -10,7 +10,11 @@ from collections.abc import AsyncIterator, Callable
 
 from tidegate.errors import TidegateError
 
-INTERVAL_S = 1.0
+INTERVAL_S = 0.95
+"""From the beginning of one frame to that of the next: no viewer waits longer than a second."""
+
+REST_SHARE = 0.25
+"""Of the interval that nothing is made in, however long a frame took: it is somebody's CPU."""
 
 VIEWERS_MAX = 32
 """A connection each; more than that is no audience."""
@@ -65,7 +69,9 @@ class Updates:
 
     async def _send(self) -> None:
         """While anybody looks; the first frame at once."""
+        loop = asyncio.get_running_loop()
         while self._viewers and not self._is_over:
+            due_s = loop.time() + self._interval_s
             try:
                 body = await asyncio.to_thread(self._make)
             except TidegateError:
@@ -79,7 +85,7 @@ class Updates:
             for queue in self._viewers:
                 if queue.empty():
                     queue.put_nowait(body)
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(max(REST_SHARE * self._interval_s, due_s - loop.time()))
 
     def end(self) -> None:
         """No more comes: viewers' streams end."""

@@ -50,7 +50,8 @@ function draw() {
   curve(byId("ess"), points("effective_sample_size"), { from: 0, why: "tell it by observe()" });
   bars(byId("staleness"), last.staleness, { limit: run.staleness_bound });
   bars(byId("lags"), last.lags, { colour: (lag) => `hsl(${Math.max(0, 130 - 32 * lag)} 55% 50%)` });
-  bars(byId("kl"), last.off_policy.kl_by_lag, { why: "tell it by observe(by_lag=)" });
+  bars(byId("kl"), last.off_policy.kl_by_lag, 
+    { why: isLive ? "tell it by observe(by_lag=)" : "known only while a run goes on" });
   const bias = last.length_bias;
   bars(byId("survival"), bias?.survival ?? []);
   byId("bias-said").textContent = bias ? `length bias ${short(bias.ratio)}` : "";
