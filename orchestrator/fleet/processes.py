@@ -49,20 +49,23 @@ class EngineProcess:
                 start_new_session=True,
             )
         self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)
+        self._pidfd: int | None = os.pidfd_open(self.pid)
+        """None once it has been waited for: then the number may be another file's."""
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[str], None]) -> None:
         """Have ``loop`` call ``on_exit`` with the name as soon as the process ends."""
 
         def ended() -> None:
-            loop.remove_reader(self._pidfd)
+            self.unwatch(loop)
             on_exit(self.name)
 
-        loop.add_reader(self._pidfd, ended)
+        if self._pidfd is not None:
+            loop.add_reader(self._pidfd, ended)
 
     def unwatch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Call nobody any more. Harmless if repeated."""
-        loop.remove_reader(self._pidfd)
+        if self._pidfd is not None:
+            loop.remove_reader(self._pidfd)
 
     @property
     def is_running(self) -> bool:
@@ -92,13 +95,18 @@ class EngineProcess:
             self._process.terminate()
 
     def join(self) -> None:
-        """Wait until it has ended, killing it if it takes too long."""
+        """Wait until it has ended, killing it if it takes too long. Harmless if repeated.
+
+        Nobody may watch it any more.
+        """
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        os.close(self._pidfd)
+        pidfd, self._pidfd = self._pidfd, None
+        if pidfd is not None:
+            os.close(pidfd)
 
 
 class LocalEngines:

@@ -40,9 +40,9 @@ class FileLock:
 
     def release(self) -> None:
         """Let go; in a forked child, only of the child's copy. Harmless when repeated."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _release_in_children(lock: FileLock) -> None:

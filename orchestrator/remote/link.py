@@ -6,9 +6,7 @@ wished for is for others.
 """
 
 import concurrent.futures
-import contextlib
 import logging
-import os
 import threading
 import time
 import uuid
@@ -22,6 +20,7 @@ from tidegate.transport import trainer_messages as wire
 from tidegate.transport.message import Message
 from tidegate.transport.security import EngineKeys
 from tidegate.transport.trainer_sockets import TrainerDealer
+from tidegate.transport.wakeup import Wakeup
 
 HEARTBEAT_INTERVAL_S = 1.0
 
@@ -74,7 +73,7 @@ class TrainerLink:
         self._failure: TidegateError | None = None
         """Why nothing may be asked any more."""
         self._heard_s = self._pending_since_s = time.monotonic()
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = Wakeup()
         self.is_seated = False
         """Whether the run knows this trainer: before that, a sign of life would be a stranger's."""
         self._is_closing = False
@@ -100,7 +99,7 @@ class TrainerLink:
                 self._pending_since_s = time.monotonic()
             self._pending[number] = _Pending(future, message)
             self._outbox.append(message)
-        self._wake()
+        self._wakeup.wake()
         return future
 
     def close(self, *, is_done: bool) -> None:
@@ -110,11 +109,8 @@ class TrainerLink:
                 return
             self._is_closing = True
             self._farewell = wire.encode(wire.Leave(is_done=is_done))
-        self._wake()
+        self._wakeup.wake()
         self._thread.join(CLOSE_TIMEOUT_S)
-
-    def _wake(self) -> None:
-        os.eventfd_write(self._wakeup, 1)
 
     # ------------------------------------------------------------ the thread
 
@@ -128,8 +124,9 @@ class TrainerLink:
                     self._beat(now_s)
                 self._send_waiting()
                 self._receive()
-                self._socket.wait(self._wakeup, beat_s + HEARTBEAT_INTERVAL_S - time.monotonic())
-                self._quiet_wakeup()
+                due_in_s = beat_s + HEARTBEAT_INTERVAL_S - time.monotonic()
+                self._socket.wait(self._wakeup.fileno(), due_in_s)
+                self._wakeup.quiet()
         except Exception as error:
             log.exception("the link to the run failed")
             self._fail(RunLost(f"the link to {self._address} failed: {error!r}"))
@@ -138,11 +135,7 @@ class TrainerLink:
                 self._socket.send((self._farewell,))
             self._fail(RunClosed("this trainer has left the run; connect again to go on"))
             self._socket.close()
-            os.close(self._wakeup)
-
-    def _quiet_wakeup(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wakeup)
+            self._wakeup.close()
 
     def _beat(self, now_s: float) -> None:
         if (why := self._socket.refusal) is not None:

@@ -35,7 +35,7 @@ def engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield orchestra
         orchestra.send(Shutdown())
         assert orchestra.await_one(Goodbye).reason == "asked to shut down"
-        assert orchestra.process.wait() == 0
+        assert orchestra.exit_status() == 0
 
 
 @pytest.fixture

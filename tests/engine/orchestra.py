@@ -50,6 +50,10 @@ M = TypeVar("M", bound=Message)
 PATIENCE_S = 60.0
 """A test that waits longer for a message hangs."""
 
+STORY_MESSAGES = 6
+STORY_CHARACTERS_MAX = 300
+"""Of each message, in what a test says that waited in vain."""
+
 SILENCE_S = 3600.0
 """Nobody here sends heartbeats, and an engine may wait for its next test for long."""
 
@@ -131,8 +135,17 @@ class Orchestra:
     ) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait()
-        self.vanish()
+        try:
+            self.process.wait(PATIENCE_S)
+        finally:
+            self.vanish()
+
+    def exit_status(self) -> int:
+        """That of the process, which is about to end."""
+        try:
+            return self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"engine does not end; {self._story()}") from None
 
     # ------------------------------------------------------------ the wire
 
@@ -203,7 +216,7 @@ class Orchestra:
         self._waited_s += time.monotonic() - since_s
         if not is_heard or self._waited_s > PATIENCE_S:
             what = "nothing but heartbeats" if is_heard else "nothing"
-            raise AssertionError(f"engine sends {what}; it said: {self.stderr.read_text()}")
+            raise AssertionError(f"engine sends {what}; {self._story()}")
         self._peer, frame = self._socket.recv_multipart()
         message = messages.decode_from_engine(frame)
         if not isinstance(message, EngineHeartbeat):
@@ -212,6 +225,13 @@ class Orchestra:
         if isinstance(message, Step):
             self._take_step(message)
         return message
+
+    def _story(self) -> str:
+        """What may have led here. An update that failed, say, is never staged."""
+        last = [repr(message)[:STORY_CHARACTERS_MAX] for message in self.log[-STORY_MESSAGES:]]
+        return "\n  ".join(
+            [f"its last messages of {len(self.log)}:", *last, "its log:", self.stderr.read_text()]
+        )
 
     def _take_step(self, step: Step) -> None:
         if self.refuses_from is not None and step.seq >= self.refuses_from:

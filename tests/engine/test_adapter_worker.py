@@ -58,7 +58,7 @@ def engine(
         yield orchestra
         orchestra.send(Shutdown())
         assert orchestra.await_one(Goodbye).reason == "asked to shut down"
-        assert orchestra.process.wait() == 0
+        assert orchestra.exit_status() == 0
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ class Server:
         """All of its processes. Harmless if repeated."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            self.process.wait(60)
 
 
 def start(model: Path, log: Path) -> Server:

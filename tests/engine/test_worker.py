@@ -265,7 +265,7 @@ def test_abort_ends_turns_that_an_earlier_pause_froze(engine: Orchestra) -> None
 def test_an_engine_that_hears_nothing_leaves(fresh: Orchestra) -> None:
     fresh.welcome(timeout_s=0.5)
     assert "heard nothing" in fresh.await_one(Goodbye).reason
-    assert fresh.process.wait() == 0
+    assert fresh.exit_status() == 0
 
 
 def test_an_engine_without_memory_for_a_step_says_what_to_lower_and_has_told_every_token(
@@ -277,7 +277,7 @@ def test_an_engine_without_memory_for_a_step_says_what_to_lower_and_has_told_eve
         turn = engine.submit(PROMPT, GREEDY)
         reason = engine.await_one(Goodbye).reason
         assert reason.startswith("out of memory in a step of 1 turns and 1 tokens; lower max_runn")
-        assert engine.process.wait() == 1
+        assert engine.exit_status() == 1
         assert engine.stderr.read_text().splitlines()[-1] == f"error: {reason}"
         assert len(engine.turns[turn].token_ids) == STEPS_FED
         assert_replays(turn, engine, {0: models.weights[0]})
@@ -291,13 +291,13 @@ def test_a_signal_ends_the_engine_with_a_goodbye(fresh: Orchestra, number: int) 
     fresh.send(OrchestratorHeartbeat())
     os.kill(fresh.process.pid, number)
     assert fresh.await_one(Goodbye).reason == f"got {signal.Signals(number).name}"
-    assert fresh.process.wait() == 0
+    assert fresh.exit_status() == 0
 
 
 def test_a_refused_engine_says_why_and_exits_with_3(fresh: Orchestra) -> None:
     fresh.await_one(Hello)
     fresh.send(Refused(message="another engine has that name"))
-    assert fresh.process.wait() == 3
+    assert fresh.exit_status() == 3
     assert "another engine has that name" in fresh.stderr.read_text()
 
 

@@ -204,7 +204,7 @@ def test_an_engine_whose_very_words_are_refused_each_time_leaves_and_says_so(
     reason = fresh.await_one(Goodbye).reason
     assert "complained 3 times" in reason
     assert "step 0: no such column" in reason
-    assert fresh.process.wait() == 1
+    assert fresh.exit_status() == 1
     assert f"error: {reason}" in fresh.stderr.read_text()
 
 
@@ -291,4 +291,4 @@ def test_an_orchestrator_killed_and_started_again_finds_every_token_and_its_own_
         assert_replays(0, paced, {0: models.weights[0], 1: models.weights[0]})
         assert len(mapped_segments(paced.process.pid)) == 1
         paced.send(Shutdown())
-        assert paced.process.wait() == 0
+        assert paced.exit_status() == 0

@@ -175,7 +175,7 @@ def test_rollouts_from_many_threads_are_each_recorded_once(tmp_path: Path, model
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(60)
 
     assert sorted(r.rollout_id for r in read_trajectories(tmp_path / "run")) == list(range(200))
 

@@ -261,7 +261,7 @@ def test_weights_come_by_gloo_from_another_process(models: list[Path]) -> None:
         assert "master_address" in wrong["message"]
         where |= {"rank_offset": 1, "world_size": client.get("/get_world_size")["world_size"] + 1}
         client.post("/init_weight_transfer_engine", {"init_info": where})
-        meeting.join()
+        meeting.join(60)
         (group,) = groups
         sending = threading.Thread(target=_broadcast, args=(group, tensors.values()))
         sending.start()
@@ -271,7 +271,7 @@ def test_weights_come_by_gloo_from_another_process(models: list[Path]) -> None:
             "shapes": [list(t.shape) for t in tensors.values()],
         }
         send(client, info, "1")
-        sending.join()
+        sending.join(60)
         expect(client, models[1])
         client.post("/shutdown_weight_transfer_engine")
         client.http.close()
@@ -298,7 +298,7 @@ def test_a_server_ends_while_it_waits_for_a_trainer_that_never_comes(models: lis
         asking.start()
         names = {"tidegate weights"}
         client.wait_until(lambda: names <= {thread.name for thread in threading.enumerate()})
-    asking.join()
+    asking.join(60)
     client.http.close()
     left = [t.name for t in set(threading.enumerate()) - before if not t.daemon]
     assert left == []  # those keep a process from ending

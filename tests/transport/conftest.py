@@ -50,4 +50,5 @@ def stranger_socket(kind: int) -> "zmq.Socket[bytes]":
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     socket = context.socket(kind)
     socket.linger = 0
+    socket.rcvtimeo = 60_000
     return socket

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,9 @@ ORCHESTRATOR = "tcp://127.0.0.1:5555"
 """Nobody listens there; weights come from beside it."""
 
 WAIT_S = 60.0
+
+DEAD_S = 5.0
+"""Five signs of life missed: fewer would be missed for want of a processor."""
 
 SIZES = [3, 5 * CHUNK_BYTES + 1, 0, CHUNK_BYTES, 7 * CHUNK_BYTES]
 TOTAL_BYTES = 13 * CHUNK_BYTES + 4 * 64
@@ -53,8 +56,10 @@ def weights() -> Iterator[Sender]:
 
 
 @pytest.fixture(autouse=True)
-def _short_silences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_node, "SILENT_S", 1.0)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody dies nobody is taken for dead, and asked for the same again elsewhere, though
+    the machine may be so loaded that the other end says nothing for seconds."""
+    monkeypatch.setattr(relay_node, "SILENT_S", WAIT_S)
     monkeypatch.setattr(relay_node, "TICK_S", 0.1)
 
 
@@ -90,10 +95,13 @@ class Engine:
 @pytest.fixture
 def engines(weights: Sender) -> Iterator[list[Engine]]:
     """Three hosts with two engines each."""
-    made = [Engine(weights, host) for host in ("a", "b", "c") for _ in range(2)]
-    yield made
-    for engine in made:
-        engine.close()
+    with ExitStack() as ending:  # all of them, whatever becomes of one
+        made = []
+        for host in ("a", "b", "c"):
+            for _ in range(2):
+                made.append(Engine(weights, host))
+                ending.callback(made[-1].close)
+        yield made
 
 
 def test_the_sender_sends_once_however_many_hosts_and_engines_there_are(
@@ -142,6 +150,15 @@ def test_memory_is_used_again_on_each_host(weights: Sender) -> None:
         assert len(inodes) == 2
 
 
+def test_a_relay_that_ends_while_it_is_being_closed_is_closed(weights: Sender) -> None:
+    engine = Engine(weights, "a")
+    node = engine._end._node  # type: ignore[attr-defined]
+    node._is_closing = True
+    node._thread.join(WAIT_S)  # it looked before it was woken
+    node._is_closing = False
+    engine.close()
+
+
 # ------------------------------------------------------------------------------ who dies
 
 RELAY = """
@@ -175,8 +192,9 @@ def other_process(host: str, init: InitWeights, update: UpdateWeights) -> "subpr
 
 
 def test_an_engine_takes_over_when_its_hosts_relay_is_killed_and_fetches_only_the_rest(
-    weights: Sender,
+    weights: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(relay_node, "SILENT_S", DEAD_S)
     weights.served_bytes = 8 * CHUNK_BYTES
     [update] = weights.write(1, sent := tensors())
     doomed = other_process("a", weights.init(), update)
@@ -184,14 +202,17 @@ def test_an_engine_takes_over_when_its_hosts_relay_is_killed_and_fetches_only_th
     got = heir.fetch(update)
     wait_until(lambda: heir._end._ready_bytes >= 8 * CHUNK_BYTES)  # type: ignore[attr-defined]
     doomed.kill()
-    doomed.communicate()
+    doomed.communicate(timeout=WAIT_S)
     weights.served_bytes = 1 << 60
     assert got.result(WAIT_S) == as_bytes(sent)
     assert weights.sent_bytes < TOTAL_BYTES
     heir.close()
 
 
-def test_a_host_whose_forerunner_is_killed_is_served_by_another(weights: Sender) -> None:
+def test_a_host_whose_forerunner_is_killed_is_served_by_another(
+    weights: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_node, "SILENT_S", DEAD_S)
     weights.served_bytes = 8 * CHUNK_BYTES
     [update] = weights.write(1, sent := tensors())
     doomed = other_process("a", weights.init(), update)
@@ -200,7 +221,7 @@ def test_a_host_whose_forerunner_is_killed_is_served_by_another(weights: Sender)
     wait_until(lambda: next_in_line._end._ready_bytes >= 8 * CHUNK_BYTES)  # type: ignore[attr-defined]
     assert weights.sent_bytes == 8 * CHUNK_BYTES, "the second host asks the first"
     doomed.kill()
-    doomed.communicate()
+    doomed.communicate(timeout=WAIT_S)
     weights.served_bytes = 1 << 60
     assert got.result(WAIT_S) == as_bytes(sent)
     assert weights.sent_bytes < TOTAL_BYTES

@@ -99,7 +99,7 @@ def test_20_000_messages_arrive_in_order_while_each_is_answered(
     thread.start()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         frames = runner.run(orchestrator())
-    thread.join()
+    thread.join(60)
     assert frames == [encode(Goodbye(reason=str(index))) for index in range(count)]
     assert answers == list(range(count))
 

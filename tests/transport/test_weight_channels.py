@@ -63,11 +63,11 @@ class Engine:
 
     def finish(self) -> str:
         """End it; what it wrote to stderr."""
-        return self.process.communicate()[1]
+        return self.process.communicate(timeout=60)[1]
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.communicate(timeout=60)
 
     def _tell(self, message: InitWeights | UpdateWeights) -> None:
         assert self.process.stdin is not None
@@ -194,7 +194,7 @@ def test_killing_the_sender_leaves_no_shared_memory_behind() -> None:
     assert process.stdout is not None
     init = msgspec.msgpack.decode(bytes.fromhex(process.stdout.readline()), type=InitWeights)
     process.kill()
-    process.communicate()
+    process.communicate(timeout=60)
     assert shared_memory_files() == before
     with pytest.raises(WeightsRefused, match="is the sender alive"):
         receiver(init)

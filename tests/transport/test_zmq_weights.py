@@ -199,7 +199,7 @@ def test_a_sender_that_dies_in_the_midst_is_an_error_after_a_time(
     arriving = end.tensors(update)
     assert next(arriving)[0].name == "a"
     process.kill()
-    process.communicate()
+    process.communicate(timeout=60)
     with pytest.raises(WeightsRefused, match=r"no weights have come .* for 1 s.* still to come"):
         next(arriving)
     end.close()

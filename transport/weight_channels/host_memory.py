@@ -22,6 +22,9 @@ MESSAGE_BYTES_MAX = 4096
 CONNECT_TIMEOUT_S = 5.0
 """A name that is taken, but by nobody who listens, is so for the instant of a death or a birth."""
 
+CLOSED = -1
+"""In place of a descriptor; the system has none by that number."""
+
 _RETRY_S = 0.01
 
 _CREDENTIALS = struct.Struct("3i")
@@ -47,8 +50,8 @@ class HostMemory:
         return memoryview(self._mapping)[:nbytes]
 
     def close(self) -> None:
-        """Forget it here; the system does once nobody maps it."""
-        os.close(self.fd)
+        """Forget it here; the system does once nobody maps it. Harmless if repeated."""
+        self.fd = _closed(self.fd)
 
 
 class ReadMemory:
@@ -62,8 +65,15 @@ class ReadMemory:
         self.buffer = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
 
     def close(self) -> None:
-        """Let go of it; it stays mapped as long as a view of it lives."""
-        os.close(self.fd)
+        """Let go of it; it stays mapped as long as a view of it lives. Harmless if repeated."""
+        self.fd = _closed(self.fd)
+
+
+def _closed(fd: int) -> int:
+    """Close it unless that was done: by then its number may be another file's."""
+    if fd != CLOSED:
+        os.close(fd)
+    return CLOSED
 
 
 def listen(name: str) -> socket.socket | None:

@@ -10,12 +10,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import zmq
 
 from tidegate.errors import BadFrame, WeightsRefused
 from tidegate.transport.limits import cut
+from tidegate.transport.wakeup import Wakeup
 from tidegate.transport.weight_channels.host_memory import HostMemory
 from tidegate.transport.weight_channels.relay import (
     SIGN_OF_LIFE_S,
@@ -58,20 +59,30 @@ class RelayNode:
     """A thread that is its host's relay as long as it has the host's name."""
 
     def __init__(self, upstream: Upstream, listener: socket.socket, seed: Seed | None) -> None:
-        """``listener`` has the name; it is closed, and the name free again, when all is over."""
+        """``listener`` has the name; it is closed, and the name free again, when all is over.
+
+        Raises:
+            ConfigError: this host knows no way to the sender. What was given is closed then.
+        """
         self._upstream = upstream
         self._seed = seed
         self._slots: dict[str, Slot] = {}
         self._spare: list[HostMemory] = []
         self._poller = zmq.Poller()
         self._handlers: dict[Socket | int, Callable[[], None]] = {}
-        self._sockets = RelaySockets(upstream)
+        try:
+            self._sockets = RelaySockets(upstream)
+        except BaseException:
+            listener.close()
+            if seed is not None:
+                os.close(seed.fd)
+            raise
         self._door = self._sockets.door
         self._clients = Clients(listener, watch=self._watch, unwatch=self._unwatch, slot=self._slot)
-        self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._wakeup = Wakeup()
         self._is_closing = False
         self._signs_due_s = 0.0
-        self._watch(self._woken, lambda: None)
+        self._watch(self._wakeup.fileno(), self._wakeup.quiet)
         self._watch(self._sockets.guide, self._hear_sender)
         self._watch(self._door, self._serve_relays)
         self._thread = threading.Thread(target=self._run, name="weights relay", daemon=True)
@@ -81,7 +92,7 @@ class RelayNode:
         """Stop, and give up the name. Harmless if repeated."""
         if not self._is_closing:
             self._is_closing = True
-            os.write(self._wake, b"x")
+            self._wakeup.wake()
         self._thread.join(JOIN_TIMEOUT_S)
 
     # ------------------------------------------------------------ sockets
@@ -108,18 +119,18 @@ class RelayNode:
             self._end()
 
     def _end(self) -> None:
-        for slot in self._slots.values():
-            slot.stop_fetching()
-        self._sockets.close()
-        self._clients.close()
-        for slot in self._slots.values():
-            slot.close()
-        for memory in self._spare:
-            memory.close()
-        if self._seed is not None:
-            os.close(self._seed.fd)
-        os.close(self._woken)
-        os.close(self._wake)
+        with ExitStack() as ending:  # last first, and all of it whatever becomes of one
+            ending.callback(self._wakeup.close)
+            if self._seed is not None:
+                ending.callback(os.close, self._seed.fd)
+            for memory in self._spare:
+                ending.callback(memory.close)
+            for slot in self._slots.values():
+                ending.callback(slot.close)
+            ending.callback(self._clients.close)
+            ending.callback(self._sockets.close)
+            for slot in self._slots.values():
+                ending.callback(slot.stop_fetching)
 
     def _look_after(self, now_s: float) -> None:
         signs_due = now_s >= self._signs_due_s
@@ -213,6 +224,8 @@ class RelayNode:
             self._stop_fetching(slot)
             if slot.memory is not None:
                 self._spare.append(slot.memory)
+                slot.memory = None
+            slot.close()
 
     def _stop_fetching(self, slot: Slot) -> None:
         if slot.source is not None:

@@ -86,7 +86,9 @@ class Slot:
 
     def close(self) -> None:
         """Forget it all."""
-        if self.memory is not None:
-            self.memory.close()
-        if self.seed is not None:
-            os.close(self.seed.fd)
+        memory, self.memory = self.memory, None
+        seed, self.seed = self.seed, None
+        if memory is not None:
+            memory.close()
+        if seed is not None:
+            os.close(seed.fd)

@@ -80,7 +80,7 @@ def openenv_url() -> Iterator[str]:
         pytest.fail(said)
     yield f"http://127.0.0.1:{port}"
     server.kill()
-    server.communicate()
+    server.communicate(timeout=60)
 
 
 async def test_an_openenv_server_is_played_by_several_at_once(

@@ -113,7 +113,7 @@ def test_an_answer_that_is_none_is_told_from_one_that_breaks_off(
         asked.start()
         with pytest.raises(error, match=said):
             Watched.found(f"http://127.0.0.1:{server.server_port}").ask()
-        asked.join()
+        asked.join(60)
 
 
 def observation(engines: int = 2) -> Observation:

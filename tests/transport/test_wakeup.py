@@ -1,0 +1,50 @@
+"""Does a wakeup reach a thread that waits, and never a file that came after it?"""
+
+import os
+import select
+import threading
+
+import pytest
+
+from tidegate.transport.wakeup import Wakeup
+
+WAIT_MS = 60_000
+
+
+def is_readable(wakeup: Wakeup, *, wait_ms: int = 0) -> bool:
+    poll = select.poll()
+    poll.register(wakeup.fileno(), select.POLLIN)
+    return bool(poll.poll(wait_ms))
+
+
+def test_it_wakes_who_waits_until_it_is_quieted() -> None:
+    wakeup = Wakeup()
+    assert not is_readable(wakeup)
+    waking = threading.Thread(target=wakeup.wake)
+    waking.start()
+    assert is_readable(wakeup, wait_ms=WAIT_MS)
+    waking.join(WAIT_MS / 1000)
+    wakeup.quiet()
+    assert not is_readable(wakeup)
+    wakeup.quiet()  # nothing to forget
+    wakeup.close()
+
+
+def test_once_closed_it_touches_no_file_that_has_its_number_since() -> None:
+    wakeup = Wakeup()
+    number = wakeup.fileno()
+    wakeup.close()
+    other = os.eventfd(0, os.EFD_NONBLOCK)
+    os.dup2(other, number)
+    try:
+        wakeup.wake()
+        wakeup.quiet()
+        wakeup.close()
+        with pytest.raises(BlockingIOError):  # nothing was written, and it is open
+            os.eventfd_read(number)
+        with pytest.raises(ValueError, match="closed"):
+            wakeup.fileno()
+    finally:
+        os.close(other)
+        if number != other:
+            os.close(number)
