@@ -83,7 +83,7 @@ def joined(run: tidegate.Rollouts, address: str, **options: Any) -> tidegate.Syn
 
 
 async def refused(run: tidegate.Rollouts, address: str, **who: int) -> None:
-    """Be told why not. It is asked again until the time is up, so that is short, if it is enough."""
+    """Be told why not. It is asked again until the time is up, so that is short if it can be."""
     late = joined(run, address, connect_timeout_s=2.0, **who)
     try:
         await asyncio.to_thread(late.__enter__)
