@@ -46,6 +46,9 @@ class RunSettings(BaseModel):
     weights travel by ``relay`` unless told otherwise."""
     gpus_per_engine: Annotated[float, Field(ge=0)] = 0
     """Of Ray's, for each engine that it places."""
+    placement_group: str | None = None
+    """The name of one of Ray's that engines go into, bundle by bundle, where trainer ranks or
+    environments are to be beside them; None gives each engine one of its own."""
     engine_urls: tuple[str, ...] = ()
     """Inference servers that already run, such as ``vllm+http://127.0.0.1:8000``: each serves the
     run as an engine, by an adapter process that the run starts. Only they do, unless ``engines``
@@ -224,6 +227,11 @@ def run_settings(**values: object) -> RunSettings:
             f"weight_channel={settings.weight_channel!r} counts on one reader per engine, and of "
             f"tensor_parallel={settings.tensor_parallel} ranks each reads for itself; set "
             f"weight_channel to 'shm', 'zmq' or 'disk'"
+        )
+    if settings.cluster is None and (settings.placement_group or settings.gpus_per_engine):
+        raise ConfigError(
+            "placement_group and gpus_per_engine are for engines that Ray places; set "
+            "cluster='ray' too"
         )
     _check_wire(settings)
     if settings.journal and settings.run_directory is None:

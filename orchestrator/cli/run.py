@@ -19,6 +19,7 @@ EXAMPLES = (
     "tidegate run examples/run.toml",
     "tidegate run examples/run.toml --run.engines 4 --trainer.learning_rate 1e-4",
     "tidegate run examples/run.toml --set run.max_staleness=4 --check",
+    "tidegate run examples/run.toml --cluster ray --run.engines 16 --run.gpus-per-engine 1",
 )
 
 TAKES_ANY_FLAG: dict[str, Any] = {
@@ -32,6 +33,10 @@ def run(
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Instead of what the file says."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", help="Who finds places for engines: ray, on its nodes."),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Find and check everything, print it, run nothing.")
@@ -47,7 +52,10 @@ def run(
     sys.path[:0] = [str(config.resolve().parent), ""]
     from tidegate.orchestrator.cli.program import read_program
 
-    program = read_program(config, [*(assignments or []), *overrides(context.args)])
+    wanted = [*(assignments or []), *overrides(context.args)]
+    program = read_program(
+        config, wanted if cluster is None else [*wanted, f"run.cluster={cluster}"]
+    )
     if check:
         for line in _settings_lines(program):
             typer.echo(line)

@@ -13,8 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tidegate.errors import ConfigError
 from tidegate.orchestrator.cluster.ray_engine import DEFECT, RayEngine
+from tidegate.orchestrator.cluster.ray_places import (
+    RayPlaces,
+    RayRoom,
+    connected_ray,
+    own_address,
+    said,
+)
 from tidegate.orchestrator.cluster.site import Engines, OnExit
 from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.fleet.processes import RESTARTS_MAX, engine_options
@@ -47,58 +53,39 @@ class RayCluster:
         Raises:
             ConfigError: Ray isn't installed, or can't be reached.
         """
-        try:
-            import ray
-        except ImportError as error:
-            raise ConfigError(
-                "cluster='ray' needs Ray, which is not installed: "
-                'pip install "tidegate[ray]" on every node'
-            ) from error
-        self._ray: Any = ray
-        self._settings = settings
-        try:
-            if not ray.is_initialized():
-                ray.init(log_to_driver=False)
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-            raise ConfigError(f"can't reach the Ray cluster: {error}") from error
-        self.address = settings.address or f"tcp://{ray.util.get_node_ip_address()}:*"
+        self.ray = connected_ray()
+        self.settings = settings
+        self.room = RayRoom(self.ray, _places(settings))
+        self.address = settings.address or own_address(self.ray)
         self.keys: OrchestratorKeys | None
-        self._engine_keys: EngineKeys | None
+        self.engine_keys: EngineKeys | None
         if settings.keys is not None:
             self.keys = read_orchestrator_keys(settings.keys)
-            self._engine_keys = read_engine_keys(settings.keys / ENGINE_DEFAULT)
+            self.engine_keys = read_engine_keys(settings.keys / ENGINE_DEFAULT)
         else:
-            self.keys, self._engine_keys = passing_keys()
+            self.keys, self.engine_keys = passing_keys()
 
     def engines(self, address: str, logs: Path, *, on_exit: OnExit) -> Engines:
         """Actors; Ray keeps their logs."""
         host = listening_host(address)
         if host == "0.0.0.0":
             port = address.rpartition(":")[2]
-            address = f"tcp://{self._ray.util.get_node_ip_address()}:{port}"
-        return RayEngines(self._ray, self._settings, address, self._engine_keys, on_exit=on_exit)
+            address = f"tcp://{self.ray.util.get_node_ip_address()}:{port}"
+        return RayEngines(self, address, on_exit=on_exit)
 
 
 class RayEngines:
     """Actors that are engines. All of it happens on the run's loop."""
 
-    def __init__(
-        self,
-        ray: Any,
-        settings: RunSettings,
-        address: str,
-        keys: EngineKeys | None,
-        *,
-        on_exit: OnExit,
-    ) -> None:
-        self._ray = ray
-        self._settings = settings
+    def __init__(self, cluster: RayCluster, address: str, *, on_exit: OnExit) -> None:
+        self._ray = cluster.ray
+        self._room = cluster.room
+        self._settings = cluster.settings
+        self._keys = cluster.engine_keys
         self._address = address
-        self._keys = keys
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
         self._actors: dict[str, Any] = {}
-        self._groups: list[Any] = []
         self._begun_s: dict[str, float] = {}
         self._failures: Counter[str] = Counter()
         """Of each engine, in a row."""
@@ -115,25 +102,13 @@ class RayEngines:
 
     def start(self) -> None:
         """Ask Ray for a place for each; it may be long in coming."""
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        cpus = self._settings.threads_per_engine * self._settings.tensor_parallel
-        gpus = self._settings.gpus_per_engine
-        bundle: dict[str, float] = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
         for index in range(self._settings.engines):
             name = f"engine-{index}"
-            # A group of its own: so those that have a place begin, and a node that comes later
-            # takes those that have none. Its demand is what autoscalers look at.
-            group = placement_group([bundle])
-            self._groups.append(group)
             actor = self._ray.remote(RayEngine).options(
-                num_cpus=cpus,
-                num_gpus=gpus,
                 max_restarts=-1,
                 max_task_retries=0,  # an end is to be told of at once, not when it is made good
                 max_concurrency=2,  # so that it answers while it serves, outside the main thread
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
+                **self._room.options(index),
             )
             arguments = engine_options(self._settings, name, self._address)
             self._actors[name] = actor.remote(arguments, self._keys)
@@ -151,14 +126,11 @@ class RayEngines:
 
     def stop(self) -> None:
         """End all, and give their places back."""
-        from ray.util.placement_group import remove_placement_group
-
         self._is_over = True
         for timer in self._timers:
             timer.cancel()
         self.kill_all()
-        for group in self._groups:
-            remove_placement_group(group)
+        self._room.give_all_back()
 
     # ------------------------------------------------------------ one engine
 
@@ -187,7 +159,7 @@ class RayEngines:
             if status == DEFECT:
                 self.kill(name)
         else:
-            why = f"its actor or node was lost: {_said(error)}"
+            why = f"its actor or node was lost: {said(error)}"
             if lived_s > RETRY_S:  # it did live, and didn't merely wait for a place
                 self._is_told.discard(name)
         given_up = not self.may_restart or self._failures[name] > RESTARTS_MAX
@@ -209,7 +181,9 @@ class RayEngines:
         self._timers.add(timer)
 
 
-def _said(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    # Of an error raised in the actor, Ray gives the traceback: what it was stands at its end.
-    return lines[-1] if "Traceback" in str(error) or "ray::" in lines[0] else lines[0]
+def _places(settings: RunSettings) -> RayPlaces:
+    return RayPlaces(
+        cpus=settings.threads_per_engine * settings.tensor_parallel,
+        gpus=settings.gpus_per_engine,
+        placement_group=settings.placement_group,
+    )

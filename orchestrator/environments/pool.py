@@ -21,14 +21,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import uvloop
 
 from tidegate.errors import ConfigError, RunClosed
 from tidegate.orchestrator.environments.dotted_names import checked_name
 from tidegate.orchestrator.environments.pooled_environment import PooledEnvironment
+from tidegate.orchestrator.environments.started_worker import LocalWorkers, Workers
 from tidegate.orchestrator.environments.worker_process import WorkerProcess
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.cluster.ray_places import RayPlaces
 
 CLOSE_GRACE_S = 2.0
 """For environments to be closed when the pool is; then their processes are killed."""
@@ -61,6 +65,7 @@ class EnvironmentPool:
         call_timeout_s: float = 60.0,
         memory_bytes: int | None = None,
         python: str | Path = sys.executable,
+        on_ray: "RayPlaces | None" = None,
     ) -> None:
         """Starts nothing yet.
 
@@ -74,9 +79,11 @@ class EnvironmentPool:
             python: the interpreter; one of another virtual environment where packages need
                 versions that this one must not have. It needs ``tidegate`` (``pip install
                 --no-deps``) and ``msgspec``.
+            on_ray: has Ray find places for the processes on its nodes, where packages and
+                ``python`` are under the same paths; say how many ``processes`` then.
 
         Raises:
-            ConfigError: a number is not above zero, or there is no such interpreter.
+            ConfigError: a number is not above zero, there is no such interpreter, or no Ray.
         """
         self._processes_max = processes if processes is not None else os.cpu_count() or 1
         self.call_timeout_s = call_timeout_s
@@ -90,8 +97,9 @@ class EnvironmentPool:
                 raise ConfigError(f"{name} must be above zero, got {value}")
         if not os.access(python, os.X_OK):
             raise ConfigError(f"python must be an interpreter's path, got {str(python)!r}")
-        self._python = str(python)
-        self._memory_bytes = memory_bytes
+        if on_ray is not None and processes is None:
+            raise ConfigError("say how many processes Ray is to find places for: processes=…")
+        self._workers = _workers(str(python), memory_bytes, on_ray)
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -155,6 +163,7 @@ class EnvironmentPool:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._workers.close()
 
     async def _shut_down(self) -> None:
         closing = [process.close(CLOSE_GRACE_S) for process in self._processes]
@@ -230,9 +239,17 @@ class EnvironmentPool:
         if least is not None and (burden(least)[0] == 0 or len(running) >= self._processes_max):
             return least
         with suppress(OSError):
-            started = WorkerProcess(self._python, self._memory_bytes)
+            started = WorkerProcess(self._workers.start())
             self._processes.append(started)
             return started
         if least is None:
             raise OSError("no process for environments could be started; too many run, perhaps")
         return least
+
+
+def _workers(python: str, memory_bytes: int | None, on_ray: "RayPlaces | None") -> Workers:
+    if on_ray is None:
+        return LocalWorkers(python, memory_bytes)
+    from tidegate.orchestrator.cluster.ray_environments import RayWorkers
+
+    return RayWorkers(python, memory_bytes, on_ray)

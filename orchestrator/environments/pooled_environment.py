@@ -139,7 +139,7 @@ class PooledEnvironment:
                     raise kind(
                         environment=self._factory,
                         doing=doing,
-                        why=f"its process (pid {self._pid}) ended: {death.how}",
+                        why=f"its {self._process_name} ended: {death.how}",
                     ) from None
 
     async def _begin_again(self) -> None:
@@ -226,8 +226,8 @@ class PooledEnvironment:
         return process
 
     @property
-    def _pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+    def _process_name(self) -> str:
+        return "process" if self._process is None else self._process.name
 
     async def _close(self) -> None:
         if self._is_closed:

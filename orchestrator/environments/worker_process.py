@@ -5,10 +5,7 @@ what a process was doing when it died or hung, and a call's time begins when it 
 """
 
 import asyncio
-import os
-import signal
 import socket
-import subprocess
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,14 +14,11 @@ from typing import cast
 
 from tidegate.orchestrator.environments import calls
 from tidegate.orchestrator.environments.last_words import LastWords
-from tidegate.orchestrator.environments.worker_command import child_environment, worker_command
+from tidegate.orchestrator.environments.started_worker import StartedWorker
 
 AWAITING_GRACE_S = 5.0
 """Beyond twice its time, for a call that awaits. It is ended inside the process, in time; only one
 whose loop is blocked comes to this, and what blocks it should be found first."""
-
-START_TIMEOUT_S = 60.0
-"""A Python with nothing but msgspec takes a tenth of a second, unless the machine is drowned."""
 
 LAST_WORDS_S = 1.0
 """How long the output of a process that has ended is read; what it has started may keep it open."""
@@ -58,8 +52,8 @@ class _Pending:
 class WorkerProcess:
     """One process, from the loop that it was started on."""
 
-    def __init__(self, python: str, memory_bytes: int | None) -> None:
-        """Start it. Raises OSError if there are no processes, memory or files left."""
+    def __init__(self, started: StartedWorker) -> None:
+        """Speak with a process that was just started."""
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[_Pending] = deque()
         self._computing: _Pending | None = None
@@ -73,27 +67,14 @@ class WorkerProcess:
         self._is_closing = False
         self._is_ready = False
         self._ended = asyncio.Event()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = worker_command(python, theirs.fileno(), memory_bytes)
-            # Its own session: Ctrl-C is for the run, which then ends its processes; and what
-            # environments have started is ended with it.
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=child_environment(),
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
+        self._started = started
+        self.name = started.name
         self._transport: asyncio.Transport | None = None
         self._tasks = {
-            self._loop.create_task(self._connect(ours), name=f"worker {self.pid}: replies"),
-            self._loop.create_task(self._listen(), name=f"worker {self.pid}: output"),
+            self._loop.create_task(self._connect(started.connection), name=f"{self.name}: replies"),
+            self._loop.create_task(self._listen(), name=f"{self.name}: output"),
         }
-        self._starting = self._loop.call_later(START_TIMEOUT_S, self._never_ready)
+        self._starting = self._loop.call_later(started.start_timeout_s, self._never_ready)
 
     @property
     def is_dead(self) -> bool:
@@ -202,10 +183,9 @@ class WorkerProcess:
 
     async def _listen(self) -> None:
         """Keep the end of what it prints, and let it print on."""
-        assert self._process.stdout is not None
         reader = asyncio.StreamReader()
         transport, _ = await self._loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout
+            lambda: asyncio.StreamReaderProtocol(reader), self._started.output
         )
         try:
             while data := await reader.read(65536):
@@ -220,19 +200,16 @@ class WorkerProcess:
         self._end(how)
 
     def _never_ready(self) -> None:
-        self._end(f"killed, for it was not ready in {START_TIMEOUT_S:.0f} s")
+        self._end(f"killed, for it was not ready in {self._started.start_timeout_s:.0f} s")
 
     def _end(self, how: str | None, *, late: _Pending | None = None) -> None:
         if self.how_it_died is not None:
             return
         self._starting.cancel()
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.kill()
-        status = self._process.wait()
+        ended = self._started.kill()
         if self._transport is not None:
             self._transport.abort()
-        self.how_it_died = how or _status(status)
+        self.how_it_died = how or ended
         if lines := self._said.lines():
             self.how_it_died += "; it had printed:\n  " + "\n  ".join(lines)
         self._tell_all(late)
@@ -308,12 +285,3 @@ def _free(pending: _Pending) -> None:
     when_free, pending.when_free = pending.when_free, None
     if when_free is not None:
         when_free()
-
-
-def _status(status: int) -> str:
-    if status >= 0:
-        return f"exit status {status}"
-    try:
-        return f"killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"killed by signal {-status}"

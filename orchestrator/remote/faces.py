@@ -33,6 +33,7 @@ from tidegate.orchestrator.remote.remote_run import (
 from tidegate.orchestrator.statistics import RunStatistics
 from tidegate.orchestrator.weights.publishing import PublishWait
 from tidegate.transport.messages import PauseMode
+from tidegate.transport.security import EngineKeys
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
 
 if TYPE_CHECKING:
@@ -322,7 +323,7 @@ class RemoteRollouts(RemoteRun):
 def connect(
     address: str,
     *,
-    keys: str | Path | None = None,
+    keys: str | Path | EngineKeys | None = None,
     rank: int = 0,
     world_size: int = 1,
     resume: Mapping[str, Any] | None = None,
@@ -356,7 +357,7 @@ def connect(
 def connect_sync(
     address: str,
     *,
-    keys: str | Path | None = None,
+    keys: str | Path | EngineKeys | None = None,
     rank: int = 0,
     world_size: int = 1,
     resume: Mapping[str, Any] | None = None,

@@ -8,7 +8,7 @@ import asyncio
 import importlib
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from tidegate.transport import trainer_messages as wire
 from tidegate.transport.addresses import is_on_this_host
 from tidegate.transport.limits import cut
 from tidegate.transport.message import Message
-from tidegate.transport.security import read_orchestrator_keys
+from tidegate.transport.security import OrchestratorKeys, read_orchestrator_keys
 from tidegate.transport.trainer_sockets import TrainerRouter
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ class Listening:
     episodes: Mapping[str, EpisodeFunction | str]
     trainer_timeout_s: float
     rank_timeout_s: float
+    keys: OrchestratorKeys | None = None
+    """Whom to let in, in place of those that the run's keys let in."""
+    on_bound: Callable[[str], None] | None = None
+    """Told the address, once trainers can connect to it."""
 
     def all_episodes(self) -> dict[str, EpisodeFunction]:
         """By name; the one without is for whoever says none.
@@ -104,9 +108,13 @@ async def listen(rollouts: "Rollouts", told: Listening) -> None:
     """Serve a trainer until it has done; as :meth:`Rollouts.listen`."""
     settings = rollouts.settings
     episodes, patience = told.all_episodes(), told.patience()
-    keys = None if settings.keys is None else read_orchestrator_keys(settings.keys)
+    keys = told.keys
+    if keys is None and settings.keys is not None:
+        keys = read_orchestrator_keys(settings.keys)
     router = TrainerRouter(told.address, keys)
     try:
+        if told.on_bound is not None:
+            told.on_bound(router.address)
         if told.tasks is not None:
             await rollouts.offer(told.tasks, episode=episodes[""])
         listener = _Listener(rollouts, router, episodes, patience, has_tasks=told.tasks is not None)

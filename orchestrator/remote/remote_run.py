@@ -24,7 +24,7 @@ from tidegate.orchestrator.remote.weights_out import WeightsOut
 from tidegate.orchestrator.statistics import RunStatistics
 from tidegate.orchestrator.weights.publishing import PublishWait
 from tidegate.transport import trainer_messages as wire
-from tidegate.transport.security import read_engine_keys
+from tidegate.transport.security import EngineKeys, read_engine_keys
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class RemoteRun:
         self,
         address: str,
         *,
-        keys: str | Path | None,
+        keys: str | Path | EngineKeys | None,
         rank: int,
         world_size: int,
         resume: Mapping[str, Any] | None,
@@ -67,7 +67,7 @@ class RemoteRun:
         self.address = address
         self.rank = rank
         self.world_size = world_size
-        self._keys = None if keys is None else read_engine_keys(Path(keys))
+        self._keys = read_engine_keys(Path(keys)) if isinstance(keys, str | Path) else keys
         self._resume = None if resume is None else _state(resume)
         self._connect_timeout_s = connect_timeout_s
         self._run_timeout_s = run_timeout_s

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tidegate.errors import TidegateError
     from tidegate.orchestrator.client import Evaluation
+    from tidegate.orchestrator.cluster.ray_places import RayPlaces
+    from tidegate.orchestrator.cluster.ray_trainers import train_on_ray
     from tidegate.orchestrator.config import RunSettings
     from tidegate.orchestrator.environments.environment import Environment, Observation
     from tidegate.orchestrator.environments.environment_episode import environment_episode
@@ -67,6 +69,7 @@ __all__ = [
     "OverSampling",
     "PackedBatch",
     "Processor",
+    "RayPlaces",
     "Readout",
     "RemoteRollouts",
     "RolloutDataset",
@@ -98,6 +101,7 @@ __all__ = [
     "score_server_sync",
     "serve",
     "serve_sync",
+    "train_on_ray",
 ]
 
 _HOMES = {
@@ -118,6 +122,7 @@ _HOMES = {
     "OverSampling": "policies.rounds",
     "PackedBatch": "orchestrator.feed.batches",
     "Processor": "transport.sampling",
+    "RayPlaces": "orchestrator.cluster.ray_places",
     "Readout": "orchestrator.fleet.scores",
     "RemoteRollouts": "orchestrator.remote.faces",
     "RolloutDataset": "orchestrator.feed.dataset",
@@ -149,6 +154,7 @@ _HOMES = {
     "score_server_sync": "orchestrator.faces",
     "serve": "orchestrator.serve",
     "serve_sync": "orchestrator.serve",
+    "train_on_ray": "orchestrator.cluster.ray_trainers",
 }
 
 

@@ -1,0 +1,150 @@
+"""A socket whose other end is on another host: bytes, ends, and connections that break."""
+
+import os
+import random
+import socket
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from tidegate.transport.security import EngineKeys, passing_keys
+from tidegate.transport.tunnels import Tunnel, TunnelEntrance, TunnelExit
+
+WAIT_S = 60.0
+"""Far longer than anything here takes."""
+
+
+class FarEnd:
+    """What is at the end of a tunnel, its process played by the test."""
+
+    def __init__(self, address: str, name: str, keys: EngineKeys) -> None:
+        self.connection, inner = socket.socketpair()
+        self.connection.settimeout(WAIT_S)
+        read, self.output = os.pipe()
+        self.ends = 0
+
+        def end() -> str:
+            self.ends += 1
+            return "exit status 3"
+
+        def carry() -> None:
+            with inner, os.fdopen(read, "rb", buffering=0) as output:
+                TunnelExit(address, name, keys).carry(inner, output, end)
+
+        self.thread = threading.Thread(target=carry)
+        self.thread.start()
+
+    def stop(self) -> None:
+        """As a process that has ended."""
+        self.connection.close()
+        os.close(self.output)
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def entrance() -> Iterator[tuple[TunnelEntrance, EngineKeys]]:
+    keys, far_keys = passing_keys()
+    made = TunnelEntrance("tcp://127.0.0.1:*", keys)
+    yield made, far_keys
+    made.close()
+
+
+def opened(entrance: TunnelEntrance) -> Tunnel:
+    tunnel = entrance.open("far")
+    tunnel.connection.settimeout(WAIT_S)
+    return tunnel
+
+
+def received(connection: socket.socket, count: int) -> bytes:
+    parts = []
+    while count and (part := connection.recv(count)):
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def test_megabytes_come_through_both_ways_as_they_were_and_so_does_what_is_printed(
+    entrance: tuple[TunnelEntrance, EngineKeys],
+) -> None:
+    near, keys = entrance
+    tunnel, data = opened(near), random.Random(0).randbytes(3_000_000)
+    far = FarEnd(near.address, "far", keys)
+    far.connection.sendall(b"ready")
+    assert received(tunnel.connection, 5) == b"ready"
+    sending = threading.Thread(target=tunnel.connection.sendall, args=(data,))
+    sending.start()
+    assert received(far.connection, len(data)) == data
+    sending.join()
+    sending = threading.Thread(target=far.connection.sendall, args=(data,))
+    sending.start()
+    assert received(tunnel.connection, len(data)) == data
+    sending.join()
+    os.write(far.output, b"last words")
+    far.stop()
+    assert received(tunnel.connection, 1) == b""
+    assert tunnel.output.read() == b"last words"
+    assert tunnel.how_it_ended == "exit status 3"
+    tunnel.connection.close()
+    tunnel.output.close()
+
+
+def test_a_near_end_that_says_no_more_lets_the_far_one_end_and_a_kill_does_not_wait(
+    entrance: tuple[TunnelEntrance, EngineKeys],
+) -> None:
+    near, keys = entrance
+    for is_killed in (False, True):
+        tunnel = opened(near)
+        far = FarEnd(near.address, "far", keys)
+        far.connection.sendall(b"x")
+        assert received(tunnel.connection, 1) == b"x"
+        if is_killed:
+            near.kill(tunnel)
+            far.thread.join(WAIT_S)
+            assert not far.thread.is_alive()
+            assert tunnel.how_it_ended == "killed"
+        else:
+            tunnel.connection.shutdown(socket.SHUT_WR)
+            assert received(far.connection, 1) == b""
+        far.stop()
+        assert far.ends == 1
+        assert received(tunnel.connection, 1) == b""
+        tunnel.connection.close()
+        tunnel.output.close()
+
+
+@pytest.mark.parametrize("frame", [b"\xc1", msgspec.msgpack.encode([1, "said", b"x"])])
+def test_a_piece_that_is_damaged_or_comes_after_a_lost_one_ends_the_tunnel(
+    entrance: tuple[TunnelEntrance, EngineKeys], frame: bytes
+) -> None:
+    near, keys = entrance
+    tunnel = opened(near)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.IDENTITY, b"far")
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, keys.orchestrator)
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(near.address)
+        dealer.send(frame)
+        assert dealer.poll(WAIT_S * 1000)
+        assert msgspec.msgpack.decode(dealer.recv())[1] == "kill"
+    assert received(tunnel.connection, 1) == b""
+    assert "lost" in str(tunnel.how_it_ended)
+    tunnel.connection.close()
+    tunnel.output.close()
+
+
+def test_a_far_end_that_is_told_to_be_lost_is_so_although_it_never_connected(
+    entrance: tuple[TunnelEntrance, EngineKeys],
+) -> None:
+    near, _ = entrance
+    tunnel = opened(near)
+    near.lose(tunnel, "its node is gone")
+    assert received(tunnel.connection, 1) == b""
+    assert tunnel.how_it_ended == "its node is gone"
+    tunnel.connection.close()
+    tunnel.output.close()

@@ -1,0 +1,329 @@
+"""How does a process on another host have a socket here? Its bytes are carried, in order.
+
+Nothing here knows what the bytes say. Pieces are numbered: where a connection breaks and one is
+lost, the tunnel ends, and with it whatever was at its far end.
+"""
+
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Literal
+
+import msgspec
+import zmq
+
+from tidegate.errors import BadFrame
+from tidegate.transport.addresses import check_connector
+from tidegate.transport.limits import cut
+from tidegate.transport.router import bound_router, close_socket, stop_listening
+from tidegate.transport.security import EngineKeys, OrchestratorKeys, secure_connector
+from tidegate.transport.zeromq import Socket, new_socket
+
+PIECE_BYTES = 1024 * 1024
+"""Read of a socket at once. What is longer travels as several pieces."""
+
+FRAME_BYTES_MAX = PIECE_BYTES + 64
+
+PIECES_UNSENT_MAX = 64
+"""At the far end; while so many wait for the network, nothing more is read of the process there."""
+
+RETRY_S = 0.02
+"""After a far end took no more: until it is offered the same piece again."""
+
+LAST_WORDS_S = 1.0
+"""How long the output of a process that has ended is read; what it has started may keep it open."""
+
+What = Literal["said", "printed", "ended", "kill"]
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """Some bytes, or that there will be no more."""
+
+    number: int
+    what: What
+    body: bytes = b""
+    """Of ``ended`` from the far end: how the process there did."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(Piece)
+
+
+def _decoded(frame: bytes, number: int) -> Piece:
+    """The piece of that number.
+
+    Raises:
+        BadFrame: it is another one, or none.
+    """
+    try:
+        piece = _decoder.decode(frame)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise BadFrame(f"what came through a tunnel is no piece: {error}") from error
+    if piece.number != number:
+        raise BadFrame(f"pieces {number} to {piece.number - 1} were lost on the way")
+    return piece
+
+
+@dataclass(eq=False, slots=True)
+class Tunnel:
+    """The near end of one. Its sockets belong to who opened it."""
+
+    name: str
+    connection: socket.socket
+    """Speaks with the process at the far end."""
+    output: IO[bytes]
+    """What that prints."""
+    how_it_ended: str | None = None
+    """As the far end tells; None as long as it doesn't."""
+
+
+@dataclass(eq=False, slots=True)
+class _Inside:
+    """What the thread has of a tunnel."""
+
+    tunnel: Tunnel
+    connection: socket.socket
+    output: int
+    received: int = 0
+    sent: int = 0
+    unsent: bytes | None = None
+    """A frame that the far end took no more of."""
+    is_over: bool = False
+
+
+class TunnelEntrance:
+    """Where processes of other hosts connect, and a thread that carries for all of them."""
+
+    def __init__(self, address: str, keys: OrchestratorKeys | None) -> None:
+        """Listen.
+
+        Raises:
+            AddressInUse: someone listens there.
+            ConfigError: the address is malformed, needs keys, or can't be bound.
+        """
+        self._socket, self._doorkeeper = bound_router(
+            address, keys, frame_bytes_max=FRAME_BYTES_MAX
+        )
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._inside: dict[bytes, _Inside] = {}
+        self._asked: deque[Callable[[], None]] = deque()
+        self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._is_closing = False
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._woken, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="tunnels", daemon=True)
+        self._thread.start()
+
+    def open(self, name: str) -> Tunnel:
+        """One that the far end of that name will be at. From any thread."""
+        ours, inner = socket.socketpair()
+        read, write = os.pipe2(os.O_CLOEXEC)
+        tunnel = Tunnel(name, ours, os.fdopen(read, "rb", buffering=0))
+        inside = _Inside(tunnel, inner, write)
+
+        def begin() -> None:
+            self._inside[name.encode()] = inside
+            self._poller.register(inner.fileno(), zmq.POLLIN)
+
+        self._ask(begin)
+        return tunnel
+
+    def kill(self, tunnel: Tunnel) -> None:
+        """Have the far end kill its process, if it is there. From any thread."""
+        self._ask(lambda: self._end(tunnel.name.encode(), "killed", tell="kill"))
+
+    def lose(self, tunnel: Tunnel, how: str) -> None:
+        """The far end is gone, or is to be. From any thread; harmless if it has told of its end."""
+        self._ask(lambda: self._end(tunnel.name.encode(), how, tell="kill"))
+
+    def close(self) -> None:
+        """Stop; what was still to be sent has a moment to be. Harmless if repeated."""
+        if not self._is_closing:
+            self._is_closing = True
+            os.write(self._wake, b"x")
+        self._thread.join()
+
+    def _ask(self, work: Callable[[], None]) -> None:
+        self._asked.append(work)
+        with suppress(OSError):  # full: it wakes anyway; or closed, and there is nothing to end
+            os.write(self._wake, b"x")
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._turn()
+            self._do_what_was_asked()
+        finally:
+            for name in list(self._inside):
+                self._end(name, "the tunnel's near end was closed", tell="kill")
+            stop_listening(self._socket, self.address)
+            close_socket(self._socket, is_context_own=self._doorkeeper is not None)
+            os.close(self._woken)
+            os.close(self._wake)
+
+    def _turn(self) -> None:
+        blocked = [name for name, inside in self._inside.items() if inside.unsent is not None]
+        ready = dict(self._poller.poll(RETRY_S * 1000 if blocked else None))
+        with suppress(BlockingIOError):
+            os.read(self._woken, 4096)
+        self._do_what_was_asked()
+        self._take_all()
+        for name in blocked:
+            self._send_again(name)
+        for name, inside in list(self._inside.items()):
+            if inside.unsent is None and inside.connection.fileno() in ready:
+                self._read(name, inside)
+
+    def _do_what_was_asked(self) -> None:
+        while self._asked:
+            self._asked.popleft()()
+
+    def _take_all(self) -> None:
+        while True:
+            try:
+                name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            inside = self._inside.get(name)
+            if inside is None:
+                continue  # it was ended here
+            try:
+                self._take(name, inside, _decoded(frames[0], inside.received))
+            except BadFrame as error:
+                self._end(name, f"lost: {error}", tell="kill")
+
+    def _take(self, name: bytes, inside: _Inside, piece: Piece) -> None:
+        inside.received += 1
+        with suppress(OSError):  # who opened it listens no more
+            if piece.what == "said":
+                inside.connection.sendall(piece.body)
+            elif piece.what == "printed":
+                _write(inside.output, piece.body)
+        if piece.what == "ended":
+            self._end(name, piece.body.decode(errors="replace"))
+
+    def _read(self, name: bytes, inside: _Inside) -> None:
+        try:
+            body = inside.connection.recv(PIECE_BYTES)
+        except OSError:
+            body = b""
+        if not body:
+            self._poller.unregister(inside.connection.fileno())
+        self._send(name, inside, "said" if body else "ended", body)
+
+    def _send(self, name: bytes, inside: _Inside, what: What, body: bytes = b"") -> None:
+        inside.unsent = _encode(Piece(inside.sent, what, body))
+        inside.sent += 1
+        self._send_again(name)
+
+    def _send_again(self, name: bytes) -> None:
+        inside = self._inside.get(name)
+        if inside is None or inside.unsent is None:
+            return
+        try:
+            self._socket.send_multipart([name, inside.unsent], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EAGAIN:
+                return
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+        inside.unsent = None  # sent; or nobody is there, and whoever comes will miss it
+
+    def _end(self, name: bytes, how: str, *, tell: What | None = None) -> None:
+        inside = self._inside.get(name)
+        if inside is None:
+            return
+        if tell is not None:
+            self._send(name, inside, tell)
+        del self._inside[name]
+        inside.tunnel.how_it_ended = how
+        with suppress(KeyError):
+            self._poller.unregister(inside.connection.fileno())
+        inside.connection.close()
+        os.close(inside.output)
+
+
+class TunnelExit:
+    """The far end, for one thread."""
+
+    def __init__(self, address: str, name: str, keys: EngineKeys | None) -> None:
+        """Connect; the near end need not be there yet.
+
+        Raises:
+            ConfigError: a malformed address, or one on another host without keys.
+        """
+        check_connector(address, has_keys=keys is not None)
+        self._socket: Socket = new_socket(zmq.DEALER, address, frame_bytes_max=FRAME_BYTES_MAX)
+        self._socket.setsockopt(zmq.IDENTITY, name.encode())
+        self._socket.setsockopt(zmq.SNDHWM, PIECES_UNSENT_MAX)
+        if keys is not None:
+            secure_connector(self._socket, keys)
+        self._socket.connect(address)
+        self._received = 0
+        self._sent = 0
+
+    def carry(self, connection: socket.socket, output: IO[bytes], end: Callable[[], str]) -> None:
+        """Carry until the process at the other end of ``connection`` ends, or is to.
+
+        ``end`` ends it if it has not, and says how it did.
+        """
+        poller = zmq.Poller()
+        for source in (self._socket, connection.fileno(), output.fileno()):
+            poller.register(source, zmq.POLLIN)
+        is_printing = is_speaking = True
+        try:
+            while is_speaking or is_printing:
+                ready = dict(poller.poll(None if is_speaking else LAST_WORDS_S * 1000))
+                if not ready or (self._socket in ready and not self._take(connection)):
+                    break
+                if output.fileno() in ready:
+                    is_printing = self._pass("printed", os.read(output.fileno(), PIECE_BYTES))
+                    if not is_printing:
+                        poller.unregister(output.fileno())
+                if connection.fileno() in ready:
+                    is_speaking = self._pass("said", _received(connection))
+                    if not is_speaking:
+                        poller.unregister(connection.fileno())
+        finally:
+            self._pass("ended", cut(end()).encode())
+            self._socket.close()
+
+    def _pass(self, what: What, body: bytes) -> bool:
+        if body:
+            self._socket.send(_encode(Piece(self._sent, what, body)))
+            self._sent += 1
+        return bool(body)
+
+    def _take(self, connection: socket.socket) -> bool:
+        """Whether to go on."""
+        try:
+            piece = _decoded(self._socket.recv(), self._received)
+        except BadFrame:
+            return False
+        self._received += 1
+        with suppress(OSError):  # it is ending
+            if piece.what == "said":
+                connection.sendall(piece.body)
+            elif piece.what == "ended":
+                connection.shutdown(socket.SHUT_WR)
+        return piece.what != "kill"
+
+
+def _received(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(PIECE_BYTES)
+    except OSError:
+        return b""
+
+
+def _write(descriptor: int, body: bytes) -> None:
+    view = memoryview(body)
+    while view:
+        view = view[os.write(descriptor, view) :]
