@@ -8,11 +8,15 @@
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -36,6 +40,8 @@ GLOO_MAX = 8
 """Engines; each loads torch."""
 
 RAY_MAX = 8
+
+RAY_TIMEOUT_S = 300.0
 
 
 class Receivers:
@@ -63,6 +69,10 @@ class Receivers:
             self._heard(process, "done")
         return time.monotonic() - begun_s
 
+    def cpu_s(self) -> float:
+        """Of this process and all of theirs, so far."""
+        return time.process_time() + sum(map(_cpu_s, (p.pid for p in self._all)))
+
     def close(self) -> None:
         """End them all."""
         for process in self._all:
@@ -83,12 +93,35 @@ class Receivers:
             raise RuntimeError(f"an engine said {said!r} where {word!r} was expected")
 
 
-def measured(weights: WeightSender, commands: list[list[str]], nbytes: int) -> float:
-    """The median fan-out time, once pages and connections are warm."""
+def _cpu_s(pid: int) -> float:
+    """Of a process, all its threads: fields 14 and 15 of proc(5)'s stat, whose second may have
+    blanks."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class FanOut:
+    """What it took to bring a version to all."""
+
+    wall_s: float
+    """The median."""
+    cpu_s: float
+    """Of the sender and all engines, on the mean."""
+    silent: int
+    """Relays that another one took for dead, over all versions."""
+
+
+def measured(weights: WeightSender, commands: list[list[str]], nbytes: int) -> FanOut:
+    """Some fan-outs, once pages and connections are warm."""
     made = Receivers(weights, commands)
     try:
         made.fan_out_s(tensors_of(nbytes))
-        return median(made.fan_out_s(tensors_of(nbytes)) for _ in range(REPEATS))
+        cpu_begun_s, silent, times_s = made.cpu_s(), 0, []
+        for _ in range(REPEATS):
+            times_s.append(made.fan_out_s(tensors_of(nbytes)))
+            silent += weights.silent_relays if isinstance(weights, RelaySender) else 0
+        return FanOut(median(times_s), (made.cpu_s() - cpu_begun_s) / REPEATS, silent)
     finally:
         made.close()
 
@@ -105,26 +138,28 @@ def local_rows(counts: list[int]) -> Iterator[Row]:
     for count in counts:
         naive = measured(sender("zmq", address=HOME), local(count, 1), LOCAL_BYTES)
         what = f"{count} engines, {LOCAL_BYTES >> 20} MiB"
+        relays = {}
         for hosts in (1, 4):
             if count % hosts == 0:
-                ours = measured(sender("relay", address=HOME), local(count, hosts), LOCAL_BYTES)
-                yield compared(f"{what}: relay, {hosts} hosts; peer: one by one", "s", ours, naive)
+                relays[hosts] = measured(
+                    sender("relay", address=HOME), local(count, hosts), LOCAL_BYTES
+                )
+                said = f"{what}: relay, {hosts} hosts; peer: one by one"
+                yield compared(said, "s", relays[hosts].wall_s, naive.wall_s)
+                yield compared(f"{said}", "CPU-s", relays[hosts].cpu_s, naive.cpu_s)
         if count <= GLOO_MAX:
             gloo = measured(sender("collective", address=HOME), local(count, 1), LOCAL_BYTES)
-            yield compared(f"{what}: relay, {hosts_said(count)}; peer: gloo", "s", ours, gloo)
+            for hosts, ours in relays.items():
+                said = f"{what}: relay, {hosts} hosts; peer: gloo"
+                yield compared(said, "s", ours.wall_s, gloo.wall_s)
         ray_s = by_ray(count) if count <= RAY_MAX else None
         if ray_s is not None:
-            one = measured(sender("relay", address=HOME), local(count, 1), LOCAL_BYTES)
-            yield compared(f"{what}: relay, 1 host; peer: Ray's object store", "s", one, ray_s)
+            said = f"{what}: relay, 1 hosts; peer: Ray's object store"
+            yield compared(said, "s", relays[1].wall_s, ray_s)
 
 
 HOME = "tcp://127.0.0.1:5555"
 """The orchestrator's address, if there were one: weights come from a port beside it."""
-
-
-def hosts_said(count: int) -> str:
-    """How many hosts the last row of relays had."""
-    return "4 hosts" if count % 4 == 0 else "1 hosts"
 
 
 def local(count: int, hosts: int) -> list[list[str]]:
@@ -134,13 +169,30 @@ def local(count: int, hosts: int) -> list[list[str]]:
 
 
 def by_ray(count: int) -> float | None:
-    """Put in its object store by one process, copied out of it by actors; None without Ray."""
-    try:
-        import ray
-    except ImportError:
+    """In a process of its own, which may fail alone; None without Ray."""
+    if find_spec("ray") is None:
         return None
-    if not ray.is_initialized():
-        ray.init(num_cpus=RAY_MAX, object_store_memory=8 * LOCAL_BYTES, log_to_driver=False)
+    command = [sys.executable, "-m", "benchmarks.weights", "--ray-store", str(count)]
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, timeout=RAY_TIMEOUT_S, check=True, text=True
+        )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        print(f"Ray's object store, {count} engines: {error}", file=sys.stderr)
+        return None
+    return float(done.stdout.splitlines()[-1])
+
+
+def ray_store_s(count: int) -> float:
+    """Put into Ray's object store by one process, copied out of it by actors; the median."""
+    import ray
+
+    ray.init(
+        num_cpus=count,
+        object_store_memory=8 * LOCAL_BYTES,
+        log_to_driver=False,
+        include_dashboard=False,
+    )
 
     class Engine:
         def copy(self, weights: Any) -> int:
@@ -156,10 +208,7 @@ def by_ray(count: int) -> float | None:
         return time.monotonic() - begun_s
 
     fan_out_s()
-    found = median(fan_out_s() for _ in range(REPEATS))
-    for actor in actors:
-        ray.kill(actor)
-    return found
+    return median(fan_out_s() for _ in range(REPEATS))
 
 
 def network_rows(counts: list[int]) -> Iterator[Row]:
@@ -175,15 +224,19 @@ def network_rows(counts: list[int]) -> Iterator[Row]:
             tree = over(network, hosts, lambda a, k: RelaySender(a, keys=k, fan_out=2))
             naive = over(network, hosts, lambda a, k: sender("zmq", address=a, keys=k))
         what = f"{hosts} hosts, {LINK_BYTES >> 20} MiB over {LINK_MBIT_PER_S} Mbit/s"
-        yield compared(f"{what}: relays in a chain; peer: one by one", "s", chain, naive)
-        yield compared(f"{what}: relays in a chain; peer: a tree of two each", "s", chain, tree)
+        relays = f"{what}: relays in a chain"
+        yield compared(f"{relays}; peer: one by one", "s", chain.wall_s, naive.wall_s)
+        yield compared(f"{relays}; peer: a tree of two each", "s", chain.wall_s, tree.wall_s)
         chunk_s = CHUNK_BYTES / bytes_per_s
-        model = once_s + (hosts - 1) * chunk_s
-        yield compared(f"{what}: relays in a chain; peer: its model", "s", chain, model)
-        yield compared(f"{what}: one by one; peer: its model", "s", naive, hosts * once_s)
+        model_s = once_s + (hosts - 1) * chunk_s
+        yield compared(f"{relays}; peer: its model", "s", chain.wall_s, model_s)
+        yield compared(f"{what}: one by one; peer: its model", "s", naive.wall_s, hosts * once_s)
+        # Where the CPU time comes near the wall time of a busy machine's share, that is the limit.
+        yield compared(f"{relays}; peer: one by one", "CPU-s", chain.cpu_s, naive.cpu_s)
+        yield Row(f"{relays}: taken for dead by another", chain.silent, "relays")
 
 
-def over(network: Network, hosts: int, make: Callable[[str, Any], WeightSender]) -> float:
+def over(network: Network, hosts: int, make: Callable[[str, Any], WeightSender]) -> FanOut:
     """One engine on each host, with keys."""
     orchestrator, engine = passing_keys()
     address = f"tcp://{network.address}:5555"
@@ -198,8 +251,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--engines", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--hosts", type=int, nargs="*", default=[1, 2, 4, 8])
+    parser.add_argument("--hosts", type=int, nargs="*", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--ray-store", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.ray_store is not None:
+        print(ray_store_s(arguments.ray_store))
+        return
     show(network_rows(arguments.hosts), as_json=arguments.json)
     show(local_rows(arguments.engines), as_json=arguments.json)
 

@@ -31,10 +31,10 @@ FRAME_BYTES_MAX = PIECE_BYTES + 64
 PIECES_UNSENT_MAX = 64
 """At the far end; while so many wait for the network, nothing more is read of the process there."""
 
-RETRY_S = 0.02
+RETRY_MS = 20
 """After a far end took no more: until it is offered the same piece again."""
 
-LAST_WORDS_S = 1.0
+LAST_WORDS_MS = 1000
 """How long the output of a process that has ended is read; what it has started may keep it open."""
 
 What = Literal["said", "printed", "ended", "kill"]
@@ -170,7 +170,7 @@ class TunnelEntrance:
 
     def _turn(self) -> None:
         blocked = [name for name, inside in self._inside.items() if inside.unsent is not None]
-        ready = dict(self._poller.poll(RETRY_S * 1000 if blocked else None))
+        ready = dict(self._poller.poll(RETRY_MS if blocked else None))
         with suppress(BlockingIOError):
             os.read(self._woken, 4096)
         self._do_what_was_asked()
@@ -280,7 +280,7 @@ class TunnelExit:
         is_printing = is_speaking = True
         try:
             while is_speaking or is_printing:
-                ready = dict(poller.poll(None if is_speaking else LAST_WORDS_S * 1000))
+                ready = dict(poller.poll(None if is_speaking else LAST_WORDS_MS))
                 if not ready or (self._socket in ready and not self._take(connection)):
                     break
                 if output.fileno() in ready:

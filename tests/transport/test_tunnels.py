@@ -130,7 +130,7 @@ def test_a_piece_that_is_damaged_or_comes_after_a_lost_one_ends_the_tunnel(
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(near.address)
         dealer.send(frame)
-        assert dealer.poll(WAIT_S * 1000)
+        assert dealer.poll(int(WAIT_S * 1000))
         assert msgspec.msgpack.decode(dealer.recv())[1] == "kill"
     assert received(tunnel.connection, 1) == b""
     assert "lost" in str(tunnel.how_it_ended)

@@ -58,6 +58,11 @@ class RelaySender(ZmqSender):
         Whoever has them may serve the run's weights, and fetch them."""
         super().__init__(address, keys=keys)
 
+    @property
+    def silent_relays(self) -> int:
+        """Of the version asked for last: relays that another waited for in vain."""
+        return sum(len(line.silent) for line in list(self._lines.values())[-1:])
+
     def init(self) -> InitWeights:
         """Phase 1: where to ask, and as whom relays talk to each other."""
         info = {"address": self.address, "sender": self._id}
