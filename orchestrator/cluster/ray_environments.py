@@ -4,6 +4,7 @@ Ray places them and tells of lost nodes. Calls and replies go through a tunnel o
 that came as the actor's argument. It knows processes, not environments.
 """
 
+import asyncio
 import itertools
 import socket
 import uuid
@@ -72,20 +73,23 @@ class RayWorkers:
         served: Future[None] = actor.serve.remote(*self._told).future()
         self._served[served] = actor
 
+        loop = asyncio.get_running_loop()
+
         def ended(future: "Future[None]") -> None:
-            error = future.exception()
-            how = (
-                "its actor is gone"
-                if error is None
-                else f"its actor or node was lost: {said(error)}"
-            )
-            self._entrance.lose(tunnel, how)
-            self._served.pop(future, None)
-            self._room.give_back(number)
-            self._free.append(number)
+            with suppress(RuntimeError):  # the loop has closed: close() looks after the rest
+                # Not here: this is Ray's own thread, which would wait for itself.
+                loop.call_soon_threadsafe(self._ended, number, tunnel, future)
 
         served.add_done_callback(ended)
         return RayWorker(tunnel, self._entrance)
+
+    def _ended(self, number: int, tunnel: Tunnel, served: "Future[None]") -> None:
+        error = served.exception()
+        how = "its actor is gone" if error is None else f"its actor or node was lost: {said(error)}"
+        self._entrance.lose(tunnel, how)
+        self._served.pop(served, None)
+        self._room.give_back(number)
+        self._free.append(number)
 
     def close(self) -> None:
         """Have all end, kill what doesn't, and give the places back."""

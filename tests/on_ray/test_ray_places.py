@@ -46,6 +46,8 @@ def cluster() -> Iterator[Any]:
     for _ in range(2):
         made.add_node(**node)
     ray.init(address=made.address, log_to_driver=False, namespace="places")
+    # This module is on no path of the actors', so its functions go there as code, not as names.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     yield made
     ray.shutdown()
     made.shutdown()
