@@ -1,15 +1,12 @@
-"""What does an adapter's worker do all day? It carries turns to an engine, and tokens back.
+"""What does an adapter's worker do all day? It hears what is wanted, and has it done in order.
 
 One asyncio loop. What messages ask for is noted at once; what must be done about it, one call to
 the engine after another, is done by one task, :meth:`Bridge._reconcile`, which compares how things
-are with how they should be. It knows no engine's API.
-
-Order matters where weights change: every token of the old version is told before the new one is
-said to be live, and no request is made in between.
+are with how they should be. It knows no engine's API; turns are the desk's, and new weights the
+swapper's.
 """
 
 import asyncio
-import heapq
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -17,18 +14,15 @@ from collections.abc import Callable, Coroutine
 from tidegate.engine.adapters.adapter import Capabilities, EngineAdapter
 from tidegate.engine.adapters.host_weights import HostWeights, PublishedDirectories
 from tidegate.engine.adapters.scoring import ScoreDesk
-from tidegate.engine.adapters.streams import Streams
+from tidegate.engine.adapters.swaps import WeightSwapper
 from tidegate.engine.adapters.telling import Teller
-from tidegate.engine.adapters.turns import AskedTurn, read_turn
+from tidegate.engine.adapters.turn_desk import TurnDesk
 from tidegate.engine.link import Link
 from tidegate.engine.pauses import PauseGate
 from tidegate.engine.turns import EngineLimits
-from tidegate.engine.weights.staging import Live, Staging
-from tidegate.errors import EngineGone, TidegateError, TurnRefused, WeightsRefused
-from tidegate.transport import messages
-from tidegate.transport.limits import cut
+from tidegate.engine.weights.staging import Staging
+from tidegate.errors import EngineGone, TidegateError
 from tidegate.transport.messages import (
-    CANCELLED,
     CancelTurn,
     EngineHeartbeat,
     FinishWeightUpdate,
@@ -49,7 +43,6 @@ from tidegate.transport.messages import (
     UpdateWeights,
     Wake,
     WeightsFailed,
-    WeightsLive,
 )
 from tidegate.transport.scoring import CancelScore, ScoreTokens
 
@@ -58,9 +51,6 @@ TICK_S = 0.02
 
 CHECK_INTERVAL_S = 5.0
 """How often an engine is asked whether it lives. A stream that breaks tells sooner."""
-
-HELD_S = 0.2
-"""After an engine has turned a request away because it is paused, by others than us."""
 
 END_TIMEOUT_S = 4.0
 """What an engine gets to be left unpaused and with nobody's requests. Whoever ends this process
@@ -87,35 +77,34 @@ class Bridge:
         name for others, another each time."""
         self._link = link
         self._adapter = adapter
-        self._able = able
-        self._limits = limits
         self._staging = staging
-        self._weights = weights
-        self._is_copy_right = True
-        """Whether ``_weights`` are those that the engine computes with."""
-        self._directories = directories
-        self._label_of = label_of
         self._teller = Teller(link)
-        self._turns: dict[int, AskedTurn] = {}
-        self._waiting: list[tuple[tuple[int, int], AskedTurn]] = []
-        """A heap. Turns that were cancelled meanwhile are still in it."""
-        self._arrivals = 0
-        self._streams = Streams(
+        self._changed = asyncio.Event()
+        self._desk = TurnDesk(
+            link,
             adapter,
             able,
-            label,
+            limits=limits,
+            label=label,
             teller=self._teller,
-            on_over=self._over,
+            on_change=self._changed.set,
+            on_gone=self._fail,
+        )
+        self._streams = self._desk.streams
+        self._swapper = WeightSwapper(
+            adapter,
+            able,
+            link,
+            staging=staging,
+            weights=weights,
+            directories=directories,
+            label_of=label_of,
         )
         self._scores = ScoreDesk(adapter, able, link, on_gone=self._fail)
         self._gate = PauseGate()
         self._resumes_unanswered = 0
-        self._is_swapping = False
-        self._is_held = False
-        """Whether the engine has just turned a request away, so that none is made for a moment."""
         self._answers: list[Message] = []
         """Due, in order, once the tokens that came before them have been told."""
-        self._changed = asyncio.Event()
         self._ended = asyncio.Event()
         self.ending: str | None = None
         self.refusal: str | None = None
@@ -195,7 +184,7 @@ class Bridge:
         for message in self._link.receive(0.0):
             self._handle(message)
             self._changed.set()
-        if self._link.hello_due and not self._is_swapping:
+        if self._link.hello_due and not self._swapper.is_swapping:
             self._introduce()
         self._teller.note_credit()
         self._answers += self._staging.take_answers()
@@ -210,19 +199,19 @@ class Bridge:
         self._scores.clear()
         self._staging.abandon()
         self._answers.clear()
-        held = dict.fromkeys([*self._turns, *self._teller.rows.handles])
+        held = dict.fromkeys([*self._desk.handles, *self._teller.rows.handles])
         self._link.say_hello(weight_version=self._teller.version, turns=list(held))
         self._changed.set()
 
     def _handle(self, message: FromOrchestrator) -> None:
         match message:
             case SubmitTurn():
-                self._submit(message)
+                self._desk.submit(message)
             case SubmitTurns(turns=turns):
                 for turn in turns:
-                    self._submit(turn)
+                    self._desk.submit(turn)
             case CancelTurn(turn=handle):
-                self._cancel(handle)
+                self._desk.cancel(handle)
             case ScoreTokens():
                 self._scores.ask(message)
             case CancelScore(request=request):
@@ -251,8 +240,7 @@ class Bridge:
                 self._staging.init(message)
             case StartWeightUpdate():
                 self._gate.end_swap()
-                live = Live(self._teller.version, self._weights) if self._is_copy_right else None
-                self._staging.start(message, live)
+                self._staging.start(message, self._swapper.live(self._teller.version))
             case UpdateWeights():
                 self._staging.update(message)
             case FinishWeightUpdate(version=version):
@@ -262,25 +250,6 @@ class Bridge:
                 else:
                     why = f"v{version} is not staged here; await WeightsStaged first"
                     self._answers.append(WeightsFailed(version=version, message=why))
-
-    def _submit(self, message: SubmitTurn) -> None:
-        try:
-            if message.turn in self._turns:
-                raise TurnRefused(f"turn handle {message.turn} is in use; use each handle once")
-            turn = read_turn(message, self._arrivals, limits=self._limits, able=self._able)
-        except TurnRefused as error:
-            self._link.send(messages.TurnRefused(turn=message.turn, message=cut(str(error))))
-            return
-        self._arrivals += 1
-        self._turns[turn.handle] = turn
-        heapq.heappush(self._waiting, (turn.rank, turn))
-
-    def _cancel(self, handle: int) -> None:
-        turn = self._turns.pop(handle, None)
-        if turn is not None and not turn.is_over:  # its end may have been told, and comes once
-            self._streams.cut(turn)
-            self._teller.rows.end(handle, CANCELLED)
-            self._teller.tell()
 
     # ------------------------------------------------------------ how things should be
 
@@ -314,10 +283,7 @@ class Bridge:
             await self._streams.stop(are_over=True)
         elif mode == "keep" and self._streams.paused is None:
             self._scores.stop()
-            if self._able.freezes:
-                await self._streams.freeze()
-            else:
-                await self._streams.stop(are_over=False)
+            await self._streams.freeze()
         elif mode is None and self._streams.paused is not None:
             await self._streams.resume()
         if mode is None and self._resumes_unanswered:
@@ -334,78 +300,16 @@ class Bridge:
     def _start_turns(self) -> None:
         if self._streams.paused is not None or not self._gate.turns_start:
             return
-        if self._is_held or self._ended.is_set():
-            return
-        self._teller.queued_turns = len(self._waiting)
-        self._scores.start(self._teller.version)
-        while self._waiting and self._streams.running < self._limits.max_running_turns:
-            _, turn = heapq.heappop(self._waiting)
-            if self._turns.get(turn.handle) is turn:
-                self._streams.start(turn, self._teller.version)
-
-    def _over(self, turn: AskedTurn, error: TidegateError | None, *, is_held: bool = False) -> None:
-        """A request has ended; the turn too, unless there is more to ask for."""
-        self._changed.set()
-        if isinstance(error, TurnRefused):
-            if self._turns.pop(turn.handle, None) is turn:
-                self._refuse(turn, error)
-        elif error is not None:
-            self._fail(error)
-        elif self._turns.get(turn.handle) is not turn:
-            pass  # cancelled meanwhile
-        elif turn.is_over:
-            del self._turns[turn.handle]
-        else:
-            heapq.heappush(self._waiting, (turn.rank, turn))
-            if is_held and not self._is_held:
-                self._is_held = True
-                asyncio.get_running_loop().call_later(HELD_S, self._let_go)
-
-    def _let_go(self) -> None:
-        self._is_held = False
-        self._changed.set()
-
-    def _refuse(self, turn: AskedTurn, error: TurnRefused) -> None:
-        # Tokens told later, for want of credit, would be of a turn that nobody knows any more.
-        self._teller.rows.drop(turn.handle)
-        self._link.send(messages.TurnRefused(turn=turn.handle, message=cut(str(error))))
-
-    # ------------------------------------------------------------ weights
+        if not self._ended.is_set() and self._desk.start():
+            self._scores.start(self._teller.version)
 
     async def _swap(self, update: FinishWeightUpdate) -> None:
-        """Bring staged weights to the engine; requests under way as the update says."""
-        self._is_swapping = True
-        label = self._label_of(update.version)
         try:
-            staged = self._staging.exchange(update.version, self._weights)
-            assert isinstance(staged, HostWeights)
-            self._weights, self._is_copy_right = staged, False
-            directory = await asyncio.to_thread(self._directories.write, staged, label)
-            self._scores.stop()
-            keeps_kv = update.kv_policy == "keep" and update.pause_mode != "abort"
-            recomputed = 0
-            if keeps_kv and self._able.keeps_kv:
-                await self._streams.freeze()
-                await self._streams.cut_unbegun()
-            else:
-                recomputed = await self._streams.stop(are_over=update.pause_mode == "abort")
-            await self._adapter.load_weights(directory, label)
-            await self._teller.all_told()  # tokens that were sampled before came until now
-            self._teller.version, self._is_copy_right = update.version, True
-            self._link.send(
-                WeightsLive(
-                    version=update.version,
-                    swapped_us=time.monotonic_ns() // 1000,
-                    recomputed_turns=recomputed,
-                )
-            )
-            await self._streams.new_weights(label)
-        except (WeightsRefused, OSError) as error:
-            self._directories.forget(label)
-            self._answers.append(WeightsFailed(version=update.version, message=cut(str(error))))
+            failed = await self._swapper.swap(update, self._streams, self._scores, self._teller)
         finally:
             self._gate.end_swap()
-            self._is_swapping = False
+        if failed is not None:
+            self._answers.append(failed)
 
     # ------------------------------------------------------------ time
 
@@ -421,8 +325,7 @@ class Bridge:
                 EngineHeartbeat(
                     weight_version=self._teller.version,
                     running_turns=self._streams.running,
-                    # A request that was cut may run for a moment after its turn has ended.
-                    waiting_turns=max(0, len(self._turns) - self._streams.running),
+                    waiting_turns=self._desk.waiting,
                     free_blocks=0,
                     sent_us=time.monotonic_ns() // 1000,
                 )

@@ -168,8 +168,13 @@ class Streams:
         return sum(not turn.is_over for turn in before)
 
     async def freeze(self) -> None:
-        """Pause with all requests where they are. Harmless if they are stopped already."""
-        if self.paused is None:
+        """Pause with all requests where they are, or else so that all are asked for again.
+
+        Harmless if they are stopped already.
+        """
+        if self.paused is None and not self._able.freezes:
+            await self.stop(are_over=False)
+        elif self.paused is None:
             await self._adapter.pause("keep")
             self.paused = "keep"
 
