@@ -19,7 +19,7 @@ help:
 	@echo "make test-agents   agents of litellm and of OpenAI's Agents SDK, in a Python of their own"
 	@echo "make test-ray   engines on a Ray cluster of several nodes on this machine (a Python of its own)"
 	@echo "make test-vllm   adapters against the real vLLM, built for the CPU (3.4 GB, 10 minutes)"
-	@echo "make test-sglang   a run over an SGLang server that you started: TIDEGATE_SGLANG_URL, TIDEGATE_SGLANG_MODEL"
+	@echo "make test-sglang   runs over the real SGLang, on a CPU by stubs, or over yours: TIDEGATE_SGLANG_URL, _MODEL"
 	@echo "make test-namespaces   hosts of their own, one cut off and brought back; wants root"
 	@echo "make test-dashboard   the dashboard in a real Chromium, if there is one; and TensorBoard"
 	@echo "make lint   the first three of those"
@@ -112,8 +112,23 @@ test-vllm: venv .venv-vllm/.ready
 	TIDEGATE_VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/python -m pytest tests/engine/test_real_vllm.py
 endif
 
+# SGLang's wheel wants CUDA's packages: it and some others come without what they ask for.
+.venv-sglang/.ready: tests/engine/sglang_on_a_cpu/requirements.txt
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet "torch==2.13.0"
+	.venv-sglang/bin/python -m pip install --quiet -r tests/engine/sglang_on_a_cpu/requirements.txt
+	.venv-sglang/bin/python -m pip install --quiet --no-deps "sglang==0.5.23" "xgrammar==0.2.7" \
+	  "apache-tvm-ffi==0.1.11" "compressed-tensors==0.18.0" "outlines==0.1.11" outlines_core \
+	  mistral_common torch_memory_saver
+	touch $@
+
+ifneq ($(TIDEGATE_SGLANG_URL)$(TIDEGATE_SGLANG_PYTHON),)
 test-sglang: venv
 	$(BIN)/python -m pytest tests/engine/test_real_sglang.py
+else
+test-sglang: venv .venv-sglang/.ready
+	TIDEGATE_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest tests/engine/test_real_sglang.py
+endif
 
 test-dashboard: venv
 	$(BIN)/python -m pip install --quiet "playwright>=1.50" "tensorboard>=2.18"
@@ -135,4 +150,4 @@ site: venv
 	$(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) .venv-environments .venv-trl .venv-agents .venv-vllm .venv-ray build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-environments .venv-trl .venv-agents .venv-vllm .venv-sglang .venv-ray build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

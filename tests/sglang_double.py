@@ -250,7 +250,9 @@ class SglangDouble:
         if request.top:
             meta["output_top_logprobs"] = request.top
         if request.finish is not None:
-            meta["weight_versions"] = request.spans
+            # Empty for what is aborted before any token, as 0.5.23 was seen to do.
+            nothing = {"version": self.label, "start": 0, "end": 0}
+            meta["weight_versions"] = request.spans or [nothing]
         text = self.tokenizer.decode(request.output)
         return {"text": text, "output_ids": request.output, "meta_info": meta}
 

@@ -99,7 +99,7 @@ def requests(shape: Shape, count: int, seed: int = 0) -> list[Request]:
     ]
 
 
-def make_directory(path: Path, shape: Shape, dtype: str) -> Path:
+def make_directory(path: Path, shape: Shape, dtype: str, *, tied: bool = True) -> Path:
     """Write a random model as Hugging Face does; all who are measured read this one."""
     import torch
     import transformers
@@ -109,7 +109,7 @@ def make_directory(path: Path, shape: Shape, dtype: str) -> Path:
     config = config_class(
         **shape.fields,
         max_position_embeddings=4096,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,

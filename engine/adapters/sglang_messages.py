@@ -19,7 +19,7 @@ def read_chunk(
     ended = _ended(meta.get("finish_reason"))
     labels = None
     if ended is not None and meta.get("weight_versions") is not None:
-        labels = [VersionLabel(s["version"], s["start"], s["end"]) for s in meta["weight_versions"]]
+        labels = _labels(meta["weight_versions"])
     for place, (_, token_id, *_) in enumerate(entries):
         if token_id in stops:
             if labels is not None and place + 1 < len(entries):
@@ -36,6 +36,12 @@ def read_chunk(
         labels=labels,
         top=top,
     )
+
+
+def _labels(spans: Sequence[dict[str, Any]]) -> list[VersionLabel]:
+    """Without the empty span that SGLang tells of a request which it aborts before any token."""
+    labels = (VersionLabel(span["version"], span["start"], span["end"]) for span in spans)
+    return [label for label in labels if label.end > label.start]
 
 
 def _ended(reason: dict[str, Any] | None) -> Ended | None:

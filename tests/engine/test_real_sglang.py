@@ -1,49 +1,116 @@
 """Is every token of a run over the real SGLang what its tags say? Where there is such a server.
 
-By hand: SGLang has no build for CPUs. Start one with a model that nobody minds being retrained, and
+``make test-sglang`` starts one in a Python of its own: SGLang has no build for CPUs, so what it
+imports of CUDA is stubbed. Or against one that runs, with a model that nobody minds being given
+other weights, on a machine where this process and the server see one file system:
 
     TIDEGATE_SGLANG_URL=http://127.0.0.1:30000 TIDEGATE_SGLANG_MODEL=DIR make test-sglang
-
-on a machine where this process and the server see one file system.
 """
 
 import os
+import signal
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import tidegate
 from tests.engine.adapter_runs import train
+from tests.models import make_model_directory
 
 URL = os.environ.get("TIDEGATE_SGLANG_URL", "")
 MODEL = os.environ.get("TIDEGATE_SGLANG_MODEL", "")
+PYTHON = os.environ.get("TIDEGATE_SGLANG_PYTHON", "")
+
+STUBS = Path(__file__).parent / "sglang_on_a_cpu"
 
 pytestmark = [
     pytest.mark.skipif(
-        not (URL and MODEL), reason="needs a server: TIDEGATE_SGLANG_URL and TIDEGATE_SGLANG_MODEL"
+        not PYTHON and not (URL and MODEL),
+        reason="wants SGLang, in a Python of its own or as a server: make test-sglang",
     ),
     pytest.mark.timeout(900),  # 20 to 60 ms a token on a CPU
 ]
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """Its address, and the directory that it serves."""
+    if URL:
+        yield URL, Path(MODEL)
+        return
+    directory = tmp_path_factory.mktemp("sglang")
+    model = make_model_directory(directory / "model", tied=False)
+    with started(model, directory / "log") as url:
+        yield url, model
+
+
+@contextmanager
+def started(model: Path, log: Path) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(STUBS)}
+    options = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
+    options += ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"]
+    options += ["--sampling-backend", "pytorch", "--skip-server-warmup"]
+    options += ["--mem-fraction-static", "0.05", "--max-total-tokens", "8192"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [PYTHON, "-m", "sglang.launch_server", *options],
+            env=os.environ | environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while not answers(url):  # pytest's own limit bounds it
+            if process.poll() is not None:
+                pytest.fail(f"SGLang ended: {log.read_text()[-2000:]}")
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{url}/model_info", timeout=5).close()
+    except (urllib.error.URLError, OSError):
+        return False
+    return True
+
+
 async def solve(episode: tidegate.Episode, task: list[int]) -> float:
+    """Of such different lengths that some turns are under way whenever others make a batch."""
     episode.append(task)
-    first = await episode.generate(max_tokens=40)
+    first = await episode.generate(max_tokens=20 + 40 * (task[3] % 3))
     episode.append([3, 4, 5])
     await episode.generate(max_tokens=20)
     return float(len(first.token_ids))
 
 
 @pytest.mark.parametrize("kv_policy", ["recompute", "keep"])
-async def test_tags_are_right_over_sglang(kv_policy: str, tmp_path: Path) -> None:
+async def test_tags_are_right_over_sglang(
+    server: tuple[str, Path], kv_policy: str, tmp_path: Path
+) -> None:
+    url, model = server
     report = await train(
-        Path(MODEL),
+        model,
         tmp_path / "run",
+        batches=8,
         episode=solve,
-        engine_urls=[f"sglang+{URL}"],
+        engine_urls=[f"sglang+{url}"],
         kv_policy=kv_policy,
     )
     assert report.problems == ()
     assert report.agrees
     assert report.tokens_unknown == 0
-    assert report.versions > 2
+    assert report.versions > 3
+    assert report.version_power.unnoticed_share < 0.05
+    assert (report.spans_mixed > 0) == (kv_policy == "keep")

@@ -203,6 +203,21 @@ async def test_an_abort_hands_back_what_there_is_and_labels_it(models: list[Path
     assert off_by(models, again, [(1, 4)]) < TOLERANCE
 
 
+async def test_a_request_that_is_aborted_before_any_token_is_labelled_as_nobodys(
+    models: list[Path],
+) -> None:
+    """SGLang tells an empty span of it, which no turn's tokens are in."""
+    async with sglang(models[0]) as engine:
+        engine.double.step = lambda request: None  # type: ignore[method-assign]  # too busy
+        stream = engine.stream()
+        async with asyncio.timeout(60):
+            while not engine.double.running:  # noqa: ASYNC110 - the double is in another thread
+                await asyncio.sleep(0.002)
+        await engine.adapter.pause("abort")
+        await stream.end()
+    assert [(chunk.ended, chunk.labels) for chunk in stream.chunks] == [("abort", [])]
+
+
 async def test_frozen_requests_can_be_aborted_though_sglang_would_wait_for_them_for_ever(
     models: list[Path],
 ) -> None:

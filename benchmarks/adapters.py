@@ -1,0 +1,234 @@
+"""How much of an engine's speed is left when Tidegate drives it? Tokens/s with it, over without.
+
+``VLLM_PYTHON=PYTHON python -m benchmarks.adapters [--json] [--rounds 5]`` starts vLLM with a small
+random model, and loads it by turns through a run of Tidegate's and directly by its own HTTP route,
+with the same prompts, lengths and number of requests at once; it prints ``name, value, unit, peer,
+ratio`` of the medians. ``--url KIND+URL --model DIR`` takes a server that runs, of either kind.
+
+All count from the first request made to the last answer complete. The engine is asked directly
+twice: for whole answers, all that a batch trainer needs, and for streams, which an adapter reads so
+that tokens sampled before a pause or a crash are not lost. A server writes those token by token;
+``--stream-interval`` has vLLM gather some.
+"""
+
+import argparse
+import asyncio
+import os
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import tidegate
+from benchmarks.engine.shapes import SHAPES, Request, make_directory, requests
+from benchmarks.table import Row, compared, show
+
+START_TIMEOUT_S = 300.0
+
+ANSWER_TIMEOUT_S = 900.0
+"""Of a whole round, on a machine that is busy."""
+
+VLLM_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": "",
+}
+
+BODIES: dict[str, tuple[str, Callable[[Request], dict[str, Any]]]] = {
+    "vllm": (
+        "/inference/v1/generate",
+        lambda request: {
+            "token_ids": request.prompt,
+            "sampling_params": {
+                "max_tokens": request.output_tokens,
+                "temperature": 1.0,
+                "ignore_eos": True,
+                "detokenize": False,
+                "logprobs": 0,
+            },
+        },
+    ),
+    "sglang": (
+        "/generate",
+        lambda request: {
+            "input_ids": request.prompt,
+            "sampling_params": {
+                "max_new_tokens": request.output_tokens,
+                "temperature": 1.0,
+                "ignore_eos": True,
+            },
+            "return_logprob": True,
+        },
+    ),
+}
+"""How each kind is asked for tokens and their log-probs."""
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--url", help="KIND+URL of a server that runs, e.g. sglang+http://…:30000")
+    parser.add_argument("--model", type=Path, help="the directory that it serves")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--concurrent", type=int, default=16)
+    parser.add_argument("--stream-interval", type=int, default=1, help="of the vLLM that it starts")
+    options = parser.parse_args()
+    if (options.url is None) != (options.model is None):
+        parser.error("--url and --model go together")
+    with tempfile.TemporaryDirectory(prefix="tidegate") as directory:
+        if options.url is None:
+            model = make_directory(
+                Path(directory) / "model", SHAPES["small"], "float32", tied=False
+            )  # whose head vLLM updates on a CPU
+            with vllm(model, options.concurrent, options.stream_interval) as url:
+                show(measure(url, model, options), as_json=options.json)
+        else:
+            show(measure(options.url, options.model, options), as_json=options.json)
+
+
+@contextmanager
+def vllm(model: Path, concurrent: int, stream_interval: int) -> Iterator[str]:
+    """A vLLM of its own Python, by ``KIND+URL``, until left."""
+    python = os.environ.get("VLLM_PYTHON")
+    if python is None:
+        raise SystemExit("VLLM_PYTHON must name a Python that has vllm-cpu; or give --url")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512"]
+    command += ["--enforce-eager", "--max-num-seqs", str(concurrent), "--dtype", "float32"]
+    command += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
+    command += ["--stream-interval", str(stream_interval), "--disable-uvicorn-access-log"]
+    log = model.parent / "vllm.log"
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            command, env=os.environ | VLLM_ENVIRONMENT, stdout=output, stderr=output
+        )
+        try:
+            wait_for(server, port, log)
+            yield f"vllm+http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+def wait_for(server: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
+    """Until its port is open."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s and server.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            time.sleep(0.5)
+        else:
+            return
+    raise SystemExit(f"vLLM did not start: {log.read_text()[-2000:]}")
+
+
+def measure(url: str, model: Path, options: argparse.Namespace) -> Iterator[Row]:
+    """Rounds by turns, the first of each kind for nothing."""
+    kind, _, address = url.partition("+")
+    asked = requests(SHAPES["small"], options.requests)
+    ways: dict[str, Callable[[], Awaitable[float]]] = {
+        "tidegate": lambda: through_tidegate(url, model, asked, options.concurrent),
+        "whole": lambda: directly(kind, address, asked, options.concurrent, is_streamed=False),
+        "streamed": lambda: directly(kind, address, asked, options.concurrent, is_streamed=True),
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(options.rounds + 1):
+        for way, run in ways.items():
+            took_s = asyncio.run(asyncio.wait_for(_awaited(run), ANSWER_TIMEOUT_S))
+            if number:
+                seconds[way].append(took_s)
+    tokens = sum(request.output_tokens for request in asked)
+    speeds = {way: [tokens / s for s in took] for way, took in seconds.items()}
+    ours = statistics.median(speeds["tidegate"])
+    for way in ("whole", "streamed"):
+        name = f"{kind} through tidegate / {way} answers directly, {options.concurrent} at once"
+        yield compared(name, "tokens/s", ours, statistics.median(speeds[way]))
+    for way, each in speeds.items():
+        yield Row(f"  spread of {way}: (max - min) / median", _spread(each), "")
+
+
+async def _awaited(run: Callable[[], Awaitable[float]]) -> float:
+    return await run()
+
+
+def _spread(values: list[float]) -> float:
+    return (max(values) - min(values)) / statistics.median(values)
+
+
+async def through_tidegate(url: str, model: Path, asked: list[Request], concurrent: int) -> float:
+    """Seconds from the first turn submitted to the last one back, in one batch of a run."""
+    begun_s: list[float] = []
+    ended_s: list[float] = []
+    gate = asyncio.Semaphore(concurrent)
+
+    async def episode(episode: tidegate.Episode, task: int) -> float:
+        request = asked[task]
+        episode.append(request.prompt)
+        async with gate:
+            begun_s.append(time.perf_counter())
+            turn = await episode.generate(max_tokens=request.output_tokens)
+            ended_s.append(time.perf_counter())
+        assert len(turn.token_ids) == request.output_tokens
+        return 0.0
+
+    async with tidegate.serve(
+        model=model,
+        engine_urls=[url],
+        group_size=1,
+        groups_per_batch=len(asked),
+        max_staleness=0,
+        temperature=1.0,
+    ) as rollouts:
+        async for _ in rollouts.batches(iter(range(len(asked))), episode=episode):
+            break
+    return max(ended_s) - min(begun_s)
+
+
+async def directly(
+    kind: str, address: str, asked: list[Request], concurrent: int, *, is_streamed: bool
+) -> float:
+    """Seconds from the first request made to the last answer read and decoded."""
+    import aiohttp
+
+    path, body_of = BODIES[kind]
+    gate = asyncio.Semaphore(concurrent)
+
+    async def ask(session: aiohttp.ClientSession, request: Request) -> None:
+        body = msgspec.json.encode(body_of(request) | {"stream": is_streamed})
+        headers = {"Content-Type": "application/json"}
+        async with gate, session.post(address + path, data=body, headers=headers) as response:
+            assert response.status == 200, await response.text()
+            if not is_streamed:
+                msgspec.json.decode(await response.read())
+                return
+            rest = b""
+            async for data in response.content.iter_any():
+                *events, rest = (rest + data).split(b"\n\n")
+                for event in events:
+                    text = event.removeprefix(b"data:").strip()
+                    if text != b"[DONE]":
+                        msgspec.json.decode(text)
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        begun_s = time.perf_counter()
+        await asyncio.gather(*(ask(session, request) for request in asked))
+        return time.perf_counter() - begun_s
+
+
+if __name__ == "__main__":
+    main()
