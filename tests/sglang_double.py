@@ -356,7 +356,9 @@ class SglangDouble:
                 "weight_version": self.info_label,
                 "architectures": [type(self.model).__name__],
             },
-            "/server_info": {"version": "0.5.23", "page_size": 1} | self.settings,
+            # It samples nothing ahead, as the server when started so.
+            "/server_info": {"version": "0.5.23", "page_size": 1, "disable_overlap_schedule": True}
+            | self.settings,
             "/v1/models": {"data": [{"id": self.path, "max_model_len": context}]},
             "/v1/loads": {"loads": [{"max_total_num_tokens": 8192, "max_running_requests": 32}]},
             "/openapi.json": {"paths": {path: {} for path in PATHS}},

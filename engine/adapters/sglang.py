@@ -8,6 +8,7 @@ weights by two names, and die of a token id that isn't the model's.
 import asyncio
 import contextlib
 import itertools
+import sys
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -78,6 +79,11 @@ class SglangAdapter:
         """Leave it with the model's own weights, awake, unpaused, and nobody's requests."""
         server = await look_at(self._http, self._architecture)
         self._is_incremental = server.streams_incrementally
+        if server.samples_ahead:
+            sys.stderr.write(
+                f"SGLang at {self._http.url} samples ahead, so that kv_policy='keep' is refused: "
+                f"it would tell tokens of old weights as of new; --disable-overlap-schedule helps\n"
+            )
         await self.resume()  # whoever held it paused is gone
         await self._abort({"abort_all": True})
         await self._pause("abort")
@@ -89,7 +95,7 @@ class SglangAdapter:
             running_turns_max=server.running_turns_max,
             has_processed_logprobs=await self._has_processed_logprobs(),
             freezes=True,
-            keeps_kv=server.labels_tokens,
+            keeps_kv=server.labels_tokens and not server.samples_ahead,
             # top_k, top_p and min_p are drawn by, and are not in the log-probs told; penalties
             # would count what a moved turn sampled elsewhere as its prompt; min_tokens would bar
             # the model's own end, which Tidegate doesn't.

@@ -24,6 +24,10 @@ class Server:
     block_tokens: int
     labels_tokens: bool
     """Answers say which weights sampled which tokens (0.5.19)."""
+    samples_ahead: bool
+    """One step is always under way while the one before is told of (the overlap scheduler). A pause
+    in place leaves it there, sampled by the weights of before; 0.5.23 labels it as of those that
+    come then."""
     streams_incrementally: bool
     """Streams tell what is new (--incremental-streaming-output), not all there is."""
 
@@ -69,6 +73,7 @@ async def look_at(http: HttpEngine, architecture: str) -> Server:
         ),
         num_blocks=loads[0]["max_total_num_tokens"] // block_tokens,
         block_tokens=block_tokens,
+        samples_ahead=not settings.get("disable_overlap_schedule", False),
         streams_incrementally=bool(settings.get("incremental_streaming_output")),
         labels_tokens="weight_versions" in meta,
     )

@@ -345,6 +345,9 @@ async def test_what_the_server_was_started_with_decides_what_is_declared(
         assert not engine.able.has_processed_logprobs
     async with sglang(models[0], settings={"version": "0.5.22"}) as engine:
         assert engine.able.engine == "sglang 0.5.22"
+        assert engine.able.keeps_kv
+    async with sglang(models[0], settings={"disable_overlap_schedule": False}) as engine:
+        assert not engine.able.keeps_kv  # its labels come a token early
     with pytest.raises(ConfigError, match="without --preferred-sampling-params"):
         async with sglang(models[0], preferred={"top_p": 0.8}):
             pass
