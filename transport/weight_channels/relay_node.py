@@ -127,8 +127,9 @@ class RelayNode:
                 ending.callback(memory.close)
             for slot in self._slots.values():
                 ending.callback(slot.close)
-            ending.callback(self._clients.close)
             ending.callback(self._sockets.close)
+            # Before those, which may wait for others: the name is free, and engines hear of it.
+            ending.callback(self._clients.close)
             for slot in self._slots.values():
                 ending.callback(slot.stop_fetching)
 
