@@ -66,10 +66,10 @@ test-environments: venv .venv-environments/.ready
 	TIDEGATE_ENVIRONMENTS_PYTHON=.venv-environments/bin/python $(BIN)/python -m pytest tests/orchestrator/environments
 
 # TRL wants datasets, pandas and requests: a Python of its own, with torch's CPU build first.
-.venv-trl/.ready:
+.venv-trl/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/python -m pip install --quiet "torch==2.13.0"
-	.venv-trl/bin/python -m pip install --quiet "trl==1.16.0" aiohttp requests peft
+	.venv-trl/bin/python -m pip install --quiet -e . "trl==1.16.0" aiohttp requests peft
 	touch $@
 
 test-trl: venv .venv-trl/.ready

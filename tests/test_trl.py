@@ -5,6 +5,7 @@ TRL has a Python of its own, which `make test-trl` makes; elsewhere these tests 
 
 import json
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,16 +31,24 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tidegate.VLLMServer]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trl") / "model"
     # Near to uniform: rewards of a letter have room to rise.
     fields: dict[str, Any] = {"max_position_embeddings": 1024, "initializer_range": 0.05}
     make_model_directory(path, vocab_size=chat_tokenizer().get_vocab_size(), **fields)
     add_chat_template(path, "chatml")
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    file = path / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    settings["bos_token"] = "<bos>"  # a dict with no type, which we take, transformers does not
+    file.write_text(json.dumps(settings))
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[tidegate.VLLMServer]:
     # TRL asks for the model by its directory, as vLLM's servers name it.
-    with tidegate.VLLMServer(model=path, engines=2, max_running_turns=8) as server:
+    with tidegate.VLLMServer(model=model, engines=2, max_running_turns=8) as server:
         yield server
 
 
@@ -53,7 +62,12 @@ def run_in_trls_python(*arguments: str) -> Any:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [PYTHON, *arguments], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        [PYTHON, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -79,6 +93,37 @@ def test_trls_trainer_advances_versions_within_its_staleness(
     # Log-probs that its trainer computes are those that the server drew by.
     assert told["first_ratio"] == pytest.approx(1.0, abs=1e-3)
     assert told["first_kl"] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_trls_trainer_trains_on_a_run_in_the_place_of_its_own_rollout_worker(model: Path) -> None:
+    told = run_in_trls_python("-m", "examples.trl_rollouts", "--model", str(model), "--steps", "4")
+    assert told["steps"] == 4
+    assert told["versions"] == told["run_version"] == 5  # the first before any step
+    ages = {int(age): samples for age, samples in told["staleness"].items()}
+    assert sum(ages.values()) >= 4 * 8
+    assert max(ages) <= 1  # the run's own bound, as taken: nothing is left for TRL to drop
+    assert told["first_ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert told["first_kl"] == pytest.approx(0.0, abs=1e-4)
+    assert 0 < told["mean_length"] <= 24
+    assert told["tokens"]["generated"] >= told["tokens"]["trained"] > 0
+
+
+def test_trls_synchronous_trainer_generates_and_syncs_by_the_server(model: Path) -> None:
+    script = str(ROOT / "examples" / "trl_grpo_server.py")
+    with tidegate.VLLMServer(model=model, weight_transfer="gloo") as server:
+        asked = ("--model", str(model), "--server", server.url, "--group-port", str(free_port()))
+        told = run_in_trls_python(script, *asked, "--steps", "3")
+        assert server.version == told["updates"]
+    assert told["steps"] == 3
+    assert told["updates"] >= 2  # none before the first step, one before each other
+    assert max(told["logprobs_differ"]) < 1e-3  # after each update, too: the weights have come
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 def test_trls_client_knows_the_server(server: tidegate.VLLMServer) -> None:

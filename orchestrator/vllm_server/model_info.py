@@ -68,7 +68,7 @@ class ModelInfo:
                 "id": name,
                 "object": "model",
                 "created": created_s,
-                "owned_by": "vllm",
+                "owned_by": "tidegate",
                 "root": root,
                 "parent": parent,
                 "max_model_len": context_tokens_max if parent is None else None,

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.rollout_worker import RolloutWorker
     from tidegate.orchestrator.serve import Rollouts, SyncRollouts, serve, serve_sync
     from tidegate.orchestrator.statistics import RunStatistics
+    from tidegate.orchestrator.trl_rollouts import TRLRollouts
     from tidegate.orchestrator.vllm_server.server import VLLMServer
     from tidegate.orchestrator.watchdog import Stuck
     from tidegate.policies.adaptive import AdaptiveStaleness
@@ -85,6 +86,7 @@ __all__ = [
     "SyncRollouts",
     "SyncScorer",
     "Synchronous",
+    "TRLRollouts",
     "TailPacking",
     "TensorBoard",
     "TidegateError",
@@ -138,6 +140,7 @@ _HOMES = {
     "SyncRollouts": "orchestrator.serve",
     "SyncScorer": "orchestrator.faces",
     "Synchronous": "policies.rounds",
+    "TRLRollouts": "orchestrator.trl_rollouts",
     "TailPacking": "policies.rounds",
     "TensorBoard": "orchestrator.observing.tensorboard",
     "TidegateError": "errors",

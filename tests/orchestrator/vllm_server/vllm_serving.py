@@ -10,6 +10,11 @@ import httpx
 
 TIMEOUT_S = 60.0
 
+PROMPT = [30, 41, 52, 63]
+
+CONTEXT_TOKENS_MAX = 1024
+"""A request that fills it is still going on when the next one has come, on a busy machine too."""
+
 LONG = {"token_ids": [3, 4, 5], "sampling_params": {"ignore_eos": True, "logprobs": 0}}
 """Fills the context, which takes a while."""
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import tidegate
 from tests.models import make_model, make_model_directory
-from tests.orchestrator.vllm_serving import LONG, Client
+from tests.orchestrator.vllm_server.vllm_serving import LONG, Client
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.vllm_server.receivers import broadcast, gloo_group
 

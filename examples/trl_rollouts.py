@@ -1,0 +1,124 @@
+"""Can TRL's asynchronous trainer get its rollouts from Tidegate itself, with no server between?
+
+    pip install -e '.[trl]' requests aiohttp  # after a torch for CPUs
+    python -m examples.trl_rollouts --model DIR --steps 4
+
+TRL's AsyncGRPOTrainer trains; prompts, episodes, rewards, staleness and weights are the run's. What
+differs from trl_async_grpo.py: engines go on while weights travel, and no token is older than the
+bound, whatever TRL drops. Completions are rewarded for the letter `e`.
+"""
+
+import argparse
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import AutoTokenizer
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+import tidegate
+from examples.trl_async_grpo import QUESTIONS, StalenessSeen, run_on_cpu
+
+MAX_STALENESS = 1
+"""Of the run. What is trained on is up to one version older: TRL's data loader is a batch ahead."""
+
+GROUP_SIZE = 4
+GROUPS_PER_BATCH = 2
+TOKENS_MAX = 24
+
+
+def tasks() -> Iterator[dict[str, Any]]:
+    """The questions, over and over."""
+    for question in itertools.cycle(QUESTIONS):
+        yield {"prompt": [{"role": "user", "content": question}]}
+
+
+async def solve(episode: tidegate.Episode, task: dict[str, Any]) -> float:
+    """One answer, rewarded by the share of the letter in it."""
+    turn = await episode.generate(messages=task["prompt"], max_tokens=TOKENS_MAX)
+    return turn.text.count("e") / max(1, len(turn.text))
+
+
+def main() -> None:
+    """Train for a few steps, and say what came of it in one line of JSON."""
+    arguments = _arguments()
+    run_on_cpu()
+    seen = StalenessSeen()
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        tidegate.serve_sync(
+            model=arguments.model,
+            engines=arguments.engines,
+            max_staleness=MAX_STALENESS,
+            group_size=GROUP_SIZE,
+            groups_per_batch=GROUPS_PER_BATCH,
+        ) as run,
+    ):
+        worker = tidegate.TRLRollouts(run, tasks(), episode=solve)
+        trainer = AsyncGRPOTrainer(
+            model=str(arguments.model),
+            args=_config(arguments, scratch),
+            train_dataset=Dataset.from_list(list(itertools.islice(tasks(), len(QUESTIONS)))),
+            processing_class=AutoTokenizer.from_pretrained(arguments.model),
+            rollout_worker=worker,
+            weight_transfer=worker,
+        )
+        seen.watch(trainer)
+        trainer.train()
+        ledger = run.statistics().ledger
+        told = _told(trainer, seen) | {
+            "run_version": run.version,
+            "tokens": {"generated": ledger.generated, "trained": ledger.trained},
+        }
+    print(json.dumps(told))
+
+
+def _told(trainer: Any, seen: StalenessSeen) -> dict[str, Any]:
+    history = [entry for entry in trainer.state.log_history if "reward" in entry]
+    return {
+        "steps": trainer.state.global_step,
+        "versions": trainer.model_version,
+        "staleness": dict(sorted(seen.ages.items())),
+        "rewards": [round(entry["reward"], 4) for entry in history],
+        # Of the first step, whose rollouts are the present weights' own: 1 and 0 by right.
+        "first_ratio": history[0]["ratio"],
+        "first_kl": history[0]["kl"],
+        "mean_length": history[0]["completions/mean_length"],
+    }
+
+
+def _config(arguments: argparse.Namespace, scratch: str) -> AsyncGRPOConfig:
+    return AsyncGRPOConfig(
+        output_dir=scratch,
+        max_steps=arguments.steps,
+        max_staleness=MAX_STALENESS,  # as it is taken; TRL drops what is older
+        num_generations=GROUP_SIZE,
+        per_device_train_batch_size=GROUP_SIZE * GROUPS_PER_BATCH,
+        gradient_accumulation_steps=1,
+        token_budget=0,  # rows by number, as the run's batches have them
+        learning_rate=arguments.learning_rate,
+        logging_steps=1,
+        dtype="float32",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
