@@ -143,7 +143,7 @@ class ScoreState(TurnState):
     def _logprobs(self, told: RowScore, version: int) -> Iterator[Message]:
         logprobs, ids, likeliest = _column(told.logprobs), told.top_ids, told.top_logprobs
         _refuse_nan(logprobs)
-        for part in _cut(len(logprobs), _FLOAT32_BYTES * (1 + 2 * self._asked.top_logprobs)):
+        for part in _cut(len(logprobs), _position_bytes(self._asked.top_logprobs)):
             yield Scored(
                 request=self.handle,
                 version=version,
@@ -151,6 +151,7 @@ class ScoreState(TurnState):
                 logprobs=logprobs[part].astype("<f4").tobytes(),
                 top_ids=b"" if ids is None else ids[part].astype("<i4").tobytes(),
                 top_logprobs=b"" if likeliest is None else likeliest[part].astype("<f4").tobytes(),
+                ranks=b"" if told.ranks is None else told.ranks[part].astype("<i4").tobytes(),
                 last=part.stop >= len(logprobs),
             )
 
@@ -289,11 +290,16 @@ def _check_numbers(message: ScoreTokens, tokens: int, limits: EngineLimits) -> N
         )
 
 
+def _position_bytes(top_logprobs: int) -> int:
+    """Of a log-prob; and where likely tokens are told, of them and of the token's own rank."""
+    return _FLOAT32_BYTES * (2 + 2 * top_logprobs if top_logprobs else 1)
+
+
 def _check_size(message: ScoreTokens, end: int, traits: ScoringTraits) -> None:
     told = end - message.start
     answer_bytes = 0
     if message.want == "logprobs":
-        answer_bytes = (told + 1) * _FLOAT32_BYTES * (1 + 2 * message.top_logprobs)
+        answer_bytes = (told + 1) * _position_bytes(message.top_logprobs)
     elif message.want == "hidden_states":
         answer_bytes = told * _FLOAT32_BYTES * traits.hidden_size
     if answer_bytes > ANSWER_BYTES_MAX:

@@ -52,6 +52,8 @@ class RowScore:
     """[P, k], likeliest first."""
     top_logprobs: Floats | None = None
     """[P, k]"""
+    ranks: npt.NDArray[np.int32] | None = None
+    """[P], of the tokens themselves: 1 is the likeliest. Only beside the likeliest tokens."""
     values: Floats | None = None
     """[P, H]; [1, H] for a sum; [1, L] for rewards."""
 
@@ -71,7 +73,8 @@ def score_logits(logits: torch.Tensor, row: RowScoring) -> RowScore:
     parts = [part.logsumexp(-1) for part in torch.split(logits, VOCAB_PART, -1)]
     log_z = torch.stack(parts).logsumexp(0)
     token_ids = torch.from_numpy(row.token_ids).long()
-    logprobs = (logits.gather(-1, token_ids[:, None]).squeeze(-1) - log_z).numpy()
+    own = logits.gather(-1, token_ids[:, None])
+    logprobs = (own.squeeze(-1) - log_z).numpy()
     if not row.top_logprobs:
         return RowScore(logprobs=logprobs)
     top = logits.topk(row.top_logprobs, -1)
@@ -79,6 +82,7 @@ def score_logits(logits: torch.Tensor, row: RowScoring) -> RowScore:
         logprobs=logprobs,
         top_ids=top.indices.numpy().astype(np.int32),
         top_logprobs=(top.values - log_z[:, None]).numpy(),
+        ranks=((logits > own).sum(-1) + 1).numpy().astype(np.int32),
     )
 
 
@@ -98,6 +102,7 @@ def join_scores(scores: Sequence[RowScore]) -> RowScore:
         logprobs=join([score.logprobs for score in scores]),
         top_ids=join([score.top_ids for score in scores]),
         top_logprobs=join([score.top_logprobs for score in scores]),
+        ranks=join([score.ranks for score in scores]),
         values=join([score.values for score in scores]),
     )
 

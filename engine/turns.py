@@ -79,6 +79,7 @@ class TurnState:
         "adapter",
         "block_tokens_held",
         "blocks",
+        "cache_salt",
         "cached_tokens",
         "chunk_tokens",
         "computed",
@@ -110,6 +111,7 @@ class TurnState:
         self.rank = (message.priority, arrival)
         """Orders turns, best first; no two are equal."""
         self.adapter = message.sampling.adapter
+        self.cache_salt = message.sampling.cache_salt
         self.stop_ids = frozenset(message.sampling.stop_token_ids)
         self.sampled_before = message.sampled_before
         self.session = message.session

@@ -51,7 +51,7 @@ class GlooClient(vllm_client.VLLMClient):  # type: ignore[misc]
             url = f"{self.base_url}/init_weight_transfer_engine"
             answered = pool.submit(self._post, url, json={"init_info": init_info})
             store = TCPStore("127.0.0.1", self.group_port, 2, is_master=True, timeout=patience)
-            self.communicator = ProcessGroupGloo(store, 0, 2, patience)
+            self.communicator: Any = ProcessGroupGloo(store, 0, 2, patience)
             answered.result()
 
     def update_named_params(

@@ -68,6 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_d
     """As :meth:`Processor.to_str` writes them."""
     adapter: str = ""
     """The LoRA adapter that the model computes with, by its name; empty: none."""
+    cache_salt: str = ""
+    """Turns share KV of equal contexts with turns of the same salt only."""
 
 
 class Processor(msgspec.Struct, frozen=True):

@@ -68,6 +68,8 @@ class Scored(Message, frozen=True, kw_only=True, tag="scored"):
     values: bytes = b""
     """float32: [H], [P, H] or [L]."""
     last: bool = True
+    ranks: bytes = b""
+    """int32 [P], of the tokens themselves, 1 for the likeliest; empty: not told, or k is 0."""
 
 
 class ScoreRefused(Message, frozen=True, kw_only=True, tag="score_refused"):

@@ -25,6 +25,9 @@ Node = int
 NOWHERE: Node = 0
 """Of a block that was never cached since it was allocated."""
 
+ROOTS_MAX = 65536
+"""Of salts: 10 MB. Beyond it those go under which nothing is cached."""
+
 Wanted = list[tuple[int, Node]]
 """Blocks, in the order of their positions, and what was in them then."""
 
@@ -52,7 +55,7 @@ class KvCache:
         """Each block's key in ``_blocks``; None where it is in none."""
         self._nodes: list[Node] = [NOWHERE] * num_blocks
         """Where each cached block's tokens end; also once it is forgotten, for it may be shared."""
-        self._roots: dict[tuple[int, str], Node] = {}
+        self._roots: dict[tuple[int, str, str], Node] = {}
         self._next_node: Node = NOWHERE + 1
 
     @property
@@ -138,11 +141,14 @@ class KvCache:
 
     # ------------------------------------------------------------ contexts
 
-    def root(self, weight_version: int, adapter: str = "") -> Node:
-        """Where contexts begin whose KV these weights compute."""
-        key = (weight_version, adapter)
+    def root(self, weight_version: int, adapter: str = "", salt: str = "") -> Node:
+        """Where contexts begin whose KV these weights compute, for turns of this salt."""
+        key = (weight_version, adapter, salt)
         root = self._roots.get(key)
         if root is None:
+            if len(self._roots) >= max(ROOTS_MAX, 2 * self.num_blocks):
+                used = {node for node, _ in self._blocks}
+                self._roots = {k: node for k, node in self._roots.items() if node in used}
             root = self._roots[key] = self._new_node()
         return root
 

@@ -25,7 +25,7 @@ class Prefixes:
     def enter(self, turn: TurnState, weight_version: int) -> None:
         """A turn without KV begins at the root of these weights."""
         turn.shared_blocks = 0
-        turn.node = self._cache.root(weight_version, turn.adapter)
+        turn.node = self._cache.root(weight_version, turn.adapter, turn.cache_salt)
         turn.share_at = self._block_tokens if self._are_shared else NEVER
 
     def forget(self, turns: list[TurnState], weight_version: int) -> None:

@@ -55,6 +55,7 @@ class SamplingOptions(TypedDict, total=False):
     processors: Sequence[Processor | str]
     adapter: str
     """In place of the run's own; empty: none."""
+    cache_salt: str
 
 
 def sampling_params(

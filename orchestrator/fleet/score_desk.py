@@ -91,8 +91,8 @@ class ScoreDesk:
             fail(request.future, ScoreRefused(message.message))
             return
         request.parts.append(message)
-        columns = (message.logprobs, message.top_ids, message.top_logprobs, message.values)
-        request.parts_bytes += sum(map(len, columns))
+        columns = (message.logprobs, message.top_ids, message.top_logprobs, message.ranks)
+        request.parts_bytes += sum(map(len, columns)) + len(message.values)
         if message.last or request.parts_bytes > ANSWER_BYTES_MAX:
             self._end(engine, message.request)
             try:

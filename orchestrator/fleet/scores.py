@@ -47,6 +47,9 @@ class TokenScores:
     """[N - start, k], likeliest first."""
     top_logprobs: Floats
     """[N - start, k]"""
+    ranks: npt.NDArray[np.int32] | None = None
+    """[N - start], of the tokens themselves, 1 for the likeliest; None without ``top_logprobs``, or
+    where an engine doesn't tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,7 @@ def read_answer(engine: str, asked: Asked, parts: Sequence[Scored]) -> Score:
     logprobs = _floats(engine, [part.logprobs for part in parts])
     values = _floats(engine, [part.values for part in parts])
     top_logprobs = _floats(engine, [part.top_logprobs for part in parts])
-    top_ids = np.frombuffer(b"".join(part.top_ids for part in parts), "<i4").astype(np.int32)
+    top_ids = _integers(engine, [part.top_ids for part in parts])
     if any(part.version != version for part in parts):
         raise _defect(engine, f"of versions {sorted({part.version for part in parts})}")
     if asked.want != "logprobs":
@@ -163,6 +166,9 @@ def read_answer(engine: str, asked: Asked, parts: Sequence[Scored]) -> Score:
         return Readout(version, engine, values.reshape(rows, -1) if is_matrix else values)
     if (logprobs.size, top_ids.size, top_logprobs.size) != (rows, rows * k, rows * k):
         raise _defect(engine, f"{logprobs.size} log-probs for {rows} tokens")
+    ranks = _integers(engine, [part.ranks for part in parts])
+    if ranks.size not in (0, rows) or not (ranks > 0).all():
+        raise _defect(engine, f"{ranks.size} ranks for {rows} tokens, or some below 1")
     if not (logprobs <= LOGPROB_MAX).all():
         raise _defect(engine, "what is no logarithm of a probability")
     return TokenScores(
@@ -172,6 +178,7 @@ def read_answer(engine: str, asked: Asked, parts: Sequence[Scored]) -> Score:
         logprobs,
         top_ids.reshape(rows, k),
         top_logprobs.reshape(rows, k),
+        ranks if ranks.size else None,
     )
 
 
@@ -180,6 +187,13 @@ def _floats(engine: str, columns: Sequence[bytes]) -> Floats:
     if len(column) % 4:
         raise _defect(engine, f"{len(column)} bytes of float32")
     return np.frombuffer(column, "<f4").astype(np.float32)
+
+
+def _integers(engine: str, columns: Sequence[bytes]) -> npt.NDArray[np.int32]:
+    column = b"".join(columns)
+    if len(column) % 4:
+        raise _defect(engine, f"{len(column)} bytes of int32")
+    return np.frombuffer(column, "<i4").astype(np.int32)
 
 
 def _defect(engine: str, what: str) -> ScoreRefused:

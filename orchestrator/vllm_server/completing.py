@@ -35,6 +35,7 @@ from tidegate.orchestrator.vllm_server.protocol import (
     GenerateRequest,
     Prompt,
     Sampling,
+    cache_salt_of,
 )
 from tidegate.orchestrator.vllm_server.words import Ending, Words
 
@@ -55,6 +56,7 @@ class Wanted:
     sampling: Sampling
     tokens_max: int | None
     """None fills the context."""
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class Completer:
                 prompts,
                 sampling,
                 sampling.max_tokens,
+                cache_salt_of(request),
             )
         )
         return begun, GenerateBodies(begun.about, request)
@@ -118,7 +121,8 @@ class Completer:
         ]
         tokens_max = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         name = f"cmpl-{request.request_id or name}"
-        begun = await self._begin(Wanted(name, request.model, prompts, request, tokens_max))
+        salt = cache_salt_of(request)
+        begun = await self._begin(Wanted(name, request.model, prompts, request, tokens_max, salt))
         return begun, CompletionBodies(begun.about, request)
 
     async def chat(self, request: ChatRequest, name: str) -> tuple[Begun, Bodies]:
@@ -132,7 +136,8 @@ class Completer:
         both = (request.max_completion_tokens, request.max_tokens)
         tokens_max = next((count for count in both if count is not None), None)
         name = f"chatcmpl-{request.request_id or name}"
-        begun = await self._begin(Wanted(name, request.model, [Prompt(ids)], request, tokens_max))
+        prompts, salt = [Prompt(ids)], cache_salt_of(request)
+        begun = await self._begin(Wanted(name, request.model, prompts, request, tokens_max, salt))
         return begun, ChatBodies(begun.about, request)
 
     async def chat_tokens(
@@ -177,6 +182,8 @@ class Completer:
         )
         if adapter:
             options["adapter"] = adapter
+        if wanted.cache_salt:
+            options["cache_salt"] = wanted.cache_salt
         choices = [
             (
                 prompt,
@@ -232,10 +239,11 @@ class Completer:
         told: PromptLogprobs = [None]
         if not isinstance(score, TokenScores):
             return told
+        ranks = [None] * len(score.logprobs) if score.ranks is None else score.ranks.tolist()
         columns = (score.logprobs.tolist(), score.top_ids.tolist(), score.top_logprobs.tolist())
-        rows = zip(prompt.token_ids[1:], *columns, strict=True)
-        for token, logprob, top_ids, top_logprobs in rows:
-            entry = {str(token): self._logprob(token, logprob, None)}
+        rows = zip(prompt.token_ids[1:], ranks, *columns, strict=True)
+        for token, own, logprob, top_ids, top_logprobs in rows:
+            entry = {str(token): self._logprob(token, logprob, own)}
             for rank, (likely, its) in enumerate(zip(top_ids, top_logprobs, strict=True), 1):
                 entry[str(likely)] = self._logprob(likely, its, rank)
             told.append(entry)

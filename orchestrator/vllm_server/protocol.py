@@ -3,6 +3,8 @@
 Unknown fields are passed over, as vLLM does. It knows no engines and answers nothing.
 """
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,6 +16,12 @@ from tidegate.transport.sampling import Processor
 
 CHOICES_MAX = 1024
 """Of one request: ``n`` times its prompts."""
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+"""The schema of ``json_object``."""
+
+CACHE_SALT_CHARACTERS_MAX = 256
+"""vLLM has no limit; 43 characters are 256 random bits."""
 
 COMPLETION_TOKENS = 16
 """``max_tokens`` of a completion that names none, as OpenAI has it; others fill the context."""
@@ -66,8 +74,24 @@ class Sampling(msgspec.Struct, kw_only=True):
     @property
     def schema(self) -> Mapping[str, Any] | None:
         """The JSON schema that the output is to keep to."""
-        wanted = (self.structured_outputs or {}).get("json")
+        outputs = self.structured_outputs or {}
+        if outputs.get("json_object"):
+            return ANY_OBJECT
+        wanted = outputs.get("json")
         return wanted if isinstance(wanted, dict) else None
+
+    @property
+    def grammar(self) -> str | None:
+        """The grammar that the output is to keep to, as Lark has it: one of vLLM's choices, a
+        regular expression of its, or its grammar."""
+        outputs = self.structured_outputs or {}
+        choices, regex, grammar = (outputs.get(name) for name in ("choice", "regex", "grammar"))
+        if isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
+            # JSON's strings are Lark's, too.
+            return f"start: {' | '.join(json.dumps(choice) for choice in choices)}"
+        if isinstance(regex, str) and regex:
+            return "start: /" + re.sub(r"(?<!\\)/", r"\\/", regex) + "/"
+        return grammar if isinstance(grammar, str) and grammar else None
 
     @property
     def stop_strings(self) -> list[str]:
@@ -106,6 +130,8 @@ class Sampling(msgspec.Struct, kw_only=True):
             processors.append(Processor("allowed_tokens", {"token_ids": self.allowed_token_ids}))
         if self.schema is not None:
             processors.append(Processor("json_schema", {"schema": dict(self.schema)}))
+        elif self.grammar is not None:
+            processors.append(Processor("grammar", {"lark": self.grammar}))
         return processors
 
     def _refuse_impossible(self) -> None:
@@ -120,8 +146,9 @@ class Sampling(msgspec.Struct, kw_only=True):
         if self.max_tokens is not None and self.max_tokens < 1:
             told = f"max_tokens must be at least 1, got {self.max_tokens}."
             raise ServerError(400, told, param="max_tokens")
-        if self.structured_outputs and self.schema is None:
-            raise ServerError(400, "structured_outputs is served with json, an object, alone")
+        if self.structured_outputs and self.schema is None and self.grammar is None:
+            told = "structured_outputs has one of json (an object), choice, regex, grammar"
+            raise ServerError(400, told, param="structured_outputs")
 
 
 class TokenSampling(Sampling, kw_only=True):
@@ -146,6 +173,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     output_mode: str = "tokens"
+    cache_salt: str | None = None
 
 
 class OpenAIRequest(Sampling, kw_only=True):
@@ -159,6 +187,7 @@ class OpenAIRequest(Sampling, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     return_weight_versions: bool | None = None
     add_special_tokens: bool | None = None
+    cache_salt: str | None = None
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
@@ -220,10 +249,12 @@ class ChatRequest(OpenAIRequest, kw_only=True):
         wanted = self.response_format or {"type": "text"}
         if wanted.get("type") == "text":
             return super().schema
+        if wanted.get("type") == "json_object":
+            return ANY_OBJECT
         described = wanted.get("json_schema")
         found = described.get("schema") if isinstance(described, dict) else None
         if wanted.get("type") != "json_schema" or not isinstance(found, dict):
-            raise ServerError(400, "response_format must be of type 'text' or 'json_schema'")
+            raise ServerError(400, "response_format has type text, json_object or json_schema")
         return found
 
 
@@ -303,6 +334,21 @@ class RpcRequest(msgspec.Struct, kw_only=True):
     method: str
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
+
+
+def cache_salt_of(request: GenerateRequest | OpenAIRequest) -> str:
+    """What its contexts are kept apart by; empty: by nothing.
+
+    Raises:
+        ServerError: it is none that vLLM takes, or too long.
+    """
+    salt = request.cache_salt
+    if salt is None:
+        return ""
+    if not 1 <= len(salt) <= CACHE_SALT_CHARACTERS_MAX:
+        told = f"cache_salt has 1 to {CACHE_SALT_CHARACTERS_MAX} characters, got {len(salt)}"
+        raise ServerError(400, told, param="cache_salt")
+    return salt
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,7 @@ class GlooReceiver:
                 f"the server is one process, rank {SERVER_RANK} of 2, as /get_world_size says; "
                 f"got world_size={ranks[0]}, rank_offset={ranks[1]}"
             )
+        _refuse_packed(info)
         self.close()
         self._group = gloo_group(address, port, SERVER_RANK)
 
@@ -131,6 +132,7 @@ class GlooReceiver:
         if self._group is None:
             raise UpdateError("init_weight_transfer_engine must be called before update_weights.")
         _refuse_unknown(info, ("names", "dtype_names", "shapes", "packed"), "update_info")
+        _refuse_packed(info)
         try:
             columns = (info["names"], info["dtype_names"], info["shapes"])
             specs = list(zip(*columns, strict=True))
@@ -172,6 +174,14 @@ def gloo_group(address: str, port: int, rank: int) -> Any:
 def broadcast(group: Any, tensor: "torch.Tensor") -> None:
     """From rank 0 to rank 1."""
     group.broadcast(tensor, 0).wait()
+
+
+def _refuse_packed(info: Mapping[str, Any]) -> None:
+    if info.get("packed"):
+        raise UpdateError(
+            "over gloo each tensor is broadcast by itself: send packed=false; packed buffers are "
+            "of vLLM's nccl backend"
+        )
 
 
 def _refuse_unknown(info: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:

@@ -1,5 +1,6 @@
 import pytest
 
+from tidegate.engine.cache import kv_cache
 from tidegate.engine.cache.kv_cache import KvCache, Node
 
 
@@ -75,13 +76,25 @@ def test_a_cached_block_is_found_by_all_the_tokens_up_to_its_end_only() -> None:
     assert cache.find(cache.node(first), b"aa") is None
 
 
-def test_what_one_version_or_adapter_computed_is_not_found_from_the_root_of_another() -> None:
+def test_what_one_version_adapter_or_salt_computed_is_not_found_from_another_root() -> None:
     cache = KvCache(4)
     cache_path(cache, cache.root(3), b"aa")
 
     assert cache.root(3) == cache.root(3, "")
-    for other in (cache.root(4), cache.root(3, "poet")):
+    for other in (cache.root(4), cache.root(3, "poet"), cache.root(3, "", "salt")):
         assert cache.find(other, b"aa") is None
+
+
+def test_salts_under_which_nothing_is_cached_are_forgotten_once_they_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_cache, "ROOTS_MAX", 8)
+    cache = KvCache(2)
+    cache_path(cache, kept := cache.root(0, "", "kept"), b"aa")
+    for number in range(20):
+        cache.root(0, "", str(number))
+    assert cache.root(0, "", "kept") == kept
+    assert len(cache._roots) <= 8
 
 
 def test_blocks_nobody_holds_are_found_until_others_need_the_room() -> None:

@@ -161,6 +161,7 @@ async def test_what_no_engine_tells_is_refused_at_once() -> None:
         ([answer(0, [-1.0, float("nan")])], "no logarithm of a probability"),
         ([answer(0, [-1.0], last=False), answer(0, [-1.0], version=1)], "of versions .0, 1."),
         ([Scored(request=0, version=0, logprobs=b"12345")], "5 bytes of float32"),
+        ([Scored(request=0, version=0, top_ids=b"12345")], "5 bytes of int32"),
         ([scoring.ScoreRefused(request=0, message="too long")], "too long"),
     ],
 )

@@ -132,6 +132,7 @@ ENGINE_EXAMPLES: list[Message] = [
         top_ids=struct.pack("<2i", 7, 8),
         top_logprobs=struct.pack("<2f", -0.5, -0.1),
         last=False,
+        ranks=struct.pack("<2i", 9, 2),
     ),
     ScoreRefused(request=5, message="too long"),
     EngineHeartbeat(weight_version=1, running_turns=2, waiting_turns=3, free_blocks=4, sent_us=5),

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 import tidegate
+from tests.orchestrator.vllm_server.vllm_serving import Client
 
 # ---------------------------------------------------------------- OpenAI's client
 
@@ -86,3 +87,167 @@ def test_a_schema_is_kept_to(open_ai: openai.OpenAI) -> None:
     )
     said = answer.choices[0].message.content or ""
     assert re.match(r'\s*\{\s*"ok"', said)  # a model of random weights may never get to its end
+
+
+# ---------------------------------------------------------------- what vLLM's docs ask
+# The requests of its folder examples/online_serving, in our words.
+
+CONVERSATION: list[Any] = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": "Who won the world series in 2020?"},
+    {"role": "assistant", "content": "The Los Angeles Dodgers won the World Series in 2020."},
+    {"role": "user", "content": "Where was it played?"},
+]
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_current_weather",
+        "description": "The weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "unit": {"enum": ["celsius"]}},
+            "required": ["city", "unit"],
+        },
+    },
+}
+
+
+def test_the_completion_example_streams_as_many_tokens_as_openai_gives_unasked(
+    open_ai: openai.OpenAI,
+) -> None:
+    model = open_ai.models.list().data[0].id
+    asked: Any = {"model": model, "prompt": "A robot may not injure a human being", "echo": False}
+    chunks = list(open_ai.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}))
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert all(chunk.model == model for chunk in chunks)
+    whole: Any = open_ai.completions.create(**asked, extra_body={"ignore_eos": True})
+    assert whole.usage.completion_tokens == 16
+
+
+def test_the_chat_example_goes_on_with_a_conversation_of_several_turns(
+    open_ai: openai.OpenAI, client: Client
+) -> None:
+    answer = open_ai.chat.completions.create(model="tiny", messages=CONVERSATION, max_tokens=4)
+    assert answer.choices[0].message.role == "assistant"
+    told = client.post("/tokenize", {"messages": CONVERSATION})
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == told["count"]
+
+
+def test_the_tools_example_gets_a_text_and_a_forced_call_is_refused(
+    open_ai: openai.OpenAI,
+) -> None:
+    asked: Any = {"model": "tiny", "messages": CONVERSATION, "tools": [WEATHER], "max_tokens": 4}
+    answer = open_ai.chat.completions.create(**asked)
+    assert not answer.choices[0].message.tool_calls
+    without = open_ai.chat.completions.create(**asked | {"tool_choice": "none"})
+    assert answer.usage is not None
+    assert without.usage is not None
+    assert answer.usage.prompt_tokens > without.usage.prompt_tokens  # the model was shown them
+    with pytest.raises(openai.BadRequestError, match="no call can be forced"):
+        open_ai.chat.completions.create(**asked | {"tool_choice": "required"})
+
+
+@pytest.mark.parametrize(
+    ("outputs", "fits"),
+    [
+        ({"choice": ["positive", "negative"]}, r"positive|negative"),
+        ({"choice": ['a "quoted" one', "b\\c"]}, r'a "quoted" one|b\\c'),
+        ({"regex": r"[a-z]{2}@[a-z]{2}\.com/x"}, r"[a-z]{2}@[a-z]{2}\.com/x"),
+        ({"grammar": 'start: "SELECT " ("a" | "b")'}, r"SELECT [ab]"),
+    ],
+)
+def test_the_structured_outputs_examples_are_kept_to(
+    open_ai: openai.OpenAI, outputs: Any, fits: str
+) -> None:
+    answer = open_ai.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Classify this sentiment: vLLM is wonderful!"}],
+        max_tokens=60,
+        extra_body={"structured_outputs": outputs},
+    )
+    assert re.fullmatch(fits, answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_any_json_object_may_be_asked_for(open_ai: openai.OpenAI) -> None:
+    answer = open_ai.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "?"}],
+        max_tokens=8,
+        response_format={"type": "json_object"},
+    )
+    assert (answer.choices[0].message.content or "").lstrip().startswith("{")
+
+
+def test_the_example_of_tokens_in_and_out_needs_no_text(client: Client) -> None:
+    ids = client.post("/tokenize", {"messages": CONVERSATION})["tokens"]
+    sampling = {"max_tokens": 24, "temperature": 0.2, "detokenize": False}
+    told = client.generate(model="tiny", token_ids=ids, sampling_params=sampling, stream=False)
+    assert 0 < len(told["choices"][0]["token_ids"]) <= 24
+
+
+def test_the_pause_example_stops_a_stream_until_it_is_resumed(
+    open_ai: openai.OpenAI, client: Client
+) -> None:
+    asked: Any = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 600}
+    stream = open_ai.completions.create(**asked, stream=True, extra_body=LONG_AS_IT_IS)
+    chunks = itertools.islice(stream, 3)
+    ids = [i for chunk in chunks for i in read_ids(chunk)]
+    client.post("/pause", mode="keep")
+    frozen = client.tokens_generated()
+    assert client.get("/is_paused") == {"is_paused": True}
+    assert client.tokens_generated() == frozen
+    client.post("/resume")
+    ids += [i for chunk in stream for i in read_ids(chunk)]
+    assert len(ids) == 600
+
+
+LONG_AS_IT_IS = {"ignore_eos": True, "return_token_ids": True}
+
+
+def read_ids(chunk: Any) -> list[int]:
+    return chunk.choices[0].token_ids or []
+
+
+# ---------------------------------------------------------------- salts, ranks
+
+
+def test_contexts_are_shared_among_requests_of_one_salt_only(
+    client: Client, server: tidegate.VLLMServer
+) -> None:
+    def positions_found(salt: str | None) -> int:
+        before = shared(server)
+        sampling = {"max_tokens": 1, "ignore_eos": True}
+        for _ in range(2):  # engines take turns
+            client.generate(token_ids=prompt, sampling_params=sampling, cache_salt=salt)
+        return shared(server) - before
+
+    client.post("/reset_prefix_cache")
+    prompt = [7] * 200
+    one_engine_or_both = {0, 192}
+    assert positions_found("a") in one_engine_or_both
+    assert positions_found("b") in one_engine_or_both  # nothing of the first two
+    assert positions_found("a") >= 192
+    assert positions_found(None) in one_engine_or_both
+    for bad in ("", "x" * 257):
+        body = {"token_ids": [5], "sampling_params": {}, "cache_salt": bad}
+        assert client.refusal("/inference/v1/generate", body)["param"] == "cache_salt"
+
+
+def shared(server: tidegate.VLLMServer) -> int:
+    """Positions of prompts that engines found computed, so far."""
+    return sum(engine.cached_tokens for engine in server.statistics().engines)
+
+
+def test_a_prompts_own_tokens_are_ranked_among_all(client: Client) -> None:
+    prompt = [30, 41, 52, 63]
+    body = {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 3}
+    (choice,) = client.post("/v1/completions", body)["choices"]
+    assert choice["prompt_logprobs"][0] is None
+    for token, told in zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True):
+        ranks = sorted(one["rank"] for one in told.values())  # TRL's client sorts by them
+        assert ranks[:3] == [1, 2, 3]
+        is_likely = told[str(token)]["rank"] <= 3
+        assert len(told) == (3 if is_likely else 4)
