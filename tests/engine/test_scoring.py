@@ -255,7 +255,7 @@ def test_logprobs_are_exact_to_float32_in_a_large_vocabulary() -> None:
     np.testing.assert_allclose(told.logprobs, chosen, atol=4e-6)  # type: ignore[arg-type]
     np.testing.assert_allclose(told.top_logprobs, exact.topk(3).values, atol=4e-6)  # type: ignore[arg-type]
     ranks = (exact > chosen[:, None]).sum(-1) + 1
-    np.testing.assert_array_equal(told.ranks, ranks)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(told.ranks, ranks)
 
 
 def test_a_model_that_computes_no_numbers_is_told_as_such(tmp_path: Path) -> None:

@@ -218,11 +218,11 @@ def test_contexts_are_shared_among_requests_of_one_salt_only(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
     def positions_found(salt: str | None) -> int:
-        before = shared(server)
+        before = server.statistics().cached_tokens
         sampling = {"max_tokens": 1, "ignore_eos": True}
         for _ in range(2):  # engines take turns
             client.generate(token_ids=prompt, sampling_params=sampling, cache_salt=salt)
-        return shared(server) - before
+        return server.statistics().cached_tokens - before
 
     client.post("/reset_prefix_cache")
     prompt = [7] * 200
@@ -234,11 +234,6 @@ def test_contexts_are_shared_among_requests_of_one_salt_only(
     for bad in ("", "x" * 257):
         body = {"token_ids": [5], "sampling_params": {}, "cache_salt": bad}
         assert client.refusal("/inference/v1/generate", body)["param"] == "cache_salt"
-
-
-def shared(server: tidegate.VLLMServer) -> int:
-    """Positions of prompts that engines found computed, so far."""
-    return sum(engine.cached_tokens for engine in server.statistics().engines)
 
 
 def test_a_prompts_own_tokens_are_ranked_among_all(client: Client) -> None:
