@@ -68,7 +68,7 @@ def real(engines: int) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as directory:
         settings: dict[str, Any] = {
-            "model": make_model_directory(Path(directory) / "model"),
+            "model": make_model_directory(Path(directory) / "model", vocab_size=256),
             "engines": engines,
             "group_size": 8,
             "groups_per_batch": max(1, engines // 4),
@@ -138,7 +138,7 @@ def node_rows(_: str, nodes: tuple[int, ...]) -> Iterator[Row]:
     ray.init(address=cluster.address, log_to_driver=False)
     try:
         with tempfile.TemporaryDirectory() as directory:
-            model = make_model_directory(Path(directory) / "model")
+            model = make_model_directory(Path(directory) / "model", vocab_size=256)
             told = _killed(cluster, model, nodes[0])
     finally:
         ray.shutdown()
