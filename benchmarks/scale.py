@@ -25,6 +25,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 import tidegate
 from benchmarks.orchestrator.subject import WEIGHTS, settings_for, solve, wait_for_engines
 from benchmarks.table import Row, compared, show
@@ -59,7 +62,7 @@ def simulated(engines: int) -> dict[str, float]:
     )
     with settings_for(work) as settings, tidegate.serve_sync(**settings) as rollouts:
         wait_for_engines(rollouts, engines)
-        return _measured(rollouts, warm_up_steps=2 * engines * TURN_STEPS, publish=True)
+        return _measured(rollouts, WEIGHTS, warm_up_steps=2 * engines * TURN_STEPS)
 
 
 def real(engines: int) -> dict[str, float]:
@@ -79,11 +82,12 @@ def real(engines: int) -> dict[str, float]:
             "engine_timeout_s": START_TIMEOUT_S,
         }
         with tidegate.serve_sync(**settings) as rollouts:
-            return _measured(rollouts, warm_up_steps=engines * TURN_STEPS, publish=False)
+            weights = load_file(settings["model"] / "model.safetensors")
+            return _measured(rollouts, weights, warm_up_steps=engines * TURN_STEPS)
 
 
 def _measured(
-    rollouts: tidegate.SyncRollouts, *, warm_up_steps: int, publish: bool
+    rollouts: tidegate.SyncRollouts, weights: dict[str, torch.Tensor], *, warm_up_steps: int
 ) -> dict[str, float]:
     """CPU time and steps of some seconds, from one batch to another."""
     begun: tuple[float, float, int, int] | None = None
@@ -94,8 +98,7 @@ def _measured(
             begun = now
         if begun is not None and now[0] - begun[0] >= MEASURED_S:
             break
-        if publish:
-            rollouts.publish(WEIGHTS)
+        rollouts.publish(weights)
     assert begun is not None
     wall_s, cpu_s, steps, rows = (after - before for after, before in zip(now, begun, strict=True))
     return {"wall_s": wall_s, "cpu_s": cpu_s, "steps": steps, "rows": rows}
@@ -159,7 +162,7 @@ def _killed(cluster: Any, model: Path, nodes: int) -> dict[str, float]:
         max_tokens=TURN_STEPS,
         engine_start_timeout_s=START_TIMEOUT_S,
     ) as rollouts:
-        batches = rollouts.batches(itertools.count(), episode=solve)
+        batches = _trained(rollouts, load_file(model / "model.safetensors"))
         for _ in range(4):
             next(batches)
         killed_s = time.monotonic()
@@ -176,6 +179,14 @@ def _killed(cluster: Any, model: Path, nodes: int) -> dict[str, float]:
         told["from a new node to its engine"] = time.monotonic() - added_s
         assert rollouts.statistics().ledger.error == 0
     return told
+
+
+def _trained(
+    rollouts: tidegate.SyncRollouts, weights: dict[str, torch.Tensor]
+) -> Iterator[tidegate.Batch]:
+    for batch in rollouts.batches(itertools.count(), episode=solve):
+        yield batch
+        rollouts.publish(weights)
 
 
 def _until(batches: Iterator[Any], is_so: Callable[[], bool]) -> None:
