@@ -40,8 +40,12 @@ def in_admission_order(waiting: Waiting[G], groups: int) -> list[G] | None:
     """The groups admitted first, once all of them have ended."""
     if len(waiting.ended) < groups:
         return None
-    head = list(itertools.islice(waiting.in_order, groups))
-    return None if any(group.running for group in head) else head
+    head: list[G] = []
+    for group in itertools.islice(waiting.in_order, groups):
+        if group.running:
+            return None  # soon seen, while an old straggler keeps all from being handed over
+        head.append(group)
+    return head
 
 
 def in_window(waiting: Waiting[G], groups: int, window: Window) -> list[G] | None:

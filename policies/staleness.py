@@ -221,7 +221,7 @@ def refuse_selection(policy: StalenessPolicy, batch: Sequence[WaitingGroup], wan
         PolicyBroken: these are too few, too many, or go on.
     """
     name = type(policy).__name__
-    places = sum(not group.is_rest for group in batch)
+    places = len(batch) - sum([group.is_rest for group in batch])
     if places != wanted or len({group.group_id for group in batch}) != len(batch):
         raise PolicyBroken(
             f"{name}.select() returned {places} groups, asked for {wanted} different ones; "

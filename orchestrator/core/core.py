@@ -123,7 +123,7 @@ class Core:
             case ev.TurnAsked():
                 return self.groups.ask_turn(event)
             case ev.EpisodeReturned():
-                return self.groups.finish(event) + self._hand_over()
+                return self._on_returned(event)
             case ev.TaskArrived():
                 return self._admit(event)
             case ev.TurnGivenUp() | ev.RolloutCut() | ev.RolloutForked() | ev.TurnsRewarded():
@@ -196,6 +196,13 @@ class Core:
             self.ledger.sample_unwanted(outcome.unwanted_tokens, "cancelled")
         return outcome.commands
 
+    def _on_returned(self, event: ev.EpisodeReturned) -> list[ev.Command]:
+        revision = self.groups.revision
+        commands = self.groups.finish(event)
+        if self.groups.revision == revision and not self.policy.splits_groups:
+            return commands  # others of its group go on: no batch can have become possible
+        return commands + self._hand_over()
+
     # ------------------------------------------------------------ batches
 
     def _hand_over(self) -> list[ev.Command]:
@@ -248,6 +255,8 @@ class Core:
         commands: list[ev.Command] = []
         oldest_trainable = self.policy.oldest_trainable(self.trainer_version)
         for group in batch:
+            if group.version_floor >= oldest_trainable:
+                continue  # no token is older than that
             oldest = group.oldest_version
             if oldest is not None and oldest < oldest_trainable and group in self.groups:
                 commands += self._give_up_anew(group, "stale")
@@ -285,9 +294,9 @@ class Core:
         oldest_trainable = 0
         if self.policy.masks_old_tokens:
             oldest_trainable = max(0, self.policy.oldest_trainable(self.trainer_version))
-        self.groups.train(batch, oldest_trainable=oldest_trainable)
+        rows = self.groups.train(batch, oldest_trainable=oldest_trainable)
         self.trained.batches += 1
-        self.trained.count(batch, self.trainer_version, 1)
+        self.trained.count(rows, self.trainer_version, 1)
         hand_over = ev.HandOver(batch, self.trainer_version, number, oldest_trainable)
         return [hand_over, *self._expire(), *self._pause_generation()]
 
@@ -364,7 +373,8 @@ class Core:
     def _take_back(self, batch: HandedBatch) -> None:
         """Undo one batch, the newest there is."""
         self.trained.batches -= 1
-        self.trained.count(batch.groups, batch.trainer_version, -1)
+        rows = [row for group in batch.groups for row in group.kept]
+        self.trained.count(rows, batch.trainer_version, -1)
         self.groups.take_back(batch.groups)
 
     def _resume_group(self, group: Group, offer: int, first_lost: int | None) -> list[ev.Command]:

@@ -4,6 +4,7 @@ Every policy that discards is a filter on what is trained; this says what it fil
 in bounded memory, the same for the same calls; it decides nothing and knows no policy.
 """
 
+from collections import Counter
 from itertools import islice
 
 import msgspec
@@ -121,14 +122,15 @@ class _Block:
         self.generated_tokens = 0
         self.trained_tokens = 0
 
-    def count(self, tokens: int, *, is_trained: bool) -> None:
-        bucket = length_bucket(tokens)
-        self.rollouts += 1
-        self.generated[bucket] += 1
+    def count(self, lengths: list[int], *, is_trained: bool) -> None:
+        tokens = sum(lengths)
+        self.rollouts += len(lengths)
         self.generated_tokens += tokens
-        if is_trained:
-            self.trained[bucket] += 1
-            self.trained_tokens += tokens
+        self.trained_tokens += tokens * is_trained
+        for bucket, rollouts in Counter(map(int.bit_length, lengths)).items():
+            bucket = min(bucket, LENGTH_BUCKETS - 1)
+            self.generated[bucket] += rollouts
+            self.trained[bucket] += rollouts * is_trained
 
 
 class Discards:
@@ -146,16 +148,21 @@ class Discards:
             self._tallies[reason] = _Tally()
         self._tallies[reason].count(tokens, task)
         if reason not in NOBODYS_CHOICE:
-            self._ended(tokens, is_trained=False)
+            self._ended([tokens], is_trained=False)
 
-    def note_trained(self, rollout: Rollout) -> None:
-        """A rollout was handed to the trainer; once more, if that was undone by a crash."""
-        self._ended(rollout.sampled_tokens, is_trained=True)
+    def note_trained(self, lengths: list[int]) -> None:
+        """Rollouts of so many tokens were handed to the trainer; once more, if that was undone by a
+        crash."""
+        self._ended(lengths, is_trained=True)
 
-    def _ended(self, tokens: int, *, is_trained: bool) -> None:
-        if self._blocks[-1].rollouts >= WINDOW_ROLLOUTS:
-            self._blocks = [self._blocks[-1], _Block()]
-        self._blocks[-1].count(tokens, is_trained=is_trained)
+    def _ended(self, lengths: list[int], *, is_trained: bool) -> None:
+        start = 0
+        while start < len(lengths):
+            if self._blocks[-1].rollouts >= WINDOW_ROLLOUTS:
+                self._blocks = [self._blocks[-1], _Block()]
+            room = WINDOW_ROLLOUTS - self._blocks[-1].rollouts
+            self._blocks[-1].count(lengths[start : start + room], is_trained=is_trained)
+            start += room
 
     # ------------------------------------------------------------ looking
 

@@ -41,10 +41,11 @@ class Group:
     sibling_rewards: list[float] = field(default_factory=list)
     """Of a rest: what the others of its group were rewarded with."""
 
-    @property
-    def is_evaluation(self) -> bool:
-        """Whether it only measures, and is never trained."""
-        return self.group_id < 0
+    is_evaluation: bool = field(init=False)
+    """Whether it only measures, and is never trained."""
+
+    def __post_init__(self) -> None:
+        self.is_evaluation = self.group_id < 0
 
     @property
     def is_rest(self) -> bool:

@@ -325,17 +325,21 @@ class GroupBook:
 
     # ------------------------------------------------------------ training
 
-    def train(self, groups: list[Group], *, oldest_trainable: int) -> None:
-        """These are handed to the trainer; of their tokens, older ones are masked."""
+    def train(self, groups: list[Group], *, oldest_trainable: int) -> list[Rollout]:
+        """These are handed to the trainer; of their tokens, older ones are masked. Their rows."""
+        rows: list[Rollout] = []
         for group in groups:
             self._forget(group)
-            for rollout in group.kept:
-                rollout.state = RolloutState.TRAINED
-                rollout.oldest_trainable = oldest_trainable
-                self.ledger.train(rollout.sampled_tokens)
-                self.discards.note_trained(rollout)
-                if masked := rollout.masked_tokens:
-                    self.ledger.mask(masked)
+            rows += group.kept
+        lengths = [row.sampled_tokens for row in rows]
+        self.ledger.train(sum(lengths))
+        self.discards.note_trained(lengths)
+        for row in rows:
+            row.state = RolloutState.TRAINED
+            row.oldest_trainable = oldest_trainable
+        if oldest_trainable and (masked := sum(row.masked_tokens for row in rows)):
+            self.ledger.mask(masked)
+        return rows
 
     def split(self, group: Group) -> Group:
         """Part a group from its rollouts that go on: these become a rest, with an id of its own."""
@@ -380,7 +384,7 @@ class GroupBook:
         """It waits no more."""
         self.revision += 1
         del self._waiting[group.group_id]
-        self._rests -= group.is_rest
+        self._rests -= group.split_from is not None
         self._going.pop(group.group_id, None)
         self._ended.pop(group.group_id, None)
 

@@ -66,7 +66,9 @@ class HandedBatches:
     def hand(self, groups: list[Group], trainer_version: int) -> int:
         """Note a batch handed over now; its number."""
         self.count += 1
-        batch = HandedBatch(self.count, sum(not group.is_rest for group in groups), trainer_version)
+        batch = HandedBatch(
+            self.count, sum([group.split_from is None for group in groups]), trainer_version
+        )
         self.holding.append(batch)
         if self.is_kept:
             batch.groups = groups

@@ -118,7 +118,8 @@ class Turn:
         """The engine that has it now and the handle there, for the turn book to find it again."""
         self.reward: float | None = None
         """Its own, beside that of its rollout; None: its episode gave none."""
-        self.details = TurnDetails.asked_by(sampling)
+        wants_details = sampling.top_logprobs or sampling.raw_logprobs
+        self.details = TurnDetails(sampling) if wants_details else None
         """What it asked to be told of its tokens, if anything."""
         self._version = -1
         """Of the last run; -1 before the first."""
@@ -303,30 +304,33 @@ class Rollout:
         """Append given tokens (a prompt, an observation) to the context."""
         if not isinstance(token_ids, array):
             token_ids = token_array(token_ids)  # refuses what is no token id before any change
-        self._settle()
-        self._token_ids.extend(token_ids)
+        self.token_ids.extend(token_ids)
         self._logprobs.frombytes(bytes(4 * len(token_ids)))  # 0.0 each
 
     @property
     def token_ids(self) -> "array[int]":
         """Everything the model read and wrote, in order; always the same array."""
-        self._settle()
+        turns = self.turns
+        if turns and (held_back := turns[-1].held_back) is not None:
+            held_back.settle()
         return self._token_ids
 
     @property
     def logprobs(self) -> "array[float]":
         """One per token of the context; 0.0 where it was given, not sampled."""
-        self._settle()
-        return self._logprobs
-
-    def _settle(self) -> None:
-        if self.turns and (held_back := self.turns[-1].held_back) is not None:
+        turns = self.turns
+        if turns and (held_back := turns[-1].held_back) is not None:
             held_back.settle()
+        return self._logprobs
 
     @property
     def media(self) -> list[Media]:
         """What its turns were given beside tokens, in order."""
-        return [each for turn in self.turns for each in turn.media]
+        media: list[Media] = []
+        for turn in self.turns:  # asked for each turn, and there are hardly ever any
+            if turn.media:
+                media += turn.media
+        return media
 
     @property
     def sampled_end(self) -> int:
@@ -341,8 +345,10 @@ class Rollout:
     def sampled_tokens(self) -> int:
         """Tokens that the model produced, over all turns."""
         tokens = 0
-        for turn in self.turns:
-            tokens += turn.length
+        for turn in self.turns:  # asked thrice of each rollout: a property's call costs as much
+            tokens += turn.filed
+            if turn.held_back is not None:
+                tokens += turn.held_back.tokens_each
         return tokens
 
     @property
@@ -357,16 +363,25 @@ class Rollout:
             if span.version < self.oldest_trainable
         )
 
-    @property
-    def oldest_trained_version(self) -> int | None:
-        """The oldest weights that sampled one of its tokens that is not masked; None: none is."""
-        oldest, floor = None, self.oldest_trainable
+    def trained_versions(self) -> tuple[int, bool] | None:
+        """The oldest weights that sampled one of its tokens that is not masked, and whether others
+        sampled any token; None: all are masked."""
+        oldest = newest = -1
+        floor = self.oldest_trainable
         for turn in self.turns:
             for run in turn.runs:
                 version = run.version
-                if version >= floor and (oldest is None or version < oldest):
+                if version >= floor and (oldest < 0 or version < oldest):
                     oldest = version
-        return oldest
+                if version > newest:
+                    newest = version
+        return None if oldest < 0 else (oldest, oldest != newest)
+
+    @property
+    def oldest_trained_version(self) -> int | None:
+        """The oldest weights that sampled one of its tokens that is not masked; None: none is."""
+        versions = self.trained_versions()
+        return None if versions is None else versions[0]
 
     @property
     def oldest_version(self) -> int | None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.rollout import Rollout
 
 
 @dataclass(slots=True)
@@ -16,12 +16,13 @@ class TrainedCounts:
     staleness: Counter[int] = field(default_factory=Counter)
     """Rollouts by staleness at consumption."""
 
-    def count(self, groups: list[Group], trainer_version: int, times: int) -> None:
+    def count(self, rollouts: list[Rollout], trainer_version: int, times: int) -> None:
         """These were handed over (1), or that was undone (-1)."""
-        for rollout in (rollout for group in groups for rollout in group.kept):
-            self.rollouts += times
-            oldest = rollout.oldest_trained_version
-            if oldest is not None:
+        self.rollouts += times * len(rollouts)
+        for rollout in rollouts:
+            versions = rollout.trained_versions()
+            if versions is not None:
+                oldest, is_mixed = versions
                 self.staleness[trainer_version - oldest] += times
-                self.mixed_version += times * (oldest != rollout.newest_version)
+                self.mixed_version += times * is_mixed
         self.staleness = +self.staleness  # without those that were undone

@@ -11,7 +11,7 @@ Where an episode wants more than one context, it forks: each branch is a row of 
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import Unpack
 
 import msgspec
@@ -183,9 +183,10 @@ class Episode:
         given = token_array(content)
         if media:
             self._give_media(media)
-        if self._past is not None and self._past.follows(given):
-            return
-        self._forget_the_past()
+        if self._past is not None:
+            if self._past.follows(given):
+                return
+            self._forget_the_past()
         self._rollout.extend(given)
 
     def _give_media(self, media: Sequence[Media]) -> None:
@@ -308,36 +309,34 @@ class Episode:
     async def _sample(self, sampling: SamplingParams, timeout_s: float | None) -> GeneratedTurn:
         self._is_generating = True
         try:
-            if timeout_s is None:
-                turn = await self._next_turn(sampling)
-            else:
-                turn = await self._turn_within(timeout_s, sampling)
+            coming = self._next_turn(sampling)
+            turn = await (coming if timeout_s is None else self._within(timeout_s, coming))
+        except (asyncio.CancelledError, TurnTimeout):
+            self._generating.give_up_turn(self._rollout)
+            raise
         finally:
             self._is_generating = False
         generated = GeneratedTurn(turn, self._model.tokenizer)
         self._turns.append(generated)
         return generated
 
-    async def _turn_within(self, timeout_s: float, sampling: SamplingParams) -> Turn:
+    async def _within(self, timeout_s: float, coming: Awaitable[Turn]) -> Turn:
         clock = asyncio.timeout(timeout_s)
         try:
             async with clock:
-                return await self._next_turn(sampling)
+                return await coming
         except TimeoutError:
             if not clock.expired():
                 raise
             raise TurnTimeout(timeout_s=timeout_s, tokens=self._rollout.turns[-1].length) from None
 
-    async def _next_turn(self, sampling: SamplingParams) -> Turn:
-        media = tuple(self._given_media)
-        self._given_media.clear()  # they are the turn's
-        try:
-            if self._past is not None:
-                return await self._turn_again(self._past, sampling, media)
-            return await self._generating.ask(self._rollout, sampling, media)
-        except asyncio.CancelledError:
-            self._generating.give_up_turn(self._rollout)
-            raise
+    def _next_turn(self, sampling: SamplingParams) -> Awaitable[Turn]:
+        media: tuple[Media, ...] = ()
+        if self._given_media:  # they are the turn's
+            media, self._given_media = tuple(self._given_media), []
+        if self._past is not None:
+            return self._turn_again(self._past, sampling, media)
+        return self._generating.ask(self._rollout, sampling, media)
 
     def end(self) -> None:
         """The episode has returned: what it left running in the background changes nothing.
@@ -351,16 +350,19 @@ class Episode:
         for unforked in self._past_branches:
             for row in unforked.rows:
                 self._generating.cut(row, turns=0, tokens=0)
-        self._forget_the_past()
+        if self._past is not None:
+            self._forget_the_past()
         self._is_over = True
 
-    def turn_rewards(self) -> Iterator[TurnsRewarded]:
+    def turn_rewards(self) -> list[TurnsRewarded]:
         """What single turns were rewarded with, of this row and its branches."""
-        rewards = tuple((t.number, t.reward) for t in self._turns if t.reward is not None)
+        given: list[TurnsRewarded] = []
+        rewards = [(turn.number, r) for turn in self._turns if (r := turn.reward) is not None]
         if rewards:
-            yield TurnsRewarded(self._rollout.rollout_id, rewards)
+            given.append(TurnsRewarded(self._rollout.rollout_id, tuple(rewards)))
         for branch in self.branches:
-            yield from branch.turn_rewards()
+            given += branch.turn_rewards()
+        return given
 
     def _next_seed(self) -> int:
         """A turn of the past keeps its own: its group has another number since, if it was split."""

@@ -24,7 +24,12 @@ from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.generated_turn import checked_reward
 from tidegate.orchestrator.episodes.generating import SamplingDefaults
 from tidegate.orchestrator.episodes.parking import Parking
-from tidegate.orchestrator.episodes.stepped_tasks import Rounds, SteppedFuture, SteppedTask
+from tidegate.orchestrator.episodes.stepped_tasks import (
+    Rounds,
+    SteppedFuture,
+    SteppedTask,
+    stepped_future,
+)
 from tidegate.orchestrator.waiting import Waiting, fail
 from tidegate.orchestrator.weights.model_files import ModelFiles
 from tidegate.transport.media import Media
@@ -239,7 +244,8 @@ class EpisodeRunner:
     def _settle(self, episode: Episode) -> None:
         episode.end()
         self.left.ended.append(weakref.ref(episode))
-        for row in episode.rows:  # its rollout has left those out that have no tokens
+        # Its rollout has left those rows out that have no tokens.
+        for row in episode.rows if episode.branches else (episode,):
             if left := self._waiting.turns.pop(row.rollout_id, None):
                 fail(left, RunClosed(EPISODE_IS_OVER))
 
@@ -272,14 +278,15 @@ class EpisodeRunner:
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
     ) -> "SteppedFuture[Turn]":
         """A new turn of this rollout, once it has ended; ``media`` are new in its context."""
-        self._refuse_if_given_up(rollout)
+        if self.left.stubborn:
+            self._refuse_if_given_up(rollout)
         future = self.rejoin(rollout)
-        self._handle([ev.TurnAsked(rollout.rollout_id, sampling, media)])
+        self._handle((ev.TurnAsked(rollout.rollout_id, sampling, media),))
         return future
 
     def rejoin(self, rollout: Rollout) -> "SteppedFuture[Turn]":
         """The turn that this rollout has on some engine, once it has ended."""
-        future: SteppedFuture[Turn] = SteppedFuture(self._loop)
+        future: SteppedFuture[Turn] = stepped_future(self._loop)
         self._waiting.turns[rollout.rollout_id] = future
         if self._diary is not None:
             self._diary.asks(rollout, future)

@@ -113,27 +113,46 @@ def build_batch(groups: Sequence[Group], trainer_version: int, number: int = 0) 
         out[is_token] = values.numpy()
         return torch.from_numpy(out)
 
-    rewards = torch.tensor([rollout.reward or 0.0 for rollout in rollouts])
-    group_ids = torch.tensor([rollout.group_id for rollout in rollouts], dtype=torch.int64)
-    oldest = [r.oldest_trained_version for r in rollouts]
-    staleness = [0 if v is None else trainer_version - v for v in oldest]
+    roots = [row if row.branch_of is None else row.root for row in rollouts]
     return Batch(
         token_ids=padded(packed.token_ids, 0),
         attention_mask=torch.from_numpy(is_token),
         loss_mask=padded(packed.loss_mask, 0),
         logprobs=padded(packed.logprobs, 0),
         weight_versions=padded(packed.weight_versions, NOT_SAMPLED),
-        rewards=rewards,
+        rewards=_floats([rollout.reward or 0.0 for rollout in rollouts]),
         advantages=_advantages(rows, groups),
-        group_ids=group_ids,
-        staleness=torch.tensor(staleness, dtype=torch.int64),
+        group_ids=_ints([rollout.group_id for rollout in rollouts]),
+        staleness=_staleness(packed, lengths, trainer_version),
         trainer_version=trainer_version,
         packed=packed,
         tasks=tuple(group.task for _, group in rows),
-        rollout_ids=torch.tensor([r.root.rollout_id for r in rollouts], dtype=torch.int64),
+        rollout_ids=_ints([root.rollout_id for root in roots]),
         turn_rewards=_turn_rewards(rollouts, is_token.shape),
         number=number,
     )
+
+
+def _ints(values: list[int]) -> torch.Tensor:
+    """By way of numpy, which reads a list in half of torch's time."""
+    return torch.from_numpy(np.array(values, dtype=np.int64))
+
+
+def _floats(values: list[float]) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.float32))
+
+
+def _staleness(
+    packed: PackedBatch, lengths: "np.ndarray[tuple[int], np.dtype[np.int64]]", trainer_version: int
+) -> torch.Tensor:
+    """Of each row's oldest trained token; 0 where there is none."""
+    staleness = np.zeros(len(lengths), dtype=np.int64)
+    trained = np.where(packed.loss_mask.numpy(), packed.weight_versions.numpy(), trainer_version)
+    has_tokens = lengths > 0  # reduceat has no answer for an empty row
+    starts = packed.cu_seqlens.numpy()[:-1][has_tokens]
+    if len(starts):
+        staleness[has_tokens] = trainer_version - np.minimum.reduceat(trained, starts)
+    return torch.from_numpy(staleness)
 
 
 def _advantages(rows: Sequence[tuple[Rollout, Group]], groups: Sequence[Group]) -> torch.Tensor:
@@ -143,9 +162,7 @@ def _advantages(rows: Sequence[tuple[Rollout, Group]], groups: Sequence[Group]) 
     others = [(reward, group.group_id) for group in groups for reward in group.sibling_rewards]
     rewards = [row.reward or 0.0 for row, _ in roots] + [reward for reward, _ in others]
     ids = [group_id for _, group_id in roots] + [group_id for _, group_id in others]
-    advantages = group_relative_advantages(
-        torch.tensor(rewards), torch.tensor(ids, dtype=torch.int64)
-    )
+    advantages = group_relative_advantages(_floats(rewards), _ints(ids))
     if len(roots) == len(rows):
         return advantages[: len(rows)]
     places = {root.rollout_id: place for place, (root, _) in enumerate(roots)}
@@ -176,14 +193,7 @@ def _pack(
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths)))
     tokens = int(cu_seqlens[-1])
     oldest_trainable = max((rollout.oldest_trainable for rollout in rollouts), default=0)
-    weight_versions = np.full(tokens, NOT_SAMPLED, dtype=np.int32)
-    for rollout, offset in zip(rollouts, cu_seqlens.tolist(), strict=False):
-        for turn in rollout.turns:
-            at, end = offset + turn.start, offset + turn.start + turn.length
-            for run in reversed(turn.runs):  # no run: given up before a token
-                start = at + run.start
-                weight_versions[start:end] = run.version
-                end = start
+    weight_versions = _versions(rollouts, tokens)
     token_ids = np.frombuffer(b"".join(contexts), dtype=np.int32)
     logprobs = np.frombuffer(bytearray().join([r.logprobs for r in rollouts]), dtype=np.float32)
     return PackedBatch(
@@ -195,6 +205,34 @@ def _pack(
         logprobs=torch.from_numpy(logprobs),
         weight_versions=torch.from_numpy(weight_versions),
     )
+
+
+def _versions(
+    rollouts: Sequence[Rollout], tokens: int
+) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
+    """Who sampled each token of all rows: told by where that changes, as there are far fewer."""
+    versions: list[int] = []
+    starts: list[int] = []
+    offset = 0
+    for rollout in rollouts:
+        given_from = 0  # in this row
+        for turn in rollout.turns:
+            if not turn.runs:
+                continue  # given up before a token
+            if turn.start > given_from:
+                starts.append(offset + given_from)
+                versions.append(NOT_SAMPLED)
+            for run in turn.runs:
+                starts.append(offset + turn.start + run.start)
+                versions.append(run.version)
+            given_from = turn.start + turn.length
+        length = len(rollout.token_ids)
+        if length > given_from:
+            starts.append(offset + given_from)
+            versions.append(NOT_SAMPLED)
+        offset += length
+    lengths = np.diff(np.array(starts, dtype=np.int64), append=tokens)
+    return np.repeat(np.array(versions, dtype=np.int32), lengths)
 
 
 def named_buffers(state_dict: Mapping[str, torch.Tensor]) -> list[NamedBuffer]:

@@ -57,12 +57,15 @@ class TaskFeed:
         while self._core.capacity_groups:
             core = self._core
             prefers_returned = core.policy.prefers_returned(core.groups)
-            task = await self.source.next(prefers_returned=prefers_returned)
+            if self.source.is_async:
+                task = await self.source.next(prefers_returned=prefers_returned)
+                if task is not None and not core.capacity_groups:  # there was some before the wait
+                    self.source.give_back(task)
+                    return
+            else:
+                task = self.source.next_nowait(prefers_returned=prefers_returned)
             if task is None:
                 self._handle([ev.TasksExhausted()], None)
-                return
-            if not self._core.capacity_groups:  # it was there before the iterator was waited for
-                self.source.give_back(task)
                 return
             digest = task_digest(task.task) if self._wants_digests else b""
             arrived = ev.TaskArrived(task.task, task.key, digest)

@@ -100,18 +100,33 @@ class TaskSource:
             self._next = Taken(task)
         return False
 
-    async def next(self, *, prefers_returned: bool) -> Taken | None:
-        """The next task, those put back first or last; None if there is none."""
+    @property
+    def is_async(self) -> bool:
+        """Whether the user's iterator may have to be waited for."""
+        return self._async is not None
+
+    def next_nowait(self, *, prefers_returned: bool) -> Taken | None:
+        """The next task, those put back first or last; None if there is none, or none is there of
+        an async iterator's."""
         if self._returned and prefers_returned:
             return self._returned.popleft()
         taken, self._next = self._next, None
         if taken is not None:
             return taken
-        if self._async is None:
-            task = next(self._sync, NO_MORE)
-        elif (task := await self._new_or_returned(self._async)) is None:
-            return self._returned.popleft()
+        if self._async is not None:
+            return None
+        task = next(self._sync, NO_MORE)
         if task is not NO_MORE:
+            return Taken(task)
+        return self._returned.popleft() if self._returned else None
+
+    async def next(self, *, prefers_returned: bool) -> Taken | None:
+        """The next task, those put back first or last; None if there is none."""
+        taken = self.next_nowait(prefers_returned=prefers_returned)
+        if taken is not None or self._async is None:
+            return taken
+        task = await self._new_or_returned(self._async)
+        if task is not None and task is not NO_MORE:
             return Taken(task)
         return self._returned.popleft() if self._returned else None
 

@@ -57,6 +57,8 @@ class OpenSessions:
 
     def over(self, rollout: Rollout) -> None:
         """A rollout asks for no more turns; harmless where that was said before."""
+        if not self._engines:
+            return  # nobody keeps any
         for row in rollout.rows:
             session = row.rollout_id + 1
             engine = self._engines.pop(session, None)

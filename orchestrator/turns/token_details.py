@@ -28,11 +28,6 @@ class TurnDetails:
         self.top_ids: array[int] = array("i")
         self.top_logprobs: array[float] = array("f")
 
-    @classmethod
-    def asked_by(cls, sampling: SamplingParams) -> "TurnDetails | None":
-        """None for turns that want nothing told, which are most."""
-        return cls(sampling) if sampling.top_logprobs or sampling.raw_logprobs else None
-
     def append(self, told: TokenDetails, tokens: int, *, before: int) -> None:
         """Take in what came with one step, of so many of this turn's tokens; ``before`` were there.
 

@@ -201,20 +201,20 @@ class TurnBook:
     def _send(self, turn: Turn, priority: int, name: str) -> Submit:
         handle = self.next_handle
         self.next_handle = (handle + 1) & 0xFFFFFFFF
-        self.engines[name].submissions[handle] = Submission(turn, priority, turn.length)
+        length, rollout, sampling = turn.length, turn.rollout, turn.sampling
+        submission = self.engines[name].submissions[handle] = Submission(turn, priority, length)
         turn.place = (name, handle)
         self.placement.rank(name, self.live_version)
-        sampling = turn.sampling
-        if turn.length:
-            sampling = replace(sampling, max_tokens=sampling.max_tokens - turn.length)
+        if length:
+            sampling = replace(sampling, max_tokens=sampling.max_tokens - length)
         message = SubmitTurn(
             turn=handle,
-            token_ids=turn.rollout.token_ids.tobytes(),
+            token_ids=submission.token_ids.tobytes(),
             sampling=sampling,
             priority=priority,
-            sampled_before=turn.length,
-            session=turn.rollout.rollout_id + 1,  # 0 is nobody's
-            media=turn.rollout.media,
+            sampled_before=length,
+            session=rollout.rollout_id + 1,  # 0 is nobody's
+            media=rollout.media,
         )
         return Submit(name, message)
 
@@ -332,24 +332,23 @@ class TurnBook:
         handle = event.turns[event.seq % len(event.turns)]
         engine = self.engines.get(event.engine)
         submission = engine.submissions.get(handle) if engine else None
-        if submission is None or not _is_overrun(submission.turn):
+        if submission is None:
+            return []
+        if submission.turn.length <= submission.turn.sampling.max_tokens:
             return []
         why = _overrun(submission.turn)
         return [Cancel(event.engine, handle), *self.reject(event.engine, handle, why)]
 
     def _finish(self, submission: Submission, code: int) -> list[Command]:
         turn = submission.turn
-        if _is_overrun(turn):
+        left = turn.sampling.max_tokens - turn.length
+        if left < 0:
             turn.finish_reason = "refused"
             return [FailTurn(turn, _overrun(turn))]
-        if code not in (STOP, LENGTH) and turn.length < turn.sampling.max_tokens:
+        if left and code not in (STOP, LENGTH):
             return self.submit(turn, submission.priority)
         turn.finish_reason = FINISH_REASONS[STOP if code == STOP else LENGTH]
         return [EndTurn(turn)]
-
-
-def _is_overrun(turn: Turn) -> bool:
-    return turn.length > turn.sampling.max_tokens
 
 
 def _overrun(turn: Turn) -> str:

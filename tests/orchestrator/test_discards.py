@@ -51,7 +51,7 @@ def test_each_reason_says_how_much_how_long_and_of_which_tasks() -> None:
     ]:
         discards.note_discarded(rollout, reason, TaskKey(0, index))
     discards.note_discarded(SHORT, "cancelled", None)
-    discards.note_trained(LONG)
+    discards.note_trained([LONG.sampled_tokens])
 
     assert discards.by_reason(generated_tokens=496) == {
         "cancelled": DiscardStatistics(1, 4, 4.0, 4 / 496, {4: 1}),
@@ -111,7 +111,7 @@ def test_the_bias_is_that_of_the_diagnostics_formula() -> None:
     discards = Discards()
     for tokens in lengths:
         if tokens < 60:
-            discards.note_trained(rollout_of(tokens))
+            discards.note_trained([tokens])
         else:
             discards.note_discarded(rollout_of(tokens), "stale", None)
 
@@ -131,12 +131,12 @@ def test_the_bias_is_that_of_the_diagnostics_formula() -> None:
 def test_a_bias_that_is_over_is_forgotten() -> None:
     discards = Discards()
     for _ in range(WINDOW_ROLLOUTS):
-        discards.note_trained(SHORT)
+        discards.note_trained([SHORT.sampled_tokens])
         discards.note_discarded(LONG, "stale", None)
     before = discards.length_bias()
     for _ in range(WINDOW_ROLLOUTS):
-        discards.note_trained(SHORT)
-        discards.note_trained(LONG)
+        discards.note_trained([SHORT.sampled_tokens])
+        discards.note_trained([LONG.sampled_tokens])
 
     after = discards.length_bias()
 
@@ -153,7 +153,7 @@ def test_a_bias_that_is_over_is_forgotten() -> None:
 
 def test_the_end_of_a_run_is_no_bias() -> None:
     discards = Discards()
-    discards.note_trained(LONG)
+    discards.note_trained([LONG.sampled_tokens])
     discards.note_discarded(SHORT, "run_ended", TaskKey(0, 3))
 
     bias = discards.length_bias()
@@ -176,7 +176,7 @@ def test_a_run_goes_on_from_saved_books_as_if_nothing_had_been(
             if index % 3:
                 discards.note_discarded(rollout, f"reason {index % 3}", TaskKey(1, index))
             else:
-                discards.note_trained(rollout)
+                discards.note_trained([rollout.sampled_tokens])
 
     whole, first, second = Discards(), Discards(), Discards()
     live(whole, history)

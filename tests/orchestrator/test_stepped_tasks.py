@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from tidegate.orchestrator.episodes.stepped_tasks import Rounds, SteppedFuture, SteppedTask
+from tidegate.orchestrator.episodes.stepped_tasks import (
+    Rounds,
+    SteppedFuture,
+    SteppedTask,
+    stepped_future,
+)
 from tidegate.orchestrator.simulation.virtual_time import run_in_virtual_time
 
 Work = Callable[[], Coroutine[Any, Any, Any]]
@@ -104,7 +109,7 @@ def test_a_cancel_reaches_it_where_it_waits_before_it_begins_and_in_its_last_ste
 
         loop = asyncio.get_running_loop()
         of = rounds()
-        ours: SteppedFuture[None] = SteppedFuture(loop)
+        ours: SteppedFuture[None] = stepped_future(loop)
         tasks = [
             Noted(of, lambda: waiting(loop.create_future())),
             Noted(of, lambda: waiting(ours)),
@@ -159,7 +164,7 @@ def test_what_it_sets_in_its_context_nobody_else_sees() -> None:
 
 def test_a_future_of_ours_wakes_ours_and_any_other_task_that_waits_for_it() -> None:
     async def main() -> None:
-        future: SteppedFuture[str] = SteppedFuture(asyncio.get_running_loop())
+        future: SteppedFuture[str] = stepped_future(asyncio.get_running_loop())
 
         async def work() -> str:
             return await future
