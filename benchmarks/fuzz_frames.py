@@ -39,6 +39,7 @@ from tidegate.transport.messages import (
     StartWeightUpdate,
     Step,
     SubmitTurn,
+    SubmitTurns,
     TensorSpec,
     TurnRefused,
     UpdateWeights,
@@ -326,9 +327,17 @@ ENGINE_EXAMPLES: Examples = (
 
 
 def _submit(state: LiveState) -> Message:
+    return _turn(_a_turn(state))
+
+
+def _submit_together(state: LiveState) -> Message:
+    return SubmitTurns(turns=[_turn(_a_turn(state) + apart) for apart in (0, 7, 14)])
+
+
+def _turn(handle: int) -> SubmitTurn:
     sampling = SamplingParams(max_tokens=4, temperature=0.9, top_k=5, top_p=0.9, seed=3)
     prompt = array("i", [1, 2, 3]).tobytes()
-    return SubmitTurn(turn=_a_turn(state), token_ids=prompt, sampling=sampling)
+    return SubmitTurn(turn=handle, token_ids=prompt, sampling=sampling)
 
 
 def _update(state: LiveState) -> Message:
@@ -337,7 +346,8 @@ def _update(state: LiveState) -> Message:
 
 
 ORCHESTRATOR_EXAMPLES: Examples = (
-    *[_submit] * 4,
+    *[_submit] * 3,
+    _submit_together,
     lambda state: CancelTurn(turn=_a_turn(state)),
     lambda state: Pause(mode="keep"),
     *[lambda state: Resume()] * 3,

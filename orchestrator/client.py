@@ -235,14 +235,9 @@ class RunClient:
         metrics = {**batch_metrics(batch, self._keeper.usage()), **self._told_off_policy}
         self._told_off_policy = {}
         if notes is not None:
-            rows = [(rollout, group) for group in handover.groups for rollout in group.kept]
-            for (rollout, group), advantage in zip(rows, batch.advantages.tolist(), strict=True):
-                notes.rollout(
-                    rollout,
-                    task=group.task,
-                    advantage=advantage,
-                    consumed_version=handover.trainer_version,
-                )
+            rows = [(row, group.task) for group in handover.groups for row in group.kept]
+            advantages, version = batch.advantages.tolist(), handover.trainer_version
+            notes.trained(rows, advantages=advantages, consumed_version=version)
             notes.batch(metrics)
         if live is not None:
             live.trained_lags(tokens_by_lag(batch))

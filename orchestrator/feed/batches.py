@@ -231,8 +231,8 @@ def _versions(
             starts.append(offset + given_from)
             versions.append(NOT_SAMPLED)
         offset += length
-    lengths = np.diff(np.array(starts, dtype=np.int64), append=tokens)
-    return np.repeat(np.array(versions, dtype=np.int32), lengths)
+    bounds = np.array([*starts, tokens], dtype=np.int64)
+    return np.repeat(np.array(versions, dtype=np.int32), bounds[1:] - bounds[:-1])
 
 
 def named_buffers(state_dict: Mapping[str, torch.Tensor]) -> list[NamedBuffer]:

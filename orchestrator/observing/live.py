@@ -7,7 +7,7 @@ nothing and knows no HTTP.
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidegate.orchestrator.core.rollout import Rollout
@@ -23,6 +23,10 @@ ENDED_KEPT = 2_000
 """Minutes of a run with short rollouts, hours of one with long ones."""
 ENDED_TOKENS_KEPT = 2_000_000
 """16 MB: rollouts are kept as they are, until later ones take their place."""
+
+
+ENDED_TOGETHER = 32
+"""Of a batch: so many are forgotten at once, which costs a thirty-second of one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,23 @@ class Ended:
             advantage=self.advantage,
             consumed_version=self.consumed_version,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _EndedRows:
+    """Some that ended at once, as they were told of: nobody may ever look at them."""
+
+    rows: Sequence[tuple[Rollout, object]]
+    advantages: Sequence[float | None]
+    consumed_version: int | None
+    tokens: int
+
+    def newest_first(self) -> Iterator[Ended]:
+        """One by one."""
+        for (rollout, task), advantage in zip(
+            reversed(self.rows), reversed(self.advantages), strict=True
+        ):
+            yield Ended(rollout, task, advantage, self.consumed_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +94,8 @@ class LiveNotes:
         self._lock = threading.Lock()
         self._timeline = Timeline()
         self._batches: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=BATCHES_KEPT)
-        self._ended: deque[Ended] = deque()
-        self._ended_tokens = 0
+        self._ended: deque[_EndedRows] = deque()
+        self._ended_rows = self._ended_tokens = 0
         self._token_lags: Counter[int] = Counter()
         self._trainer_us: Counter[str] = Counter()
         self._off_policy = OffPolicy()
@@ -90,14 +111,37 @@ class LiveNotes:
         consumed_version: int | None,
     ) -> None:
         """Keep it for the browser of rollouts."""
-        tokens = len(rollout.token_ids)
+        self._keep([(rollout, task)], [advantage], consumed_version)
+
+    def trained(
+        self,
+        rows: Sequence[tuple[Rollout, object]],
+        *,
+        advantages: Sequence[float],
+        consumed_version: int,
+    ) -> None:
+        """Keep those of a batch, but only as many as may be kept."""
+        for start in range(max(0, len(rows) - ENDED_KEPT), len(rows), ENDED_TOGETHER):
+            part = slice(start, start + ENDED_TOGETHER)
+            self._keep(rows[part], advantages[part], consumed_version)
+
+    def _keep(
+        self,
+        rows: Sequence[tuple[Rollout, object]],
+        advantages: Sequence[float | None],
+        consumed_version: int | None,
+    ) -> None:
+        tokens = sum([len(rollout.token_ids) for rollout, _ in rows])
         with self._lock:
-            self._ended.append(Ended(rollout, task, advantage, consumed_version))
+            self._ended.append(_EndedRows(rows, advantages, consumed_version, tokens))
+            self._ended_rows += len(rows)
             self._ended_tokens += tokens
-            while len(self._ended) > ENDED_KEPT or (
+            while self._ended_rows > ENDED_KEPT or (
                 self._ended_tokens > ENDED_TOKENS_KEPT and len(self._ended) > 1
             ):
-                self._ended_tokens -= len(self._ended.popleft().rollout.token_ids)
+                gone = self._ended.popleft()
+                self._ended_rows -= len(gone.rows)
+                self._ended_tokens -= gone.tokens
 
     def engine_step(
         self,
@@ -154,7 +198,8 @@ class LiveNotes:
     def ended(self) -> list[Ended]:
         """Rollouts that are over, the newest first."""
         with self._lock:
-            return list(reversed(self._ended))
+            kept = list(self._ended)
+        return [ended for part in reversed(kept) for ended in part.newest_first()]
 
     def noted(self, since_us: int = 0) -> Noted:
         """All that is remembered; of what has a time, only what has been since, and the last batch

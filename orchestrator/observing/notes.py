@@ -21,7 +21,16 @@ class RunNotes(Protocol):
         advantage: float | None,
         consumed_version: int | None,
     ) -> None:
-        """A rollout has ended: trained, discarded, or evaluated."""
+        """A rollout has ended without the trainer: discarded, or evaluated."""
+
+    def trained(
+        self,
+        rows: Sequence[tuple[Rollout, object]],
+        *,
+        advantages: Sequence[float],
+        consumed_version: int,
+    ) -> None:
+        """The trainer has these rows of a batch, each told with its task."""
 
     def engine_step(
         self,
@@ -65,6 +74,17 @@ class NotesOfSeveral:
             notes.rollout(
                 rollout, task=task, advantage=advantage, consumed_version=consumed_version
             )
+
+    def trained(
+        self,
+        rows: Sequence[tuple[Rollout, object]],
+        *,
+        advantages: Sequence[float],
+        consumed_version: int,
+    ) -> None:
+        """As :meth:`RunNotes.trained`."""
+        for notes in self._several:
+            notes.trained(rows, advantages=advantages, consumed_version=consumed_version)
 
     def engine_step(
         self,

@@ -14,7 +14,7 @@ import importlib.metadata
 import platform
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -132,6 +132,17 @@ class RunRecorder:
                 return
             full, self._pending = self._pending, []
         self._files.submit(lambda: self._files.write_rollouts(full))
+
+    def trained(
+        self,
+        rows: Sequence[tuple[Rollout, object]],
+        *,
+        advantages: Sequence[float],
+        consumed_version: int,
+    ) -> None:
+        """Record a batch's, each told with its task."""
+        for (rollout, task), advantage in zip(rows, advantages, strict=True):
+            self.rollout(rollout, task=task, advantage=advantage, consumed_version=consumed_version)
 
     def engine_step(
         self,
