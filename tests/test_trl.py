@@ -135,6 +135,6 @@ def test_trls_client_knows_the_server(server: tidegate.VLLMServer) -> None:
         "world_size": 1,
         "has_lora": True,
         "frozen": True,
-        "weight_version": "default",
+        "label_is_kept": True,  # whichever an earlier trainer left
         "missing_adapter": 404,
     }

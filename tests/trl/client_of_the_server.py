@@ -20,6 +20,7 @@ def main(url: str, model: str) -> None:
         "world_size": client.get_world_size(),
         "has_lora": client.get_server_info()["lora_config"]["max_loras"] > 1,
     }
+    label = _label(url)
     client.pause()
     told["frozen"] = requests.get(f"{url}/is_paused", timeout=TIMEOUT_S).json()["is_paused"]
     client.init_weight_transfer_engine({})
@@ -27,14 +28,18 @@ def main(url: str, model: str) -> None:
     client.update_weights({"path": model})
     client.finish_weight_update()
     client.resume()
-    info = requests.get(f"{url}/weight_info", timeout=TIMEOUT_S).json()
-    told["weight_version"] = info["weight_version"]
+    told["label_is_kept"] = _label(url) == label  # the client names no version
     try:
         client.load_lora_adapter("no", "/nowhere")
     except RuntimeError:  # what it makes of a 404
         told["missing_adapter"] = 404
     client.unload_lora_adapter("no")
     sys.stdout.write(json.dumps(told))
+
+
+def _label(url: str) -> str:
+    info = requests.get(f"{url}/weight_info", timeout=TIMEOUT_S).json()
+    return str(info["weight_version"])
 
 
 if __name__ == "__main__":
