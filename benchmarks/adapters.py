@@ -27,8 +27,9 @@ from typing import Any
 import msgspec
 
 import tidegate
-from benchmarks.engine.shapes import SHAPES, Request, make_directory, requests
+from benchmarks.engine.shapes import SHAPES, Request, requests
 from benchmarks.table import Row, compared, show
+from tests.models import make_model_directory
 
 START_TIMEOUT_S = 300.0
 
@@ -89,9 +90,10 @@ def main() -> None:
         parser.error("--url and --model go together")
     with tempfile.TemporaryDirectory(prefix="tidegate") as directory:
         if options.url is None:
-            model = make_directory(
-                Path(directory) / "model", SHAPES["small"], "float32", tied=False
-            )  # whose head vLLM updates on a CPU
+            fields = SHAPES[
+                "small"
+            ].fields  # a head of its own: vLLM leaves a tied one old on a CPU
+            model = make_model_directory(Path(directory) / "model", tied=False, **fields)
             with vllm(model, options.concurrent, options.stream_interval) as url:
                 show(measure(url, model, options), as_json=options.json)
         else:
