@@ -128,7 +128,7 @@ async def test_kv_that_is_kept_over_an_update_is_labelled_to_the_token(
     try:
         able = await adapter.open("v0")
         assert able.keeps_kv  # started with --disable-overlap-schedule
-        stream = Sglang(adapter, able).stream(SamplingParams(max_tokens=100))
+        stream = Sglang(adapter, able).stream(SamplingParams(max_tokens=450))
         await stream.has(10)
         await adapter.pause("keep")
         await adapter.load_weights(other, "v1")
