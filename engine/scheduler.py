@@ -1,22 +1,21 @@
 """Which turns run in the next step, and what came of it? Opens no socket, reads no clock.
 
 It decides and the worker moves: ``plan`` says which rows to compute, ``complete`` takes what was
-sampled. Same calls in, same answers out. Who runs at all, and in which blocks, is seats' business.
+sampled. Same calls in, same answers out. Who runs at all, and in which blocks, is seats' business;
+how a step's tokens are handed out, the planner's.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
-
-import numpy as np
 
 from tidegate.engine.cache.seats import Seats
 from tidegate.engine.drafts.drafts import DraftSource, Speculation
 from tidegate.engine.memory.step_budget import StepBudget
 from tidegate.engine.pauses import PauseGate
+from tidegate.engine.planning import StepPlanner
 from tidegate.engine.runner import Row, StepOutput
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.scores import ScoreDesk, ScoringTraits
-from tidegate.engine.step_columns import SampledRows
+from tidegate.engine.step_columns import EndedTurn, SampledRows, ended_columns, failures_of
 from tidegate.engine.step_columns import StepColumns as StepColumns
 from tidegate.engine.turns import AcceptedTokens, EngineLimits, TurnState, admit
 from tidegate.errors import TurnRefused
@@ -33,14 +32,6 @@ from tidegate.transport.messages import (
     SubmitTurn,
 )
 from tidegate.transport.scoring import ScoreTokens
-
-
-@dataclass(frozen=True, slots=True)
-class EndedTurn:
-    """A turn that ended without a token."""
-
-    handle: int
-    finish: int
 
 
 class Scheduler:
@@ -73,6 +64,7 @@ class Scheduler:
         """Whose contexts are gone on with."""
         self._prefixes = self._seats.prefixes
         self._speculation = None if drafts is None else Speculation(drafts)
+        self._planner = StepPlanner(self._seats, self._speculation)
         self._adapters: frozenset[str] = frozenset()
         """The live version's, by name."""
         self._gate = PauseGate()
@@ -210,12 +202,7 @@ class Scheduler:
         if not self._ended:
             return None
         ended, self._ended = self._ended, []
-        return StepColumns(
-            version=self.version,
-            turns=np.array([row.handle for row in ended], dtype="<u4").tobytes(),
-            finish=bytes([row.finish for row in ended]),
-            counts=bytes(4 * len(ended)),
-        )
+        return ended_columns(ended, self.version)
 
     @property
     def has_ended(self) -> bool:
@@ -230,24 +217,18 @@ class Scheduler:
         self._planned = []
         if not self._gate.turns_run:
             return []
-        left = self._budget.tokens - self._plan_decodes()
-        for turn in self._seats.running:
-            if turn.is_prefilling and left > 0:
-                left -= self._plan_chunk(turn, left)
-        if left > 0 and self._gate.turns_start:
-            for turn in self._seats.start_waiting(self.version, self._budget.tokens):
-                left -= self._plan_chunk(turn, left)
-                if left == 0:
-                    break
+        self._planned = self._planner.plan(
+            self._budget.tokens, self.version, may_start=self._gate.turns_start
+        )
         if self._speculation is None:
             return [turn.next_row() for turn in self._planned]
-        self._plan_drafts(self._speculation, left)
         return [row for turn in self._planned for row in (turn.next_row(), *turn.draft_rows())]
 
     def complete(self, output: StepOutput) -> StepColumns | None:
         """Take in what the planned rows sampled; None if it was all prefill, with no end yet."""
         self._budget.succeed()
         sampled: list[int] = output.token_ids.tolist()
+        failures = failures_of(output, self.version)
         rows = SampledRows()
         scores = iter(output.scores)
         place = 0
@@ -261,10 +242,11 @@ class Scheduler:
             if turn.computed < turn.length:
                 continue
             end = place + 1 + turn.drafted
-            if place in output.failures:
-                self._refuse(turn, output.failures[place])
+            if place in failures:
+                self._refuse(turn, failures[place])
             else:
-                accepted = rows.add(turn, place, sampled[place:end], self.version)
+                sound = next((n for n in range(place, end) if n in failures), end)
+                accepted = rows.add(turn, place, sampled[place:sound], self.version)
                 if output.details:
                     told = [output.details.get(n) for n in range(place, place + accepted.tokens)]
                     rows.tell(turn.handle, told)
@@ -331,43 +313,6 @@ class Scheduler:
         if self._seats.running:
             return self._gate.turns_run
         return self._seats.waiting_turns > 0 and self._gate.turns_start
-
-    # ------------------------------------------------------------ planning
-
-    def _plan_decodes(self) -> int:
-        """Plan one token for each turn that is past its prefill and has room for it."""
-        planned = self._planned
-        for turn in self._seats.running.copy():
-            if turn.is_prefilling:
-                # Recomputed turns can lack blocks. They get a first one here, in the order of
-                # rank, for nobody may be thrown out who is planned already.
-                if turn.computed >= turn.block_tokens_held:
-                    self._seats.grow(turn)
-                continue
-            if turn.computed < turn.block_tokens_held or self._seats.grow(turn):
-                turn.chunk_tokens, turn.drafted = 1, 0
-                planned.append(turn)
-        return len(planned)
-
-    def _plan_chunk(self, turn: TurnState, tokens_left: int) -> int:
-        """Plan what is left of a prefill, as far as it has room and the step has tokens."""
-        self._prefixes.take(turn, self._prefixes.find(turn))
-        end = min(turn.length, turn.computed + tokens_left)
-        self._seats.grow_freely(turn, end)
-        turn.drafted = 0
-        turn.chunk_tokens = min(end, turn.block_tokens_held) - turn.computed
-        if turn.chunk_tokens > 0:
-            self._planned.append(turn)
-            self._prefixes.share_planned(turn)
-        return turn.chunk_tokens
-
-    def _plan_drafts(self, speculation: Speculation, tokens_left: int) -> None:
-        """Have decodes verify guesses, where prefills leave tokens and turns leave blocks."""
-        decodes = [turn for turn in self._planned if not turn.is_prefilling]
-        for turn, draft in speculation.draft(decodes, tokens_left):
-            self._seats.grow_to_spare(turn, turn.length + len(draft))
-            turn.drafted = min(len(draft), turn.block_tokens_held - turn.length)
-            turn.tokens[turn.length : turn.length + turn.drafted] = draft[: turn.drafted]
 
     # ------------------------------------------------------------ completing
 

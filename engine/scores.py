@@ -130,6 +130,7 @@ class ScoreState(TurnState):
             ScoreRefused: some of it is not a number.
         """
         told = join_scores(self.chunks)
+        _refuse_nan(told, version)
         if self.want == "logprobs":
             return list(self._logprobs(told, version))
         values = _column(told.values)
@@ -137,12 +138,10 @@ class ScoreState(TurnState):
             values = values.sum(0, keepdims=True, dtype=np.float64) / (
                 self.length - self.first_told
             )
-        _refuse_nan(values)
         return list(self._parts(values.astype("<f4"), version))
 
     def _logprobs(self, told: RowScore, version: int) -> Iterator[Message]:
         logprobs, ids, likeliest = _column(told.logprobs), told.top_ids, told.top_logprobs
-        _refuse_nan(logprobs)
         for part in _cut(len(logprobs), _position_bytes(self._asked.top_logprobs)):
             yield Scored(
                 request=self.handle,
@@ -325,11 +324,13 @@ def _cut(rows: int, row_bytes: int) -> Iterator[slice]:
         yield slice(start, min(rows, start + step))
 
 
-def _refuse_nan(values: npt.NDArray[np.floating]) -> None:
-    if not np.isfinite(values).all():
-        raise ScoreRefused(
-            "the model computed what is not a number (NaN, or infinite); are its weights sound?"
-        )
+def _refuse_nan(told: RowScore, version: int) -> None:
+    for values in (told.logprobs, told.values):
+        if values is not None and not np.isfinite(values).all():
+            raise ScoreRefused(
+                f"weights v{version} make what is not a number (NaN, or infinite) of these tokens; "
+                f"are they sound?"
+            )
 
 
 def _column(values: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:

@@ -3,7 +3,7 @@
 Knows turns one by one; which of them a step has, and what becomes of them, it doesn't.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,43 @@ class StepColumns:
     """Of them, those that were right."""
 
 
+@dataclass(frozen=True, slots=True)
+class EndedTurn:
+    """A turn that ended without a token."""
+
+    handle: int
+    finish: int
+
+
+def ended_columns(ended: Sequence[EndedTurn], version: int) -> StepColumns:
+    """Rows without tokens, of turns that ended between steps."""
+    return StepColumns(
+        version=version,
+        turns=np.array([row.handle for row in ended], dtype="<u4").tobytes(),
+        finish=bytes([row.finish for row in ended]),
+        counts=bytes(4 * len(ended)),
+    )
+
+
+def failures_of(output: StepOutput, version: int) -> Mapping[int, str]:
+    """Rows that have sampled nothing that could be told, and why.
+
+    Weights that are numbers may yet make none of some context: products overflow. That is the
+    matter of its turn alone, and the next turn need not meet it.
+    """
+    is_sound = np.isfinite(output.logprobs)
+    for place, told in output.details.items():
+        is_sound[place] &= told.is_sound
+    if is_sound.all():
+        return output.failures
+    why = (
+        f"weights v{version} make no number (NaN, or infinite) of this context, so no token can be "
+        f"drawn after it; publish sound ones, or none so large"
+    )
+    unsound = np.flatnonzero(~is_sound).tolist()
+    return dict.fromkeys(unsound, why) | dict(output.failures)
+
+
 @dataclass(slots=True)
 class SampledRows:
     """What comes of a step, row after row."""
@@ -46,10 +83,13 @@ class SampledRows:
     details: list[TokenDetails] = field(default_factory=list)
 
     def add(self, turn: TurnState, place: int, sampled: list[int], version: int) -> AcceptedTokens:
-        """Let the turn take of its samples, the first at ``place``, those that are its tokens."""
+        """Let the turn take of its samples, the first at ``place``, those that are its tokens.
+
+        There may be fewer than it has guesses, where one of those made no number.
+        """
         if turn.is_prefilling:
             self.prefills.append(turn.end_prefill(version))
-        self.drafted += len(sampled) - 1
+        self.drafted += turn.drafted
         accepted = turn.accept(sampled)
         self.handles.append(turn.handle)
         self.finish.append(accepted.finish)

@@ -46,6 +46,10 @@ class RowGroup:
     """[2 * R * K * B] rows of the cache seen as [blocks * 2 * K, block_tokens * D]."""
     mask: torch.Tensor
     """[R, 1, Q, C]: 0 where a query sees a position, -inf elsewhere."""
+    unseen: torch.Tensor | None
+    """Rows of what is gathered, seen as [2 * R * K * C, D], that no query sees; None if there are
+    none. Whoever had their blocks before, or has them now, may have left NaN there, and a masked
+    NaN is still one."""
 
 
 def write_index(block: Ints, offset: Ints, shape: CacheShape) -> torch.Tensor:
@@ -101,6 +105,7 @@ def plan_group(
     kinds = np.arange(2)[:, None, None, None]
     heads = np.arange(shape.num_kv_heads)[:, None]
     gather = (tables[:, None, :] * 2 + kinds) * shape.num_kv_heads + heads  # [2, R, K, B]
+    first_seen = places[:, :1] - (window_tokens or context_tokens) + 1
     return RowGroup(
         first_token=first_token,
         end_token=first_token + int(counts.sum()),
@@ -109,6 +114,7 @@ def plan_group(
         unpad=unpad,
         gather=torch.from_numpy(gather.reshape(-1)),
         mask=_mask(places, context_tokens, window_tokens)[:, None].to(dtype),
+        unseen=_unseen(first_seen, places[:, -1:], context_tokens, shape.num_kv_heads),
     )
 
 
@@ -120,6 +126,17 @@ def _mask(places: Ints, context_tokens: int, window_tokens: int | None) -> torch
     if window_tokens is not None:
         sees &= context > places - window_tokens
     return torch.from_numpy(np.where(sees, np.float32(0), np.float32(-np.inf)))
+
+
+def _unseen(first: Ints, last: Ints, context_tokens: int, kv_heads: int) -> torch.Tensor | None:
+    """Where the gathered context [2, R, K, C] of rows that see from ``first`` to ``last``, both
+    [R, 1], is seen by nobody."""
+    context = np.arange(context_tokens)
+    unseen = (context < first) | (context > last)
+    if not unseen.any():
+        return None
+    size = (2, len(unseen), kv_heads, context_tokens)
+    return torch.from_numpy(np.flatnonzero(np.broadcast_to(unseen[:, None], size)))
 
 
 def _within_window(
@@ -172,6 +189,8 @@ def attend(
     blocks = cache.view(-1, block_tokens * head_dim)
     contexts = scratch[: group.gather.numel() * blocks.shape[1]]
     torch.index_select(blocks, 0, group.gather, out=contexts.view(-1, blocks.shape[1]))
+    if group.unseen is not None:
+        contexts.view(-1, head_dim).index_fill_(0, group.unseen, 0)
     keys, values = contexts.view(2, group.rows, kv_heads, -1, head_dim)
     if group.pad is not None:
         query = query.index_select(0, group.pad)

@@ -52,6 +52,12 @@ class RowDetails:
     top_ids: bytes
     top_logprobs: bytes
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether all are numbers; those of tokens that are left out are -inf."""
+        told = np.frombuffer(self.raw_logprobs + self.top_logprobs, np.float32)
+        return not np.isnan(told).any()
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:

@@ -38,8 +38,8 @@ def make_case(starts: list[int], counts: list[int]) -> Case:
     keys = [torch.randn(end, KV_HEADS, HEAD_DIM, generator=generator) for end in ends]
     values = [torch.randn(end, KV_HEADS, HEAD_DIM, generator=generator) for end in ends]
     queries = [torch.randn(count, HEADS, HEAD_DIM, generator=generator) for count in counts]
-    # What no row wrote is huge: attending to it could not go unnoticed.
-    cache = torch.full((tables.size, 2, KV_HEADS, BLOCK_TOKENS, HEAD_DIM), 1e4)
+    # What no row wrote is no number, as another's overflow leaves it: even masked, it would spread.
+    cache = torch.full((tables.size, 2, KV_HEADS, BLOCK_TOKENS, HEAD_DIM), torch.nan)
     for table, key, value in zip(tables, keys, values, strict=True):
         block, offset = np.divmod(np.arange(len(key)), BLOCK_TOKENS)
         write_kv(cache, write_index(table[block], offset, SHAPE), torch.cat([key, value], 1))

@@ -1,0 +1,157 @@
+"""Do weights that make no number of some context end that turn, say why, and end nothing else?"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.driving import GREEDY, DrivenTurn, drive
+from tests.engine.fake_engine import DrivenEngine
+from tests.engine.orchestra import Orchestra, Publisher, assert_replays
+from tests.engine.ranked import ranked_engine
+from tests.models import make_model_directory
+from tidegate.engine.drafts.drafts import Tokens
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.turns import TurnState
+from tidegate.engine.weights.weights import Weights, load_directory
+from tidegate.kernels.native import native
+from tidegate.transport.messages import SamplingParams, TurnRefused
+
+POISON = 7
+"""The token of which the weights make no number."""
+
+SOUND = [[1, 2, 3, 4, 5, 6], [9, 8], [11, 12, 13], [21] * 19]
+"""Contexts of some lengths: their rows are padded to each other's."""
+
+POISONED = [[1, 2, 3, POISON, 5, 6], [POISON], [9, 8] * 9 + [POISON]]
+
+
+def make_overflowing(path: Path, *, makes_no_numbers: bool = True, **fields: Any) -> Path:
+    """A model whose first layer squares 1e30, for one token alone, by a column of its own.
+
+    Or the same model without, so that all that it says of other tokens is the same.
+    """
+    make_model_directory(path, "llama", tied=False, **fields)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][:, -1] = 0
+    tensors["model.embed_tokens.weight"][POISON, -1] = 1
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor[-1] = 0  # no layer writes to that column
+        if makes_no_numbers and name.endswith(
+            ("0.self_attn.q_proj.weight", "0.self_attn.k_proj.weight")
+        ):
+            tensor[:, -1] = 1e30
+    save_file(tensors, file, {"format": "pt"})
+    return path
+
+
+def loaded(path: Path) -> Weights:
+    return load_directory(path, ModelConfig.from_directory(path), torch.float32)
+
+
+def refusals(engine: DrivenEngine) -> dict[int, str]:
+    return {said.turn: said.message for said in engine.answers if isinstance(said, TurnRefused)}
+
+
+def submit_all(engine: DrivenEngine, prompts: Sequence[list[int]]) -> list[int]:
+    return [engine.submit(prompt, 8, stop=[POISON]) for prompt in prompts]
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_turns_that_meet_no_number_end_and_those_beside_them_are_what_they_are_alone(
+    is_compiled: bool, tmp_path: Path
+) -> None:
+    weights = loaded(make_overflowing(tmp_path))
+    compiled = native(torch.float32) if is_compiled else None
+    engine = DrivenEngine([weights], native=compiled, max_step_tokens=64, num_blocks=64)
+    # Twice: the second time with the blocks that the first has left behind.
+    for _ in range(2):
+        before = len(engine.turns)
+        turns = submit_all(engine, [*POISONED[:2], *SOUND, *POISONED[2:]])
+        engine.run()
+        engine.scheduler.check()
+        assert [turn for turn in turns if turn in refusals(engine)] == [
+            before,
+            before + 1,
+            before + 6,
+        ]
+        for turn in turns[2:6]:
+            alone = DrivenEngine([weights], native=compiled, max_step_tokens=64, num_blocks=64)
+            alone.submit(engine.turns[turn].prompt, 8, stop=[POISON])
+            alone.run()
+            assert engine.turns[turn].token_ids == alone.turns[0].token_ids
+            assert engine.turns[turn].logprobs == pytest.approx(alone.turns[0].logprobs, abs=1e-5)
+    assert all("weights v0 make no number" in why for why in refusals(engine).values())
+    assert engine.scheduler.free_blocks == 64
+
+
+class PoisonousGuesses:
+    """Guesses one token for ever."""
+
+    def propose(self, turns: Sequence[TurnState], counts: Sequence[int]) -> list[Tokens]:
+        return [np.full(count, POISON, np.int32) for count in counts]
+
+    def ended(self, turn: TurnState, *, is_whole: bool) -> None:
+        pass
+
+
+def test_a_guess_that_makes_no_number_ends_those_turns_alone_that_say_it(tmp_path: Path) -> None:
+    weights = loaded(make_overflowing(tmp_path, vocab_size=12))
+    engines = [
+        DrivenEngine([weights], drafts=drafts, max_step_tokens=64, num_blocks=64)
+        for drafts in (None, PoisonousGuesses())
+    ]
+    for engine in engines:
+        for seed in range(8):
+            engine.submit([1, 2, 3], 12, seed=seed, temperature=2.0)
+        engine.run()
+        engine.scheduler.check()
+    plain, guessed = engines
+    assert guessed.drafted_tokens
+    assert 0 < len(refusals(plain)) < 8
+    assert refusals(plain) == refusals(guessed)
+    for turn, seen in plain.turns.items():
+        assert guessed.turns[turn].token_ids == seen.token_ids
+        assert (turn in refusals(plain)) == (seen.token_ids[-1] == POISON)
+
+
+def test_ranks_that_make_no_number_of_one_turn_go_on_with_the_others(tmp_path: Path) -> None:
+    prompts = [*POISONED[:2], *SOUND, *POISONED[2:]]
+    with ranked_engine(make_overflowing(tmp_path)) as engine:
+        for _ in range(2):
+            turns = [DrivenTurn(prompt, GREEDY, (64,)) for prompt in prompts]
+            drive(engine.runner, turns, new_tokens=4)
+            is_sound = [bool(np.isfinite(turn.logprobs).all()) for turn in turns]
+            assert is_sound == [False, False, True, True, True, True, False]
+
+
+def test_a_worker_goes_on_after_bad_weights_and_is_sound_again_with_sound_ones(
+    tmp_path: Path,
+) -> None:
+    sound = make_overflowing(tmp_path / "sound", makes_no_numbers=False)
+    unsound = make_overflowing(tmp_path / "unsound")
+    options = ["--max-running-turns", "8", "--max-step-tokens", "64", "--num-blocks", "64"]
+    weights = {0: loaded(sound), 1: loaded(unsound), 2: loaded(sound)}
+    sampling = SamplingParams(max_tokens=6, seed=3, stop_token_ids=[POISON])
+    with Orchestra(tmp_path, sound, options) as engine:
+        engine.welcome(credit_steps=64)
+        publisher = Publisher(engine)
+        for version, directory in ((1, unsound), (2, sound)):
+            publisher.stage(version, directory)
+            publisher.swap(version, "abort", "recompute")
+            bad = engine.submit_together(POISONED, sampling)
+            good = engine.submit_together(SOUND, sampling)
+            for turn in good if version == 1 else [*good, *bad]:
+                engine.finish(turn)
+                assert_replays(turn, engine, weights)
+            if version == 1:
+                told = [engine.await_one(TurnRefused) for _ in bad]
+                assert sorted(refused.turn for refused in told) == bad
+                assert all("weights v1 make no number" in refused.message for refused in told)
+        publisher.close()
