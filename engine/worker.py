@@ -24,7 +24,6 @@ from tidegate.engine.drafts.drafts import DraftSource
 from tidegate.engine.link import Link
 from tidegate.engine.loop import EngineLoop
 from tidegate.engine.memory.memory import blame_memory
-from tidegate.engine.memory.sleep import Sleeper
 from tidegate.engine.models.served_model import ServedModel, open_model
 from tidegate.engine.models.tokenizer import ModelTokenizer
 from tidegate.engine.ranks.ranks import Ranks, ranks_channels
@@ -97,7 +96,7 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
     staging = ranks.staging(model.allocate, Home(arguments.connect, keys))
     try:
         scheduler = Scheduler(limits, options=options, scoring=model.scoring, drafts=drafts)
-        sleeper = Sleeper(runner, staging, scheduler, reload=model.reload)
+        sleeper = ranks.sleeper(runner, staging, scheduler, model.reload)
         loop = EngineLoop(
             link, runner=runner, scheduler=scheduler, staging=staging, sleeper=sleeper
         )
@@ -277,8 +276,7 @@ def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimi
         speculation=(arguments.speculate or "").partition(":")[0],
         scores=list(model.scoring.wants),
         is_deterministic=arguments.deterministic,
-        # What the other ranks hold nobody has taught to sleep.
-        sleep_levels=[1, 2] if arguments.tensor_parallel == 1 else [],
+        sleep_levels=[1, 2],
         ranks=arguments.tensor_parallel,
         quantization=arguments.quantize or "",
         takes_turns_together=True,

@@ -7,6 +7,7 @@ travel apart from it.
 
 import msgspec
 
+from tidegate.transport.sleep_messages import Sleep, Wake
 from tidegate.transport.weight_messages import InitWeights, StartWeightUpdate, UpdateWeights
 
 
@@ -73,7 +74,19 @@ class SwapWeights(RankMessage, frozen=True, tag="swap"):
     version: int
 
 
-ToRank = Connect | RunStep | Relay | Abandon | SwapWeights
+class RankSleep(RankMessage, frozen=True, tag="sleep"):
+    """Give memory back; no step comes before it is had again."""
+
+    asked: Sleep
+
+
+class RankWake(RankMessage, frozen=True, tag="wake"):
+    """Take memory again."""
+
+    asked: Wake
+
+
+ToRank = Connect | RunStep | Relay | Abandon | SwapWeights | RankSleep | RankWake
 
 
 class RankLoaded(RankMessage, frozen=True, tag="loaded"):
@@ -88,13 +101,22 @@ class RankStaged(RankMessage, frozen=True, tag="staged"):
     """Empty: complete."""
 
 
+class RankMemory(RankMessage, frozen=True, tag="memory"):
+    """A rank has given its memory back, or has it again, or couldn't."""
+
+    returned_bytes: int = 0
+    lacks_weights: bool = False
+    failure: str = ""
+    """Empty: it could."""
+
+
 class RankFailed(RankMessage, frozen=True, tag="failed"):
     """A rank's last word."""
 
     message: str
 
 
-FromRank = RankLoaded | RankStaged | RankFailed
+FromRank = RankLoaded | RankStaged | RankMemory | RankFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

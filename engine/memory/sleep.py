@@ -87,6 +87,8 @@ class Sleeper:
         """Whether the live weights are gone, and nothing can bring them back but an update."""
         self._asked: Sleep | None = None
         """What is to sleep as soon as it can."""
+        self._processes = 1
+        """That each need as much as this one, of the same machine's memory."""
         self.beat: Callable[[], None] = lambda: None
         """Called now and then in long copies, so that nobody takes the engine for hung."""
 
@@ -98,7 +100,7 @@ class Sleeper:
     @property
     def has_weights(self) -> bool:
         """Whether the live weights are where they serve, or where others can be laid over them."""
-        return "weights" not in self._asleep and not self.lacks_weights
+        return "weights" not in self.asleep and not self.lacks_weights
 
     # ------------------------------------------------------------ sleeping
 
@@ -159,7 +161,7 @@ class Sleeper:
 
     def wake(self, message: Wake) -> Message:
         """Take memory again."""
-        tags = [tag for tag in self.asleep if tag in message.tags]
+        tags = [tag for tag in MEMORY_TAGS if tag in self._asleep and tag in message.tags]
         try:
             self._refuse_what_does_not_fit(tags)
             if "weights" in tags:
@@ -190,7 +192,8 @@ class Sleeper:
         regions: list[Region] = []
         regions += self._weight_regions() if "weights" in tags else []
         regions += self._kv_regions() if "kv_cache" in tags else []
-        needed, available = sum(region.nbytes for region in regions), available_bytes()
+        needed = self._processes * sum(region.nbytes for region in regions)
+        available = available_bytes()
         if needed > available:
             raise OutOfMemory(
                 doing=f"to wake {' and '.join(tags)}",
@@ -217,7 +220,7 @@ class Sleeper:
     # ------------------------------------------------------------ memory
 
     def _hold(self) -> None:
-        self._turns.hold(bool(self._asleep) or self.lacks_weights)
+        self._turns.hold(bool(self.asleep) or self.lacks_weights)
 
     def _weight_regions(self) -> list[Region]:
         return regions_of(self._runner.weights.tensors())

@@ -4,12 +4,15 @@ It decides nothing: rank 0 tells it what to do, in one order, which is so the sa
 Weights come to it as to rank 0, by the channel that the orchestrator names: it copies its part.
 """
 
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import cast
 
 import numpy as np
 
+from tidegate.engine.memory.sleep import Sleeper
+from tidegate.engine.ranks.ranked_sleep import memory_answer
 from tidegate.engine.runner import ModelRunner, Row, RowSampling
 from tidegate.engine.scoring import Reads, RowScoring
 from tidegate.engine.weights.staging import Live, Staging
@@ -26,10 +29,13 @@ SAMPLED_ELSEWHERE = RowSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0, ind
 class RankLoop:
     """One rank's life, on one thread."""
 
-    def __init__(self, connection: Connection, runner: ModelRunner, staging: Staging) -> None:
+    def __init__(
+        self, connection: Connection, runner: ModelRunner, staging: Staging, sleeper: Sleeper
+    ) -> None:
         self._connection = connection
         self._runner = runner
         self._staging = staging
+        self._sleeper = sleeper
         self._version = -1
         """That of the update under way."""
         self._attempt = 0
@@ -64,6 +70,15 @@ class RankLoop:
                 self._staging.give_up(why)
             case rank.SwapWeights(version=version):
                 self._runner.swap(self._staging.exchange(version, self._runner.weights))
+                self._sleeper.swapped()
+            case rank.RankSleep(asked=asked):
+                self._sleeper.ask(asked)
+                while not (answers := self._sleeper.settle()):
+                    time.sleep(STAGING_POLL_S)  # until the copy under way is given up
+                    self._tell()
+                self._send(memory_answer(answers[0]))
+            case rank.RankWake(asked=asked):
+                self._send(memory_answer(self._sleeper.wake(asked)))
             case rank.Connect():
                 raise AssertionError("ranks meet once")
 

@@ -6,6 +6,7 @@ An engine of one rank has nothing of it: no process, no sums, the same runner an
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from tidegate.engine.memory.sleep import Sleeper, Turns
 from tidegate.engine.ranks.shards import Shard
 from tidegate.engine.runner import ModelRunner, Runner
 from tidegate.engine.weights.staging import Staging
@@ -92,6 +93,20 @@ class Ranks:
         from tidegate.engine.ranks.ranked_staging import RankedStaging
 
         return RankedStaging(allocate, self._team, home)
+
+    def sleeper(
+        self,
+        runner: Runner,
+        staging: Staging,
+        turns: Turns,
+        reload: Callable[[WeightStore, Callable[[], None]], None],
+    ) -> Sleeper:
+        """What gives memory back on all of them."""
+        if self._team is None:
+            return Sleeper(runner, staging, turns, reload=reload)
+        from tidegate.engine.ranks.ranked_sleep import RankedSleeper
+
+        return RankedSleeper(runner, staging, turns, reload=reload, team=self._team)
 
     def close(self) -> None:
         """End the other ranks. Harmless if repeated."""

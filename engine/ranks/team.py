@@ -8,7 +8,8 @@ import contextlib
 import select
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Protocol
 
@@ -23,6 +24,12 @@ LAST_WORD_S = 1.0
 
 START_TIMEOUT_S = 600.0
 """To load its part of a model. One that dies before is noticed at once."""
+
+MEMORY_TIMEOUT_S = 600.0
+"""To copy its weights to a disk, or from it."""
+
+MEMORY_POLL_S = 0.1
+"""Between two beats meanwhile."""
 
 
 class Process(Protocol):
@@ -49,6 +56,8 @@ class Team:
         self._poll = select.poll()
         for connection in connections:
             self._poll.register(connection.fileno(), select.POLLIN)
+        self._staged: list[tuple[int, rank.RankStaged]] = []
+        """What was said of staging while something else was waited for."""
         self._ranks = {connection.fileno(): n + 1 for n, connection in enumerate(connections)}
 
     @property
@@ -87,13 +96,35 @@ class Team:
         Raises:
             RankLost: one is gone.
         """
-        said = []
+        said, self._staged = self._staged, []
         while ready := self._poll.poll(0):
             for fd, _ in ready:
                 message = self._receive(self._ranks[fd])
                 if isinstance(message, rank.RankStaged):
                     said.append((self._ranks[fd], message))
         return said
+
+    def await_memory(self, beat: Callable[[], None]) -> list[rank.RankMemory]:
+        """Every rank's answer to a sleep or a wake, in their order; ``beat`` is called meanwhile.
+
+        Raises:
+            RankLost: one is gone, or takes for ever.
+        """
+        answers: list[rank.RankMemory] = []
+        for number, connection in enumerate(self._connections, start=1):
+            deadline_s = time.monotonic() + MEMORY_TIMEOUT_S
+            while len(answers) < number:
+                beat()
+                if connection.poll(MEMORY_POLL_S):
+                    message = self._receive(number)
+                    if isinstance(message, rank.RankMemory):
+                        answers.append(message)
+                    elif isinstance(message, rank.RankStaged):
+                        self._staged.append((number, message))
+                elif time.monotonic() > deadline_s:
+                    why = f"rank {number} moves its memory for {MEMORY_TIMEOUT_S:.0f} s"
+                    raise self._lost(number, why)
+        return answers
 
     def blame(self, why: str) -> RankLost:
         """The error of a sum that failed, or of a word that nobody took: the rank's own, if any."""

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import torch
 
+from tidegate.engine.memory.sleep import Sleeper
 from tidegate.engine.models.served_model import OwnModel, open_model
 from tidegate.engine.ranks.rank_group import RankGroup
 from tidegate.engine.ranks.rank_loop import RankLoop
+from tidegate.engine.ranks.ranked_sleep import Frozen
 from tidegate.engine.ranks.shards import Shard
 from tidegate.engine.runner import ModelRunner
 from tidegate.engine.weights.staging import Staging
@@ -71,9 +73,11 @@ def _serve(arguments: argparse.Namespace, connection: Connection) -> None:
     group.connect()
     keys = None if told.keys is None else EngineKeys(*told.keys)
     staging = Staging(model.allocate, Home(arguments.home, keys))
+    sleeper = Sleeper(runner, staging, Frozen(), reload=model.reload)
     try:
-        RankLoop(connection, runner, staging).run()
+        RankLoop(connection, runner, staging, sleeper).run()
     finally:
+        sleeper.close()
         staging.close()
 
 

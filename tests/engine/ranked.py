@@ -2,23 +2,27 @@
 
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
+from tidegate.engine.memory.sleep import Sleeper
 from tidegate.engine.models.served_model import ServedModel, open_model
 from tidegate.engine.ranks.rank_group import RankGroup
 from tidegate.engine.ranks.rank_loop import RankLoop
 from tidegate.engine.ranks.ranked_runner import RankedRunner
+from tidegate.engine.ranks.ranked_sleep import Frozen
 from tidegate.engine.ranks.ranked_staging import RankedStaging
 from tidegate.engine.ranks.shards import Shard
 from tidegate.engine.ranks.team import Team
 from tidegate.engine.runner import ModelRunner
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore
-from tidegate.errors import RankLost
+from tidegate.errors import ModelError, RankLost
 from tidegate.transport import rank_messages as rank
+
+Reload = Callable[[WeightStore, Callable[[], None]], None]
 
 
 class RankThread:
@@ -39,11 +43,33 @@ def _no_room() -> WeightStore:
     raise MemoryError("none left")
 
 
+def _at_the_second_try(reload: Reload) -> Reload:
+    tries = iter([False, True])
+
+    def later(weights: WeightStore, beat: Callable[[], None]) -> None:
+        if not next(tries):
+            raise ModelError("the model directory is not there")
+        reload(weights, beat)
+
+    return later
+
+
 class RankedEngine:
     """Rank 0's side of it."""
 
-    def __init__(self, path: Path, ranks: int, *, deterministic: bool, lacks_room: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        ranks: int,
+        *,
+        deterministic: bool,
+        lacks_room: bool,
+        reloads_late: bool,
+    ) -> None:
         self._path, self._ranks, self._lacks_room = path, ranks, lacks_room
+        self._reloads_late = reloads_late
+        self.runners: dict[int, ModelRunner] = {}
+        """By rank."""
         self._is_deterministic = deterministic
         self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
         connections, threads = [], []
@@ -73,6 +99,7 @@ class RankedEngine:
         )
         runner = model.make_runner(num_blocks=128, block_tokens=8)
         assert isinstance(runner, ModelRunner)
+        self.runners[number] = runner
         return model, runner, group
 
     def _serve(self, number: int, connection: Connection) -> None:
@@ -81,21 +108,34 @@ class RankedEngine:
         rank.decode_to_rank(connection.recv_bytes())
         group.connect()
         staging = Staging(_no_room if self._lacks_room else model.allocate)
+        reload = _at_the_second_try(model.reload) if self._reloads_late else model.reload
+        sleeper = Sleeper(runner, staging, Frozen(), reload=reload)
         try:
-            RankLoop(connection, runner, staging).run()
+            RankLoop(connection, runner, staging, sleeper).run()
         except RankLost as error:
             connection.send_bytes(rank.encode(rank.RankFailed(str(error))))
         finally:
+            sleeper.close()
             staging.close()
             connection.close()
 
 
 @contextmanager
 def ranked_engine(
-    path: Path, ranks: int = 2, *, deterministic: bool = False, lacks_room: bool = False
+    path: Path,
+    ranks: int = 2,
+    *,
+    deterministic: bool = False,
+    lacks_room: bool = False,
+    reloads_late: bool = False,
 ) -> Iterator[RankedEngine]:
-    """An engine of so many ranks, ended afterwards; all but rank 0 may lack room for an update."""
-    engine = RankedEngine(path, ranks, deterministic=deterministic, lacks_room=lacks_room)
+    """An engine of so many ranks, ended afterwards.
+
+    All but rank 0 may lack room for an update, or fail once to read the model directory again.
+    """
+    engine = RankedEngine(
+        path, ranks, deterministic=deterministic, lacks_room=lacks_room, reloads_late=reloads_late
+    )
     try:
         yield engine
     finally:
