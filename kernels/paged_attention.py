@@ -290,7 +290,8 @@ def _attend_kernel(
         behind = (start + place)[:, None] - position[None, :]
         score = _scores(query, key, behind, window, scale, soft_cap, WINDOWED, CAPPED)
         peak, total, summed = _folded((peak, total, summed), score, value)
-    total = tl.where(total > 0, total, 1.0)  # a split may hold nothing that a query sees
+    # A split may hold nothing that a query sees; what is no number stays none, and shows.
+    total = tl.where(total == 0, 1.0, total)
     vector = (split.to(tl.int64) * tokens + token) * (KV_HEADS * SHARE) + head
     out_at = out_ptr + vector[:, None] * D + d[None, :]
     tl.store(out_at, (summed / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_element)
@@ -317,7 +318,7 @@ def _merge_kernel(
     for split in range(0, splits):
         at = vector + split * vectors
         log_sum = tl.load(log_sums_ptr + at)
-        if log_sum > float("-inf"):
+        if log_sum != float("-inf"):  # not >: a NaN is merged, and shows
             mean = tl.load(partial_ptr + at * D + d, mask=d < D, other=0.0)
             new_peak = tl.maximum(peak, log_sum)
             shrink = tl.exp(peak - new_peak)

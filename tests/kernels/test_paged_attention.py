@@ -146,6 +146,18 @@ def test_a_long_context_is_split_and_merged(
     assert not torch.equal(split, whole)  # or nothing was split
 
 
+@pytest.mark.parametrize("hurt", ["key", "value"])
+def test_a_split_that_is_no_number_is_not_merged_away(
+    hurt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, cache, rows, rule = make_case([200], [1])
+    monkeypatch.setattr(module, "SPLIT_TOKENS", 64)
+    block = int(rows.tables[0, 5])  # positions 80 to 95: all in the second of four splits
+    cache[block, 0 if hurt == "key" else 1] = torch.nan
+
+    assert paged_attention_triton(query, cache, rows, rule).isnan().all()
+
+
 def test_what_a_decoding_row_gets_does_not_depend_on_the_rows_beside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
