@@ -98,6 +98,10 @@ class FixedEngine:
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """Nothing is resumed here."""
 
+    def is_over_budget(self, rollout: Rollout) -> bool:
+        """They have all time."""
+        return False
+
     async def park(self, rollout: Rollout) -> None:
         """Nobody waits here."""
         raise AssertionError("nobody waits for newer weights here")

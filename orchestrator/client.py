@@ -299,6 +299,7 @@ class RunClient:
             length_bias=core.groups.discards.length_bias(),
             prefilled_tokens=scheduler.fleet.prefilled_tokens,
             cached_tokens=scheduler.fleet.cached_tokens,
+            parked_episodes=scheduler.parked_episodes,
             forecast=self._forecaster.forecast(
                 ledger,
                 outstanding_groups_max=core.policy.outstanding_groups_max,

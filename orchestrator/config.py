@@ -139,7 +139,11 @@ class RunSettings(BaseModel):
     """After a crash, rollouts go on from the tokens they had; False begins them again."""
 
     episode_timeout_s: Seconds = 600.0
-    """An episode that takes longer is discarded and counted."""
+    """An episode that takes longer is discarded and counted; time in which it is parked is not."""
+    episode_budget_s: Seconds | None = None
+    """An episode that has gone on for so long is parked before its next turn, leaves the engines to
+    others and goes on under newer weights; and again after as long. None: it parks by itself only,
+    see ``Episode.park``."""
     engine_start_timeout_s: Seconds = 120.0
     engine_timeout_s: Seconds = 30.0
     """An engine silent for so long is lost, and its turns go on elsewhere."""
@@ -236,6 +240,12 @@ def run_settings(**values: object) -> RunSettings:
     _check_wire(settings)
     if settings.journal and settings.run_directory is None:
         raise ConfigError("journal=True keeps it in the run's directory; give a run_directory")
+    budget_s, timeout_s = settings.episode_budget_s, settings.episode_timeout_s
+    if budget_s is not None and budget_s >= timeout_s:
+        raise ConfigError(
+            f"episode_budget_s={budget_s} parks episodes that take so long, and episode_timeout_s="
+            f"{timeout_s} ends them before; lower the one or raise the other"
+        )
     if settings.heartbeat_interval_s * 2 > settings.engine_timeout_s:
         raise ConfigError(
             f"engine_timeout_s={settings.engine_timeout_s} must be at least twice "

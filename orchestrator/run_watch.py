@@ -7,7 +7,7 @@ is logged, once, and kept for :attr:`RunWatch.stuck`.
 import asyncio
 import logging
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.group import Group
@@ -51,14 +51,17 @@ class RunWatch:
         weights: WeightCoordinator,
         left: LeftBehind,
         *,
+        parked: Container[int] = (),
         is_paused: Callable[[], bool] = lambda: False,
         patience_s: float,
     ) -> None:
+        """``parked``: rollouts whose episodes wait for newer weights, as they should."""
         self._core = core
         self._fleet = fleet
         self._weights = weights
         self._is_paused = is_paused
         self._left = left
+        self._parked = parked
         self._round_s = patience_s / ROUNDS_PER_PATIENCE
         self._dog = Watchdog(patience_s)
 
@@ -98,6 +101,8 @@ class RunWatch:
                 continue  # its episode is yet to begin again
             elif rollout.branch_of is not None:
                 continue  # its root's episode is that of all its rows
+            elif rollout.rollout_id in self._parked:
+                continue  # newer weights wake it
             elif is_stuck("episode", rollout.rollout_id, _progress(rollout)):
                 self._dog.name("episode", rollout.rollout_id, _say_episode(rollout, group))
 

@@ -166,10 +166,16 @@ class Scheduler:
             self.fleet,
             self.control.weights,
             self._episodes.left,
+            parked=self._parking.rows,
             is_paused=lambda: self.control.pauses.mode is not None,
             patience_s=self._settings.stuck_after_s,
         )
         return self._watch
+
+    @property
+    def parked_episodes(self) -> int:
+        """Those that wait for newer weights."""
+        return len(self._parking.rows)
 
     @property
     def stuck(self) -> tuple[Stuck, ...]:

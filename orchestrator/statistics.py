@@ -198,6 +198,8 @@ class RunStatistics:
     began."""
     cached_tokens: int = 0
     """Of it, what engines needed not compute, for another turn had, with the same weights."""
+    parked_episodes: int = 0
+    """That wait for newer weights between two turns."""
 
     @property
     def mixed_version_share(self) -> float:

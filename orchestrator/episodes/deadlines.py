@@ -5,6 +5,7 @@ timer. One of its own for each (``asyncio.timeout``) costs as much as a short ep
 """
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -30,6 +31,10 @@ class Deadlines(Generic[About]):
         self._give_up = give_up
         self._due_s: dict[Task, tuple[float, About]] = {}
         """When each is to have ended, on the loop's clock, earliest first."""
+        self._is_in_order = True
+        """Whether it is earliest first just now; some have been held for a while."""
+        self._held: dict[Task, tuple[float, About]] = {}
+        """Those whose time doesn't run, with how much they have left."""
         self._cancelled: dict[Task, tuple[float, About]] = {}
         """When those that had not are given up, earliest first."""
         self._timer: asyncio.TimerHandle | None = None
@@ -54,15 +59,38 @@ class Deadlines(Generic[About]):
     def begin(self, task: Task, about: About) -> None:
         """From now on, this task's time runs."""
         loop = task.get_loop()
-        began_s = self._stood_still_at_s
-        due_s = (loop.time() if began_s is None else began_s) + self._timeout_s
+        due_s = self._now_s(loop) + self._timeout_s
         self._due_s[task] = (due_s, about)
         if self._timer is None:
             self._timer = loop.call_at(due_s, self._expire, loop)
 
+    def left_s(self, task: Task) -> float:
+        """How much time it has; for ever, if its time is up or never began."""
+        if task in self._held:
+            return self._held[task][0]
+        due = self._due_s.get(task)
+        return math.inf if due is None else due[0] - self._now_s(task.get_loop())
+
+    def hold(self, task: Task) -> None:
+        """Its own time doesn't run from now on. Nothing happens if it was up before."""
+        left_s = self.left_s(task)
+        due = self._due_s.pop(task, None)
+        if due is not None:
+            self._held[task] = (left_s, due[1])
+
+    def let_go(self, task: Task) -> None:
+        """It has as much time left as when it was held. Harmless if it isn't."""
+        held = self._held.pop(task, None)
+        if held is not None:
+            loop = task.get_loop()
+            self._due_s[task] = (self._now_s(loop) + held[0], held[1])
+            self._is_in_order = False
+            if self._timer is None or self._timer.when() > self._due_s[task][0]:
+                self._set_timer(loop)
+
     def cut_short(self, task: Task) -> None:
         """Its time is up now. Nothing happens if it was before."""
-        due = self._due_s.pop(task, None)
+        due = self._due_s.pop(task, None) or self._held.pop(task, None)
         if due is not None:
             loop = task.get_loop()
             self._cancelled[task] = (loop.time() + GRACE_S, due[1])
@@ -74,7 +102,7 @@ class Deadlines(Generic[About]):
 
         Where somebody else has cancelled the task as well, it is theirs.
         """
-        if self._due_s.pop(task, None) is not None:
+        if self._due_s.pop(task, None) or self._held.pop(task, None):
             return False
         self._cancelled.pop(task, None)
         return task.uncancel() == 0
@@ -82,15 +110,25 @@ class Deadlines(Generic[About]):
     def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
         now_s = loop.time()
-        due_by_s = now_s if self._stood_still_at_s is None else self._stood_still_at_s
-        for task, about in _take_due(self._due_s, due_by_s):
+        self._put_in_order()
+        for task, about in _take_due(self._due_s, self._now_s(loop)):
             self._cancelled[task] = (now_s + GRACE_S, about)
             task.cancel()
         for _, about in _take_due(self._cancelled, now_s):
             self._give_up(about)
         self._set_timer(loop)
 
+    def _now_s(self, loop: asyncio.AbstractEventLoop) -> float:
+        """By the clock that stands still when nobody's time runs."""
+        return loop.time() if self._stood_still_at_s is None else self._stood_still_at_s
+
+    def _put_in_order(self) -> None:
+        if not self._is_in_order:
+            self._due_s = dict(sorted(self._due_s.items(), key=lambda item: item[1][0]))
+            self._is_in_order = True
+
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._put_in_order()
         if self._timer is not None:
             self._timer.cancel()
         firsts = [

@@ -226,7 +226,8 @@ class Episode:
 
         Returns once weights are live that are newer than those of now, or the trainer waits for a
         batch: then there will be none without rollouts like this one. At once in an evaluation, and
-        in what is lived through again after a resume. Its time (``episode_timeout_s``) runs on.
+        in what is lived through again after a resume. Its time (``episode_timeout_s``) stands still
+        meanwhile. With the setting ``episode_budget_s`` it happens by itself.
         """
         self._refuse_if_over()
         if self._past is None and self._rollout.group_id >= 0:
@@ -309,11 +310,14 @@ class Episode:
     async def _sample(self, sampling: SamplingParams, timeout_s: float | None) -> GeneratedTurn:
         self._is_generating = True
         try:
+            if self._generating.is_over_budget(self._rollout):
+                await self.park()
             coming = self._next_turn(sampling)
-            turn = await (coming if timeout_s is None else self._within(timeout_s, coming))
-        except (asyncio.CancelledError, TurnTimeout):
-            self._generating.give_up_turn(self._rollout)
-            raise
+            try:
+                turn = await (coming if timeout_s is None else self._within(timeout_s, coming))
+            except (asyncio.CancelledError, TurnTimeout):
+                self._generating.give_up_turn(self._rollout)
+                raise
         finally:
             self._is_generating = False
         generated = GeneratedTurn(turn, self._model.tokenizer)

@@ -29,6 +29,9 @@ class Generating(Protocol):
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """Forget what the rollout's context holds beyond so many turns and tokens."""
 
+    def is_over_budget(self, rollout: Rollout) -> bool:
+        """Whether its episode is to be parked before its next turn, for it has taken long."""
+
     async def park(self, rollout: Rollout) -> None:
         """Return once newer weights are live, or the trainer waits for rollouts."""
 

@@ -5,6 +5,7 @@ itself, unless the trainer waits for them: then they go on at once. Of engines i
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 
@@ -17,17 +18,31 @@ class Parking:
         self._is_starved = is_starved
         self.parked: dict[asyncio.Future[None], int] = {}
         """With the version that was live when each came."""
+        self.rows: Counter[int] = Counter()
+        """How many rows of an episode are among them, by its rollout."""
+        self.total = 0
+        """Rows that have ever waited here."""
 
-    async def wait(self) -> None:
+    @property
+    def is_of_use(self) -> bool:
+        """Whether newer weights may come without those who would wait for them."""
+        return not self._is_starved()
+
+    async def wait(self, rollout_id: int) -> None:
         """Return once newer weights are live than now, or the trainer waits for a batch."""
-        if self._is_starved():
+        if not self.is_of_use:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.parked[future] = self._live_version()
+        self.rows[rollout_id] += 1
+        self.total += 1
         try:
             await future
         finally:
             self.parked.pop(future, None)
+            self.rows[rollout_id] -= 1
+            if not self.rows[rollout_id]:
+                del self.rows[rollout_id]
 
     def look(self) -> None:
         """Something has happened: let go on who may."""

@@ -7,6 +7,7 @@ for groups and batches is the core's to decide.
 import asyncio
 import contextlib
 import logging
+import math
 import traceback
 import weakref
 from collections import deque
@@ -65,7 +66,7 @@ class LeftBehind:
 class EpisodeTask(SteppedTask):
     """One episode."""
 
-    __slots__ = ("_function", "_runner", "_task", "episode", "rollout")
+    __slots__ = ("_function", "_runner", "_task", "episode", "parks_at_left_s", "rollout")
 
     def __init__(
         self, runner: "EpisodeRunner", rollout: Rollout, task: object, function: EpisodeFunction
@@ -77,6 +78,8 @@ class EpisodeTask(SteppedTask):
         self._function = function
         self.episode: Episode | None = None
         """None until it has begun."""
+        self.parks_at_left_s = -math.inf
+        """Of its time, at the end of a turn: it has gone on for its budget then."""
 
     def begin(self) -> Coroutine[Any, Any, Any]:
         """Call the user's function."""
@@ -126,6 +129,7 @@ class EpisodeRunner:
         self._loop = asyncio.get_running_loop()
         self.rounds = Rounds(self._loop, on_error)
         self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up)
+        self._budget_s = settings.episode_budget_s
         self._defaults = SamplingDefaults(
             settings.max_tokens, settings.temperature, settings.seed, settings.adapter
         )
@@ -184,6 +188,7 @@ class EpisodeRunner:
             raise self._broken
         episode = Episode(task.rollout, self._model, self, self._defaults)
         self._deadlines.begin(task, (task.rollout, episode))
+        self._give_budget(task)
         if self._diary is not None:
             self._diary.begins(task.rollout)
         return episode
@@ -292,13 +297,37 @@ class EpisodeRunner:
             self._diary.asks(rollout, future)
         return future
 
+    def is_over_budget(self, rollout: Rollout) -> bool:
+        """Whether its episode has gone on for its budget, since it began or was parked."""
+        if self._budget_s is None:
+            return False
+        task = self._going.get(rollout.root.rollout_id)
+        return task is not None and self._deadlines.left_s(task) <= task.parks_at_left_s
+
     async def park(self, rollout: Rollout) -> None:
-        """Return once newer weights are live, or the trainer waits for rollouts."""
-        if self._diary is None:
-            return await self._parking.wait()
-        self._diary.parks(rollout)
-        await self._parking.wait()
-        self._diary.goes_on(rollout)
+        """Return once newer weights are live, or the trainer waits for rollouts.
+
+        The episode's time stands still while a row of it waits here.
+        """
+        self._refuse_if_given_up(rollout)
+        number = rollout.root.rollout_id
+        task = self._going[number]
+        if self._diary is not None:
+            self._diary.parks(rollout)
+        if self._parking.is_of_use:
+            self._deadlines.hold(task)
+        try:
+            await self._parking.wait(number)
+        finally:
+            if number not in self._parking.rows:
+                self._deadlines.let_go(task)
+            self._give_budget(task)
+        if self._diary is not None:
+            self._diary.goes_on(rollout)
+
+    def _give_budget(self, task: "EpisodeTask") -> None:
+        if self._budget_s is not None:
+            task.parks_at_left_s = self._deadlines.left_s(task) - self._budget_s
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         """Another row for this one's episode, with nothing in it yet."""

@@ -1,5 +1,6 @@
 """Who does an episode talk to in tests of conversations? A model that says what it is told to."""
 
+import asyncio
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,8 @@ class Engine:
     heard: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
     """(row, context, output) of each turn."""
     rollouts: int = 1
+    newer_weights: asyncio.Event | None = None
+    """What the episode waits for before its next turn; it has taken long."""
 
     async def ask(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
@@ -53,8 +56,12 @@ class Engine:
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         raise AssertionError("nothing is resumed here")
 
+    def is_over_budget(self, rollout: Rollout) -> bool:
+        return self.newer_weights is not None
+
     async def park(self, rollout: Rollout) -> None:
-        raise AssertionError("nobody waits for newer weights here")
+        assert self.newer_weights is not None
+        await self.newer_weights.wait()
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         branch = Rollout(self.rollouts, 0, 0)

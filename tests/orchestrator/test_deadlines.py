@@ -77,6 +77,55 @@ def test_nobodys_time_runs_while_it_stands_still() -> None:
     assert 114.0 <= ended["meanwhile"][0] <= 115.0
 
 
+def test_a_task_that_is_held_has_as_much_time_left_after_it() -> None:
+    async def main() -> Ended:
+        deadlines, ended = Deadlines[str](TIMEOUT_S, nobody), Ended()
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as group:
+            held, other, ends = (
+                group.create_task(watched(deadlines, name, ended, work))
+                for name, work in (
+                    ("held", loop.create_future),
+                    ("other", loop.create_future),
+                    ("ends", lambda: asyncio.sleep(8.0)),
+                )
+            )
+            await asyncio.sleep(6.0)
+            deadlines.hold(held)
+            deadlines.hold(ends)
+            assert (deadlines.left_s(held), deadlines.left_s(other)) == (4.0, 4.0)
+            await asyncio.sleep(94.0)
+            late = group.create_task(watched(deadlines, "late", ended, loop.create_future))
+            await asyncio.sleep(3.0)
+            deadlines.let_go(held)
+            deadlines.let_go(ends)
+            deadlines.let_go(held)
+            assert (deadlines.left_s(held), deadlines.left_s(late)) == (4.0, 7.0)
+        return ended
+
+    assert run_in_virtual_time(main()) == {
+        "ends": (8.0, "in time"),
+        "other": (10.0, "too long"),
+        "held": (107.0, "too long"),
+        "late": (110.0, "too long"),
+    }
+
+
+def test_a_task_that_is_held_can_be_cut_short() -> None:
+    async def main() -> Ended:
+        deadlines, ended = Deadlines[str](TIMEOUT_S, nobody), Ended()
+        loop = asyncio.get_running_loop()
+        task = asyncio.create_task(watched(deadlines, "a", ended, loop.create_future))
+        await asyncio.sleep(1.0)
+        deadlines.hold(task)
+        deadlines.cut_short(task)
+        deadlines.let_go(task)
+        await task
+        return ended
+
+    assert run_in_virtual_time(main()) == {"a": (1.0, "too long")}
+
+
 def test_who_is_cancelled_by_somebody_else_did_not_take_too_long() -> None:
     async def main() -> Ended:
         deadlines, ended = Deadlines[str](TIMEOUT_S, nobody), Ended()

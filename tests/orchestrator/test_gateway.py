@@ -123,6 +123,24 @@ async def test_a_completion_goes_on_in_the_row_whose_tokens_it_begins_with(
         talk.check()
 
 
+async def test_a_session_over_its_budget_is_answered_once_it_goes_on(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"a{END}", f"b{END}"]
+        body = {"messages": [user("q")]}
+        answer = (await client.post(CHAT, json=body)).json()
+        talk.engine.newer_weights = asyncio.Event()
+        body["messages"] += [answer["choices"][0]["message"], user("r")]
+        asking = asyncio.ensure_future(client.post(CHAT, json=body))
+        done, _ = await asyncio.wait({asking}, timeout=0.1)
+        assert not done
+        assert talk.engine.words == [f"b{END}"]  # the engines are others' meanwhile
+        talk.engine.newer_weights.set()
+        assert (await asking).json()["choices"][0]["message"]["content"] == "b"
+        talk.check()
+
+
 async def test_a_stream_says_the_same_in_parts(
     gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,10 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 import tidegate
+from tidegate.errors import ConfigError
 from tidegate.testing import ScriptedEngine, ServeInTests, VirtualTime
 
 SETTINGS: dict[str, Any] = {"group_size": 1, "groups_per_batch": 1, "max_staleness": 3}
@@ -56,6 +59,76 @@ async def test_a_trainer_that_waits_for_a_batch_is_not_kept_waiting(
         assert count == 3
         await rollouts.evaluate([1], episode=solve)  # nobody would publish meanwhile
     assert tidegate_virtual_time.now_s < 60.0
+
+
+async def play_long(episode: tidegate.Episode, turns: int) -> list[tidegate.GeneratedTurn]:
+    """An agent that knows nothing of parking; its tool takes 10 s."""
+    episode.append("q")
+    said = []
+    for _ in range(turns):
+        said.append(await episode.generate(max_tokens=4, timeout_s=20.0))
+        await asyncio.sleep(10.0)
+    return said
+
+
+async def test_an_episode_over_its_budget_is_parked_at_the_end_of_a_turn_again_and_again(
+    tidegate_serve: ServeInTests,
+) -> None:
+    said: dict[int, list[tidegate.GeneratedTurn]] = {}
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        said[task] = await play_long(episode, 7 if task == 2 else 1)
+        return 0.0
+
+    settings = {**SETTINGS, "episode_budget_s": 25.0, "episode_timeout_s": 90.0}
+    async with tidegate_serve(says="abcdefgh", **settings) as rollouts:
+        batches = rollouts.batches(range(3), episode=solve)
+        for version in (1, 2):
+            await anext(batches)
+            await asyncio.sleep(300.0)  # more than its time, and all of it parked
+            assert rollouts.statistics().parked_episodes == 1
+            assert rollouts.statistics().stuck == ()
+            assert await rollouts.publish({}) == version
+        await anext(batches)
+        assert rollouts.statistics().parked_episodes == 0
+    assert versions(said[0]) == versions(said[1]) == [0]
+    assert versions(said[2]) == [0, 0, 0, 1, 1, 1, 2]
+
+
+async def test_time_in_which_an_episode_is_parked_is_not_its_branches_either(
+    tidegate_serve: ServeInTests,
+) -> None:
+    said: dict[int, list[tidegate.GeneratedTurn]] = {}
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        if task == 1:
+            episode.append("q")
+            branches = [episode.fork() for _ in range(3)]
+            all_said = await asyncio.gather(*(play_long(branch, 4) for branch in branches))
+            said.update(enumerate(all_said))
+        else:
+            await play_long(episode, 1)
+        return 0.0
+
+    settings = {**SETTINGS, "episode_budget_s": 25.0, "episode_timeout_s": 60.0}
+    async with tidegate_serve(says="abcdefgh", **settings) as rollouts:
+        batches = rollouts.batches(range(2), episode=solve)
+        await anext(batches)
+        await asyncio.sleep(300.0)
+        assert rollouts.statistics().parked_episodes == 1
+        await rollouts.publish({})
+        await anext(batches)
+    assert {number: versions(turns) for number, turns in said.items()} == {
+        number: [0, 0, 0, 1] for number in range(3)
+    }
+
+
+async def test_a_budget_that_the_time_of_an_episode_never_reaches_is_refused(
+    tidegate_serve: ServeInTests,
+) -> None:
+    with pytest.raises(ConfigError, match="episode_budget_s=600"):
+        async with tidegate_serve(says="a", episode_budget_s=600.0):
+            pass
 
 
 async def test_slots_of_parked_episodes_are_others(

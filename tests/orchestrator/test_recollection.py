@@ -50,6 +50,9 @@ class Engines:
         self.cuts.append((turns, tokens))
         rollout.cut(turns=turns, tokens=tokens)
 
+    def is_over_budget(self, rollout: Rollout) -> bool:
+        return False
+
     async def park(self, rollout: Rollout) -> None:
         raise AssertionError("nobody waits for newer weights here")
 

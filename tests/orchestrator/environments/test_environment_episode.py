@@ -224,6 +224,9 @@ class Engines:
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         self.cuts.append((turns, tokens))
 
+    def is_over_budget(self, rollout: Rollout) -> bool:
+        return False
+
     async def park(self, rollout: Rollout) -> None:
         raise AssertionError("nobody waits for newer weights here")
 
