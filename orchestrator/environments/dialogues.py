@@ -72,7 +72,7 @@ class Chat:
         self._messages += new
         max_tokens = self._limits.max_tokens
         if self._limits.context_tokens_max is not None:
-            context = self._episode.conversation.prompt_tokens(self._messages, None)
+            context = await self._episode.conversation.prompt_tokens(self._messages, None)
             max_tokens = self._limits.max_tokens_after(len(context))
             if max_tokens is not None and max_tokens < 1:
                 return None

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 Tools = Sequence[Mapping[str, Any]]
 """As OpenAI's API has them: ``{"type": "function", "function": {"name": …, …}}``."""
 
+Known = Mapping[str, list[int]]
+"""Texts and their tokens."""
+NOTHING: Known = {}
+
 log = logging.getLogger("tidegate")
 
 
@@ -47,6 +51,19 @@ class _Said:
     """What the template made of the messages before it: the model went on from there."""
     content: str
     has_tool_calls: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where messages lead to, before anything is done about it."""
+
+    said: _Said | None
+    """The turn that they go on from; None: they begin a row."""
+    text: str
+    """What they add."""
+    media: list[Media]
+    why: str
+    """They begin a row beside others, if they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +104,27 @@ class Conversation:
         """
         return await self.generate_from(self.prepare(messages, tools, tool_choice), options)
 
+    async def read_ahead(self, messages: object, tools: Tools | None) -> Known:
+        """What :meth:`prepare` would tokenise for these, done in a thread if it is long.
+
+        Raises:
+            ChatRefused: there is no prompt for these messages.
+        """
+        plain = plain_messages(messages)
+        place = self._place_of(plain, keys(plain), tools, self._template.render(plain, tools))
+        return {place.text: await self._model.encoded(place.text)}
+
     def prepare(
-        self, messages: object, tools: Tools | None, tool_choice: Choice = None
+        self,
+        messages: object,
+        tools: Tools | None,
+        tool_choice: Choice = None,
+        *,
+        known: Known = NOTHING,
     ) -> "Prepared":
         """Give a row what these messages add to it; a turn is to be asked for there next.
+
+        ``known``: texts that were read ahead.
 
         Raises:
             ChatRefused: there is no prompt for these messages, or no call can be forced.
@@ -104,7 +138,7 @@ class Conversation:
             forced = forced_call(tool_choice, tools, self._template.source)
         prompt = self._template.render(plain, tools)
         refuse_if_written_out(prompt, plain)
-        row = self._row_for(plain, tools, prompt)
+        row = self._row_for(plain, tools, prompt, known)
         row.reserve()
         return Prepared(row, plain, names, prompt, forced)
 
@@ -124,32 +158,47 @@ class Conversation:
         self._said[key] = _Said(row, row.num_tokens, prepared.prompt, reply.content, has_calls)
         return turn
 
-    def prompt_tokens(self, messages: object, tools: Tools | None) -> list[int]:
+    async def prompt_tokens(self, messages: object, tools: Tools | None) -> list[int]:
         """What these messages are as a context of their own."""
-        return self._encode(self._template.render(plain_messages(messages), tools))
+        return await self._model.encoded(self._template.render(plain_messages(messages), tools))
 
     # ------------------------------------------------------------ which row, and what it gets
 
     def _row_for(
-        self, messages: list[dict[str, Any]], tools: Tools | None, prompt: str
+        self, messages: list[dict[str, Any]], tools: Tools | None, prompt: str, known: Known
     ) -> "Episode":
         """A row whose context is now what these messages say."""
         digests = keys(messages)
-        why = self._why_anew(digests)
+        place = self._place_of(messages, digests, tools, prompt)
         self._seen.update(digests)
+        ids = known.get(place.text)
+        if ids is None:
+            ids = self._model.encode(place.text)
+        if place.said is not None:
+            return self._go_on(place.said, ids, place.media)
+        return self._begin(ids, place.why, place.media)
+
+    def _place_of(
+        self,
+        messages: list[dict[str, Any]],
+        digests: list[bytes],
+        tools: Tools | None,
+        prompt: str,
+    ) -> _Place:
+        why = self._why_anew(digests)
         for place in range(len(messages) - 2, -1, -1):
             said = self._said.get(digests[place])
             if said is None:
                 continue
             added = self._added(said, messages, place + 1, tools, prompt)
             if added is not None:
-                return self._go_on(said, self._encode(added), media_of(messages[place + 1 :]))
+                return _Place(said, added, media_of(messages[place + 1 :]), "")
             why = (
                 "template_rewrote: the chat template, or other tools, show what was before "
                 f"message {place + 1} otherwise than the model saw and said it"
             )
             break
-        return self._begin(self._encode(prompt), why, media_of(messages))
+        return _Place(None, prompt, media_of(messages), why)
 
     def _go_on(self, said: _Said, added: list[int], media: list[Media]) -> "Episode":
         row = said.row
@@ -221,10 +270,6 @@ class Conversation:
         return prompt[end:] if end >= begin and is_same else None
 
     # ------------------------------------------------------------ tokens and words
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._model.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
 
     def _words(self, turn: "GeneratedTurn", options: Mapping[str, Any]) -> str:
         """Without what ended it."""

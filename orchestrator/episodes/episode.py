@@ -119,8 +119,11 @@ class Episode:
 
     def encode(self, text: str) -> list[int]:
         """A text as tokens, none added."""
-        ids: list[int] = self._model.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._model.encode(text)
+
+    async def encoded(self, text: str) -> list[int]:
+        """The same, but a long text in a thread, where it holds up no other rollout."""
+        return await self._model.encoded(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Tokens as text, special ones left out."""

@@ -60,6 +60,11 @@ class GeneratedTurn:
         off."""
         return self._turn.finish_reason or "length"
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether more may be sampled, of one that was looked at before its end."""
+        return self._turn.finish_reason is None
+
     @cached_property
     def spans(self) -> list[VersionSpan]:
         """Which weights produced which of the tokens."""

@@ -38,6 +38,10 @@ MISTRAL_MARK = "[TOOL_CALLS]"
 PYTHON_TAG = "<|python_tag|>"
 """Llama 3 begins a call with it, or doesn't."""
 
+_MARKS = ("<tool_call>", _CALLS, MISTRAL_MARK, PYTHON_TAG)
+_BEGIN_CALLS = ("{", "[")
+"""Of turns that are calls without a mark."""
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -61,6 +65,29 @@ def parse_reply(text: str, tools: Collection[str]) -> Reply:
         return Reply(text)
     read = _hermes(text) or _llama(text, tools) or _deepseek(text) or _mistral(text, tools)
     return read or Reply(text)
+
+
+def settled_words(text: str, tools: Collection[str], stops: Collection[str] = ()) -> str:
+    """Of a turn that goes on: words that its reply's content will begin with, whatever follows.
+
+    They end where a call, or one of the strings that end the turn, may begin.
+    """
+    marks = tuple(stops)
+    if tools:
+        if text[:1] in _BEGIN_CALLS or text[:1].isspace():
+            return ""  # all of it may be a call, or be trimmed for one that follows
+        marks += _MARKS
+    said = text[: min((_may_begin(mark, text) for mark in marks), default=len(text))]
+    return said.rstrip() if tools else said
+
+
+def _may_begin(mark: str, text: str) -> int:
+    """Where it stands, or may once the text has gone on; else the end."""
+    place = text.find(mark)
+    if place >= 0:
+        return place
+    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
+    return len(text) - next((n for n in lengths if text.endswith(mark[:n])), 0)
 
 
 def _hermes(text: str) -> Reply | None:

@@ -19,6 +19,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tidegate.errors import RunClosed, TidegateError, TurnTimeout
+from tidegate.orchestrator.episodes.conversation import NOTHING, tool_names
+from tidegate.orchestrator.episodes.tool_calls import settled_words
 from tidegate.orchestrator.gateway.replies import (
     Answered,
     GatewayError,
@@ -36,6 +38,7 @@ from tidegate.orchestrator.gateway.requests import (
     read_body,
 )
 from tidegate.orchestrator.records.trajectories import to_json
+from tidegate.orchestrator.weights.model_files import LONG_CHARACTERS
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.episode import Episode
@@ -63,6 +66,15 @@ class _Choice:
     turn: "asyncio.Task[GeneratedTurn]"
     sent: str = ""
     """Of a stream."""
+
+    def said_so_far(self, tools: list[str], stops: list[str]) -> str:
+        """Of a turn that goes on, what is sure to stay; at its end may be a token that is no word.
+        One that has ended may go on meanwhile, for somebody else."""
+        so_far = self.row.turn_so_far()
+        if self.turn.done() or so_far is None or not so_far.goes_on:
+            return self.sent
+        said = self.row.decode(self.row.token_ids[self.prompt_tokens :])
+        return settled_words(said.rstrip("\ufffd"), tools, stops)
 
 
 @dataclass(slots=True)
@@ -127,12 +139,17 @@ class _App:
     async def chat(self, http: HttpRequest) -> Response:
         """``POST /v1/chat/completions``"""
         session = self._session(http)
-        request: ChatRequest = read_body(await _body(http), ChatRequest)
+        body = await _body(http)
+        request: ChatRequest = read_body(body, ChatRequest)
         options, tools = request.options(), request.offered_tools
-        conversation = session.episode.conversation
+        conversation, known = session.episode.conversation, NOTHING
+        if len(body) >= LONG_CHARACTERS:
+            known = await conversation.read_ahead(request.messages, tools)
 
         def begin() -> _Choice:
-            prepared = conversation.prepare(request.messages, tools, request.tool_choice)
+            prepared = conversation.prepare(
+                request.messages, tools, request.tool_choice, known=known
+            )
             return _choice(prepared.row, conversation.generate_from(prepared, options))
 
         return await _answer(http, _begin(session, request, begin))
@@ -143,7 +160,7 @@ class _App:
         request: CompletionRequest = read_body(await _body(http), CompletionRequest)
         options = request.options()
         prompt = request.prompt
-        ids = session.episode.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = await session.episode.encoded(prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise GatewayError(400, "invalid_request_error", "the prompt has no token")
 
@@ -158,9 +175,9 @@ class _App:
         session = self._session(http)
         request: TokenizeRequest = read_body(await _body(http), TokenizeRequest)
         if request.messages is not None:
-            ids = session.episode.conversation.prompt_tokens(request.messages, request.tools)
+            ids = await session.episode.conversation.prompt_tokens(request.messages, request.tools)
         else:
-            ids = session.episode.encode(request.prompt or "")
+            ids = await session.episode.encoded(request.prompt or "")
         return _json({"count": len(ids), "tokens": ids})
 
     async def models(self, http: HttpRequest) -> Response:
@@ -256,17 +273,17 @@ async def _wait(asking: _Asking) -> None:
 async def _stream(asking: _Asking) -> AsyncIterator[bytes]:
     """Server-sent events. An error after the first of them is one more, for the status is sent."""
     waiting = asyncio.ensure_future(_wait(asking))
+    chat = asking.request if isinstance(asking.request, ChatRequest) else None
+    tools = tool_names(chat and chat.offered_tools)
     try:
         for index in range(len(asking.choices)):
             yield _event(_text(asking, index, "", is_first=True))
         while not waiting.done():
             await asyncio.wait({waiting}, timeout=STREAM_INTERVAL_S)
-            if not waiting.done() and _shows_parts(asking.request):
-                # One that has its turn may go on meanwhile, for somebody else: its end comes last.
-                going_on = [(n, c) for n, c in enumerate(asking.choices) if not c.turn.done()]
-                for index, choice in going_on:
-                    said = choice.row.decode(choice.row.token_ids[choice.prompt_tokens :])
-                    if more := _more(choice, said.rstrip("\ufffd")):
+            if not waiting.done():
+                for index, choice in enumerate(asking.choices):
+                    said = choice.said_so_far(tools, asking.request.stops)
+                    if more := _more(choice, said):
                         yield _event(_text(asking, index, more))
         await waiting
         for event in _end(asking):
@@ -277,11 +294,6 @@ async def _stream(asking: _Asking) -> AsyncIterator[bytes]:
         waiting.cancel()
         asking.cancel()
     yield b"data: [DONE]\n\n"
-
-
-def _shows_parts(request: Request) -> bool:
-    """Not where what comes last decides what came first: a tool call, or a stop string."""
-    return not request.stop and not (isinstance(request, ChatRequest) and request.tools)
 
 
 def _end(asking: _Asking) -> list[bytes]:

@@ -54,6 +54,11 @@ class Request(msgspec.Struct, kw_only=True):
         return 1 if self.n is None else self.n
 
     @property
+    def stops(self) -> list[str]:
+        """Strings that end what is said."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
     def tokens_max(self) -> int | None:
         """Each may have."""
         raise NotImplementedError
@@ -77,7 +82,7 @@ class Request(msgspec.Struct, kw_only=True):
         if self.top_k is not None and self.top_k > 0:
             options["top_k"] = self.top_k  # -1 and 0 mean all, in the dialects that have it
         if self.stop:
-            options["stop_strings"] = [self.stop] if isinstance(self.stop, str) else self.stop
+            options["stop_strings"] = self.stops
         if self.logit_bias:
             try:
                 options["logit_bias"] = {int(k): bias for k, bias in self.logit_bias.items()}

@@ -3,6 +3,7 @@
 The weights are the engines' business; nothing here reads them, or imports torch.
 """
 
+import asyncio
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tidegate.errors import ModelError
+
+LONG_CHARACTERS = 32 * 1024
+"""A text of so many takes its tokenizer 30 ms or so; a megabyte takes a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,19 @@ class ModelFiles:
     tokenizer: Tokenizer
     stop_token_ids: tuple[int, ...]
     """Those that end a turn unless ``generate`` says otherwise."""
+
+    async def encoded(self, text: str) -> list[int]:
+        """A text as tokens, none added; a long one in a thread, where it holds up nobody."""
+        if len(text) < LONG_CHARACTERS:
+            return self.encode(text)
+        return await asyncio.to_thread(self.encode, text)
+
+    def encode(self, text: str) -> list[int]:
+        """The same, at once."""
+        # Of a batch, for the library keeps the interpreter to itself while it encodes a single one.
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        return ids
 
 
 def read_model_files(path: Path) -> ModelFiles:

@@ -5,12 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.orchestrator.chat_templates import CHATML, GEMMA, LLAMA3
 from tests.orchestrator.talking import CALL, TOOLS, Talk, user
 from tidegate.errors import ChatRefused
 from tidegate.orchestrator.episodes.forced_calls import forced_call
-from tidegate.orchestrator.episodes.tool_calls import Reply, ToolCall, parse_reply
+from tidegate.orchestrator.episodes.tool_calls import (
+    Reply,
+    ToolCall,
+    parse_reply,
+    settled_words,
+)
 from tidegate.transport.sampling import Processor
 
 ADD = {"a": {"type": "integer"}}
@@ -113,3 +120,34 @@ def test_calls_of_mistral_are_read_with_their_mark_and_without() -> None:
     assert parse_reply(listed, ["add", "stop"]) == Reply("", calls)
     assert parse_reply(listed, ["add"]) == Reply(listed)
     assert parse_reply("[1, 2]", ["add"]) == Reply("[1, 2]")
+
+
+PIECES = st.sampled_from(
+    [
+        *("a", "Well. ", " ", "\n", "[", "{", "<", "|", "[1]", "STOP", "ST", "<tool_call>"),
+        *('<tool_call>{"name": "add", "arguments": {}}</tool_call>', "[TOOL_CALLS]"),
+        *('[{"name": "add", "arguments": {}}]', '{"name": "add", "parameters": {}}'),
+        *("<|python_tag|>", "</tool_call>", "<tool_call", "[TOOL_"),
+    ]
+)
+
+
+@given(st.lists(PIECES, max_size=6).map("".join), st.booleans(), st.booleans())
+def test_what_is_shown_of_a_turn_is_what_it_begins_with_when_it_has_ended(
+    said: str, has_tools: bool, has_stop: bool
+) -> None:
+    tools, stops = ["add"] * has_tools, ["STOP"] * has_stop
+    end = said.find("STOP") if has_stop else -1  # an engine goes no further
+    whole = said[: end + len("STOP")] if end >= 0 else said
+    content = parse_reply(said[:end] if end >= 0 else said, tools).content
+    for length in range(len(whole) + 1):
+        assert content.startswith(settled_words(whole[:length], tools, stops))
+
+
+def test_a_turn_is_shown_up_to_where_a_call_or_a_stop_may_begin() -> None:
+    assert settled_words("I add. ", ["add"]) == "I add."
+    assert settled_words("I add. <tool", ["add"]) == "I add."
+    assert settled_words("1 < 2", ["add"]) == "1 < 2"
+    assert settled_words("I add. <tool", []) == "I add. <tool"
+    assert settled_words("over and ou", [], ["over and out"]) == ""
+    assert settled_words("over and up", [], ["over and out"]) == "over and up"

@@ -169,12 +169,45 @@ async def test_a_stream_says_the_same_in_parts(
         assert len([d for d in deltas if d.get("content")]) > 1
         assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
         assert chunks[-1]["usage"]["completion_tokens"] == talk.rollout.turns[0].length
+        body = {"messages": [user("p")], "stream": True, "tools": TOOLS, "stop": ["never"]}
+        chunks = events_of(await client.post(CHAT, json=body))
+        said = [c["choices"][0]["delta"].get("content") for c in chunks]
+        assert "".join(filter(None, said)) == "in der ab"
+        assert len(list(filter(None, said))) > 1
         talk.engine.ask = whole  # type: ignore[method-assign]
         talk.engine.words.append(f"I add.{CALL}{END}")
         body = {"messages": [user("r")], "stream": True, "tools": TOOLS}
         last = events_of(await client.post(CHAT, json=body))[-1]["choices"][0]
         assert last["finish_reason"] == "tool_calls"
         assert last["delta"]["tool_calls"][0]["function"]["name"] == "add"
+
+
+async def test_a_long_prompt_is_tokenised_beside_the_runs_thread_and_to_the_same_tokens(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    words = "in der ab " * 8000
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        for text, is_at_once in ((words, False), ("in der ab", True)):
+            encoding = asyncio.ensure_future(talk.episode.encoded(text))
+            await asyncio.sleep(0)
+            assert encoding.done() == is_at_once  # a thread's answer takes another turn of the loop
+            assert await encoding == talk.episode.encode(text)
+        talk.engine.words += [f"a{END}"] * 3
+        messages = [user(words)]
+        body = {"messages": messages, "n": 2}
+        messages += [
+            (await client.post(CHAT, json=body)).json()["choices"][0]["message"],
+            user(words),
+        ]
+        await client.post(CHAT, json={"messages": messages})
+        talk.check()
+        conversation = talk.episode.conversation
+        prompts = [
+            await conversation.prompt_tokens(asked, None) for asked in (messages[:1], messages)
+        ]
+        assert sorted(row.num_tokens for row in talk.episode.rows) == [
+            len(prompt) + len("a.") for prompt in prompts
+        ]
 
 
 async def test_whoever_has_no_key_of_an_open_session_is_refused(
