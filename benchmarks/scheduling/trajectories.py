@@ -7,12 +7,13 @@ long tail), which has a figure for each share of trajectories to slots; the last
 admission lets in.
 """
 
-from collections.abc import Iterator
+import argparse
+from collections.abc import Iterator, Sequence
 
 from benchmarks.scheduling.policies import POLICIES, Variant
 from benchmarks.scheduling.run import run_once
 from benchmarks.scheduling.workloads import ROLLOUT_MACHINES, WORKLOADS
-from benchmarks.table import Row, compared
+from benchmarks.table import Row, compared, show
 
 WORKLOAD = WORKLOADS["agentic"]
 MODEL = {1.0: 0.52, 1.5: 0.71, 2.0: 0.88, 3.0: 0.95}
@@ -20,19 +21,41 @@ MODEL = {1.0: 0.52, 1.5: 0.71, 2.0: 0.88, 3.0: 0.95}
 ETA = 4
 POLICY = "admission"
 """The default: consumed in the order of admission, which is stricter than the model's."""
+STRICT = (POLICY, "deadline", "window-B", "window-2B")
+"""All that bound the age of each token. ``deadline`` is ``order="completion"``, by the same bound;
+windows may pass it, see docs/scheduling.md."""
 
 
-def rows() -> Iterator[Row]:
+def rows(
+    policy: str = POLICY, seed: int = 0, shares: Sequence[float] = tuple(MODEL)
+) -> Iterator[Row]:
     """``efficiency_AT_ONCEx``: trained tokens per second over those of machines never idle."""
     slots = ROLLOUT_MACHINES * WORKLOAD.costs.slots
-    for share, theirs in MODEL.items():
-        ours = efficiency(round(share * slots))
-        yield compared(f"efficiency_{share:g}x", "of 1", ours, theirs)
-    yield Row("efficiency_unlimited", efficiency(None), "of 1")
+    for share in shares:
+        ours = efficiency(round(share * slots), policy, seed)
+        yield compared(f"efficiency_{share:g}x", "of 1", ours, MODEL[share])
+    if len(shares) == len(MODEL):
+        yield Row("efficiency_unlimited", efficiency(None, policy, seed), "of 1")
 
 
-def efficiency(trajectories: int | None) -> float:
+def efficiency(trajectories: int | None, policy: str = POLICY, seed: int = 0) -> float:
     """Of one run; the same each time."""
-    variant = Variant(POLICY, POLICIES[POLICY], ETA)
-    tally = run_once(WORKLOAD, variant, mode="keep", trajectories=trajectories).tally
+    variant = Variant(policy, POLICIES[policy], ETA)
+    tally = run_once(WORKLOAD, variant, mode="keep", seed=seed, trajectories=trajectories).tally
     return tally.trained_tokens / tally.at_s / WORKLOAD.bound_tokens_per_s
+
+
+def main() -> None:
+    """``python -m benchmarks.scheduling.trajectories --policy deadline --shares 3 --seed 1``"""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--policy", choices=STRICT, default=POLICY)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shares", type=float, nargs="+", choices=tuple(MODEL), default=[*MODEL])
+    parser.add_argument("--json", action="store_true", help="one object a line")
+    arguments = parser.parse_args()
+    found = rows(arguments.policy, arguments.seed, arguments.shares)
+    show(list(found), as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    main()

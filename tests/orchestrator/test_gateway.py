@@ -219,7 +219,6 @@ async def test_whoever_has_no_key_of_an_open_session_is_refused(
             {"Authorization": "Bearer wrong"},
             {"Authorization": session.api_key},
             {"Authorization": ""},
-            {"X-Session-Id": "another"},
             {"Authorization": "Bearer master"},
             {"Authorization": "Bearer master", "X-Session-Id": "another"},
         ):
