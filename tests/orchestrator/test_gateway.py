@@ -225,7 +225,9 @@ async def test_whoever_has_no_key_of_an_open_session_is_refused(
             refused = await client.post(CHAT, json=body, headers=headers)
             assert refused.status_code == 401, headers
             assert refused.json()["error"]["code"] == "invalid_api_key"
-        talk.engine.words.append(f"yes{END}")
+        talk.engine.words += [f"yes{END}"] * 2
+        its_clients_own = {"X-Session-Id": "another"}
+        assert (await client.post(CHAT, json=body, headers=its_clients_own)).status_code == 200
         by_id = {"Authorization": "Bearer master", "X-Session-Id": session.session_id}
         assert (await client.post(CHAT, json=body, headers=by_id)).status_code == 200
         gateway.end(session)
