@@ -117,13 +117,9 @@ class Episode:
         """As in trajectories.parquet; a branch has its own."""
         return self._rollout.rollout_id
 
-    def encode(self, text: str) -> list[int]:
-        """A text as tokens, none added."""
-        return self._model.encode(text)
-
-    async def encoded(self, text: str) -> list[int]:
-        """The same, but a long text in a thread, where it holds up no other rollout."""
-        return await self._model.encoded(text)
+    def encoded(self, text: str) -> Awaitable[list[int]]:
+        """A text as tokens, none added; those of a long one are found in a thread."""
+        return self._model.encoded(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Tokens as text, special ones left out."""
@@ -227,10 +223,9 @@ class Episode:
     async def park(self) -> None:
         """Leave the engines to others, and go on under newer weights, after having taken long.
 
-        Returns once weights are live that are newer than those of now, or the trainer waits for a
-        batch: then there will be none without rollouts like this one. At once in an evaluation, and
-        in what is lived through again after a resume. Its time (``episode_timeout_s``) stands still
-        meanwhile. With the setting ``episode_budget_s`` it happens by itself.
+        Returns once newer weights are live, or the trainer waits for a batch: none come without
+        rollouts like this one. At once in an evaluation, and in what is lived through again after a
+        resume. Meanwhile its time stands still. ``episode_budget_s`` has it done by itself.
         """
         self._refuse_if_over()
         if self._past is None and self._rollout.group_id >= 0:
