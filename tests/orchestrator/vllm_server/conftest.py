@@ -1,4 +1,4 @@
-"""Which server do the tests of this folder ask? One over two real engines, for all of them."""
+"""Which server do the tests of this folder ask? One over two real engines, for all of a file."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.orchestrator.chat_templates import add_chat_template, chat_tokenizer
 from tests.orchestrator.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, Client
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("served") / "model"
     vocab = chat_tokenizer().get_vocab_size()
@@ -20,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return add_chat_template(path, "chatml")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[tidegate.VLLMServer]:
     settings: dict[str, Any] = {"engines": 2, "max_running_turns": 4}
     with tidegate.VLLMServer(model=model, served_model_name="tiny", **settings) as server:
