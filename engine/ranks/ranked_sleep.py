@@ -55,7 +55,7 @@ class RankedSleeper(Sleeper):
         self._team = team
         self._processes = team.ranks
         self._asleep_elsewhere: set[MemoryTag] = set()
-        """What another rank could not wake, when this one did."""
+        """What another rank could not wake, whether this one did or never slept."""
 
     @property
     def asleep(self) -> list[MemoryTag]:
@@ -78,6 +78,7 @@ class RankedSleeper(Sleeper):
             return Asleep(request=asked.request, tags=mine.tags, returned_bytes=returned)
         # All or none: those that sleep, and did not before, wake again.
         tags = [tag for tag in asked.tags if tag not in slept_before]
+        self._asleep_elsewhere.update(tags)  # on some, whatever this one did, unless all wake
         self.wake(Wake(request=asked.request, tags=tags))
         return SleepFailed(request=asked.request, message=cut(failed))
 

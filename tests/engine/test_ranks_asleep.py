@@ -1,5 +1,6 @@
 """Do all ranks of an engine give their memory back, or none, and are they as before once awake?"""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,30 @@ def test_where_one_rank_cannot_sleep_all_wake_again(
         assert "rank 0: can't give memory back" in failed.message
         assert "rank 1: can't give memory back" in failed.message
         assert sleeper.asleep == []
+        drive(engine.runner, after, new_tokens=4)
+    assert_alike(before, after)
+
+
+class FullDisk(RankedSleeper):
+    """Rank 0's, which has no room for what is to sleep."""
+
+    def _put_weights_to_sleep(self, level: SleepLevel) -> None:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+
+def test_what_slept_in_vain_and_cannot_wake_is_asleep_until_it_can(tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path, "qwen3")
+    before, after = make_turns(), make_turns()
+    with ranked_engine(path, reloads_late=True) as engine:
+        drive(engine.runner, before, new_tokens=4)
+        sleeper = FullDisk(
+            engine.runner, engine.staging, Frozen(), reload=engine.model.reload, team=engine.team
+        )
+        failed = put_to_sleep(sleeper, 2)
+        assert isinstance(failed, SleepFailed)
+        assert "rank 0: can't give memory back: [Errno 28]" in failed.message
+        assert sleeper.asleep == ["weights", "kv_cache"]  # on rank 1, and so for all
+        assert wake(sleeper) == Awake(request=2, tags=[])
         drive(engine.runner, after, new_tokens=4)
     assert_alike(before, after)
 
