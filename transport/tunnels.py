@@ -7,6 +7,7 @@ lost, the tunnel ends, and with it whatever was at its far end.
 import os
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +22,7 @@ from tidegate.transport.addresses import check_connector
 from tidegate.transport.limits import cut
 from tidegate.transport.router import bound_router, close_socket, stop_listening
 from tidegate.transport.security import EngineKeys, OrchestratorKeys, secure_connector
+from tidegate.transport.wakeup import Wakeup
 from tidegate.transport.zeromq import Socket, new_socket
 
 PIECE_BYTES = 1024 * 1024
@@ -34,7 +36,7 @@ PIECES_UNSENT_MAX = 64
 RETRY_MS = 20
 """After a far end took no more: until it is offered the same piece again."""
 
-LAST_WORDS_MS = 1000
+LAST_WORDS_S = 1.0
 """How long the output of a process that has ended is read; what it has started may keep it open."""
 
 What = Literal["said", "printed", "ended", "kill"]
@@ -111,11 +113,11 @@ class TunnelEntrance:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._inside: dict[bytes, _Inside] = {}
         self._asked: deque[Callable[[], None]] = deque()
-        self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._wakeup = Wakeup()
         self._is_closing = False
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._woken, zmq.POLLIN)
+        self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="tunnels", daemon=True)
         self._thread.start()
 
@@ -143,15 +145,13 @@ class TunnelEntrance:
 
     def close(self) -> None:
         """Stop; what was still to be sent has a moment to be. Harmless if repeated."""
-        if not self._is_closing:
-            self._is_closing = True
-            os.write(self._wake, b"x")
+        self._is_closing = True
+        self._wakeup.wake()
         self._thread.join()
 
     def _ask(self, work: Callable[[], None]) -> None:
         self._asked.append(work)
-        with suppress(OSError):  # full: it wakes anyway; or closed, and there is nothing to end
-            os.write(self._wake, b"x")
+        self._wakeup.wake()  # if the thread has ended, there is nothing to end
 
     # ------------------------------------------------------------ the thread
 
@@ -165,14 +165,12 @@ class TunnelEntrance:
                 self._end(name, "the tunnel's near end was closed", tell="kill")
             stop_listening(self._socket, self.address)
             close_socket(self._socket, is_context_own=self._doorkeeper is not None)
-            os.close(self._woken)
-            os.close(self._wake)
+            self._wakeup.close()
 
     def _turn(self) -> None:
         blocked = [name for name, inside in self._inside.items() if inside.unsent is not None]
         ready = dict(self._poller.poll(RETRY_MS if blocked else None))
-        with suppress(BlockingIOError):
-            os.read(self._woken, 4096)
+        self._wakeup.quiet()
         self._do_what_was_asked()
         self._take_all()
         for name in blocked:
@@ -192,8 +190,10 @@ class TunnelEntrance:
             except zmq.Again:
                 return
             inside = self._inside.get(name)
-            if inside is None:
-                continue  # it was ended here
+            if inside is None:  # it was ended here, and may have come too late to be told
+                with suppress(zmq.ZMQError):
+                    self._socket.send_multipart([name, _encode(Piece(0, "kill"))], zmq.NOBLOCK)
+                continue
             try:
                 self._take(name, inside, _decoded(frames[0], inside.received))
             except BadFrame as error:
@@ -211,7 +211,9 @@ class TunnelEntrance:
 
     def _read(self, name: bytes, inside: _Inside) -> None:
         try:
-            body = inside.connection.recv(PIECE_BYTES)
+            body = inside.connection.recv(PIECE_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return  # another had the number of this descriptor when it was polled
         except OSError:
             body = b""
         if not body:
@@ -268,29 +270,44 @@ class TunnelExit:
         self._socket.connect(address)
         self._received = 0
         self._sent = 0
+        self._unread = bytearray()
+        """What the process has not taken yet: one that hangs takes nothing, and is to be killed
+        all the same. It is what was asked of it, so little."""
+        self._is_all_said = False
+        """Whether nothing more comes for the process."""
 
     def carry(self, connection: socket.socket, output: IO[bytes], end: Callable[[], str]) -> None:
         """Carry until the process at the other end of ``connection`` ends, or is to.
 
         ``end`` ends it if it has not, and says how it did.
         """
+        connection.setblocking(False)
         poller = zmq.Poller()
         for source in (self._socket, connection.fileno(), output.fileno()):
             poller.register(source, zmq.POLLIN)
         is_printing = is_speaking = True
+        end_s: float | None = None
         try:
             while is_speaking or is_printing:
-                ready = dict(poller.poll(None if is_speaking else LAST_WORDS_MS))
-                if not ready or (self._socket in ready and not self._take(connection)):
+                left_ms = None if end_s is None else round(1000 * (end_s - time.monotonic()))
+                if left_ms is not None and left_ms <= 0:
+                    break
+                ready = dict(poller.poll(left_ms))
+                if self._socket in ready and not self._take():
                     break
                 if output.fileno() in ready:
                     is_printing = self._pass("printed", os.read(output.fileno(), PIECE_BYTES))
                     if not is_printing:
                         poller.unregister(output.fileno())
-                if connection.fileno() in ready:
+                if not is_speaking:
+                    continue
+                if ready.get(connection.fileno(), 0) & ~zmq.POLLOUT:
                     is_speaking = self._pass("said", _received(connection))
-                    if not is_speaking:
-                        poller.unregister(connection.fileno())
+                if is_speaking:
+                    poller.register(connection.fileno(), self._feed(connection))
+                else:
+                    poller.unregister(connection.fileno())
+                    end_s = time.monotonic() + LAST_WORDS_S
         finally:
             self._pass("ended", cut(end()).encode())
             self._socket.close()
@@ -301,19 +318,30 @@ class TunnelExit:
             self._sent += 1
         return bool(body)
 
-    def _take(self, connection: socket.socket) -> bool:
+    def _take(self) -> bool:
         """Whether to go on."""
         try:
             piece = _decoded(self._socket.recv(), self._received)
         except BadFrame:
             return False
         self._received += 1
-        with suppress(OSError):  # it is ending
-            if piece.what == "said":
-                connection.sendall(piece.body)
-            elif piece.what == "ended":
-                connection.shutdown(socket.SHUT_WR)
+        if piece.what == "said":
+            self._unread += piece.body
+        self._is_all_said |= piece.what == "ended"
         return piece.what != "kill"
+
+    def _feed(self, connection: socket.socket) -> int:
+        """Give the process as much as it takes now; what to poll the connection for next."""
+        try:
+            while self._unread:
+                del self._unread[: connection.send(self._unread)]
+            if self._is_all_said:
+                connection.shutdown(socket.SHUT_WR)
+        except BlockingIOError:
+            return zmq.POLLIN | zmq.POLLOUT
+        except OSError:  # it is ending
+            self._unread.clear()
+        return zmq.POLLIN
 
 
 def _received(connection: socket.socket) -> bytes:

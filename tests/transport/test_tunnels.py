@@ -5,6 +5,7 @@ import random
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -146,5 +147,58 @@ def test_a_far_end_that_is_told_to_be_lost_is_so_although_it_never_connected(
     near.lose(tunnel, "its node is gone")
     assert received(tunnel.connection, 1) == b""
     assert tunnel.how_it_ended == "its node is gone"
+    tunnel.connection.close()
+    tunnel.output.close()
+
+
+def test_a_process_that_reads_nothing_is_killed_all_the_same(
+    entrance: tuple[TunnelEntrance, EngineKeys],
+) -> None:
+    near, keys = entrance
+    tunnel = opened(near)
+    far = FarEnd(near.address, "far", keys)
+    far.connection.sendall(b"x")
+    assert received(tunnel.connection, 1) == b"x"
+    tunnel.connection.sendall(bytes(8_000_000))  # no socket holds that
+    near.kill(tunnel)
+    far.thread.join(WAIT_S)
+    assert not far.thread.is_alive()
+    assert far.ends == 1
+    far.stop()
+    tunnel.connection.close()
+    tunnel.output.close()
+
+
+def test_a_far_end_that_comes_after_its_tunnel_was_ended_ends_too(
+    entrance: tuple[TunnelEntrance, EngineKeys],
+) -> None:
+    near, keys = entrance
+    tunnel = opened(near)
+    near.kill(tunnel)
+    assert received(tunnel.connection, 1) == b""
+    far = FarEnd(near.address, "far", keys)
+    far.connection.sendall(b"ready")
+    far.thread.join(WAIT_S)
+    assert not far.thread.is_alive()
+    far.stop()
+    tunnel.connection.close()
+    tunnel.output.close()
+
+
+def test_a_process_has_ended_although_what_it_started_prints_on_and_on(
+    entrance: tuple[TunnelEntrance, EngineKeys],
+) -> None:
+    near, keys = entrance
+    tunnel = opened(near)
+    far = FarEnd(near.address, "far", keys)
+    far.connection.close()
+    printed = b"x"
+    with suppress(BrokenPipeError):
+        while printed:
+            os.write(far.output, b"x")
+            printed = tunnel.output.read(1)
+    far.stop()
+    assert received(tunnel.connection, 1) == b""
+    assert tunnel.how_it_ended == "exit status 3"
     tunnel.connection.close()
     tunnel.output.close()
