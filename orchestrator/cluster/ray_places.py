@@ -82,7 +82,9 @@ class RayRoom:
         if self._shared is not None:
             group, bundle = self._shared, index % self._shared.bundle_count
         else:
-            group, bundle = self._own.setdefault(index, self._made(1)), 0
+            if index not in self._own:
+                self._own[index] = self._made(1)
+            group, bundle = self._own[index], 0
         return {
             "num_cpus": self._places.cpus,
             "num_gpus": self._places.gpus,

@@ -157,7 +157,10 @@ class EnvironmentPool:
         two seconds at most. Harmless if repeated."""
         with self._starting:
             was_closed, self._is_closed = self._is_closed, True
-        if was_closed or self._loop is None or self._thread is None:
+        if was_closed:
+            return
+        if self._loop is None or self._thread is None:
+            self._workers.close()
             return
         asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
