@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.orchestrator.chat_templates import ENDS, add_chat_template
 from tidegate.orchestrator.core.rollout import Rollout, Turn
@@ -105,6 +105,10 @@ class FixedEngine:
     async def park(self, rollout: Rollout) -> None:
         """Nobody waits here."""
         raise AssertionError("nobody waits for newer weights here")
+
+    async def score(self, rollout: Rollout, asked: object) -> NoReturn:
+        """Nobody scores here."""
+        raise AssertionError("nobody has tokens scored here")
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         """Another row."""

@@ -30,7 +30,25 @@ Work = Callable[[Scheduler], Awaitable[Result]]
 """Something to be done on the run's own loop."""
 
 
-class AsyncFace(RunClient):
+class Face(RunClient):
+    """What both have: whatever a trainer is, code on some event loop may have its run score."""
+
+    async def ask_scores(self, asked: Sequence[Asked]) -> list[Score]:
+        """Answers to questions that are put already, of any kind, whichever loop this runs on."""
+        return await self._awaited(_score(asked))
+
+    async def _awaited(self, work: Work[Result]) -> Result:
+        future = self._submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if future.cancelled() and task is not None and not task.cancelling():
+                raise self._running.failure() from None
+            raise
+
+
+class AsyncFace(Face):
     """A run, for async code. Use it in ``async with``."""
 
     async def __aenter__(self) -> Self:
@@ -90,22 +108,11 @@ class AsyncFace(RunClient):
         """What a model's classification head says of each sequence; as :meth:`score` otherwise."""
         return cast("list[Readout]", await self.ask_scores(ask_rewards(sequences)))
 
-    async def ask_scores(self, asked: Sequence[Asked]) -> list[Score]:
-        """The same for questions that are put already, of any kind."""
-        return await self._do(_score(asked))
-
     async def _do(self, work: Work[Result]) -> Result:
-        future = self._submit(work)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if future.cancelled() and task is not None and not task.cancelling():
-                raise self._running.failure() from None
-            raise
+        return await self._awaited(work)
 
 
-class SyncFace(RunClient):
+class SyncFace(Face):
     """The same, for code that is not async. Use it in ``with``."""
 
     def __enter__(self) -> Self:
@@ -190,11 +197,6 @@ def score_server_sync(**settings: Any) -> SyncScorer:
 
 def _score(asked: Sequence[Asked]) -> Work[list[Score]]:
     async def work(scheduler: Scheduler) -> list[Score]:
-        futures = [scheduler.scores.ask(one) for one in asked]
-        try:
-            return await asyncio.gather(*futures)
-        finally:
-            for future in futures:
-                future.cancel()  # one has failed, or nobody waits for any
+        return await scheduler.scores.ask_all(asked)
 
     return work

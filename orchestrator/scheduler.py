@@ -109,6 +109,12 @@ class Scheduler:
             on_error=self.fail,
         )
         self._sessions = OpenSessions(self._outbox.post)
+        self.scores = ScoreDesk(
+            self.fleet,
+            waiting=self._waiting.scores,
+            live_version=lambda: self.core.turns.live_version,
+            post=self._outbox.post,
+        )
         over = self._sessions.over
         self._parking = Parking(
             live_version=lambda: self.core.turns.live_version,
@@ -122,13 +128,8 @@ class Scheduler:
             self.fail,
             over,
             parking=self._parking,
+            score=self.scores.ask_all,
             diary=diary,
-        )
-        self.scores = ScoreDesk(
-            self.fleet,
-            waiting=self._waiting.scores,
-            live_version=lambda: self.core.turns.live_version,
-            post=self._outbox.post,
         )
         self.on_engine_silent: Callable[[str], None] = lambda engine: None
         """Told of engines that were given up for their silence."""

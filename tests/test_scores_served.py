@@ -75,13 +75,29 @@ async def test_a_trainer_scores_beside_rollouts_and_an_engine_that_is_killed_cos
     assert rollouts.statistics().ledger.error == 0
 
 
-async def test_a_reference_model_is_served_beside_the_policy(model: Path, tmp_path: Path) -> None:
+async def test_a_reference_model_is_served_beside_the_policy_and_asked_by_episodes_too(
+    model: Path, tmp_path: Path
+) -> None:
     other = make_model_directory(tmp_path / "reference", seed=5)
+
+    async def compare(episode: tidegate.Episode, task: int) -> float:
+        episode.append([10, 11, 12])
+        turn = await episode.generate(max_tokens=8, temperature=1.0)
+        context = episode.token_ids
+        (mine,) = await episode.score([context], start=3)
+        np.testing.assert_allclose(mine.logprobs, turn.logprobs, atol=1e-4)
+        (theirs,) = await episode.score([context], start=3, by=reference)
+        np.testing.assert_allclose(
+            theirs.logprobs, logprobs_of(peer_of(other), context, start=3), atol=1e-4
+        )
+        return 1.0
+
     async with (
         tidegate.serve(model=model, **SMALL) as rollouts,
         tidegate.score_server(model=other) as reference,
     ):
         by_policy, by_reference = await rollouts.score(SEQUENCES), await reference.score(SEQUENCES)
+        assert (await rollouts.evaluate([0], episode=compare)).rewards == [1.0]
     for path, scores in ((model, by_policy), (other, by_reference)):
         peer = peer_of(path)
         for tokens, score in zip(SEQUENCES, scores, strict=True):
@@ -90,8 +106,23 @@ async def test_a_reference_model_is_served_beside_the_policy(model: Path, tmp_pa
 
 def test_a_reward_model_judges_and_does_not_speak(tmp_path: Path) -> None:
     path = make_model_directory(tmp_path, "llama", labels=1)
-    with tidegate.score_server_sync(model=path) as judge:
+
+    async def speak(episode: tidegate.Episode, task: int) -> float:
+        episode.append([1, 2])
+        with pytest.raises(TurnRefused, match="classification head of 1 labels"):
+            await episode.generate(max_tokens=2)
+        (by_itself,) = await episode.reward(SEQUENCES[task : task + 1])
+        (by_judge,) = await episode.reward(SEQUENCES[task : task + 1], by=judge)
+        np.testing.assert_allclose(by_judge.values, by_itself.values, atol=1e-5)
+        return float(by_judge.values[0])
+
+    with (
+        tidegate.score_server_sync(model=path) as judge,
+        tidegate.serve_sync(model=path, **SMALL) as rollouts,
+    ):
         rewards = judge.reward(SEQUENCES)
+        judged = np.array(rollouts.evaluate([0, 1], episode=speak).rewards, float)
+        np.testing.assert_allclose(judged, [one.values[0] for one in rewards[:2]], atol=1e-4)
         vectors = judge.embed(SEQUENCES, pooling="none", start=1)
         with pytest.raises(ScoreRefused, match="no engine of this run tells logprobs"):
             judge.score(SEQUENCES)
@@ -102,12 +133,3 @@ def test_a_reward_model_judges_and_does_not_speak(tmp_path: Path) -> None:
         np.testing.assert_allclose(reward.values, output.logits[0], atol=1e-4)
         hidden = output.hidden_states[-1][0, 1:]
         np.testing.assert_allclose(vector.values, hidden, atol=1e-4, rtol=1e-4)
-
-    async def speak(episode: tidegate.Episode, task: int) -> float:
-        episode.append([1, 2])
-        with pytest.raises(TurnRefused, match="classification head of 1 labels"):
-            await episode.generate(max_tokens=2)
-        return 1.0
-
-    with tidegate.serve_sync(model=path, **SMALL) as rollouts:
-        assert rollouts.evaluate([0], episode=speak).rewards == [1.0]

@@ -16,7 +16,7 @@ from typing import Unpack
 
 import msgspec
 
-from tidegate.errors import RunClosed, TurnTimeout
+from tidegate.errors import TurnTimeout
 from tidegate.orchestrator.core.events import TurnsRewarded
 from tidegate.orchestrator.core.rollout import Rollout, Turn, token_array
 from tidegate.orchestrator.episodes.chat_template import Message
@@ -27,28 +27,26 @@ from tidegate.orchestrator.episodes.generating import Generating, SamplingDefaul
 from tidegate.orchestrator.episodes.media_parts import refuse_too_much
 from tidegate.orchestrator.episodes.recollection import Recollection
 from tidegate.orchestrator.episodes.sampling_options import SamplingOptions, sampling_params
+from tidegate.orchestrator.episodes.scoring import ScoringEpisode
 from tidegate.orchestrator.episodes.turn_seeds import mixed, turn_seed
 from tidegate.orchestrator.weights.model_files import ModelFiles
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
 
-class Episode:
+class Episode(ScoringEpisode):
     """One attempt at a task, or a branch of one. It takes one turn at a time; branches, theirs."""
 
     __slots__ = (
         "__weakref__",
         "_conversation",
         "_defaults",
-        "_generating",
         "_given_media",
         "_is_generating",
-        "_is_over",
         "_is_reserved",
         "_model",
         "_past",
         "_past_branches",
-        "_rollout",
         "_salt",
         "_turns",
         "branches",
@@ -64,6 +62,7 @@ class Episode:
         parent: "Episode | None" = None,
     ) -> None:
         """``parent``: of a branch, what it was forked from."""
+        super().__init__(rollout, generating)
         self._salt: int = 0 if parent is None else mixed(parent._salt + len(parent.branches) + 1)
         """Tells a branch's random numbers from others'; made of its place, the same in any run."""
         self.branches: list[Episode] = []
@@ -72,16 +71,13 @@ class Episode:
         self._conversation: Conversation | None = None
         self._given_media: list[Media] = []
         """Since the last turn."""
-        self._rollout = rollout
         self._model = model
-        self._generating = generating
         self._defaults = defaults
         self._past = Recollection(rollout) if rollout.turns else None
         """After a resume, until what happened before has happened again."""
         self._past_branches = list(rollout.branches)
         """After a resume: those not forked again yet."""
         self._is_generating = False
-        self._is_over = False
         self._is_reserved = False
 
     @property
@@ -355,6 +351,7 @@ class Episode:
         if self._past is not None:
             self._forget_the_past()
         self._is_over = True
+        self._take_scores_back()
 
     def turn_rewards(self) -> list[TurnsRewarded]:
         """What single turns were rewarded with, of this row and its branches."""
@@ -392,7 +389,3 @@ class Episode:
         past, self._past = self._past, None
         if past is not None:
             self._generating.cut(self._rollout, turns=past.turns, tokens=past.tokens)
-
-    def _refuse_if_over(self) -> None:
-        if self._is_over:
-            raise RunClosed("the episode has returned; its context is settled")

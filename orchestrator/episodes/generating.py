@@ -3,11 +3,12 @@
 Nothing here says how.
 """
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.fleet.scores import Asked, Score
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
@@ -34,6 +35,9 @@ class Generating(Protocol):
 
     async def park(self, rollout: Rollout) -> None:
         """Return once newer weights are live, or the trainer waits for rollouts."""
+
+    def score(self, rollout: Rollout, asked: Sequence[Asked]) -> Awaitable[list[Score]]:
+        """What the engines make of given tokens, for this rollout's episode."""
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         """Another row for this one's episode, with nothing in it yet."""

@@ -11,7 +11,7 @@ import math
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from tidegate.orchestrator.episodes.stepped_tasks import (
     SteppedTask,
     stepped_future,
 )
+from tidegate.orchestrator.fleet.scores import Asked, Score
 from tidegate.orchestrator.waiting import Waiting, fail
 from tidegate.orchestrator.weights.model_files import ModelFiles
 from tidegate.transport.media import Media
@@ -121,11 +122,12 @@ class EpisodeRunner:
         on_over: Callable[[Rollout], None] = lambda rollout: None,
         *,
         parking: Parking,
+        score: Callable[[Sequence[Asked]], Awaitable[list[Score]]],
         diary: EpisodeDiary | None = None,
     ) -> None:
         """``handle`` feeds events to the core; ``on_error`` hears what the run can't go on after,
         such as one failed episode too many; ``on_over`` of rollouts that ask for no more turns,
-        maybe twice; ``diary`` of what episodes spend their time on."""
+        maybe twice; ``diary`` of what episodes spend their time on. ``score`` asks engines."""
         self._loop = asyncio.get_running_loop()
         self.rounds = Rounds(self._loop, on_error)
         self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up)
@@ -138,6 +140,7 @@ class EpisodeRunner:
         self._handle = handle
         self._on_over = on_over
         self._parking = parking
+        self._score = score
         self._diary = diary
         self._failures_in_a_row = 0
         self._going: dict[int, EpisodeTask] = {}
@@ -328,6 +331,11 @@ class EpisodeRunner:
     def _give_budget(self, task: "EpisodeTask") -> None:
         if self._budget_s is not None:
             task.parks_at_left_s = self._deadlines.left_s(task) - self._budget_s
+
+    def score(self, rollout: Rollout, asked: Sequence[Asked]) -> Awaitable[list[Score]]:
+        """What the run's engines make of given tokens."""
+        self._refuse_if_given_up(rollout)
+        return self._score(asked)
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         """Another row for this one's episode, with nothing in it yet."""

@@ -6,7 +6,7 @@ sent to another; an answer is whole, and of one version of the weights, or there
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -70,6 +70,15 @@ class ScoreDesk:
         self._queue.append(_Request(asked, future))
         self.advance()
         return future
+
+    async def ask_all(self, asked: Sequence[Asked]) -> list[Score]:
+        """An answer to each, or what the first of them fails of; cancelled, all are taken back."""
+        futures = [self.ask(one) for one in asked]
+        try:
+            return await asyncio.gather(*futures)
+        finally:
+            for future in futures:
+                future.cancel()  # one has failed, or nobody waits for any
 
     def joined(self, engine: str) -> None:
         """An engine begins a conversation: it has no requests, whatever it was sent before."""

@@ -9,11 +9,12 @@ import random
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from tidegate.orchestrator.simulation.hardships import Hardship
+from tidegate.orchestrator.simulation.scores import SimulatedScores
 from tidegate.orchestrator.simulation.sleep import SimulatedSleep
 from tidegate.orchestrator.simulation.staging import SimulatedStaging
 from tidegate.orchestrator.simulation.traits import EngineTraits
@@ -48,7 +49,11 @@ from tidegate.transport.messages import (
     decode_from_orchestrator,
     encode,
 )
+from tidegate.transport.scoring import CancelScore, ScoreTokens
 from tidegate.transport.streams import SendWindow
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.simulation.host import EngineHost
 
 WELCOME_TIMEOUT_S = 1.0
 """An engine that isn't welcomed for so long ends, and is started again."""
@@ -69,19 +74,6 @@ class _Answers:
     """Not in effect yet."""
 
 
-class EngineOwner(Protocol):
-    """Who has started an engine, and is told what it does."""
-
-    def swapped(self) -> None:
-        """It has swapped weights, and said so."""
-
-    def stepped(self, tokens: int) -> None:
-        """It has sampled so many tokens, and said so."""
-
-    def ended(self) -> None:
-        """It has taken its leave."""
-
-
 class SimulatedEngine:
     """One process. It is started, lives by its link and the clock, and ends or is killed."""
 
@@ -93,7 +85,7 @@ class SimulatedEngine:
         world: World,
         link: Link,
         chance: random.Random,
-        owner: EngineOwner,
+        owner: "EngineHost",
     ) -> None:
         self._hello = hello
         self._link = link
@@ -107,6 +99,9 @@ class SimulatedEngine:
         self._owner = owner
         self.turns = SimulatedTurns(
             hello.engine, traits, world.model, chance=chance, hardships=world.hardships
+        )
+        self._scores = SimulatedScores(
+            self.turns, traits, world.model, loop=world.loop, on_computed=self._go_on
         )
         self.sleep = SimulatedSleep(self.turns, self.staging)
         self.is_alive = True
@@ -236,6 +231,7 @@ class SimulatedEngine:
         self._greeted_at_s = self._loop.time()
         self.turns.awaited_swap = self.turns.pause_mode = None
         self._answers = _Answers()
+        self._scores.clear()
         self.staging.abandon()
         self.sleep.asked = None
         self._send(
@@ -274,6 +270,7 @@ class SimulatedEngine:
         self._answer_pauses()
         self._answers.due += self.sleep.settle()
         self._answers.due += self.staging.take_answers()
+        self._answers.due += self._scores.take_answers()
         if self._greeted_at_s is None:
             for answer in self._answers.due:
                 self._send(answer)
@@ -305,9 +302,7 @@ class SimulatedEngine:
         work = self.turns.plan()
         if not work.chunks:
             return
-        traits = self._traits
-        busy_s = traits.step_s + traits.running_turn_s * len(work.chunks)
-        busy_s += work.prefilled_tokens / traits.prefill_tokens_per_s
+        busy_s = self._traits.busy_s(len(work.chunks), work.prefilled_tokens)
         self._work, self._started_s = work, self._loop.time()
         self._loop.call_later(busy_s * self.slowness, self._end_step)
 
@@ -358,6 +353,8 @@ class SimulatedEngine:
                     self._submit(turn)
             case CancelTurn(turn=turn):
                 self.turns.cancel(turn)
+            case ScoreTokens() | CancelScore():
+                self._scores.take(message)
             case Pause() | Resume():
                 self._pause_or_resume(message)
             case Sleep():

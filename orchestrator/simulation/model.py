@@ -147,6 +147,9 @@ class TurnModel(Protocol):
     ) -> Sampled:
         """What the weights ``content``, called ``version``, sample after ``context``."""
 
+    def logprobs(self, tokens: "array[int]", start: int, *, content: int) -> list[float]:
+        """How likely these weights find each token from ``start`` on, given those before it."""
+
 
 class HashModel:
     """The model of this module."""
@@ -164,6 +167,14 @@ class HashModel:
         index = message.sampled_before + len(context.tokens) - len(message.token_ids) // 4
         seed = message.sampling.seed
         return sample(context.state, seed=seed, index=index, content=content, engine=engine)
+
+    def logprobs(self, tokens: "array[int]", start: int, *, content: int) -> list[float]:
+        """A hash of the tokens up to each, and of the weights; the same on every engine."""
+        state, told = 0, list[float]()
+        for token in tokens:
+            state = absorb(state, token, content)
+            told.append(-((state >> 40) % 4096) / 1024)
+        return told[start:]
 
 
 class HashedContext:

@@ -31,7 +31,7 @@ LATENCY_S = 0.0005
 """Of a message, on the mean."""
 
 LOGPROB = -1.0
-"""Of every scripted token."""
+"""Of every token, scripted or given."""
 
 END = "<end>"
 """The stop token of text that is spelled in bytes."""
@@ -266,6 +266,10 @@ class ScriptedModel:
                 self._answers[turn] = self._answer(request, message.sampling.seed)
             answer = self._begun[engine, message.turn] = self._answers[turn]
         return Sampled(answer[index] if index < len(answer) else self._stop, LOGPROB)
+
+    def logprobs(self, tokens: "array[int]", start: int, *, content: int) -> list[float]:
+        """As of what it says itself."""
+        return [LOGPROB] * (len(tokens) - start)
 
     @property
     def _stop(self) -> int:

@@ -35,6 +35,11 @@ class EngineTraits:
     hands_turns_back: bool = False
     """Whether turns without room end with ``abort``, rather than wait for it."""
 
+    def busy_s(self, running_turns: int, prefilled_tokens: int) -> float:
+        """What one step takes."""
+        prefill_s = prefilled_tokens / self.prefill_tokens_per_s
+        return self.step_s + self.running_turn_s * running_turns + prefill_s
+
     def blocks_for(self, tokens: int) -> int:
         """KV blocks that hold so many positions."""
         return -(-tokens // self.block_tokens)
@@ -59,5 +64,6 @@ def hello_of(engine: str, epoch: int, traits: EngineTraits) -> Hello:
         sleep_levels=list(traits.sleep_levels),
         takes_turns_together=True,
         media=list(traits.media),
+        scores=["logprobs"],
         is_deterministic=True,  # tokens are hashes of what came before them
     )

@@ -4,7 +4,7 @@ import asyncio
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.orchestrator.chat_templates import ENDS, add_chat_template
 from tidegate.orchestrator.core.rollout import Rollout, Turn
@@ -62,6 +62,9 @@ class Engine:
     async def park(self, rollout: Rollout) -> None:
         assert self.newer_weights is not None
         await self.newer_weights.wait()
+
+    async def score(self, rollout: Rollout, asked: object) -> NoReturn:
+        raise AssertionError("nobody has tokens scored here")
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         branch = Rollout(self.rollouts, 0, 0)

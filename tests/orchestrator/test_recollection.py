@@ -2,6 +2,7 @@
 
 from array import array
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -55,6 +56,9 @@ class Engines:
 
     async def park(self, rollout: Rollout) -> None:
         raise AssertionError("nobody waits for newer weights here")
+
+    async def score(self, rollout: Rollout, asked: object) -> NoReturn:
+        raise AssertionError("nobody has tokens scored here")
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         branch = Rollout(rollout.rollout_id + 1 + len(rollout.branches), 0, 0)

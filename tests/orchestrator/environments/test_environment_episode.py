@@ -2,7 +2,7 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -229,6 +229,9 @@ class Engines:
 
     async def park(self, rollout: Rollout) -> None:
         raise AssertionError("nobody waits for newer weights here")
+
+    async def score(self, rollout: Rollout, asked: object) -> NoReturn:
+        raise AssertionError("nobody has tokens scored here")
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         raise AssertionError(f"nobody forks here, but {reason}")

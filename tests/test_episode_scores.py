@@ -1,0 +1,201 @@
+"""Does an episode get the scores it asks for, and does nobody compute those it has left?"""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+import tidegate
+from tidegate.errors import EngineLost, RunClosed, ScoreRefused
+from tidegate.orchestrator.fleet.scores import Asked, Score
+from tidegate.policies.filters import GroupFilter
+from tidegate.testing import ScriptedEngine, ServeInTests
+
+SMALL: dict[str, Any] = {"group_size": 2, "groups_per_batch": 1, "max_staleness": 1}
+LONG = list(range(4000))
+"""Takes a simulated engine 0.8 s."""
+
+
+def likelihood(score: tidegate.TokenScores) -> float:
+    return float(score.logprobs.sum())
+
+
+async def test_an_episode_scores_answers_between_its_turns_and_none_of_it_is_in_a_row(
+    tidegate_serve: ServeInTests,
+) -> None:
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([1, 2, 3])
+        await episode.generate(max_tokens=4)
+        context = episode.token_ids
+        scores = await episode.score([[*context, 5], [*context, 5, 6]], start=len(context))
+        await episode.generate(max_tokens=2)
+        assert [score.version for score in scores] == [0, 0]
+        assert episode.token_ids[: len(context)] == context
+        return sum(map(likelihood, scores))
+
+    async with tidegate_serve(**SMALL) as rollouts:
+        batches = [batch async for batch in rollouts.batches([0], episode=solve)]
+        ledger = rollouts.statistics().ledger
+    assert batches[0].rewards.tolist() == [-3.0, -3.0]
+    assert int(batches[0].loss_mask.sum()) == ledger.trained == 12
+    assert ledger.error == 0
+
+
+async def test_scores_are_by_the_weights_that_are_live_when_they_are_told(
+    tidegate_serve: ServeInTests,
+) -> None:
+    versions: list[int] = []
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        versions.append((await episode.score([[1, 2]]))[0].version)
+        return 0.0
+
+    async with tidegate_serve() as rollouts:
+        for _ in range(2):
+            await rollouts.evaluate([0], episode=solve)
+            await rollouts.publish({})
+    assert versions == [0, 1]
+
+
+async def test_an_engine_that_dies_costs_no_score(
+    tidegate_serve: ServeInTests, tidegate_engine: Callable[..., ScriptedEngine]
+) -> None:
+    dying, other = tidegate_engine(restart_s=math.inf), tidegate_engine(joins_at_s=1.0)
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        asyncio.get_running_loop().call_later(0.1, dying.crash)
+        (score,) = await episode.score([LONG])
+        return float(score.engine == other.name)
+
+    async with tidegate_serve(engines=[dying, other]) as rollouts:
+        assert (await rollouts.evaluate([0], episode=solve)).rewards == [1.0]
+
+
+async def test_a_paused_run_scores_once_it_goes_on_and_no_time_of_the_episode_runs(
+    tidegate_serve: ServeInTests,
+) -> None:
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        return likelihood((await episode.score([[1, 2, 3]]))[0])
+
+    async with tidegate_serve(episode_timeout_s=5.0) as rollouts:
+        await rollouts.pause()
+        evaluating = asyncio.ensure_future(rollouts.evaluate([0], episode=solve))
+        await asyncio.sleep(60)
+        assert not evaluating.done()
+        await rollouts.resume()
+        assert (await evaluating).rewards == [-2.0]
+
+
+async def test_who_does_not_wait_any_more_frees_the_engine_for_others(
+    tidegate_serve: ServeInTests, tidegate_engine: Callable[..., ScriptedEngine]
+) -> None:
+    """The only place for scores is taken by one that takes 0.8 s, until it is given up."""
+    loop = asyncio.get_running_loop()
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        began_s = loop.time()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await episode.score([LONG])
+        await episode.score([[1, 2]])
+        return loop.time() - began_s
+
+    async with tidegate_serve(engines=[tidegate_engine(max_running_turns=2)]) as rollouts:
+        (took_s,) = (await rollouts.evaluate([0], episode=solve)).rewards
+    assert took_s is not None
+    assert took_s < 0.2
+
+
+class OneIsEnough(GroupFilter):
+    def reject(self, rewards: Sequence[float], *, running: int) -> str | None:
+        return "one_is_enough" if running else None
+
+
+async def test_a_rollout_that_is_given_up_takes_its_scores_back(
+    tidegate_serve: ServeInTests,
+) -> None:
+    ended: list[str] = []
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        if episode.index == 0:
+            try:
+                await episode.score([LONG])
+            except asyncio.CancelledError:
+                ended.append("cancelled")
+                raise
+        await asyncio.sleep(0.01)
+        return 0.0
+
+    async with tidegate_serve(**SMALL, group_filter=OneIsEnough()) as rollouts:
+        assert [batch async for batch in rollouts.batches([0], episode=solve)] == []
+    assert ended == ["cancelled"]
+
+
+async def test_what_an_episode_asks_in_the_background_ends_with_it(
+    tidegate_serve: ServeInTests,
+) -> None:
+    asking: list[asyncio.Future[Any]] = []
+    kept: list[tidegate.Episode] = []
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        asking.append(asyncio.ensure_future(episode.score([LONG])))
+        asking.append(asyncio.ensure_future(episode.fork().score([LONG])))
+        kept.append(episode)
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    async with tidegate_serve() as rollouts:
+        assert (await rollouts.evaluate([0], episode=solve)).rewards == [1.0]
+        for one in asking:
+            with pytest.raises(RunClosed, match="the episode has returned"):
+                await one
+        with pytest.raises(RunClosed, match="the episode has returned"):
+            await kept[0].score([[1, 2]])
+
+
+async def test_what_no_engine_tells_fails_the_episode_with_the_reason(
+    tidegate_serve: ServeInTests,
+) -> None:
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        with pytest.raises(ScoreRefused, match="tells rewards; they tell logprobs"):
+            await episode.reward([[1, 2]])
+        with pytest.raises(tidegate.errors.ConfigError, match="encode it by the tokenizer"):
+            await episode.score(["a text"])
+        return 1.0
+
+    async with tidegate_serve() as rollouts:
+        assert (await rollouts.evaluate([0], episode=solve)).rewards == [1.0]
+
+
+async def test_another_run_scores_in_place_of_the_policy(tidegate_serve: ServeInTests) -> None:
+    told: list[tidegate.TokenScores] = []
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        told.extend(await episode.score([[1, 2, 3]], by=reference))
+        return 1.0
+
+    async with tidegate_serve() as rollouts, tidegate_serve() as reference:
+        await reference.publish({})
+        assert (await rollouts.evaluate([0], episode=solve)).rewards == [1.0]
+    assert [(score.version, likelihood(score)) for score in told] == [(1, -2.0)]
+
+
+class Broken:
+    """A scorer whose last engine is gone."""
+
+    async def ask_scores(self, asked: Sequence[Asked]) -> list[Score]:
+        raise EngineLost(f"{len(asked)} questions, and no engine is left")
+
+
+async def test_a_scorer_that_is_gone_fails_the_episode_and_not_the_run(
+    tidegate_serve: ServeInTests,
+) -> None:
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        if task == 0:
+            await episode.score([[1, 2]], by=Broken())
+        return 1.0
+
+    async with tidegate_serve() as rollouts:
+        assert (await rollouts.evaluate([0, 1], episode=solve)).rewards == [None, 1.0]
