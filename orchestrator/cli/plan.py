@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.planning.situation import Choice, Situation
 
 EXAMPLES = (
-    "tidegate plan --from runs/demo",
+    "tidegate plan runs/demo",
     "tidegate plan --engines 12 --slots 64 --step-ms 8 --row-ms 0.12 --mean-tokens 4000 \\",
     "              --train-tokens-per-s 65000 --picture plan.png",
-    "tidegate plan --from runs/demo --eta 0,1,2,4,8 --pause keep,abort --batch 8,16,32",
+    "tidegate plan runs/demo --eta 0,1,2,4,8 --pause keep,abort --batch 8,16,32",
 )
 
 
 def plan(
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="The same as --from.")] = None,
     from_run: Annotated[
         Path | None, typer.Option("--from", help="Take speeds and lengths from a finished run.")
     ] = None,
@@ -56,6 +57,9 @@ def plan(
 
     Twice: by closed forms, and by the orchestrator itself over simulated engines in virtual time.
     """
+    if run is not None and from_run is not None:
+        raise ConfigError(f"{run} and --from {from_run} are two runs to plan from; give one")
+    from_run = from_run or run
     given = dict(locals())
     from tidegate.orchestrator.cli import plan_table
 

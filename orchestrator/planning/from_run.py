@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.errors import ConfigError
+from tidegate.orchestrator.core.forecast import BUSY_TRAINER_IDLE_MAX
 from tidegate.orchestrator.planning.closed_forms import predict
 from tidegate.orchestrator.planning.situation import Choice, Prediction, Situation
-from tidegate.orchestrator.records.facts import Facts, read_facts, read_record
+from tidegate.orchestrator.records.facts import Facts, read_facts, read_metrics, read_record
 from tidegate.orchestrator.records.recording import RUN_FILE
 from tidegate.orchestrator.records.trajectories import read_trajectories
 from tidegate.orchestrator.simulation.engine_costs import EngineCosts
@@ -51,10 +52,13 @@ def measured_run(directory: Path) -> MeasuredRun:
             f"{directory / RUN_FILE} has too few figures to plan from; a run of some batches by "
             f"this version of Tidegate has them"
         )
+    is_trainer_bound = _idle_share_between_batches(directory, facts) <= BUSY_TRAINER_IDLE_MAX
+    # What idle a trainer has that limits is the handing over of batches: its own time, too.
+    trainer_s = facts.wall_s * (1.0 if is_trainer_bound else 1 - facts.trainer_idle_share)
     bare = Situation(
         groups=groups,
         costs=_costs(engines, statistics["engines"]),
-        trainer_tokens_per_s=facts.tokens_trained / (facts.wall_s * (1 - facts.trainer_idle_share)),
+        trainer_tokens_per_s=facts.tokens_trained / trainer_s,
         turns=turns,
     )
     choice = Choice(
@@ -65,8 +69,20 @@ def measured_run(directory: Path) -> MeasuredRun:
         kv_policy=settings["kv_policy"],
     )
     measured = _measured(facts)
-    factor = _unaccounted_factor(bare, choice, measured.batch_s)
+    # Where the trainer limits, how late engines are for it shows in no batch's time.
+    factor = 1.0 if is_trainer_bound else _unaccounted_factor(bare, choice, measured.batch_s)
     return MeasuredRun(_slowed(bare, factor), choice, measured, factor)
+
+
+def _idle_share_between_batches(directory: Path, facts: Facts) -> float:
+    """As the run's own forecast has it: the trainer's wait for the first batch is no idleness."""
+    metrics = read_metrics(directory)
+    if len(metrics) < 2:
+        return facts.trainer_idle_share
+    first, last = metrics[0], metrics[-1]
+    waited_s = [line["trainer_idle_share"] * line["wall_s"] for line in (first, last)]
+    between_s: float = last["wall_s"] - first["wall_s"]
+    return (waited_s[1] - waited_s[0]) / between_s if between_s > 0 else facts.trainer_idle_share
 
 
 UNACCOUNTED_MAX = 64.0

@@ -1,6 +1,7 @@
 """Does a plan say what a run then does? Closed forms beside the simulator, and both beside runs."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,40 @@ def test_what_a_run_recorded_is_read_as_speeds_and_lengths(recorded_run: Path) -
     assert predicted.mean_staleness <= 1
 
 
+def with_figures(run: Path, copy: Path, *, waited_s: list[float], ended_s: list[float]) -> Path:
+    """The same run, had its trainer waited so long by each batch, which came then."""
+    shutil.copytree(run, copy)
+    lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    for line, waited, wall in zip(lines, waited_s, ended_s, strict=True):
+        line |= {"trainer_idle_share": waited / wall, "wall_s": wall}
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record = json.loads((copy / "run.json").read_text())
+    record["statistics"] |= {
+        "trainer_idle_share": waited_s[-1] / ended_s[-1],
+        "wall_s": ended_s[-1],
+    }
+    (copy / "run.json").write_text(json.dumps(record))
+    return copy
+
+
+def test_a_run_whose_trainer_waited_for_its_first_batch_only_is_limited_by_the_trainer(
+    recorded_run: Path, tmp_path: Path
+) -> None:
+    ended_s = [20.0, 40.0, 60.0, 80.0]
+    busy = with_figures(
+        recorded_run, tmp_path / "busy", waited_s=[20.0, 20.3, 20.6, 20.9], ended_s=ended_s
+    )
+    run = measured_run(busy)
+    assert run.unaccounted_factor == 1  # nothing says that engines were any slower
+    predicted = predict(run.situation, run.choice)
+    assert predicted.limit == "trainer"
+    assert predicted.batch_s == pytest.approx(20.0)
+    idle = with_figures(
+        recorded_run, tmp_path / "idle", waited_s=[20.0, 22.0, 24.0, 26.0], ended_s=ended_s
+    )
+    assert measured_run(idle).unaccounted_factor > 1
+
+
 def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(sys, "argv", ["tidegate", "plan", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -143,6 +178,8 @@ def test_json_has_a_row_a_line(
         ([*FEW, "--pause", "stop"], "a pause is abort, keep or wait, got 'stop'"),
         ([*FEW, "--mean-tokens", "300"], "lengths need"),
         (["--from", "nowhere"], "is this the directory of a recorded run?"),
+        (["nowhere"], "is this the directory of a recorded run?"),
+        (["runs/one", "--from", "runs/other"], "are two runs to plan from; give one"),
     ],
 )
 def test_what_can_not_be_planned_is_one_line(
