@@ -201,7 +201,11 @@ class _App:
 
     async def reward(self, http: HttpRequest) -> Response:
         """``POST /sessions/{id}/reward``: what its rollout is worth, or a first guess."""
-        session = self._gateway.session(_key(http), http.path_params["session_id"])
+        session_id = http.path_params["session_id"]
+        session = self._gateway.session(_key(http), session_id)
+        if session.session_id != session_id:
+            why = f"this key is of session {session.session_id!r}, which the path doesn't name"
+            raise GatewayError(401, "authentication_error", why, "invalid_api_key")
         request: RewardRequest = read_body(await _body(http), RewardRequest)
         self._gateway.reward(session, request.reward)
         return _json({"id": session.session_id, "reward": request.reward})

@@ -155,10 +155,8 @@ class Gateway:
         """
         if session_id is not None and secrets.compare_digest(key.encode(), self.token.encode()):
             session = self._sessions.get(session_id)
-        else:
-            session = self._by_key.get(
-                key
-            )  # clients may have sessions of their own: its key counts
+        else:  # clients may name sessions of their own: the key counts
+            session = self._by_key.get(key)
         if session is None:
             why = "this key is no open session's: its rollout has ended, or never was"
             raise GatewayError(401, "authentication_error", why, "invalid_api_key")

@@ -304,6 +304,8 @@ async def test_an_agent_from_outside_takes_a_task_and_posts_its_reward(
         assert asked.status_code == 200
         for bad in ('{"reward": "much"}', '{"reward": NaN}', '{"reward": 1e999}', "{}"):
             assert (await client.post(path, content=bad, headers=own)).status_code == 400
+        others = await client.post("/sessions/another/reward", json={"reward": 0.1}, headers=own)
+        assert others.status_code == 401  # it would have been this session's
         assert (await client.post(path, json={"reward": 0.5}, headers=own)).status_code == 200
         assert await playing == 0.5
         assert (await client.post(path, json={"reward": 1}, headers=own)).status_code == 401
