@@ -90,7 +90,8 @@ class Sampling(msgspec.Struct, kw_only=True):
             # JSON's strings are Lark's, too.
             return f"start: {' | '.join(json.dumps(choice) for choice in choices)}"
         if isinstance(regex, str) and regex:
-            return "start: /" + re.sub(r"(?<!\\)/", r"\\/", regex) + "/"
+            # A slash ends it unless a backslash is before it, that isn't one of a pair itself.
+            return "start: /" + re.sub(r"\\.|/", _escaped, regex, flags=re.DOTALL) + "/"
         return grammar if isinstance(grammar, str) and grammar else None
 
     @property
@@ -334,6 +335,10 @@ class RpcRequest(msgspec.Struct, kw_only=True):
     method: str
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return r"\/" if found[0] == "/" else found[0]
 
 
 def cache_salt_of(request: GenerateRequest | OpenAIRequest) -> str:
