@@ -63,6 +63,7 @@ class TRLRollouts:
             else ()
         )
         self._run = run
+        self._sample = _sample_class()
         self._given: dict[str, Any] = {"episode": episode} if episode is not None else {}
         self._tasks = () if tasks is None else (tasks,)
         self.rollout_buffer = _Rows(self)
@@ -125,7 +126,7 @@ class TRLRollouts:
         lengths = batch.loss_mask.sum(1)
         told = (float(lengths.sum()), float(len(lengths)))
         self.metrics_queue.put_nowait({"completions/mean_length": told})
-        return _samples(batch, self._versions_ahead)
+        return _samples(self._sample, batch, self._versions_ahead)
 
 
 class _Rows:
@@ -159,10 +160,9 @@ class _Rows:
         return len(self._rows)
 
 
-def _samples(batch: "Batch", versions_ahead: int) -> "list[Any]":
+def _samples(sample: Any, batch: "Batch", versions_ahead: int) -> "list[Any]":
     """A batch in TRL's form, one sample for each row."""
     now_s = time.time()  # TRL's own clock for what waits in its queue
-    sample = _sample_class()
     oldest = batch.trainer_version + versions_ahead - batch.staleness
     deviations = _reward_deviations(batch)
     made = []
