@@ -125,13 +125,13 @@ class TaskSource:
         taken = self.next_nowait(prefers_returned=prefers_returned)
         if taken is not None or self._async is None:
             return taken
-        task = await self._new_or_returned(self._async)
-        if task is not None and task is not NO_MORE:
-            return Taken(task)
+        taken = await self._new_or_returned(self._async)
+        if taken is not None:
+            return taken
         return self._returned.popleft() if self._returned else None
 
-    async def _new_or_returned(self, tasks: AsyncIterator[object]) -> object:
-        """A new task, NO_MORE, or None if one was put back while none came."""
+    async def _new_or_returned(self, tasks: AsyncIterator[object]) -> Taken | None:
+        """A new task; None if there are no more, or one was put back while none came."""
         if self._coming is None:
             self._coming = asyncio.ensure_future(_next_of(tasks))
         self._has_returned.clear()
@@ -145,7 +145,8 @@ class TaskSource:
         if not self._coming.done():
             return None
         coming, self._coming = self._coming, None
-        return coming.result()
+        task = coming.result()
+        return None if task is NO_MORE else Taken(task)
 
     async def next_new(self) -> object:
         """The next task of the user's iterator, or NO_MORE."""

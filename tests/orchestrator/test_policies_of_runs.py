@@ -116,6 +116,26 @@ async def test_a_task_that_comes_when_its_place_is_gone_waits_for_the_next(
         assert len((await anext(batches)).group_ids) == 8
 
 
+async def test_a_task_may_be_none_whatever_the_iterator_is(tidegate_serve: ServeInTests) -> None:
+    async def solve(episode: tidegate.Episode, task: None) -> float:
+        episode.append("q")
+        await episode.generate(max_tokens=2)
+        return 0.0
+
+    async def one_by_one() -> AsyncIterator[None]:
+        for _ in range(3):
+            yield None
+
+    for tasks in ([None] * 3, one_by_one()):
+        async with tidegate_serve(says="ab", group_size=1, groups_per_batch=1) as rollouts:
+            batches = 0
+            async for batch in rollouts.batches(tasks, episode=solve):
+                assert batch.tasks == (None,)
+                await rollouts.publish({})
+                batches += 1
+        assert batches == 3
+
+
 async def test_a_task_put_back_is_taken_while_the_iterator_waits_for_the_trainer(
     tidegate_serve: ServeInTests, tidegate_engine: Engine
 ) -> None:
