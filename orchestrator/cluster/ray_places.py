@@ -21,6 +21,17 @@ class RayPlaces:
     where there are fewer. So kinds that name the same group are together, bundle by bundle. None:
     Tidegate makes groups, wherever there is room."""
 
+    def __post_init__(self) -> None:
+        for name, amount in (("cpus", self.cpus), ("gpus", self.gpus)):
+            if not amount >= 0 or (amount > 1 and amount != int(amount)):
+                raise ConfigError(
+                    f"{name} of a place must be 0, a part of one, or a whole number, got {amount}"
+                )
+        if self.placement_group is None and not self.cpus and not self.gpus:
+            raise ConfigError(
+                "a place of no CPU and no GPU is nowhere; set cpus=, or name a placement_group"
+            )
+
 
 def connected_ray() -> Any:
     """Ray's module, connected to the cluster that this process belongs to, or that RAY_ADDRESS is,
@@ -33,7 +44,7 @@ def connected_ray() -> Any:
         import ray
     except ImportError as error:
         raise ConfigError(
-            "cluster='ray' needs Ray, which is not installed: "
+            "places on Ray's nodes were asked for, and Ray is not installed: "
             'pip install "tidegate[ray]" on every node'
         ) from error
     try:

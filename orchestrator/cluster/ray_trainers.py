@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from tidegate.errors import TrainerLost
+from tidegate.errors import ConfigError, TrainerLost
 from tidegate.orchestrator.cluster.ray_places import (
     RayPlaces,
     RayRoom,
@@ -56,9 +56,11 @@ async def train_on_ray(
 
     Raises:
         TrainerLost: a rank failed, or its node was lost; or Ray found no place for all of them.
-        ConfigError: no Ray, no such placement group, or as for ``listen``.
+        ConfigError: no rank, no Ray, no such placement group, or as for ``listen``.
         EngineLost, EpisodeError: the run has failed.
     """
+    if world_size < 1:
+        raise ConfigError(f"world_size counts the trainer's ranks, at least one, got {world_size}")
     ray = connected_ray()
     keys, rank_keys = passing_keys()
     bound: asyncio.Future[str] = asyncio.get_running_loop().create_future()
