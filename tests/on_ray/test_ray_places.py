@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -243,9 +242,3 @@ def test_a_group_that_is_not_there_or_too_small_is_refused(cluster: Any, model: 
             processes=1, on_ray=tidegate.RayPlaces(gpus=1, placement_group="small")
         )
     ray.util.remove_placement_group(group)
-
-
-def test_a_pool_that_was_never_used_leaves_nothing(cluster: Any) -> None:
-    with tidegate.EnvironmentPool(processes=1, on_ray=tidegate.RayPlaces(cpus=1)):
-        assert "tunnels" in {thread.name for thread in threading.enumerate()}
-    assert "tunnels" not in {thread.name for thread in threading.enumerate()}

@@ -90,6 +90,13 @@ async def test_one_that_hangs_is_killed_there() -> None:
             await unruly.step("hang")
 
 
+def test_a_pool_that_was_never_used_leaves_nothing() -> None:
+    actors = Actors()
+    with EnvironmentPool(processes=1) as pool:
+        pool._workers = actors
+    assert not actors.entrance._thread.is_alive()
+
+
 def test_a_pool_on_ray_without_a_number_of_processes_is_refused() -> None:
     with pytest.raises(ConfigError, match="how many processes"):
         EnvironmentPool(on_ray=RayPlaces())
