@@ -13,9 +13,10 @@ from tidegate.engine.turns import EngineLimits, read_prompt
 from tidegate.errors import TurnRefused
 from tidegate.transport.messages import KvSpan, Prefill, SamplingParams, SubmitTurn
 
-ALWAYS_DONE = {"max_tokens", "temperature", "seed", "min_tokens"}
+ALWAYS_DONE = {"max_tokens", "temperature", "seed", "min_tokens", "cache_salt"}
 """Options that are no reason to refuse a turn. A seed is not heard by other engines: what they draw
-can't be had again, and docs/engines.md says so. No tokens at least is everybody's default."""
+can't be had again, and docs/engines.md says so. No tokens at least is everybody's default. Every
+request has a salt, of which the turn's is a part."""
 
 LABELS_SHOWN_MAX = 4
 
@@ -70,6 +71,8 @@ class AskedTurn:
         self.request_at, self.version = self.sampled, version
         self.said, self.preemptions, self.is_cut = [], None, False
         asked, before = self.message.sampling, self.message.sampled_before + self.sampled
+        if asked.cache_salt:
+            salt = f"{salt}/{asked.cache_salt}"  # no label has that character
         sampling = msgspec.structs.replace(
             asked,
             max_tokens=asked.max_tokens - self.sampled,

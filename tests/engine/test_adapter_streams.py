@@ -88,3 +88,24 @@ async def test_tokens_are_of_the_version_they_came_under_however_long_the_look_a
     assert [version for version, tokens in told if 6 in tokens] == [1]
     assert told[-1] == (2, [])
     assert wire.steps[-1].finish == bytes([LENGTH])
+
+
+def test_turns_share_kv_with_turns_of_their_own_salt_and_weights_only() -> None:
+    salts = [
+        read_turn(
+            SubmitTurn(
+                turn=0,
+                token_ids=np.array([1, 2], "<i4").tobytes(),
+                sampling=SamplingParams(max_tokens=2, cache_salt=own),
+            ),
+            0,
+            limits=LIMITS,
+            able=ABLE,
+        )
+        .request(0, of_weights)
+        .salt
+        for of_weights in ("v0", "v0.1", "v1")
+        for own in ("", "1", "mine")
+    ]
+    assert salts[0] == "v0"
+    assert len(set(salts)) == 9
