@@ -65,12 +65,12 @@ class Network:
         return ["ip", "netns", "exec", self.names[host], *command]
 
     def cut(self, host: int) -> None:
-        """No packet comes or goes."""
-        _ip("link", "set", f"{self.names[host]}o", "down")
+        """No packet comes or goes, and nobody is told: a link that is down is known to be at once."""
+        _ip("link", "set", f"{self.names[host]}o", "nomaster")
 
     def mend(self, host: int) -> None:
         """They do again."""
-        _ip("link", "set", f"{self.names[host]}o", "up")
+        _ip("link", "set", f"{self.names[host]}o", "master", self._bridge)
 
     def remove(self) -> None:
         """All of it. Harmless if repeated."""

@@ -29,6 +29,10 @@ QUEUED_MESSAGES_MAX = 16_384
 held back on ipc and then ends loses what it had sent, for libzmq gives up a connection that hung up
 while it wasn't reading from it. Credits keep honest engines far below."""
 
+CONNECT_TIMEOUT_MS = 5_000
+"""For a try to connect over TCP; then the next begins. The gaps between the system's own double, so
+that over a link that was gone for a minute one would come through half a minute after its mending."""
+
 COMPLAINTS_PER_S_MAX = 32
 """To one peer. Its other malformed messages are only counted."""
 
@@ -61,8 +65,21 @@ def new_socket(
     socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.IPV6, "[" in address)
     return socket
+
+
+def expect_life(socket: Socket, silent_s: float) -> None:
+    """Have a connection given up, and made anew, once its other end is silent for so long.
+
+    For one on which little is said, and that again if it is not answered: what was under way is
+    lost. Set it before connecting. Without, a link that breaks without a word is found mended at
+    TCP's next try only, whose gaps double too.
+    """
+    interval_ms = round(1000 * silent_s / 4)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * interval_ms)
 
 
 @cache

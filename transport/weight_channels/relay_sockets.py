@@ -19,7 +19,10 @@ from tidegate.transport.security import (
 )
 from tidegate.transport.weight_channels.zmq import SOCKET_BUFFER_BYTES
 from tidegate.transport.weight_channels.zmq_sender import QUEUED_MAX, REQUEST_BYTES_MAX
-from tidegate.transport.zeromq import Context, Socket
+from tidegate.transport.zeromq import CONNECT_TIMEOUT_MS, Context, Socket, expect_life
+
+GUIDE_SILENT_S = 10.0
+"""What the sender says there fits a packet, and sockets to parents are made anew anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class RelaySockets:
         self._context: Context = zmq.Context()
         self._private: PrivateDirectory | None = None
         try:
-            self.guide = self.to_parent("")
+            self.guide = self.to_parent("", silent_s=GUIDE_SILENT_S)
             """To the sender, which says whom to fetch from."""
             self.door = self._bound()
             """For relays of other hosts."""
@@ -60,13 +63,19 @@ class RelaySockets:
             self._context.destroy(linger=0)
             raise
 
-    def to_parent(self, address: str) -> Socket:
-        """A socket to another relay; to the sender itself if ``address`` is empty."""
+    def to_parent(self, address: str, *, silent_s: float | None = None) -> Socket:
+        """A socket to another relay; to the sender itself if ``address`` is empty.
+
+        ``silent_s``: after so long a connection is made anew.
+        """
         keys = self._upstream.relay_keys if address else self._upstream.keys
         address = address or self._upstream.address
         made = self._context.socket(zmq.DEALER)
         made.setsockopt(zmq.LINGER, 0)
         made.setsockopt(zmq.IPV6, "[" in address)
+        made.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+        if silent_s is not None:
+            expect_life(made, silent_s)
         if address.startswith("tcp:"):
             made.setsockopt(zmq.RCVBUF, SOCKET_BUFFER_BYTES)
         if keys is not None:
