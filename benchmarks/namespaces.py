@@ -65,7 +65,7 @@ class Network:
         return ["ip", "netns", "exec", self.names[host], *command]
 
     def cut(self, host: int) -> None:
-        """No packet comes or goes, and nobody is told: a link that is down is known to be at once."""
+        """No packet comes or goes, and nobody is told, as they are of a link set down."""
         _ip("link", "set", f"{self.names[host]}o", "nomaster")
 
     def mend(self, host: int) -> None:

@@ -30,8 +30,8 @@ held back on ipc and then ends loses what it had sent, for libzmq gives up a con
 while it wasn't reading from it. Credits keep honest engines far below."""
 
 CONNECT_TIMEOUT_MS = 5_000
-"""For a try to connect over TCP; then the next begins. The gaps between the system's own double, so
-that over a link that was gone for a minute one would come through half a minute after its mending."""
+"""For a try to connect over TCP; then the next begins. The gaps between the system's own double:
+over a link that was gone for a minute one would come through half a minute after its mending."""
 
 COMPLAINTS_PER_S_MAX = 32
 """To one peer. Its other malformed messages are only counted."""
