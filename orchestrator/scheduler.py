@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tidegate.errors import (
-    EngineLost,
     JournalError,
-    PublishNeeded,
-    TurnRefused,
 )
+from tidegate.orchestrator.commands import Commands
 from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
@@ -29,6 +27,7 @@ from tidegate.orchestrator.feed.offers import Offers
 from tidegate.orchestrator.feed.tasks import Tasks
 from tidegate.orchestrator.fleet.control import EngineControl
 from tidegate.orchestrator.fleet.fleet import Answer, Fleet, FleetTimes
+from tidegate.orchestrator.fleet.heartbeats import Heartbeats
 from tidegate.orchestrator.fleet.open_sessions import OpenSessions
 from tidegate.orchestrator.fleet.score_desk import ScoreDesk
 from tidegate.orchestrator.fleet.wire import Wire
@@ -36,20 +35,16 @@ from tidegate.orchestrator.journal.run_journal import RunJournal
 from tidegate.orchestrator.observing.notes import RunNotes
 from tidegate.orchestrator.run_watch import RunWatch
 from tidegate.orchestrator.turns.outbox import Outbox
-from tidegate.orchestrator.waiting import Waiting, fail, resolve
+from tidegate.orchestrator.waiting import Waiting
 from tidegate.orchestrator.watchdog import Stuck
-from tidegate.orchestrator.weights.content import Change, anew
 from tidegate.orchestrator.weights.model_files import ModelFiles
-from tidegate.orchestrator.weights.publishing import PublishWait
 from tidegate.transport.messages import (
-    CancelTurn,
     Hello,
     InitWeights,
     Message,
     Paused,
     Refused,
     Resumed,
-    UpdateWeights,
     WeightsLive,
 )
 from tidegate.transport.scoring import Scored, ScoreRefused
@@ -131,6 +126,17 @@ class Scheduler:
             score=self.scores.ask_all,
             diary=diary,
         )
+        self._commands = Commands(
+            outbox=self._outbox,
+            sessions=self._sessions,
+            waiting=self._waiting,
+            episodes=self._episodes,
+            batches=self._desk,
+            offers=self._offers,
+            recorder=recorder,
+            on_pause=self._pause_generation,
+            outstanding_groups_max=lambda: self.core.policy.outstanding_groups_max,
+        )
         self.on_engine_silent: Callable[[str], None] = lambda engine: None
         """Told of engines that were given up for their silence."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -152,7 +158,7 @@ class Scheduler:
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                group.create_task(self._tick(), name="heartbeats")
+                group.create_task(self._heartbeats().run(), name="heartbeats")
                 group.create_task(self._run_watch().run(), name="watchdog")
                 await self._failure
         finally:
@@ -172,6 +178,15 @@ class Scheduler:
             patience_s=self._settings.stuck_after_s,
         )
         return self._watch
+
+    def _heartbeats(self) -> Heartbeats:
+        return Heartbeats(
+            self.fleet,
+            self.handle,
+            lambda engine: self.on_engine_silent(engine),  # whoever it is by then
+            interval_s=self._settings.heartbeat_interval_s,
+            patience_s=self._settings.engine_start_timeout_s,
+        )
 
     @property
     def parked_episodes(self) -> int:
@@ -219,25 +234,6 @@ class Scheduler:
         self._sessions.close()
         self.handle([ev.RunEnded()])
         self.send(())
-
-    async def _tick(self) -> None:
-        loop = asyncio.get_running_loop()
-        alone_since_s: float | None = None
-        while True:
-            silent = self.fleet.tick(loop.time())
-            self.handle(silent)
-            for event in silent:
-                if isinstance(event, ev.EngineLeft):
-                    self.on_engine_silent(event.engine)
-            if self.fleet.engines:
-                alone_since_s = None
-            elif alone_since_s is None:
-                alone_since_s = loop.time()
-            elif loop.time() - alone_since_s > self._settings.engine_start_timeout_s:
-                stories = "; ".join(f"{name}: {why}" for name, why in self.fleet.departed.items())
-                why = f"none has come since ({stories or 'none ever joined'})"
-                raise EngineLost(f"no engine is left, and {why}")
-            await asyncio.sleep(self._settings.heartbeat_interval_s)
 
     # ------------------------------------------------------------ engines
 
@@ -325,7 +321,7 @@ class Scheduler:
             if self._journal is not None:
                 self._journal.log(event)
             for command in self.core.handle(event):
-                self._act(command, episode)
+                self._commands.carry_out(command, episode)
         if may_free_places and not self._wants_tasks.is_set() and self.core.capacity_groups:
             self._wants_tasks.set()
         if self._parking.parked:
@@ -356,45 +352,9 @@ class Scheduler:
         else:
             self._journal.when_safe(action)
 
-    def _act(self, command: ev.Command, episode: EpisodeFunction | None) -> None:
-        match command:
-            case ev.Submit(engine=engine, message=message):
-                self._outbox.post(engine, message)
-                self._sessions.submitted(engine, message.session)
-            case ev.EndTurn(turn=turn):
-                resolve(self._waiting.turns.pop(turn.rollout.rollout_id, None), turn)
-            case ev.StartEpisode(rollout=rollout, task=task):
-                assert episode is not None
-                self._episodes.begin(rollout, task, episode)
-            case ev.StartBranch(rollout=rollout):
-                self._episodes.forked(rollout)
-            case ev.StopEpisode(rollout=rollout):
-                self._episodes.stop(rollout)
-            case ev.HandOver():
-                self._desk.hand_over(command)
-            case ev.PauseGeneration(is_paused=is_paused):
-                assert self._group is not None
-                self._group.create_task(self.control.stand_still(is_paused))
-            case ev.EndBatches():
-                self._desk.end()
-            case ev.RefuseBatch(unpublished_groups=groups):
-                limit = self.core.policy.outstanding_groups_max
-                self._desk.refuse(
-                    PublishNeeded(unpublished_groups=groups, outstanding_groups_max=limit)
-                )
-            case ev.FailTurn(turn=turn, message=why):
-                fail(self._waiting.turns.pop(turn.rollout.rollout_id, None), TurnRefused(why))
-            case ev.EndEvaluation(rollout=rollout):
-                resolve(self._waiting.evaluations.pop(rollout.rollout_id, None), rollout)
-            case ev.Cancel(engine=engine, handle=handle):
-                self._outbox.post(engine, CancelTurn(turn=handle))
-            case ev.RequeueTask(task=task, key=key):
-                self._offers.put_back(task, key)
-            case ev.Record(rollout=rollout, task=task):
-                if self._recorder is not None:
-                    self._recorder.rollout(
-                        rollout, task=task, advantage=None, consumed_version=None
-                    )
+    def _pause_generation(self, is_paused: bool) -> None:
+        assert self._group is not None
+        self._group.create_task(self.control.stand_still(is_paused))
 
     # ------------------------------------------------------------ what the trainer asks for
 
@@ -433,34 +393,3 @@ class Scheduler:
             self._waiting.evaluations[rollout_id] = future
             self.handle([ev.EvaluationAsked(task, index)], episode)
         return [await future for future in futures]
-
-    async def reserve_version(self) -> int:
-        """Wait until the weight channel's buffer may be written; the version to write there.
-
-        As :meth:`Publisher.reserve`; it must be followed by ``publish`` or ``release_version``.
-        """
-        return await self.control.publisher.reserve()
-
-    def release_version(self) -> None:
-        """Nothing will be published under the version reserved."""
-        self.control.publisher.release()
-
-    @property
-    def kept_buffers(self) -> set[int]:
-        """What must stay in the weight channel's buffer, for engines that come late."""
-        return self.control.weights.kept_buffers
-
-    async def publish(
-        self,
-        version: int,
-        chunks: list[UpdateWeights],
-        wait: PublishWait = "live",
-        change: Change = anew,
-    ) -> None:
-        """As :meth:`Publisher.publish`."""
-        await self.control.publisher.publish(version, chunks, wait, change)
-
-    @property
-    def published_version(self) -> int:
-        """The newest that this process has brought to engines; -1: none."""
-        return self.control.publisher.newest_version

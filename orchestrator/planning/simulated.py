@@ -139,9 +139,9 @@ class _Simulation:
         for number in range(1, warm_up + versions + 1):
             tokens = await self._take_batch()
             await asyncio.sleep(tokens / speed)
-            version = await self._scheduler.reserve_version()
+            version = await self._scheduler.control.publisher.reserve()
             update = UpdateWeights(version=version, location="0", tensors=[])
-            await self._scheduler.publish(version, [update])
+            await self._scheduler.control.publisher.publish(version, [update])
             self._tally.at_s = self._loop.time()
             if number == warm_up:
                 start, self._tally = self._tally, _Tally(at_s=self._tally.at_s)

@@ -354,12 +354,14 @@ class Lives:
                 await scheduler.make_safe(batches, 0)
 
     async def _publish(self, scheduler: Scheduler) -> None:
-        version = await scheduler.reserve_version()
-        update = self._buffer.begin(version, keep=scheduler.kept_buffers, content=version)
+        version = await scheduler.control.publisher.reserve()
+        update = self._buffer.begin(
+            version, keep=scheduler.control.weights.kept_buffers, content=version
+        )
         await asyncio.sleep(self._scenario.write_s)
         self._buffer.end(update)
         self._made_of[version] = self._trained
-        await scheduler.publish(version, [update])
+        await scheduler.control.publisher.publish(version, [update])
 
     async def _episode(self, episode: Episode, task: int) -> float:
         script = self._scenario.script(task, episode.index)

@@ -190,16 +190,16 @@ class SimulatedTrainer:
 
     async def _bring_weights(self, scheduler: Scheduler) -> None:
         self.doing = "waits until weights can be written"
-        version = await scheduler.reserve_version()
-        update = self._world.buffer.begin(version, keep=scheduler.kept_buffers)
+        version = await scheduler.control.publisher.reserve()
+        update = self._world.buffer.begin(version, keep=scheduler.control.weights.kept_buffers)
         try:
             await asyncio.sleep(self._scenario.write_s)
         except BaseException:
-            scheduler.release_version()
+            scheduler.control.publisher.release()
             raise
         self._world.buffer.end(update)
         self.doing = f"publishes v{version}"
-        await scheduler.publish(version, [update], self._scenario.publish_wait)
+        await scheduler.control.publisher.publish(version, [update], self._scenario.publish_wait)
 
     async def _evaluate(self, scheduler: Scheduler) -> None:
         tasks = [-1 - task for task in range(self._scenario.evaluation_tasks)]

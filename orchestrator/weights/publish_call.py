@@ -62,7 +62,7 @@ class PublishCall:
         scheduler = self._run.scheduler
         if scheduler is None or self.version < 0:
             return False
-        return self._has_returned or scheduler.published_version >= self.version
+        return self._has_returned or scheduler.control.publisher.newest_version >= self.version
 
     async def run(self, scheduler: Scheduler) -> int:
         """Bring the weights to the engines; their version.
@@ -76,7 +76,7 @@ class PublishCall:
                 "set or an adapter would be laid over; publish a whole state dict first, the model "
                 "directory's if only adapters are trained"
             )
-        version = await scheduler.reserve_version()
+        version = await scheduler.control.publisher.reserve()
         try:
             weights = scheduler.control.weights
             keep = weights.kept_buffers
@@ -86,10 +86,10 @@ class PublishCall:
             self._over = weights.version_before if self._is_part else None
             chunks = await self._written(version, keep)
         except BaseException:
-            scheduler.release_version()
+            scheduler.control.publisher.release()
             raise
         self.version = version
-        await scheduler.publish(version, chunks, self._wait, self._changed)
+        await scheduler.control.publisher.publish(version, chunks, self._wait, self._changed)
         self._has_returned = True
         return version
 

@@ -1,0 +1,59 @@
+"""When is a silent engine given up, and when a run that has none? Looked at once per heartbeat.
+
+What silence is, the fleet knows; what becomes of an engine's turns, the core.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from tidegate.errors import EngineLost
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.fleet.fleet import Fleet
+
+
+class Heartbeats:
+    """Keeps the fleet's time."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        handle: Callable[[Iterable[ev.Event]], None],
+        on_silent: Callable[[str], None],
+        *,
+        interval_s: float,
+        patience_s: float,
+    ) -> None:
+        """``handle`` feeds events to the core; ``on_silent`` is told of engines given up;
+        ``patience_s``: a run without any engine waits so long for one."""
+        self._fleet = fleet
+        self._handle = handle
+        self._on_silent = on_silent
+        self._interval_s = interval_s
+        self._patience_s = patience_s
+        self._alone_since_s: float | None = None
+
+    async def run(self) -> None:
+        """Go on until cancelled.
+
+        Raises:
+            EngineLost: none has been there for too long.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            silent = self._fleet.tick(loop.time())
+            self._handle(silent)
+            for event in silent:
+                if isinstance(event, ev.EngineLeft):
+                    self._on_silent(event.engine)
+            self._refuse_to_be_alone(loop.time())
+            await asyncio.sleep(self._interval_s)
+
+    def _refuse_to_be_alone(self, now_s: float) -> None:
+        if self._fleet.engines:
+            self._alone_since_s = None
+        elif self._alone_since_s is None:
+            self._alone_since_s = now_s
+        elif now_s - self._alone_since_s > self._patience_s:
+            stories = "; ".join(f"{name}: {why}" for name, why in self._fleet.departed.items())
+            why = f"none has come since ({stories or 'none ever joined'})"
+            raise EngineLost(f"no engine is left, and {why}")
