@@ -1,9 +1,9 @@
 """What do guesses save, and what do they cost where nothing is to be guessed?
 
 ``python -m benchmarks.speculation [--json]`` prints ``name, value, unit, peer, ratio``. Scheduler
-and model run in this process, on one thread, without the wire: 12 layers of 512, a vocabulary of
-8,192, random weights in float32. The peer is the same engine without guesses; both by turns,
-medians of CPU time. ``accepted``: the share of verified guesses that were right.
+and model (:mod:`benchmarks.small_model`, in float32) run in this process, on one thread, without
+the wire. The peer is the same engine without guesses; both by turns, medians of CPU time.
+``accepted``: the share of verified guesses that were right.
 
 ``repeats``: a model that mostly says again what it said last, so a context tells what comes.
 ``again``: prompts that were sampled before, by weights that then changed a little; greedy.
@@ -11,10 +11,8 @@ medians of CPU time. ``accepted``: the share of verified guesses that were right
 The draft model is the first two layers of the large one.
 """
 
-import argparse
 import statistics
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -23,24 +21,23 @@ from time import process_time
 import numpy as np
 import torch
 
-from benchmarks.table import Row, compared, show
+from benchmarks.small_model import BLOCK_TOKENS, RUNS, VOCAB, load, show_table
+from benchmarks.table import Row, compared
 from tidegate.engine.drafts.draft_model import ModelDrafts
 from tidegate.engine.drafts.drafts import DraftSource
 from tidegate.engine.drafts.lookup import LookupDrafts
 from tidegate.engine.drafts.rollouts import RolloutDrafts
 from tidegate.engine.models.model import native_for
-from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner
 from tidegate.engine.scheduler import Scheduler
 from tidegate.engine.turns import EngineLimits
-from tidegate.engine.weights.weights import Weights, load_directory
+from tidegate.engine.weights.weights import Weights
 from tidegate.transport.messages import SamplingParams, SubmitTurn
 
-LAYERS, DRAFT_LAYERS, VOCAB = 12, 2, 8192
-BLOCKS, BLOCK_TOKENS = 1024, 16
+DRAFT_LAYERS = 2
+BLOCKS = 1024
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
 CONCURRENT = (1, 8)
-RUNS = 3
 
 KEPT = 0.02
 """Of what layers add to the residual stream, in the model that repeats itself."""
@@ -105,35 +102,6 @@ def make_runner(weights: Weights) -> ModelRunner:
     )
 
 
-def load(path: Path, *, kept: float = 1.0, changed: float = 0.0, layers: int = LAYERS) -> Weights:
-    """The model's weights: layers that add so much, noise of that share, the first layers only."""
-    import transformers
-
-    config = transformers.Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM(config)
-    noise = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            tensor += changed * tensor.std() * torch.randn(tensor.shape, generator=noise)
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                tensor *= kept
-    del model.model.layers[layers:]
-    model.config.num_hidden_layers = layers
-    model.config.layer_types = model.config.layer_types[:layers]
-    model.save_pretrained(path)
-    return load_directory(path, ModelConfig.from_directory(path), torch.float32)
-
-
 def measure(
     name: str,
     weights: Weights,
@@ -177,15 +145,5 @@ def rows(directory: Path) -> Iterator[Row]:
     yield from measure("lookup/random", anything, LookupDrafts, temperature=1.0)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one object a line")
-    arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as directory:
-        show(rows(Path(directory)), as_json=arguments.json)
-
-
 if __name__ == "__main__":
-    main()
+    show_table(__doc__, rows)

