@@ -60,7 +60,6 @@ async def about(desks: "Desks", http: HttpRequest) -> Answer:
 @PATHS.on("GET", "/metrics")
 async def metrics(desks: "Desks", http: HttpRequest) -> Answer:
     """Prometheus text."""
-    desks = desks
     is_sleeping = desks.control.is_sleeping
     text = metrics_text(
         desks.counts, desks.scheduler, model=desks.info.name, is_sleeping=is_sleeping

@@ -3,15 +3,12 @@
 It knows a tokenizer, and where an output ends: at a stop token or string. It knows no bodies.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
-LONG_TEXT_CHARACTERS = 16_384
-"""A tokenizer takes some 2 us for each: from here on the run's loop, which all requests and engines
-share, would notice."""
+from tidegate.orchestrator.weights.model_files import encoded
 
 HALF_A_CHARACTER = "\ufffd"
 """What tokens that are part of one decode to, until the others are there."""
@@ -53,18 +50,7 @@ class Words:
 
     async def encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
         """A text as tokens; a long one's are found in a thread."""
-        if len(text) > LONG_TEXT_CHARACTERS:
-            return await asyncio.to_thread(self._encode_long, text, adds_special_tokens)
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=adds_special_tokens).ids
-        return ids
-
-    def _encode_long(self, text: str, adds_special_tokens: bool) -> list[int]:
-        # A batch of one lets other threads go on meanwhile, as `encode` doesn't.
-        (encoded,) = self.tokenizer.encode_batch_fast(
-            [text], add_special_tokens=adds_special_tokens
-        )
-        ids: list[int] = encoded.ids
-        return ids
+        return await encoded(self.tokenizer, text, adds_special_tokens=adds_special_tokens)
 
     def whole(self, token_ids: Sequence[int], ending: Ending, *, has_stopped: bool) -> str:
         """A whole output's text, cut where it stopped."""

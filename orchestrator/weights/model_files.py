@@ -28,16 +28,27 @@ class ModelFiles:
 
     async def encoded(self, text: str) -> list[int]:
         """A text as tokens, none added; a long one in a thread, where it holds up nobody."""
-        if len(text) < LONG_CHARACTERS:
-            return self.encode(text)
-        return await asyncio.to_thread(self.encode, text)
+        return await encoded(self.tokenizer, text)
 
     def encode(self, text: str) -> list[int]:
         """The same, at once."""
-        # Of a batch, for the library keeps the interpreter to itself while it encodes a single one.
-        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        ids: list[int] = encoding.ids
-        return ids
+        return _encode(self.tokenizer, text, False)
+
+
+async def encoded(
+    tokenizer: Tokenizer, text: str, *, adds_special_tokens: bool = False
+) -> list[int]:
+    """A text as tokens; a long one in a thread, where it holds up nobody."""
+    if len(text) < LONG_CHARACTERS:
+        return _encode(tokenizer, text, adds_special_tokens)
+    return await asyncio.to_thread(_encode, tokenizer, text, adds_special_tokens)
+
+
+def _encode(tokenizer: Tokenizer, text: str, adds_special_tokens: bool) -> list[int]:
+    # Of a batch, for the library keeps the interpreter to itself while it encodes a single one.
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def read_model_files(path: Path) -> ModelFiles:

@@ -14,7 +14,8 @@ import torch
 from tokenizers import Tokenizer
 
 from tests.orchestrator.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, PROMPT, Client
-from tidegate.orchestrator.vllm_server.words import LONG_TEXT_CHARACTERS, Words
+from tidegate.orchestrator.vllm_server.words import Words
+from tidegate.orchestrator.weights.model_files import LONG_CHARACTERS
 
 # ---------------------------------------------------------------- what there is
 
@@ -49,7 +50,7 @@ def test_texts_and_conversations_are_told_as_tokens_and_back(client: Client) -> 
 async def test_others_go_on_while_a_long_text_becomes_tokens(model: Path) -> None:
     words = Words(Tokenizer.from_file(str(model / "tokenizer.json")))
     short = "hello world"
-    times = LONG_TEXT_CHARACTERS // len(short) + 1
+    times = LONG_CHARACTERS // len(short) + 1
     asked = asyncio.ensure_future(words.encode(short * times, adds_special_tokens=False))
     turns = 0
     while not asked.done():
