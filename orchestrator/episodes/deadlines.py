@@ -61,8 +61,7 @@ class Deadlines(Generic[About]):
         loop = task.get_loop()
         due_s = self._now_s(loop) + self._timeout_s
         self._due_s[task] = (due_s, about)
-        if self._timer is None:
-            self._timer = loop.call_at(due_s, self._expire, loop)
+        self._call_by(due_s, loop)
 
     def left_s(self, task: Task) -> float:
         """How much time it has; for ever, if its time is up or never began."""
@@ -83,10 +82,10 @@ class Deadlines(Generic[About]):
         held = self._held.pop(task, None)
         if held is not None:
             loop = task.get_loop()
-            self._due_s[task] = (self._now_s(loop) + held[0], held[1])
-            self._is_in_order = False
-            if self._timer is None or self._timer.when() > self._due_s[task][0]:
-                self._set_timer(loop)
+            due_s = self._now_s(loop) + held[0]
+            self._due_s[task] = (due_s, held[1])
+            self._is_in_order = False  # thousands may be let go together: put in order once
+            self._call_by(due_s, loop)
 
     def cut_short(self, task: Task) -> None:
         """Its time is up now. Nothing happens if it was before."""
@@ -121,6 +120,14 @@ class Deadlines(Generic[About]):
     def _now_s(self, loop: asyncio.AbstractEventLoop) -> float:
         """By the clock that stands still when nobody's time runs."""
         return loop.time() if self._stood_still_at_s is None else self._stood_still_at_s
+
+    def _call_by(self, due_s: float, loop: asyncio.AbstractEventLoop) -> None:
+        """Look at who is due then, if not before."""
+        if self._timer is not None:
+            if self._timer.when() <= due_s:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(due_s, self._expire, loop)
 
     def _put_in_order(self) -> None:
         if not self._is_in_order:

@@ -1,6 +1,7 @@
 """Is a task that takes too long cancelled at its time, and no other?"""
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -109,6 +110,35 @@ def test_a_task_that_is_held_has_as_much_time_left_after_it() -> None:
         "held": (107.0, "too long"),
         "late": (110.0, "too long"),
     }
+
+
+def test_many_that_are_let_go_together_are_put_in_order_once() -> None:
+    sorts = 0
+
+    def count(frame: object, what: str, called: object) -> None:
+        nonlocal sorts
+        sorts += what == "c_call" and called is sorted
+
+    async def main() -> Ended:
+        deadlines, ended = Deadlines[str](TIMEOUT_S, nobody), Ended()
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(watched(deadlines, str(n), ended, loop.create_future))
+                for n in range(9)
+            ]
+            for task in tasks:  # who was held later has less left
+                await asyncio.sleep(1.0)
+                deadlines.hold(task)
+            await asyncio.sleep(91.0)
+            sys.setprofile(count)
+            for task in tasks:
+                deadlines.let_go(task)
+            sys.setprofile(None)
+        return ended
+
+    assert run_in_virtual_time(main()) == {str(n): (109.0 - n, "too long") for n in range(9)}
+    assert sorts == 0  # that is for when the first is due
 
 
 def test_a_task_that_is_held_can_be_cut_short() -> None:
