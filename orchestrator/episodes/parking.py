@@ -20,8 +20,8 @@ class Parking:
         """With the version that was live when each came."""
         self.rows: Counter[int] = Counter()
         """How many rows of an episode are among them, by its rollout."""
-        self.total = 0
-        """Rows that have ever waited here."""
+        self._seen = (-1, False)
+        """The live version, and whether the trainer waits, that everybody here knows of."""
 
     @property
     def is_of_use(self) -> bool:
@@ -32,10 +32,10 @@ class Parking:
         """Return once newer weights are live than now, or the trainer waits for a batch."""
         if not self.is_of_use:
             return
+        self.look()  # what has changed unseen is for those who came before
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.parked[future] = self._live_version()
         self.rows[rollout_id] += 1
-        self.total += 1
         try:
             await future
         finally:
@@ -45,8 +45,11 @@ class Parking:
                 del self.rows[rollout_id]
 
     def look(self) -> None:
-        """Something has happened: let go on who may."""
-        live, is_starved = self._live_version(), self._is_starved()
+        """Something has happened: let go on who may. Mostly nobody may, and thousands wait."""
+        live, is_starved = now = self._live_version(), self._is_starved()
+        if now == self._seen:
+            return
+        self._seen = now
         for future, version in list(self.parked.items()):
             if (is_starved or live > version) and not future.done():
                 future.set_result(None)

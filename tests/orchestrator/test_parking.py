@@ -1,12 +1,14 @@
 """Does an episode that parks go on under newer weights, and never keep the trainer waiting?"""
 
 import asyncio
+import sys
 from typing import Any
 
 import pytest
 
 import tidegate
 from tidegate.errors import ConfigError
+from tidegate.orchestrator.episodes.parking import Parking
 from tidegate.testing import ScriptedEngine, ServeInTests, VirtualTime
 
 SETTINGS: dict[str, Any] = {"group_size": 1, "groups_per_batch": 1, "max_staleness": 3}
@@ -59,6 +61,47 @@ async def test_a_trainer_that_waits_for_a_batch_is_not_kept_waiting(
         assert count == 3
         await rollouts.evaluate([1], episode=solve)  # nobody would publish meanwhile
     assert tidegate_virtual_time.now_s < 60.0
+
+
+async def test_a_look_that_finds_nothing_new_goes_through_nobody_and_misses_nobody() -> None:
+    live, is_starved = 0, False
+    parking = Parking(lambda: live, lambda: is_starved)
+
+    async def park(number: int) -> "asyncio.Task[None]":
+        task = asyncio.create_task(parking.wait(number))
+        await asyncio.sleep(0)
+        return task
+
+    def calls_of_a_look() -> int:
+        calls = 0
+
+        def count(frame: object, what: str, called: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count)
+        parking.look()
+        sys.setprofile(None)
+        return calls
+
+    one = await park(1)
+    alone = calls_of_a_look()
+    others = [await park(number) for number in range(2, 50)]
+    assert calls_of_a_look() <= alone
+    live = 1  # and nobody looks, but one comes who knows of it
+    newest = await park(50)
+    await asyncio.gather(one, *others)
+    assert not newest.done()
+    is_starved = True
+    parking.look()
+    await newest
+    is_starved = False  # nobody is there to be told
+    last = await park(51)
+    is_starved = True
+    parking.look()
+    await last
+    assert not parking.parked
+    assert not parking.rows
 
 
 async def play_long(episode: tidegate.Episode, turns: int) -> list[tidegate.GeneratedTurn]:
