@@ -46,7 +46,8 @@ class TRLRollouts:
         *,
         episode: "EpisodeFunction | str | None" = None,
     ) -> None:
-        """``tasks`` and ``episode`` are those of the run's ``batches()``; let tasks be endless.
+        """``tasks`` and ``episode`` are those of the run's ``batches()``; let tasks be endless. A
+        remote run may have its own.
 
         Raises:
             ConfigError: TRL is missing, or the run can't hand over what TRL asks for.
@@ -56,6 +57,11 @@ class TRLRollouts:
             raise ConfigError(
                 "TRL asks for a micro-batch before it has trained on the one in hand, so its run "
                 f"needs max_staleness of at least 1, got {settings.max_staleness}"
+            )
+        if settings is not None and (tasks is None or episode is None):
+            raise ConfigError(
+                "a run of this process has its tasks and its episode from here: give "
+                "TRLRollouts(run, tasks, episode=…)"
             )
         self._model_tensors = frozenset(
             read_model_info(settings.model, name=None, dtype=settings.dtype).tensors

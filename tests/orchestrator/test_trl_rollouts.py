@@ -28,3 +28,14 @@ def test_a_run_whose_batches_wait_for_every_publish_is_refused() -> None:
     run: Any = SimpleNamespace(settings=SimpleNamespace(policy=None, max_staleness=0))
     with pytest.raises(ConfigError, match="max_staleness of at least 1, got 0"):
         tidegate.TRLRollouts(run)
+
+
+async def solve(episode: tidegate.Episode, task: int) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize("given", [{}, {"tasks": [1]}, {"episode": solve}])
+def test_a_run_of_this_process_without_tasks_or_episode_is_refused(given: dict[str, Any]) -> None:
+    run: Any = SimpleNamespace(settings=SimpleNamespace(policy=None, max_staleness=1))
+    with pytest.raises(ConfigError, match="has its tasks and its episode from here"):
+        tidegate.TRLRollouts(run, **given)
