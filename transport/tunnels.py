@@ -81,6 +81,8 @@ class Tunnel:
     """What that prints."""
     how_it_ended: str | None = None
     """As the far end tells; None as long as it doesn't."""
+    was_lost: bool = False
+    """Whether it ended by no doing of the process there."""
 
 
 @dataclass(eq=False, slots=True)
@@ -135,13 +137,13 @@ class TunnelEntrance:
         self._ask(begin)
         return tunnel
 
-    def kill(self, tunnel: Tunnel) -> None:
+    def kill(self, tunnel: Tunnel, how: str = "killed") -> None:
         """Have the far end kill its process, if it is there. From any thread."""
-        self._ask(lambda: self._end(tunnel.name.encode(), "killed", tell="kill"))
+        self._ask(lambda: self._end(tunnel.name.encode(), how, tell="kill"))
 
     def lose(self, tunnel: Tunnel, how: str) -> None:
         """The far end is gone, or is to be. From any thread; harmless if it has told of its end."""
-        self._ask(lambda: self._end(tunnel.name.encode(), how, tell="kill"))
+        self._ask(lambda: self._lose(tunnel.name.encode(), how))
 
     def close(self) -> None:
         """Stop; what was still to be sent has a moment to be. Harmless if repeated."""
@@ -197,7 +199,7 @@ class TunnelEntrance:
             try:
                 self._take(name, inside, _decoded(frames[0], inside.received))
             except BadFrame as error:
-                self._end(name, f"lost: {error}", tell="kill")
+                self._lose(name, f"lost: {error}")
 
     def _take(self, name: bytes, inside: _Inside, piece: Piece) -> None:
         inside.received += 1
@@ -237,6 +239,11 @@ class TunnelEntrance:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
         inside.unsent = None  # sent; or nobody is there, and whoever comes will miss it
+
+    def _lose(self, name: bytes, how: str) -> None:
+        if name in self._inside:
+            self._inside[name].tunnel.was_lost = True
+        self._end(name, how, tell="kill")
 
     def _end(self, name: bytes, how: str, *, tell: What | None = None) -> None:
         inside = self._inside.get(name)

@@ -8,8 +8,10 @@ import asyncio
 import itertools
 import socket
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from typing import IO, Any
 
 from tidegate.orchestrator.cluster.ray_places import (
@@ -81,15 +83,25 @@ class RayWorkers:
                 loop.call_soon_threadsafe(self._ended, number, tunnel, future)
 
         served.add_done_callback(ended)
-        return RayWorker(tunnel, self._entrance)
+        return RayWorker(tunnel, self._entrance, partial(self._killed, number))
+
+    def _killed(self, number: int) -> None:
+        """Its bundle is the next one's, who waits there until Ray has heard of this end, too."""
+        if self._room.is_shared:
+            self._free.append(number)
 
     def _ended(self, number: int, tunnel: Tunnel, served: "Future[None]") -> None:
         error = served.exception()
-        how = "its actor is gone" if error is None else f"its actor or node was lost: {said(error)}"
-        self._entrance.lose(tunnel, how)
+        if isinstance(error, self._ray.exceptions.RayActorError):
+            self._entrance.lose(tunnel, f"its actor or node was lost: {said(error)}")
+        elif error is not None:
+            self._entrance.kill(tunnel, f"its actor failed: {said(error)}")
+        else:
+            self._entrance.kill(tunnel, "its actor is gone")
         self._served.pop(served, None)
-        self._room.give_back(number)
-        self._free.append(number)
+        if not self._room.is_shared:
+            self._room.give_back(number)
+            self._free.append(number)
 
     def close(self) -> None:
         """Have all end, kill what doesn't, and give the places back."""
@@ -106,15 +118,24 @@ class RayWorker:
     start_timeout_s = 600.0
     """Ray may have to wait for a node first."""
 
-    def __init__(self, tunnel: Tunnel, entrance: TunnelEntrance) -> None:
+    def __init__(
+        self, tunnel: Tunnel, entrance: TunnelEntrance, on_kill: Callable[[], None]
+    ) -> None:
         self._tunnel = tunnel
         self._entrance = entrance
+        self._on_kill = on_kill
         self.name = f"process on Ray's nodes ({tunnel.name})"
         self.connection: socket.socket = tunnel.connection
         self.output: IO[bytes] = tunnel.output
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether its actor or node was, or a piece on the way."""
+        return self._tunnel.was_lost
 
     def kill(self) -> str:
         """Its actor ends it, and all that it has started."""
         with suppress(OSError):
             self._entrance.kill(self._tunnel)
+        self._on_kill()
         return self._tunnel.how_it_ended or "killed"

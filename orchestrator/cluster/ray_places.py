@@ -86,6 +86,11 @@ class RayRoom:
             self._shared = self._made(together)
             self._is_shared_own = True
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether process ``n`` has its bundle beforehand, and no other can take its place."""
+        return self._shared is not None
+
     def options(self, index: int) -> dict[str, Any]:
         """For an actor: what it gets, and where. Ray may be long in finding that place."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

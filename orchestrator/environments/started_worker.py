@@ -25,6 +25,10 @@ class StartedWorker(Protocol):
     start_timeout_s: float
     """Longer than it may take to be ready."""
 
+    @property
+    def was_lost(self) -> bool:
+        """Whether it ended by nobody's doing in it, as a node that is lost takes it along."""
+
     def kill(self) -> str:
         """End it now, with all that it has started; how it ended, if it had before."""
 
@@ -57,6 +61,7 @@ class LocalWorkers:
 class LocalWorker:
     """One process of this machine. It dies with the thread that started it."""
 
+    was_lost = False
     start_timeout_s = 60.0
     """A Python with only msgspec takes a tenth of a second, unless the machine is drowned."""
 

@@ -114,6 +114,8 @@ class WorkerProcess:
         return await pending.reply
 
     def _died(self, *, suspects: int, was_late: bool = False) -> ProcessDied:
+        if self._started.was_lost:
+            return ProcessDied(self.how_it_died or "", suspects=0)
         # One that never was ready won't be if it is started again.
         suspects = suspects if self._is_ready or self._is_closing else 1
         return ProcessDied(self.how_it_died or "", suspects=suspects, was_late=was_late)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import tidegate
 from tests.models import make_model_directory
-from tidegate.errors import ConfigError, TrainerLost
+from tidegate.errors import ConfigError, EnvironmentCrashed, TrainerLost
 
 ray: Any = pytest.importorskip("ray", reason="`make test-ray` has Ray, in a Python of its own")
 
@@ -242,3 +242,20 @@ def test_a_group_that_is_not_there_or_too_small_is_refused(cluster: Any, model: 
             processes=1, on_ray=tidegate.RayPlaces(gpus=1, placement_group="small")
         )
     ray.util.remove_placement_group(group)
+
+
+async def test_a_process_that_ends_leaves_its_bundle_to_the_next(cluster: Any) -> None:
+    made_group("games", [{"CPU": 1}] * 2)
+    places = tidegate.RayPlaces(placement_group="games")
+    async with tidegate.EnvironmentPool(processes=2, call_timeout_s=WAIT_S, on_ray=places) as pool:
+        games = [pool.environment(f"{GAMES}:Unruly")() for _ in range(2)]
+        for game in games:
+            await game.reset(seed=0, task={"name": "x"})
+        assert pool.statistics().processes == 2
+        with pytest.raises(EnvironmentCrashed, match="exit status 7"):
+            await games[1].step("exit")
+        again = pool.environment(f"{GAMES}:Unruly")()
+        async with asyncio.timeout(WAIT_S):
+            await again.reset(seed=0, task={"name": "x"})
+        assert pool.statistics().processes == 2
+    ray.util.remove_placement_group(ray.util.get_placement_group("games"))

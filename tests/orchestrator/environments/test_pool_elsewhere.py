@@ -34,7 +34,7 @@ class Actors:
         actor = RayEnvironmentWorker(self.entrance.address, tunnel.name, self._worker_keys)
         self._threads.append(threading.Thread(target=actor.serve, args=(sys.executable, None)))
         self._threads[-1].start()
-        return RayWorker(tunnel, self.entrance)
+        return RayWorker(tunnel, self.entrance, lambda: None)
 
     def close(self) -> None:
         self.entrance.close()
@@ -78,6 +78,22 @@ async def test_an_environment_whose_node_is_lost_is_begun_again_and_nobody_notic
             await asyncio.sleep(0.01)
     assert (await walk.step("b")).text.startswith(before)
     assert pool.statistics().begun_again == 1
+
+
+async def test_a_lost_node_is_not_the_doing_of_the_environment_that_computes() -> None:
+    actors = Actors()
+    async with EnvironmentPool(processes=1, call_timeout_s=5.0) as pool:
+        pool._workers = actors
+        unruly = pool.environment(f"{HERE}:Unruly")()
+        await unruly.reset(seed=1, task=None)
+        step = asyncio.create_task(unruly.step("hang"))
+        async with asyncio.timeout(60.0):
+            while not pool._processes[0]._computing:  # noqa: ASYNC110 (another thread's)
+                await asyncio.sleep(0.01)
+        actors.entrance.lose(actors.tunnels[0], "its node was lost")
+        with pytest.raises(EnvironmentHung, match="no answer in 5 s"):  # as it does in the next
+            await step
+        assert pool.statistics().begun_again == 1
 
 
 async def test_one_that_hangs_is_killed_there() -> None:
