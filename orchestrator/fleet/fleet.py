@@ -12,11 +12,11 @@ from tidegate.errors import BadFrame
 from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core.events import EngineJoined, EngineLeft, Event, TurnRejected
 from tidegate.orchestrator.fleet.engine_record import Engine
+from tidegate.orchestrator.fleet.joining import ENGINE_NAME_BYTES_MAX, Demands, objection
 from tidegate.orchestrator.statistics import EngineStatistics
 from tidegate.orchestrator.turns.step_checks import check_step, step_arrived
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import (
-    PROTOCOL,
     Ack,
     Complaint,
     EngineHeartbeat,
@@ -35,12 +35,6 @@ from tidegate.transport.messages import (
 )
 from tidegate.transport.patience import Patience
 from tidegate.transport.streams import ReceiveWindow, Verdict
-
-ENGINE_NAME_BYTES_MAX = 200
-"""ZeroMQ identities are at most 255 bytes."""
-
-ENGINES_MAX = 4096
-"""More than one process can hear; a peer that joins under ever new names is stopped there."""
 
 REMEMBERED_MAX = 1000
 """Engines that left or were refused; the oldest are forgotten."""
@@ -112,10 +106,7 @@ class Fleet:
         """An ``is_deterministic`` one takes only engines that are, and only such as round weights
         to ``quantization``; with a ``kv_policy`` or ``weight_channel``, only those that have it."""
         self._times = times
-        self._quantization = quantization
-        self._kv_policy = kv_policy
-        self._weight_channel = weight_channel
-        self._is_deterministic = is_deterministic
+        self._demands = Demands(is_deterministic, quantization, kv_policy, weight_channel)
         self._send = send
         self.engines: dict[str, Engine] = {}
         self.malformed_frames = 0
@@ -288,7 +279,7 @@ class Fleet:
     # ------------------------------------------------------------ handshake
 
     def _welcome(self, peer: bytes, hello: Hello, now_s: float, heard: Heard) -> None:
-        if why := self._objection(peer, hello):
+        if why := objection(peer, hello, self._demands, self.engines, self.newest_version):
             _remember(self.refused_engines, hello.engine[:ENGINE_NAME_BYTES_MAX], cut(why))
             self._answer(peer, Refused(message=cut(why)), now_s)
             return
@@ -329,60 +320,6 @@ class Fleet:
             next_seq = 0
         start = max(next_seq, hello.first_seq)  # what was acknowledged will not come again
         return ReceiveWindow(self._times.credit_steps, epoch=hello.epoch, next_seq=start)
-
-    def _objection(self, peer: bytes, hello: Hello) -> str | None:
-        if hello.protocol != PROTOCOL:
-            return (
-                f"engine {hello.engine!r} speaks protocol {hello.protocol}, this run {PROTOCOL}; "
-                f"run the same version of Tidegate on both ends"
-            )
-        if not 0 < len(hello.engine.encode()) <= ENGINE_NAME_BYTES_MAX:
-            return f"engine names have 1 to {ENGINE_NAME_BYTES_MAX} bytes, got {hello.engine!r}"
-        if not hello.engine.isprintable():
-            return f"engine names are printable, got {hello.engine!r}"
-        if len(self.engines) >= ENGINES_MAX and hello.engine not in self.engines:
-            return f"this run has {len(self.engines)} engines, and takes no more"
-        if hello.engine.encode() != peer:
-            return f"engine {hello.engine!r} must connect under its own name, not {peer!r}"
-        if hello.max_running_turns < 1:
-            return f"max_running_turns must be >= 1, got {hello.max_running_turns}"
-        if self._is_deterministic and not hello.is_deterministic:
-            return (
-                f"engine {hello.engine!r} gives a turn other bits in other batches, and this run "
-                f"is deterministic; start the engine with --deterministic"
-            )
-        if hello.quantization != self._quantization:
-            return (
-                f"engine {hello.engine!r} rounds weights to {hello.quantization or 'nothing'!r}, "
-                f"and this run's are to be rounded to {self._quantization or 'nothing'!r}; start "
-                f"both with the same quantize"
-            )
-        if self._kv_policy is not None and self._kv_policy not in hello.kv_policies:
-            can = ", ".join(map(repr, hello.kv_policies)) or "nothing"
-            return (
-                f"engine {hello.engine!r} ({hello.model_code or hello.architecture}) can't do "
-                f"kv_policy={self._kv_policy!r} and be right about whose weights sampled what; it "
-                f"can do {can}: set that"
-            )
-        if self._weight_channel not in (None, *hello.weight_channels):
-            return (
-                f"engine {hello.engine!r} has no weight channel {self._weight_channel!r}, and "
-                f"could never serve what this run publishes; it has "
-                f"{', '.join(hello.weight_channels) or 'none'}: set weight_channel to one of these"
-            )
-        if hello.weight_version > self.newest_version:
-            return (
-                f"engine {hello.engine!r} serves weights v{hello.weight_version}, but this run has "
-                f"published no newer ones than v{self.newest_version}; start the engine anew"
-            )
-        for other in self.engines.values():
-            if other.hello.engine != hello.engine and other.hello.vocab_size != hello.vocab_size:
-                return (
-                    f"engine {hello.engine!r} serves a vocabulary of {hello.vocab_size} tokens, "
-                    f"{other.hello.engine!r} one of {other.hello.vocab_size}; all must serve the "
-                    f"same model"
-                )
-        return None
 
     def statistics(self) -> tuple[EngineStatistics, ...]:
         """A snapshot of every engine."""

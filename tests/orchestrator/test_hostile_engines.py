@@ -12,7 +12,7 @@ from tests.orchestrator.driver import Driver
 from tests.orchestrator.test_fleet import Wire, hello, make_step
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import RolloutState
-from tidegate.orchestrator.fleet import fleet as fleet_module
+from tidegate.orchestrator.fleet import joining
 from tidegate.orchestrator.fleet.fleet import ANSWERS_PER_S_MAX, HELLOS_PER_S_MAX, REMEMBERED_MAX
 from tidegate.transport.messages import (
     LENGTH,
@@ -192,7 +192,7 @@ def test_a_hello_that_is_half_right_leaves_no_engine_behind() -> None:
 
 
 def test_a_run_takes_so_many_engines_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "ENGINES_MAX", 2)
+    monkeypatch.setattr(joining, "ENGINES_MAX", 2)
     wire = Wire()
     for name in "abc":
         wire.hear(hello(name), peer=name.encode())
