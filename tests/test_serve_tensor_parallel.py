@@ -66,12 +66,16 @@ async def test_tokens_of_two_ranks_are_audited_and_a_rank_that_is_killed_is_surv
         [engine] = rollouts.statistics().engines
         assert engine.speculation == "draft"
         assert engine.accepted_tokens > 0
+        assert await rollouts.sleep() > 0
+        assert rollouts.statistics().asleep == ("weights", "kv_cache")
+        await rollouts.wake()
+        assert len((await rollouts.evaluate(range(2), episode=two_turns)).rewards) == 2
     statistics = rollouts.statistics()
     assert statistics.ledger.error == 0
     assert statistics.trainer_version == number == 4
     report = audit_run(run)
     assert report.agrees, report.lines()
-    assert report.tokens == statistics.ledger.trained > 0
+    assert report.tokens == statistics.ledger.trained + statistics.evaluation_ledger.generated > 0
 
 
 def test_a_model_that_ranks_cannot_share_is_refused_by_the_engine_in_its_own_words(
