@@ -140,7 +140,9 @@ async def test_every_token_of_a_run_is_what_its_tags_say(
     assert report.tokens_unknown == 0
     assert report.versions > 3
     assert report.version_power.unnoticed_share < 0.05
-    assert (report.spans_mixed > 0) == (kv_policy == "keep")
+    # Whether a turn is under way when weights change is chance here; that kept KV is told is shown
+    # against the double, on purpose.
+    assert kv_policy == "keep" or report.spans_mixed == 0
 
 
 async def test_a_tied_model_is_refused_on_a_cpu(server: Server, tmp_path: Path) -> None:
