@@ -215,7 +215,9 @@ def _column(token_ids: Any) -> bytes:
     if isinstance(token_ids, str):
         raise ConfigError("sequences hold token ids, got a text; encode it by the tokenizer")
     column = np.asarray(token_ids)
-    if column.ndim != 1 or column.dtype.kind not in "iu" or not column.size:
+    if not column.size:
+        raise ConfigError("a sequence to score is empty; leave it out, or give it a first token")
+    if column.ndim != 1 or column.dtype.kind not in "iu":
         raise ConfigError(
             f"a sequence is a list of token ids, got {column.dtype} of shape {list(column.shape)}"
         )

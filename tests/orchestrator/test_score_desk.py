@@ -182,7 +182,7 @@ async def test_an_engine_that_answers_nonsense_is_not_believed(
     [
         ((["a text"], 1, 0, 1.0), "encode it"),
         (([[1.5, 2.0]], 1, 0, 1.0), "float64"),
-        (([[]], 1, 0, 1.0), "list of token ids"),
+        (([[]], 1, 0, 1.0), "to score is empty"),
         (([[1, -2]], 1, 0, 1.0), "ids in"),
         (([[1, 2]], 0, 0, 1.0), "start must be in"),
         (([[1, 2]], [1, 1], 0, 1.0), "2 positions for 1 sequences"),
