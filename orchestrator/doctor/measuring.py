@@ -75,7 +75,7 @@ def measure(
         progress("loading the model to compare with")
         reference = _load(model)
     progress("asking it for tokens")
-    prompt = _prompt(engine, reference, 24)
+    prompt = drawn_prompt(engine, reference, 24)
     greedy = engine.ask(Question(token_ids=prompt, tokens_max=OUTPUT_TOKENS))
     if len(greedy.logprobs) != len(greedy.token_ids) or not greedy.token_ids:
         raise EngineLost(
@@ -87,7 +87,7 @@ def measure(
     progress("asking again")
     repeats = repeats_of(engine, prompt, greedy)
     progress("looking at its prefix cache")
-    cache = prefix_cache(engine, _prompt(engine, reference, _long_prompt_tokens(engine)))
+    cache = prefix_cache(engine, drawn_prompt(engine, reference, _long_prompt_tokens(engine)))
     progress("comparing")
     return Measurements(
         identity=engine.identity,
@@ -106,14 +106,15 @@ def _load(model: Path) -> "Reference":
     return Reference(model)
 
 
-def _prompt(engine: ExaminedEngine, reference: "Reference | None", tokens: int) -> tuple[int, ...]:
+def drawn_prompt(
+    engine: ExaminedEngine, reference: "Reference | None", tokens: int
+) -> tuple[int, ...]:
     """So many ids that are surely the model's: those of texts."""
     text = " ".join(TEXTS)
     ids = engine.tokenize(text) or (reference and reference.tokenize(text))
     known = sorted(set(ids or range(10, 42)))
-    # In another order each time, or else an earlier examination's KV would be found.
-    salt = secrets.randbelow(len(known))
-    return tuple(known[(salt + 7 * n * n + n) % len(known)] for n in range(tokens))
+    # Drawn anew, or else the KV of an earlier prompt or examination would be found.
+    return tuple(secrets.choice(known) for _ in range(tokens))
 
 
 def _long_prompt_tokens(engine: ExaminedEngine) -> int:
