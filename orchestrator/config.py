@@ -24,6 +24,7 @@ from tidegate.transport.security import (
     read_engine_keys,
     read_orchestrator_keys,
 )
+from tidegate.transport.server_keys import refuse_secrets
 
 _ENGINE_URL = re.compile(r"[a-z][a-z0-9_-]*\+\S+")
 
@@ -272,6 +273,7 @@ def _check_urls(settings: RunSettings) -> None:
             f"engines elsewhere; leave out one of them"
         )
     for url in settings.engine_urls:
+        refuse_secrets(url)
         if not _ENGINE_URL.fullmatch(url):
             raise ConfigError(
                 f"engine_urls has {url!r}; write KIND+URL, such as 'vllm+http://127.0.0.1:8000'"

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.responses import JSONResponse
 
 START_TIMEOUT_S = 60
 
 
 @contextmanager
 def served(
-    make_app: Callable[[], tuple[Starlette, Callable[[], Coroutine[Any, Any, None]] | None]],
+    make_app: Callable[[], tuple[Any, Callable[[], Coroutine[Any, Any, None]] | None]],
 ) -> Iterator[str]:
     """Serve until left; yields the URL.
 
@@ -48,3 +48,17 @@ def served(
             server.should_exit = server.force_exit = True
         thread.join(START_TIMEOUT_S)
         listening.close()
+
+
+def guarded(app: Any, key: str | None, is_guarded: Callable[[str], bool]) -> Any:
+    """The same, but the paths that ``is_guarded`` picks are for whoever sends the key."""
+    refused = JSONResponse({"error": "Unauthorized"}, 401)
+
+    async def ask(scope: Any, receive: Any, send: Any) -> None:
+        said = dict(scope.get("headers", ())).get(b"authorization")
+        if key is not None and said != f"Bearer {key}".encode() and is_guarded(scope["path"]):
+            await refused(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return ask

@@ -21,6 +21,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
+from tests.served_app import guarded
+
 SAMPLING_FIELDS = {
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos",
     "sampling_seed", "min_new_tokens",
@@ -77,6 +79,7 @@ class SglangDouble:
         is_raw: bool = False,
         settings: dict[str, Any] | None = None,
         preferred: dict[str, Any] | None = None,
+        api_key: str | None = None,
     ):
         import transformers
 
@@ -89,6 +92,7 @@ class SglangDouble:
         self.is_raw = is_raw
         self.settings = settings or {}
         self.preferred = preferred
+        self.api_key = api_key
         self.paused: str | None = None
         self.running: dict[str, Running] = {}
         self.prefixes: list[tuple[str | None, list[int], Any]] = []
@@ -367,8 +371,12 @@ class SglangDouble:
         return about[path]
 
 
-def make_app(double: SglangDouble) -> Starlette:
+def make_app(double: SglangDouble) -> Any:
     """The double's routes; its sampling runs beside them."""
+    return guarded(_routes(double), double.api_key, lambda path: not path.startswith("/health"))
+
+
+def _routes(double: SglangDouble) -> Starlette:
     posts = double.posts = {
         "/generate": double.generate,
         "/pause_generation": double.pause,

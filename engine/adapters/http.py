@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from tidegate.errors import ConfigError, EngineGone, TidegateError
+from tidegate.transport import server_keys
 
 CONTROL_TIMEOUT_S = 30.0
 """Of a call that has nothing to wait for but the engine's own loop."""
@@ -27,6 +28,8 @@ RETRY_INTERVAL_S = 0.5
 
 SHOWN_CHARACTERS = 300
 """Of a refusal's body."""
+
+UNAUTHORIZED = 401
 
 
 class Refusal(TidegateError):
@@ -55,7 +58,10 @@ class HttpEngine:
             ) from error
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"an engine's url must begin with http:// or https://, got {url!r}")
+        server_keys.refuse_secrets(url)
         self.url = url.rstrip("/")
+        key = server_keys.key_of(self.url)
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._aiohttp = aiohttp
         self._session: Any = None
 
@@ -100,7 +106,7 @@ class HttpEngine:
         except (self._aiohttp.ClientError, OSError) as error:
             raise self._gone(path, error) from error
         if response.status != 200:
-            raise Refusal(path, response.status, _message(data))
+            raise self._refusal(path, response.status, data)
         try:
             return msgspec.json.decode(data) if data else None
         except msgspec.DecodeError:
@@ -116,7 +122,7 @@ class HttpEngine:
         try:
             async with self._request("POST", path, body, None) as response:
                 if response.status != 200:
-                    raise Refusal(path, response.status, _message(await response.read()))
+                    raise self._refusal(path, response.status, await response.read())
                 rest = b""
                 async for data in response.content.iter_any():
                     *events, rest = (rest + data).split(b"\n\n")
@@ -142,6 +148,8 @@ class HttpEngine:
                     return answer
                 raise self._another(path, "what is no JSON object")
             except Refusal as refusal:
+                if refusal.status == UNAUTHORIZED:
+                    raise ConfigError(str(refusal)) from refusal
                 raise self._another(path, f"with {refusal.status}: {refusal.why}") from refusal
             except EngineGone as error:
                 if time.monotonic() - begun_s > START_PATIENCE_S:
@@ -161,11 +169,18 @@ class HttpEngine:
         self, method: str, path: str, body: object, query: Mapping[str, str] | None
     ) -> AsyncIterator[Any]:
         data = None if body is None else msgspec.json.encode(body)
-        headers = {} if data is None else {"Content-Type": "application/json"}
+        headers = self._headers | ({} if data is None else {"Content-Type": "application/json"})
         async with self._open().request(
             method, self.url + path, data=data, params=query, headers=headers
         ) as response:
             yield response
+
+    def _refusal(self, path: str, status: int, data: bytes) -> Refusal:
+        why = _message(data)
+        if status == UNAUTHORIZED:
+            sent = "another key than it was sent" if self._headers else "a key"
+            why = f"{self.url} wants {sent} ({why}); {server_keys.HOW}"
+        return Refusal(path, status, why)
 
     def _gone(self, path: str, error: BaseException) -> EngineGone:
         said = str(error) or type(error).__name__

@@ -11,9 +11,12 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from tidegate.errors import ConfigError, EngineLost
+from tidegate.transport import server_keys
 
 REQUEST_TIMEOUT_S = 120.0
 """An engine's first request may compile kernels; a hung one should not hang its doctor."""
+
+UNAUTHORIZED = 401
 
 _KIND = re.compile(r"[a-z]+\+https?://")
 
@@ -44,6 +47,8 @@ class Http:
         parts = _split(url)
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._prefix = parts.path.rstrip("/")
+        key = server_keys.key_of(self.url + self._prefix)
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._netloc = parts.netloc
         self._connect = (
             http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -55,6 +60,7 @@ class Http:
 
         Raises:
             EngineLost: nobody answers there.
+            ConfigError: it wants a key.
         """
         return self._ask("GET", path, None)
 
@@ -63,6 +69,7 @@ class Http:
 
         Raises:
             EngineLost: nobody answers there.
+            ConfigError: it wants a key.
         """
         return self._ask("POST", path, json.dumps(body).encode())
 
@@ -70,7 +77,7 @@ class Http:
         connection = self._connect(self._netloc, timeout=self._timeout_s)
         try:
             headers = {} if body is None else {"Content-Type": "application/json"}
-            connection.request(method, self._prefix + path, body, headers)
+            connection.request(method, self._prefix + path, body, self._headers | headers)
             answer = connection.getresponse()
             raw = answer.read()
         except (OSError, http.client.HTTPException) as error:
@@ -81,6 +88,9 @@ class Http:
             ) from None
         finally:
             connection.close()
+        if answer.status == UNAUTHORIZED:
+            sent = "another key than it was sent" if self._headers else "a key"
+            raise ConfigError(f"{self.url} wants {sent}; {server_keys.HOW}")
         return Reply(status=answer.status, body=_parsed(raw))
 
 
@@ -91,6 +101,7 @@ def _split(url: str) -> SplitResult:
         ConfigError: it is none.
     """
     address = url.partition("+")[2] if _KIND.match(url) else url
+    server_keys.refuse_secrets(address)
     try:
         parts = urlsplit(address if "://" in address else f"http://{address}")
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname)

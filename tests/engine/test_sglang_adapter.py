@@ -61,6 +61,21 @@ async def test_a_cumulative_stream_tells_each_token_once_with_its_log_prob(
     assert all(a >= b for top in tops for a, b in pairwise(top.logprobs[:2]))
 
 
+async def test_a_server_with_a_key_is_sent_it_with_every_call(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"wants a key.*TIDEGATE_ENGINE_KEY"):
+        async with sglang(models[0], api_key="sesame"):
+            pass
+    monkeypatch.setenv("TIDEGATE_ENGINE_KEY", "sesame")
+    async with sglang(models[0], api_key="sesame") as engine:
+        await engine.adapter.pause("abort")
+        await engine.adapter.load_weights(models[1], "v1")
+        await engine.adapter.resume()
+        stream = await engine.stream(SamplingParams(max_tokens=3), salt="v1").end()
+    assert stream.labels == [("v1", 0, 3)]
+
+
 async def test_only_the_turns_own_stop_tokens_end_it(models: list[Path]) -> None:
     """``ignore_eos`` has SGLang overlook stop_token_ids; without, the model's own end ends it."""
     async with sglang(models[0]) as engine:

@@ -83,6 +83,25 @@ async def test_a_server_without_routes_for_training_is_refused_with_how_to_start
     assert "0.19.1 is too old" in await refusal(model, version="0.19.1")
 
 
+async def test_a_server_with_a_key_is_sent_it_and_one_without_it_says_how(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models.directories[0]
+    with VllmDouble(model, api_key="sesame") as double:
+        adapter = make_adapter(double.url, model)
+        with pytest.raises(ConfigError, match=r"wants a key.*TIDEGATE_ENGINE_KEY"):
+            await adapter.open("v0")
+        await adapter.close()
+        monkeypatch.setenv("TIDEGATE_ENGINE_KEY", "simsim")
+        with pytest.raises(ConfigError, match="wants another key") as error:
+            async with opened(double, model):
+                pass
+        assert "simsim" not in str(error.value)
+        monkeypatch.setenv("TIDEGATE_ENGINE_KEY", "sesame")
+        async with opened(double, model) as (adapter, _):
+            assert len(await generate(adapter, request(SamplingParams(max_tokens=3)))) == 3
+
+
 async def test_a_server_that_tells_logits_for_log_probs_is_refused(models: Models) -> None:
     assert "--logprobs-mode" in await refusal(models.directories[0], logprobs_mode="raw_logits")
 

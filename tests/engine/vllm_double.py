@@ -25,6 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tests.served_app import guarded
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner, Row, RowSampling
 from tidegate.engine.weights.weights import load_directory
@@ -54,7 +55,9 @@ class Asked:
 class VllmDouble:
     """One server, on a thread of its own. Attributes may be set from the test's."""
 
-    def __init__(self, model: Path, *, version: str = "0.32.0", **config: Any) -> None:
+    def __init__(
+        self, model: Path, *, version: str = "0.32.0", api_key: str | None = None, **config: Any
+    ) -> None:
         self.version = version
         self.config: dict[str, Any] = {
             "logprobs_mode": "processed_logprobs",
@@ -90,7 +93,8 @@ class VllmDouble:
         self._numbers = itertools.count()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        settings = uvicorn.Config(self._app(), log_level="critical", lifespan="off")
+        app = guarded(self._app(), api_key, _is_guarded)
+        settings = uvicorn.Config(app, log_level="critical", lifespan="off")
         self._server = uvicorn.Server(settings)
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -335,6 +339,11 @@ class VllmDouble:
                     return
         finally:
             self._forget(one)  # a client that goes away aborts its request
+
+
+def _is_guarded(path: str) -> bool:
+    """What controls the server is not."""
+    return path.startswith(("/v1", "/v2", "/inference", "/cohere"))
 
 
 def _error(status: int, message: str) -> Response:

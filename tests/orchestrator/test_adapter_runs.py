@@ -43,6 +43,7 @@ async def test_tags_are_right_where_kv_is_kept_and_where_a_server_is_killed(
     ("urls", "said"),
     [
         (["http://127.0.0.1:8000"], "KIND+URL"),
+        (["vllm+http://me:secret@127.0.0.1:8000"], "password or a query"),
         (["vllm+http://127.0.0.1:8000"] * 2, "names a server twice"),
     ],
 )

@@ -66,6 +66,16 @@ def status_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     return 0
 
 
+def test_an_engine_that_wants_a_key_is_examined_with_the_one_of_the_environment(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sglang(model, api_key="sesame") as url:
+        with pytest.raises(ConfigError, match=r"wants a key.*TIDEGATE_ENGINE_KEY"):
+            examined(url)
+        monkeypatch.setenv("TIDEGATE_ENGINE_KEY", "sesame")
+        assert examined(url.removeprefix("http://")).identity.kind == "sglang"
+
+
 def test_a_sound_engine_is_fit_and_status_0(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

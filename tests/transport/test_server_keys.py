@@ -1,0 +1,56 @@
+"""Is a server's key found where it was put, and refused where others could see it?"""
+
+from pathlib import Path
+
+import pytest
+
+from tidegate.errors import ConfigError
+from tidegate.transport.server_keys import FILE_VARIABLE, VARIABLE, key_of, refuse_secrets
+
+URL = "http://host:8000"
+
+
+def keys_in(directory: Path, text: str, mode: int = 0o600) -> dict[str, str]:
+    path = directory / "keys"
+    path.write_text(text)
+    path.chmod(mode)
+    return {FILE_VARIABLE: str(path)}
+
+
+def test_a_key_of_the_environment_is_for_all_servers() -> None:
+    assert key_of(URL, {VARIABLE: "sesame\n"}) == "sesame"
+    assert key_of(URL, {}) is None
+
+
+def test_a_file_has_one_key_for_all_or_one_for_each(tmp_path: Path) -> None:
+    assert key_of(URL, keys_in(tmp_path, "sesame\n")) == "sesame"
+    each = keys_in(tmp_path, f"# two\nvllm+{URL}/ one\n\nhttps://other two\n")
+    assert key_of(URL, each) == "one"
+    assert key_of("https://OTHER", each) == "two"
+    assert key_of("http://other", each) is None
+
+
+@pytest.mark.parametrize("text", ["a b c", "one\ntwo", "http://host:8000 s\x01same", "sésame"])
+def test_a_file_that_says_what_can_not_be_is_refused_and_not_repeated(
+    tmp_path: Path, text: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        key_of(URL, keys_in(tmp_path, text))
+    assert text not in str(error.value)
+
+
+def test_a_file_that_others_may_read_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="chmod go-rwx"):
+        key_of(URL, keys_in(tmp_path, "sesame", 0o640))
+    with pytest.raises(ConfigError, match="can't read"):
+        key_of(URL, {FILE_VARIABLE: str(tmp_path / "nothing")})
+    with pytest.raises(ConfigError, match="both set"):
+        key_of(URL, {VARIABLE: "sesame", FILE_VARIABLE: "file"})
+
+
+@pytest.mark.parametrize("url", ["http://me:sesame@host:1", "http://host:1/?key=sesame"])
+def test_a_key_in_a_url_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError, match="host host") as error:
+        refuse_secrets(url)
+    assert "sesame" not in str(error.value)
+    refuse_secrets(f"vllm+{URL}")

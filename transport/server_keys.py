@@ -1,0 +1,105 @@
+"""Which key does another engine's HTTP server want? The environment says, or a file that it names.
+
+It knows no server and sends nothing. A key is never part of a URL: those are logged, shown by
+``ps``, and written into a run's records.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tidegate.errors import ConfigError
+
+VARIABLE = "TIDEGATE_ENGINE_KEY"
+"""Has the key of all servers."""
+
+FILE_VARIABLE = "TIDEGATE_ENGINE_KEY_FILE"
+"""Names a file: one key for all servers, or a line ``URL KEY`` for each."""
+
+FILE_BYTES_MAX = 65_536
+
+HOW = (
+    f"put the key into the environment variable {VARIABLE}, or into a file that {FILE_VARIABLE} "
+    f"names, with a line `URL KEY` for each server that has its own"
+)
+
+_KEY = re.compile(r"[!-~]{1,4096}", re.ASCII)
+
+
+def refuse_secrets(url: str) -> None:
+    """See that a URL carries no key.
+
+    Raises:
+        ConfigError: it does. The error doesn't repeat it.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return  # who connects will say what is wrong with it
+    if "@" in parts.netloc or parts.query:
+        raise ConfigError(
+            f"the engine's url with the host {parts.hostname} has a password or a query in it, and "
+            f"urls are logged; {HOW}"
+        )
+
+
+def key_of(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """What to send to the server at ``url``; None: nothing was said about it.
+
+    Raises:
+        ConfigError: a file that can't be used, others may read, or that says what can't be.
+    """
+    key, path = environment.get(VARIABLE), environment.get(FILE_VARIABLE)
+    if key and path:
+        raise ConfigError(f"{VARIABLE} and {FILE_VARIABLE} are both set; leave out one of them")
+    if path:
+        return _find(_read(Path(path)), url, path)
+    return _checked(key.strip(), VARIABLE) if key else None
+
+
+def _read(path: Path) -> list[list[str]]:
+    """Its lines, as words."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > FILE_BYTES_MAX:
+            raise ConfigError(f"{FILE_VARIABLE} names {path}, which is no file of keys; {HOW}")
+        if status.st_mode & 0o077:
+            raise ConfigError(
+                f"others may read the keys in {path} (mode {stat.S_IMODE(status.st_mode):03o}); "
+                f"take that from them: chmod go-rwx {path}"
+            )
+        text = path.read_text(encoding="ascii")
+    except OSError as error:
+        raise ConfigError(f"can't read {path} of {FILE_VARIABLE}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} holds something else than keys; {HOW}") from error
+    lines = (line.split() for line in text.splitlines())
+    return [words for words in lines if words and not words[0].startswith("#")]
+
+
+def _find(lines: list[list[str]], url: str, path: str) -> str | None:
+    found = None
+    for words in lines:
+        if len(words) == 1 and len(lines) == 1:
+            return _checked(words[0], path)
+        if len(words) != 2:
+            raise ConfigError(f"{path} has a line of {len(words)} words; {HOW}")
+        if _place(words[0]) == _place(url):
+            found = _checked(words[1], path)
+    return found
+
+
+def _place(url: str) -> str:
+    """Of one server, however its URL is written."""
+    address = url.partition("+")[2] if re.match(r"[a-z0-9_-]+\+https?:", url) else url
+    return address.partition("#")[0].rstrip("/").lower()
+
+
+def _checked(key: str, source: str) -> str:
+    """A header can't have line ends, spaces or letters beyond ASCII in it."""
+    if not _KEY.fullmatch(key):
+        raise ConfigError(f"the key in {source} is empty, or has a character that no key can have")
+    return key
