@@ -8,6 +8,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -97,6 +98,10 @@ class FixedEngine:
 
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """Nothing is resumed here."""
+
+    def doing(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
+        """Nobody counts."""
+        return nullcontext()
 
     def is_over_budget(self, rollout: Rollout) -> bool:
         """They have all time."""

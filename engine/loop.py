@@ -215,16 +215,19 @@ class EngineLoop:
         return True
 
     def _swap(self, update: FinishWeightUpdate) -> None:
+        begun_ns = time.monotonic_ns()
         self._runner.swap(self._staging.exchange(update.version, self._runner.weights))
         self._sleeper.swapped()
         recomputed_turns = self._scheduler.weights_swapped(
             update, adapters=self._runner.weights.adapters.keys()
         )
+        swapped_ns = time.monotonic_ns()
         self._link.send(
             WeightsLive(
                 version=update.version,
-                swapped_us=time.monotonic_ns() // 1000,
+                swapped_us=swapped_ns // 1000,
                 recomputed_turns=recomputed_turns,
+                standstill_us=(swapped_ns - begun_ns) // 1000,
             )
         )
 

@@ -5,6 +5,7 @@ It starts and stops the run, keeps the trainer's time and turns what is handed o
 
 import concurrent.futures
 import contextlib
+import logging
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ from tidegate.errors import ConfigError
 from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.forecast import Forecaster, window_groups
+from tidegate.orchestrator.feed.ages import BatchAges
 from tidegate.orchestrator.journal.resuming import Resume, ResumeToken
 from tidegate.orchestrator.loop_watch import LOOK_INTERVAL_S
 from tidegate.orchestrator.observing.off_policy import OffPolicy
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.feed.batches import Batch
 
 Result = TypeVar("Result")
+
+log = logging.getLogger("tidegate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class RunClient:
         """Delivered to the trainer so far."""
         self._keeper = Timekeeper(None)
         self._forecaster = Forecaster()
+        self._ages = BatchAges()
+        self._batches_untold = 0
         self._final: RunStatistics | None = None
         self._old_sigterm: Any = None
 
@@ -229,28 +235,36 @@ class RunClient:
         return batch
 
     def _note_batch(self, handover: ev.HandOver, batch: "Batch") -> None:
+        scheduler = self._running.scheduler
+        kept = [(row, group.task) for group in handover.groups for row in group.kept]
+        ages: dict[str, float] = {}
+        if scheduler is not None:
+            ages = self._ages.note([row for row, _ in kept], batch, scheduler.published)
         notes, live = self._running.notes, self._running.live
         if notes is None and self._on_batch is None:
             return
-        metrics = {**batch_metrics(batch, self._keeper.usage()), **self._told_off_policy}
+        metrics = {**batch_metrics(batch, self._keeper.usage()), **ages, **self._told_off_policy}
         self._told_off_policy = {}
         if notes is not None:
-            rows = [(row, group.task) for group in handover.groups for row in group.kept]
             advantages, version = batch.advantages.tolist(), handover.trainer_version
-            notes.trained(rows, advantages=advantages, consumed_version=version)
+            notes.trained(kept, advantages=advantages, consumed_version=version)
             notes.batch(metrics)
         if live is not None:
             live.trained_lags(tokens_by_lag(batch))
         if self._on_batch is not None:
-            self._on_batch(metrics)
+            self._tell(self._on_batch, metrics)
+
+    def _tell(self, on_batch: OnBatch, metrics: dict[str, float]) -> None:
+        """Whoever is told of a batch has no say in whether the trainer gets it."""
+        try:
+            on_batch(metrics)
+        except Exception as error:
+            self._batches_untold += 1
+            log.error("on_batch raised; the trainer gets its batch all the same", exc_info=error)
 
     def _note_off_policy(self, told: OffPolicy) -> None:
         """Of the batch before; the next one's figures will have it beside their own."""
-        figures = {
-            "effective_sample_size": told.effective_sample_size,
-            "mismatch_kl": told.mismatch_kl,
-        }
-        self._told_off_policy = {name: v for name, v in figures.items() if v is not None}
+        self._told_off_policy = told.figures()
         if self._running.live is not None:
             self._running.live.off_policy(told)
 
@@ -300,6 +314,13 @@ class RunClient:
             prefilled_tokens=scheduler.fleet.prefilled_tokens,
             cached_tokens=scheduler.fleet.cached_tokens,
             parked_episodes=scheduler.parked_episodes,
+            staleness_in_flight=dict(sorted(self._ages.in_flight.items())),
+            staleness_in_queue=dict(sorted(self._ages.in_queue.items())),
+            waited_groups=self._ages.groups,
+            group_wait_s=self._ages.group_wait_s,
+            episode_s=scheduler.episode_seconds(),
+            trainer_s=self._keeper.spent_s(),
+            batches_untold=self._batches_untold,
             forecast=self._forecaster.forecast(
                 ledger,
                 outstanding_groups_max=core.policy.outstanding_groups_max,

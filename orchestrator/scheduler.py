@@ -22,6 +22,7 @@ from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.episodes.diary import EpisodeDiary
 from tidegate.orchestrator.episodes.parking import Parking
 from tidegate.orchestrator.episodes.runner import EpisodeFunction, EpisodeRunner
+from tidegate.orchestrator.feed.ages import PublishTimes
 from tidegate.orchestrator.feed.batch_desk import BatchDesk
 from tidegate.orchestrator.feed.offers import Offers
 from tidegate.orchestrator.feed.tasks import Tasks
@@ -92,6 +93,7 @@ class Scheduler:
             kv_policy=settings.kv_policy,
             weight_channel=init_weights.channel,
         )
+        self.published = PublishTimes(self.core.trainer_version)
         self._waiting = Waiting()
         self.control = EngineControl(settings, init_weights, self._waiting, self)
         failure = self.control.publisher.take_failure
@@ -188,6 +190,10 @@ class Scheduler:
             patience_s=self._settings.engine_start_timeout_s,
         )
 
+    def episode_seconds(self) -> dict[str, float]:
+        """What all episodes spent on what has a name, by it."""
+        return self._episodes.activities.seconds()
+
     @property
     def parked_episodes(self) -> int:
         """Those that wait for newer weights."""
@@ -272,7 +278,13 @@ class Scheduler:
 
     def swapped(self, engine: str, message: WeightsLive) -> None:
         """An engine serves other weights from now on."""
-        self._note_engine(engine, "swap", at_us=message.swapped_us, version=message.version)
+        self._note_engine(
+            engine,
+            "swap",
+            at_us=message.swapped_us,
+            version=message.version,
+            standstill_us=message.standstill_us,
+        )
         self.handle([ev.EngineSwapped(engine, message.version)])
         self.scores.advance()
 
@@ -338,6 +350,7 @@ class Scheduler:
                 self._sessions.joined(engine, self.hello_of(engine))
             case ev.VersionPublished(version=version):
                 self.fleet.newest_version = version
+                self.published.note(asyncio.get_running_loop().time(), version)
             case ev.EngineLeft(engine=engine):
                 log.warning("engine=%s lost: %s", engine, self.fleet.departed.get(engine))
                 self.control.left(engine)

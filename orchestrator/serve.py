@@ -22,7 +22,7 @@ from tidegate.orchestrator.faces import Work
 from tidegate.orchestrator.feed.tasks import Tasks
 from tidegate.orchestrator.fleet.sleep_call import sleep_work, wake_work
 from tidegate.orchestrator.journal.resuming import resume_token
-from tidegate.orchestrator.observing.off_policy import OffPolicy
+from tidegate.orchestrator.observing.off_policy import off_policy
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.weights.adapter_faces import AsyncAdapters, SyncAdapters
 from tidegate.orchestrator.weights.publish_call import PublishCall, RollbackCall
@@ -217,13 +217,13 @@ class Rollouts(AsyncAdapters):
         ``AdaptiveStaleness`` moves η by it; other policies take no notice, but a dashboard shows
         it. The share of the batch that its importance weights leave, in (0, 1], and the KL in nats
         per token: policies.diagnostics has both, and ``by_lag`` is its
-        ``measure_mismatch_by_lag``, of which the dashboard draws k3.
+        ``measure_mismatch_by_lag``, of which the dashboard draws KL, chi-squared and others.
 
         Raises:
             ConfigError: one of them is out of range, or no number.
         """
         await self._do(_observe(effective_sample_size, mismatch_kl))
-        self._note_off_policy(_off_policy(effective_sample_size, mismatch_kl, by_lag))
+        self._note_off_policy(off_policy(effective_sample_size, mismatch_kl, by_lag))
 
     async def evaluate(self, tasks: Sequence[Any], *, episode: EpisodeFunction) -> Evaluation:
         """One episode per task with the engines' present weights; never trained on.
@@ -310,7 +310,7 @@ class SyncRollouts(SyncAdapters):
     ) -> None:
         """As :meth:`Rollouts.observe`."""
         self._do(_observe(effective_sample_size, mismatch_kl))
-        self._note_off_policy(_off_policy(effective_sample_size, mismatch_kl, by_lag))
+        self._note_off_policy(off_policy(effective_sample_size, mismatch_kl, by_lag))
 
     def evaluate(self, tasks: Sequence[Any], *, episode: EpisodeFunction) -> Evaluation:
         """As :meth:`Rollouts.evaluate`."""
@@ -358,10 +358,6 @@ def _observe(ess: float | None, kl: float | None) -> Work[None]:
         )
 
     return work
-
-
-def _off_policy(ess: float | None, kl: float | None, by_lag: "Sequence[LagBucket]") -> OffPolicy:
-    return OffPolicy(ess, kl, {bucket.lag_min: bucket.mismatch.k3 for bucket in by_lag})
 
 
 async def _next_batch(scheduler: Scheduler) -> ev.HandOver | None:

@@ -118,6 +118,10 @@ class EngineStatistics:
     """Processes that share its model out among them."""
     quantization: str = ""
     """What it rounds weights to: ``int8``; empty: nothing."""
+    swaps: int = 0
+    """Of weights, since it joined."""
+    standstill_s: float = 0.0
+    """In them, no turn got on; as it says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,21 @@ class RunStatistics:
     """Of it, what engines needed not compute, for another turn had, with the same weights."""
     parked_episodes: int = 0
     """That wait for newer weights between two turns."""
+    staleness_in_flight: Mapping[int, int] = field(default_factory=dict)
+    """Trained rollouts by versions published from their oldest trained token to their group's end;
+    since this process began, as the five after this."""
+    staleness_in_queue: Mapping[int, int] = field(default_factory=dict)
+    """By versions published from there until they were handed over."""
+    waited_groups: int = 0
+    """Trained, and known when they ended."""
+    group_wait_s: float = 0.0
+    """From the first end of an episode in a group to the last, added up over them."""
+    episode_s: Mapping[str, float] = field(default_factory=dict)
+    """Of all episodes, spent in environments, tools, scores, and what they named: by name."""
+    trainer_s: Mapping[str, float] = field(default_factory=dict)
+    """What the trainer spent on each activity: train, wait, publish."""
+    batches_untold: int = 0
+    """Whose figures ``on_batch`` raised at."""
 
     @property
     def mixed_version_share(self) -> float:
@@ -207,6 +226,31 @@ class RunStatistics:
         return self.mixed_version_rollouts / max(1, self.trained_rollouts)
 
     @property
+    def mean_staleness_in_flight(self) -> float:
+        """The part of staleness that is of sampling; 0 where nothing is known."""
+        return _mean(self.staleness_in_flight)
+
+    @property
+    def mean_staleness_in_queue(self) -> float:
+        """The part that is of waiting for the trainer; likewise."""
+        return _mean(self.staleness_in_queue)
+
+    @property
+    def mean_group_wait_s(self) -> float:
+        """How long groups waited for their last rollout, from their first one on."""
+        return self.group_wait_s / max(1, self.waited_groups)
+
+    @property
+    def standstill_s(self) -> float:
+        """How long a living engine stood still for a swap of weights, on the mean."""
+        swaps = sum(engine.swaps for engine in self.engines)
+        return sum(engine.standstill_s for engine in self.engines) / max(1, swaps)
+
+    @property
     def cached_share(self) -> float:
         """Share of the context that engines needed not compute."""
         return self.cached_tokens / max(1, self.prefilled_tokens)
+
+
+def _mean(counts: Mapping[int, int]) -> float:
+    return sum(value * n for value, n in counts.items()) / max(1, sum(counts.values()))

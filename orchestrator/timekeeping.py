@@ -5,6 +5,7 @@ activity, so set-up, warm-up and evaluation don't count.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ class Timekeeper:
         self._now_us = now_us
         self._since_us: int | None = None
         """When the present activity began; None before the first batch is asked for."""
-        self._waited_us = 0
+        self._spent_us: Counter[TrainerActivity] = Counter()
         self._window_us: tuple[int, int] = (0, 0)
         self._first: tuple[EngineStatistics, ...] = ()
         self._last: tuple[EngineStatistics, ...] = ()
@@ -57,7 +58,7 @@ class Timekeeper:
         if self._since_us is None:
             self._window_us, self._first = (now_us, now_us), engines
         else:
-            self._waited_us += (now_us - self._since_us) if ended == "wait" else 0
+            self._spent_us[ended] += now_us - self._since_us
             if self._recorder is not None:
                 self._recorder.trainer_interval(ended, self._since_us, now_us, version)
         self._since_us = now_us
@@ -67,6 +68,10 @@ class Timekeeper:
     def is_open(self) -> bool:
         """Whether the window has begun."""
         return self._since_us is not None
+
+    def spent_s(self) -> dict[str, float]:
+        """What the trainer has spent on each of its activities."""
+        return {activity: us / 1e6 for activity, us in sorted(self._spent_us.items())}
 
     def usage(self) -> Usage:
         """The window so far."""
@@ -81,7 +86,7 @@ class Timekeeper:
             tokens += engine.tokens - (start.tokens if start else 0)
         return Usage(
             wall_s=wall_s,
-            trainer_idle_share=self._waited_us / 1e6 / wall_s,
+            trainer_idle_share=self._spent_us["wait"] / 1e6 / wall_s,
             engine_idle_share=max(0.0, 1.0 - busy_s / (wall_s * max(1, len(self._last)))),
             tokens_per_s=tokens / wall_s,
         )

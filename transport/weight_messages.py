@@ -100,6 +100,8 @@ class WeightsLive(Message, frozen=True, kw_only=True, tag="weights_live"):
     swapped_us: Count = 0
     """Engine's monotonic clock at the swap."""
     recomputed_turns: Count = 0
+    standstill_us: Count = 0
+    """No turn got on for so long, for the swap alone."""
 
 
 class WeightsFailed(Message, frozen=True, kw_only=True, tag="weights_failed"):

@@ -65,15 +65,18 @@ class WeightSwapper:
             self._weights, self._is_copy_right = staged, False
             directory = await asyncio.to_thread(self._directories.write, staged, label)
             scores.stop()
+            begun_ns = time.monotonic_ns()
             recomputed = await self._quieten(update, streams)
             await self._adapter.load_weights(directory, label)
             await teller.all_told()  # tokens that were sampled before came until now
             teller.version, self._is_copy_right = update.version, True
+            swapped_ns = time.monotonic_ns()
             self._link.send(
                 WeightsLive(
                     version=update.version,
-                    swapped_us=time.monotonic_ns() // 1000,
+                    swapped_us=swapped_ns // 1000,
                     recomputed_turns=recomputed,
+                    standstill_us=(swapped_ns - begun_ns) // 1000,
                 )
             )
             await streams.new_weights(label)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from math import nan
 from typing import Protocol
 
 from msgspec import Struct
@@ -246,6 +247,7 @@ class Rollout:
         "branch_of",
         "branches",
         "discard_reason",
+        "ended_s",
         "fork_reason",
         "group_id",
         "index",
@@ -267,6 +269,9 @@ class Rollout:
         self.reward: float | None = None
         self.state = RolloutState.RUNNING
         self.discard_reason: str | None = None
+        self.ended_s = nan
+        """When its episode ended, by the clock of the run's loop: for figures. Nothing is decided
+        by it, and no journal has it."""
         self.oldest_trainable = 0
         """Tokens of older versions are masked, and not trained on; known when it is handed over."""
         self.branch_of: Rollout | None = None

@@ -12,6 +12,7 @@ from typing import Any, Unpack
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.environments.dialogues import MakeDialogue, PlainText, TurnLimits
 from tidegate.orchestrator.environments.environment import Environment, Observation
+from tidegate.orchestrator.episodes.activities import ENVIRONMENT
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.sampling_options import SamplingOptions
 from tidegate.orchestrator.feed.tasks import task_digest
@@ -59,7 +60,8 @@ class EnvironmentEpisode:
 
     async def _play(self, environment: Environment, episode: Episode, task: Any) -> float:
         seed = group_seed(task, episode.group_id)
-        observation = _checked(await _result(environment.reset(seed=seed, task=task)))
+        with episode.doing(ENVIRONMENT):
+            observation = _checked(await _result(environment.reset(seed=seed, task=task)))
         dialogue = self.dialogue(episode, self.limits)
         reward = observation.reward
         for _ in range(self.max_turns):
@@ -70,7 +72,8 @@ class EnvironmentEpisode:
                 self.counts.out_of_context += 1
                 return reward
             self.counts.turns += 1
-            observation = _checked(await _result(environment.step(turn.text)))
+            with episode.doing(ENVIRONMENT):
+                observation = _checked(await _result(environment.step(turn.text)))
             reward += observation.reward
             if observation.reward:
                 turn.reward = observation.reward

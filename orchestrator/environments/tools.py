@@ -10,7 +10,9 @@ goes wrong with a tool is the episode's failure: it becomes the observation, for
 better.
 """
 
+import asyncio
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,8 @@ from tidegate.orchestrator.environments import calls
 from tidegate.orchestrator.environments.dotted_names import checked_name
 from tidegate.orchestrator.environments.pool import EnvironmentPool
 from tidegate.orchestrator.environments.worker_process import ProcessDied
+from tidegate.orchestrator.episodes.activities import TOOL
+from tidegate.orchestrator.episodes.runner import EpisodeTask
 
 LOSSES_MAX = 3
 """Processes that may die around a call without its doing, before it is given up."""
@@ -66,7 +70,8 @@ class Tools:
         if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
             return _error(f"{name} takes its arguments by name, as one JSON object")
         limit_s = self._pool.call_timeout_s if timeout_s is None else timeout_s
-        return await self._pool.run(self._answer(name, dict(arguments), limit_s))
+        with _doing(f"{TOOL} {name}"):
+            return await self._pool.run(self._answer(name, dict(arguments), limit_s))
 
     async def describe(self) -> list[dict[str, Any]]:
         """The tools as chat templates and OpenAI's API want them: names, purposes, JSON schemas.
@@ -144,6 +149,13 @@ class Tools:
                 process.kill("a tool in it ran out of memory")
             return reply
         raise AssertionError("the last loss is raised")
+
+
+def _doing(name: str) -> AbstractContextManager[None]:
+    """Of the episode whose coroutine this is, if it is one's."""
+    task = asyncio.current_task()
+    episode = task.episode if isinstance(task, EpisodeTask) else None
+    return nullcontext() if episode is None else episode.doing(name)
 
 
 def _error(text: str) -> ToolAnswer:

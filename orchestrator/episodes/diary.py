@@ -7,7 +7,7 @@ decides nothing: no event is made of it, and no replay knows it.
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from tidegate.orchestrator.core.rollout import Rollout, Turn
@@ -39,6 +39,8 @@ class _Page:
     """Asked for, the one that is going on included."""
     is_generating: bool = False
     is_parked: bool = False
+    doing: list[str] = field(default_factory=list)
+    """What it is at beside that, by name; the last is told."""
 
 
 class EpisodeDiary:
@@ -87,6 +89,22 @@ class EpisodeDiary:
         if page := self._pages.get(rollout.rollout_id):
             self._change(page)
 
+    def does(self, rollout: Rollout, name: str) -> None:
+        """From now on it is at something that has a name."""
+        if page := self._pages.get(rollout.rollout_id):
+            if not page.is_generating:
+                self._change(page)
+            page.doing.append(name)
+
+    def did(self, rollout: Rollout, name: str) -> None:
+        """It is at that no more."""
+        page = self._pages.get(rollout.rollout_id)
+        if page is None or name not in page.doing:
+            return  # the diary began to watch it only since
+        if not page.is_generating:
+            self._change(page)
+        page.doing.remove(name)
+
     def ends(self, rollout: Rollout, outcome: str) -> None:
         """It is over, and its branches with it."""
         if rollout.rollout_id not in self._pages:
@@ -126,6 +144,8 @@ class EpisodeDiary:
             name, about = _told(turn)
         elif page.is_parked:
             name = "parked"
+        elif page.doing:
+            name = page.doing[-1]
         is_seen = page.is_generating or page.since_us - began_us >= SEEN_MIN_US
         page.is_generating = page.is_parked = False
         if not is_seen:

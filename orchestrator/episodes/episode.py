@@ -12,6 +12,7 @@ Where an episode wants more than one context, it forks: each branch is a row of 
 
 import asyncio
 from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Unpack
 
 import msgspec
@@ -226,6 +227,14 @@ class Episode(ScoringEpisode):
         self._refuse_if_over()
         if self._past is None and self._rollout.group_id >= 0:
             await self._generating.park(self._rollout)
+
+    def doing(self, name: str) -> AbstractContextManager[None]:
+        """Have the time spent within counted, and shown on the trace, by this name.
+
+        ``with episode.doing("reward"): …``; nothing else comes of it. Environments, tools called
+        from the episode's own coroutine, and scores do so by themselves.
+        """
+        return self._generating.doing(self._rollout, name)
 
     def turn_so_far(self) -> GeneratedTurn | None:
         """Its last turn with the tokens that are there by now, whether it goes on or has ended."""

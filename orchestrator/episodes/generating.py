@@ -4,6 +4,7 @@ Nothing here says how.
 """
 
 from collections.abc import Awaitable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +36,9 @@ class Generating(Protocol):
 
     async def park(self, rollout: Rollout) -> None:
         """Return once newer weights are live, or the trainer waits for rollouts."""
+
+    def doing(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
+        """Within it, its episode is at something that has a name, beside generating."""
 
     def score(self, rollout: Rollout, asked: Sequence[Asked]) -> Awaitable[list[Score]]:
         """What the engines make of given tokens, for this rollout's episode."""

@@ -11,7 +11,7 @@ import math
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from tidegate.errors import EpisodeError, RunClosed
 from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.episodes.activities import Activities
 from tidegate.orchestrator.episodes.deadlines import Deadlines
 from tidegate.orchestrator.episodes.diary import EpisodeDiary
 from tidegate.orchestrator.episodes.episode import Episode
@@ -141,6 +142,7 @@ class EpisodeRunner:
         self._on_over = on_over
         self._parking = parking
         self._score = score
+        self.activities = Activities(self._loop.time)
         self._diary = diary
         self._failures_in_a_row = 0
         self._going: dict[int, EpisodeTask] = {}
@@ -205,6 +207,7 @@ class EpisodeRunner:
         number = task.rollout.rollout_id
         try:
             event = self._said(task, value, error)
+            task.rollout.ended_s = self._loop.time()
             # Cancelled for its rollout was given up, or for the run ends: what it says is void.
             if event is not None and not (number in self.left.stubborn or self._is_ending):
                 assert task.episode is not None
@@ -331,6 +334,19 @@ class EpisodeRunner:
     def _give_budget(self, task: "EpisodeTask") -> None:
         if self._budget_s is not None:
             task.parks_at_left_s = self._deadlines.left_s(task) - self._budget_s
+
+    @contextlib.contextmanager
+    def doing(self, rollout: Rollout, name: str) -> Iterator[None]:
+        """Its episode is at this, and not at generating."""
+        name = self.activities.begin(name)
+        if self._diary is not None:
+            self._diary.does(rollout, name)
+        try:
+            yield
+        finally:
+            self.activities.end(name)
+            if self._diary is not None:
+                self._diary.did(rollout, name)
 
     def score(self, rollout: Rollout, asked: Sequence[Asked]) -> Awaitable[list[Score]]:
         """What the run's engines make of given tokens."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 
 from tidegate.errors import RunClosed
 from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.episodes.activities import SCORE
 from tidegate.orchestrator.episodes.generating import Generating
 from tidegate.orchestrator.fleet.scores import (
     Asked,
@@ -82,7 +83,8 @@ class ScoringEpisode:
         asking = asyncio.ensure_future(coming)
         self._asking += (asking,)
         try:
-            return await asking
+            with self._generating.doing(self._rollout, SCORE):
+                return await asking
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._is_over and task is not None and not task.cancelling():

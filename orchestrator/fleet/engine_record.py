@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tidegate.orchestrator.core.events import StepArrived
 from tidegate.orchestrator.statistics import EngineStatistics
-from tidegate.transport.messages import Hello, Step
+from tidegate.transport.messages import Hello, Step, WeightsLive
 from tidegate.transport.streams import ReceiveWindow
 
 
@@ -29,6 +29,9 @@ class Engine:
     running_turns: int = 0
     waiting_turns: int = 0
     out_of_memory_steps: int = 0
+    swaps: int = 0
+    standstill_us: int = 0
+    """In all swaps."""
     stuck_since_s: float | None = None
     """Since when its next step is missing, or is refused whenever it comes."""
     may_return: bool = False
@@ -48,6 +51,12 @@ class Engine:
         """Of a new step, what no decision needs, so that no event has it."""
         self.drafted_tokens += step.drafted_tokens
         self.accepted_tokens += step.accepted_tokens
+
+    def count_swap(self, live: WeightsLive) -> None:
+        """It serves other weights."""
+        self.weight_version = live.version
+        self.swaps += 1
+        self.standstill_us += live.standstill_us
 
     def statistics(self, name: str) -> EngineStatistics:
         """A snapshot."""
@@ -71,4 +80,6 @@ class Engine:
             accepted_tokens=self.accepted_tokens,
             ranks=self.hello.ranks,
             quantization=self.hello.quantization,
+            swaps=self.swaps,
+            standstill_s=self.standstill_us / 1e6,
         )

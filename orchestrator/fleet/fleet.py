@@ -246,13 +246,14 @@ class Fleet:
                 self.malformed_frames += 1  # nobody would read so many
             case _:
                 if isinstance(message, WeightsLive):
-                    self._hear_live(engine, message.version)
+                    self._hear_live(engine, message)
                 heard.append(Answer(name, message))
 
-    def _hear_live(self, engine: Engine, version: int) -> None:
+    def _hear_live(self, engine: Engine, live: WeightsLive) -> None:
+        version = live.version
         if version > self.newest_version:
             raise BadFrame(f"weights v{version} are live, but v{self.newest_version} is the newest")
-        engine.weight_version = version
+        engine.count_swap(live)
 
     def _hear_step(self, name: str, engine: Engine, step: Step, heard: Heard) -> None:
         try:  # a bad one doesn't count as received

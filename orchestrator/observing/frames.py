@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tidegate.orchestrator.observing.observation import Observation, RolloutLine
+from tidegate.orchestrator.observing.off_policy import BY_LAG
 from tidegate.orchestrator.observing.timeline import Slice
 from tidegate.orchestrator.statistics import LedgerSnapshot, RunStatistics
 
@@ -48,6 +49,12 @@ SCALARS = (
     "publish_failure",
     "prefilled_tokens",
     "cached_tokens",
+    "mean_staleness_in_flight",
+    "mean_staleness_in_queue",
+    "mean_group_wait_s",
+    "waited_groups",
+    "standstill_s",
+    "batches_untold",
 )
 
 
@@ -61,6 +68,8 @@ def frame(seen: Observation) -> dict[str, Any]:
         "ledger": _ledger(s.ledger),
         "evaluation_ledger": _ledger(s.evaluation_ledger),
         "staleness": _pairs(s.staleness_histogram),
+        "in_flight": _pairs(s.staleness_in_flight),
+        "in_queue": _pairs(s.staleness_in_queue),
         "lags": _pairs(noted.token_lags),
         "discards": [
             [reason, d.rollouts, d.tokens, _plain(d.mean_tokens), _plain(d.share_of_generated)]
@@ -71,9 +80,15 @@ def frame(seen: Observation) -> dict[str, Any]:
         "off_policy": {
             "ess": _plain(noted.off_policy.effective_sample_size),
             "kl": _plain(noted.off_policy.mismatch_kl),
-            "kl_by_lag": [[lag, _plain(kl)] for lag, kl in noted.off_policy.kl_by_lag.items()],
+            "k3": _plain(noted.off_policy.k3),
+            "chi2": _plain(noted.off_policy.chi2),
+            "by_lag": [
+                [lag, *(_plain(told.get(name)) for name in BY_LAG)]
+                for lag, told in sorted(noted.off_policy.by_lag.items())
+            ],
         },
         "trainer_s": {kind: _plain(seconds) for kind, seconds in noted.trainer_s.items()},
+        "episode_s": {name: _plain(seconds) for name, seconds in s.episode_s.items()},
         "stuck": [str(each) for each in s.stuck],
         "engines": _engines(s),
         "groups": [[g.group_id, g.rollouts, g.running, g.version_floor] for g in seen.groups],
@@ -95,7 +110,11 @@ def timeline(seen: Observation) -> dict[str, Any]:
 
 def about(seen: Observation) -> dict[str, Any]:
     """What a page is told once."""
-    return {"about": dict(seen.about), "batch_columns": BATCH_COLUMNS}
+    return {
+        "about": dict(seen.about),
+        "batch_columns": BATCH_COLUMNS,
+        "by_lag_columns": tuple(BY_LAG),
+    }
 
 
 def rollout_list(lines: Sequence[RolloutLine], *, total: int) -> dict[str, Any]:

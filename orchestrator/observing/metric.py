@@ -58,6 +58,17 @@ def of_engines(read: Callable[[EngineStatistics], float]) -> Callable[[Observati
     return lambda seen: [Sample(float(read(e)), (e.name,)) for e in seen.statistics.engines]
 
 
+def last_batch(name: str) -> Callable[[Observation], list[Sample]]:
+    """A figure of the last batch."""
+
+    def samples(seen: Observation) -> list[Sample]:
+        batches = seen.noted.batches
+        value = batches[-1].get(name) if batches else None
+        return [] if value is None else [Sample(value)]
+
+    return samples
+
+
 def histogram(
     read: Callable[[Observation], Mapping[int, int]],
 ) -> Callable[[Observation], list[Sample]]:

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from tidegate.errors import AuditError, ModelError
 from tidegate.orchestrator.observing.live import Noted
 from tidegate.orchestrator.observing.observation import Observation, RolloutLine, short
+from tidegate.orchestrator.observing.off_policy import OffPolicy, off_policy_of
 from tidegate.orchestrator.observing.source import LISTED_MAX, RolloutQuery
 from tidegate.orchestrator.observing.timeline import timeline_of
 from tidegate.orchestrator.records.recording import RUN_FILE
@@ -114,7 +115,11 @@ def _noted(directory: Path, lags: Mapping[int, int]) -> Noted:
             batches.append(json.loads(line))
     except (OSError, ValueError):
         pass  # a run that was killed leaves half a line, or none
-    noted = Noted(batches=tuple(batches), token_lags=dict(sorted(lags.items())))
+    noted = Noted(
+        batches=tuple(batches),
+        token_lags=dict(sorted(lags.items())),
+        off_policy=off_policy_of(batches[-1]) if batches else OffPolicy(),
+    )
     try:
         trace = read_trace(directory / TRACE_FILE)
     except (OSError, msgspec.MsgspecError, KeyError):

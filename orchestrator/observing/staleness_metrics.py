@@ -3,23 +3,35 @@
 Knows nothing of what that costs in time.
 """
 
-from tidegate.orchestrator.observing.metric import Metric, Sample, forecast, histogram, of_run
+from collections.abc import Callable
+
+from tidegate.orchestrator.observing.metric import (
+    Metric,
+    Sample,
+    forecast,
+    histogram,
+    last_batch,
+    of_run,
+)
 from tidegate.orchestrator.observing.observation import Observation
 
 
-def _ess(seen: Observation) -> list[Sample]:
-    value = seen.noted.off_policy.effective_sample_size
-    return [] if value is None else [Sample(value)]
+def _told(name: str) -> Callable[[Observation], list[Sample]]:
+    """What the trainer told of its last batch."""
+
+    def samples(seen: Observation) -> list[Sample]:
+        value = getattr(seen.noted.off_policy, name)
+        return [] if value is None else [Sample(value)]
+
+    return samples
 
 
-def _kl(seen: Observation) -> list[Sample]:
-    value = seen.noted.off_policy.mismatch_kl
-    return [] if value is None else [Sample(value)]
+def _told_by_lag(name: str) -> Callable[[Observation], list[Sample]]:
+    def samples(seen: Observation) -> list[Sample]:
+        by_lag = sorted(seen.noted.off_policy.by_lag.items())
+        return [Sample(told[name], (str(lag),)) for lag, told in by_lag if name in told]
 
-
-def _kl_by_lag(seen: Observation) -> list[Sample]:
-    kl = seen.noted.off_policy.kl_by_lag
-    return [Sample(value, (str(lag),)) for lag, value in sorted(kl.items())]
+    return samples
 
 
 STALENESS = (
@@ -28,6 +40,24 @@ STALENESS = (
         "histogram",
         "Trained rollouts by staleness at consumption, from their oldest trained token.",
         histogram(lambda seen: seen.statistics.staleness_histogram),
+    ),
+    Metric(
+        "tidegate_staleness_in_flight_versions",
+        "histogram",
+        "The part of it until the rollout's group had ended.",
+        histogram(lambda seen: seen.statistics.staleness_in_flight),
+    ),
+    Metric(
+        "tidegate_staleness_in_queue_versions",
+        "histogram",
+        "The part of it from then on: versions published while the group waited for the trainer.",
+        histogram(lambda seen: seen.statistics.staleness_in_queue),
+    ),
+    Metric(
+        "tidegate_version_span_max_versions",
+        "gauge",
+        "The most versions that one rollout of the last batch spans, first to last token.",
+        last_batch("version_span_max"),
     ),
     Metric(
         "tidegate_token_lag_versions",
@@ -57,19 +87,59 @@ STALENESS = (
         "tidegate_effective_sample_size_ratio",
         "gauge",
         "Share of the last batch that its importance weights leave, as the trainer told.",
-        _ess,
+        _told("effective_sample_size"),
     ),
     Metric(
         "tidegate_mismatch_kl_nats",
         "gauge",
         "KL of the sampling policy from the trained one per token, as the trainer told.",
-        _kl,
+        _told("mismatch_kl"),
+    ),
+    Metric(
+        "tidegate_mismatch_k3_nats",
+        "gauge",
+        "The same, by an estimate that is never negative: mean(w - 1 - log w).",
+        _told("k3"),
+    ),
+    Metric(
+        "tidegate_mismatch_chi2_ratio",
+        "gauge",
+        "Mean squared importance weight of a token, less 1.",
+        _told("chi2"),
     ),
     Metric(
         "tidegate_mismatch_kl_by_lag_nats",
         "gauge",
-        "The same by token lag: the smallest of each bucket.",
-        _kl_by_lag,
+        "KL by token lag, the smallest of each bucket: mean(-log w), which may be negative.",
+        _told_by_lag("kl"),
+        ("lag",),
+    ),
+    Metric(
+        "tidegate_mismatch_k3_by_lag_nats",
+        "gauge",
+        "k3 by token lag.",
+        _told_by_lag("k3"),
+        ("lag",),
+    ),
+    Metric(
+        "tidegate_mismatch_chi2_by_lag_ratio",
+        "gauge",
+        "Chi-squared by token lag.",
+        _told_by_lag("chi2"),
+        ("lag",),
+    ),
+    Metric(
+        "tidegate_effective_sample_size_by_lag_ratio",
+        "gauge",
+        "Effective sample size by token lag.",
+        _told_by_lag("ess"),
+        ("lag",),
+    ),
+    Metric(
+        "tidegate_mismatch_perplexity_by_lag_ratio",
+        "gauge",
+        "Perplexity under the trained policy over that under the sampling one, by token lag.",
+        _told_by_lag("ppl_ratio"),
         ("lag",),
     ),
 )

@@ -41,6 +41,26 @@ TIMES = (
         ("activity",),
     ),
     Metric(
+        "tidegate_episode_seconds_total",
+        "counter",
+        "Time of all episodes, added up, spent in what has a name: environment, score, tools, "
+        "what episode.doing() named.",
+        by_key(lambda seen: seen.statistics.episode_s),
+        ("doing",),
+    ),
+    Metric(
+        "tidegate_group_wait_seconds_total",
+        "counter",
+        "Time from the end of a group's first rollout to that of its last, of trained groups.",
+        of_run(lambda s: s.group_wait_s),
+    ),
+    Metric(
+        "tidegate_groups_waited_total",
+        "counter",
+        "Groups in that time.",
+        of_run(lambda s: s.waited_groups),
+    ),
+    Metric(
         "tidegate_trainer_idle_ratio",
         "gauge",
         "Share of the run that the trainer waited for batches.",
@@ -133,6 +153,20 @@ ENGINES = (
         "counter",
         "Time it spent in steps.",
         of_engines(lambda e: e.busy_s),
+        ("engine",),
+    ),
+    Metric(
+        "tidegate_engine_swaps_total",
+        "counter",
+        "Swaps of its weights.",
+        of_engines(lambda e: e.swaps),
+        ("engine",),
+    ),
+    Metric(
+        "tidegate_engine_standstill_seconds_total",
+        "counter",
+        "Time in which no turn of it got on, for a swap of weights.",
+        of_engines(lambda e: e.standstill_s),
         ("engine",),
     ),
     Metric(

@@ -3,19 +3,7 @@
 Knows nothing of their age, nor of time.
 """
 
-from collections.abc import Callable
-
-from tidegate.orchestrator.observing.metric import Metric, Sample, by_key, of_run
-from tidegate.orchestrator.observing.observation import Observation
-
-
-def _last_batch(name: str) -> Callable[[Observation], list[Sample]]:
-    def samples(seen: Observation) -> list[Sample]:
-        batches = seen.noted.batches
-        return [Sample(batches[-1][name])] if batches and name in batches[-1] else []
-
-    return samples
-
+from tidegate.orchestrator.observing.metric import Metric, by_key, last_batch, of_run
 
 TOKENS = (
     Metric(
@@ -89,6 +77,12 @@ ROLLOUTS = (
         of_run(lambda s: s.batches),
     ),
     Metric(
+        "tidegate_batches_untold_total",
+        "counter",
+        "Batches at whose figures on_batch raised.",
+        of_run(lambda s: s.batches_untold),
+    ),
+    Metric(
         "tidegate_rollouts_trained_total",
         "counter",
         "Rollouts handed to the trainer.",
@@ -135,7 +129,7 @@ ROLLOUTS = (
         "tidegate_reward_mean",
         "gauge",
         "Mean reward of the last batch.",
-        _last_batch("reward"),
+        last_batch("reward"),
     ),
     Metric(
         "tidegate_length_bias_ratio",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 OnBatch = Callable[[Mapping[str, float]], object]
 """A user's: told of each batch, in figures, on the trainer's own thread before it gets the batch.
-What it raises, the trainer gets."""
+What it raises is logged and counted, and costs no batch."""
 
 
 def batch_metrics(batch: "Batch", usage: Usage) -> dict[str, float]:
@@ -26,8 +26,9 @@ def batch_metrics(batch: "Batch", usage: Usage) -> dict[str, float]:
     versions, is_trained = batch.weight_versions.numpy(), batch.loss_mask.numpy()
     lags = batch.trainer_version - versions[is_trained]
     rewards = batch.rewards.numpy()
-    newest = versions.max(1) if versions.size else batch.trainer_version - staleness
-    mixed = newest > batch.trainer_version - staleness
+    oldest = batch.trainer_version - staleness
+    newest = versions.max(1) if versions.size else oldest
+    mixed = newest > oldest
     return {
         "version": batch.trainer_version,
         "reward": _mean(rewards),
@@ -42,6 +43,7 @@ def batch_metrics(batch: "Batch", usage: Usage) -> dict[str, float]:
         "token_lag_mean": _mean(lags),
         "token_lag_max": float(lags.max(initial=0)),
         "mixed_version_share": _mean(mixed),
+        "version_span_max": float((newest - oldest).max(initial=0)),
         "trainer_idle_share": usage.trainer_idle_share,
         "engine_idle_share": usage.engine_idle_share,
         "tokens_per_s": usage.tokens_per_s,

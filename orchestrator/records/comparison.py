@@ -57,7 +57,12 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("staleness bound", "staleness_bound", "d"),
     ("highest staleness", "max_staleness", "d"),
     ("mean staleness", "mean_staleness", ".2f"),
+    ("of it in flight", "staleness_in_flight", ".2f"),
+    ("of it in the queue", "staleness_in_queue", ".2f"),
     ("over 2+ versions", "mixed_version_share", ".1%"),
+    ("group's wait for its last, s", "group_wait_s", ".3f"),
+    ("seconds per publish", "publish_s", ".3f"),
+    ("engine's standstill per swap, s", "standstill_s", ".4f"),
 )
 """What the table shows: a label, the fact, and how it is written."""
 

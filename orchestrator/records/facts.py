@@ -77,6 +77,18 @@ class Facts:
     """Whether engines slept while the trainer trained."""
     memory_mb: Mapping[str, int] | None
     """The most that trainer and engines took together, by phase, as the run's owner noted it."""
+    staleness_in_flight: float | None
+    """Of the mean staleness, the part of sampling; this and the next four: None of older runs."""
+    staleness_in_queue: float | None
+    """The part of waiting for the trainer."""
+    group_wait_s: float | None
+    """From a group's first end of an episode to its last, on the mean."""
+    standstill_s: float | None
+    """Of an engine, for a swap of weights, on the mean."""
+    publish_s: float | None
+    """From a publish to its weights being live, as the trainer waited for it, on the mean."""
+    episode_s: Mapping[str, float]
+    """Of all episodes, in environments, tools, scores and what they named."""
 
 
 def read_facts(directory: Path) -> Facts:
@@ -132,6 +144,16 @@ def read_facts(directory: Path) -> Facts:
         mismatch=said.get("mismatch"),
         colocated=bool(said.get("colocated")),
         memory_mb=said.get("memory_mb"),
+        staleness_in_flight=_mean_of(statistics.get("staleness_in_flight")),
+        staleness_in_queue=_mean_of(statistics.get("staleness_in_queue")),
+        group_wait_s=_per(statistics.get("group_wait_s"), statistics.get("waited_groups")),
+        standstill_s=_per(
+            _over_engines(statistics, "standstill_s"), _over_engines(statistics, "swaps")
+        ),
+        publish_s=_per(
+            (statistics.get("trainer_s") or {}).get("publish"), statistics["trainer_version"]
+        ),
+        episode_s=statistics.get("episode_s") or {},
     )
 
 
@@ -185,5 +207,16 @@ def runs_beside(directory: Path, facts: Facts) -> list[Facts]:
     return [other for _, other in found[:COMPARED_RUNS_MAX]]
 
 
-def _over_engines(statistics: Mapping[str, Any], name: str) -> int:
+def _mean_of(histogram: Mapping[str, int] | None) -> float | None:
+    """Nothing was counted, or nobody counted: None."""
+    if not histogram:
+        return None
+    return sum(int(value) * n for value, n in histogram.items()) / sum(histogram.values())
+
+
+def _per(total: float | None, count: int | None) -> float | None:
+    return total / count if total is not None and count else None
+
+
+def _over_engines(statistics: Mapping[str, Any], name: str) -> Any:
     return sum(engine.get(name, 0) for engine in statistics.get("engines", ()))

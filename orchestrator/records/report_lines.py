@@ -24,6 +24,17 @@ def forecast_lines(forecast: Mapping[str, Any] | None) -> list[str]:
     ]
 
 
+def parted_lines(in_flight: float | None, in_queue: float | None) -> list[str]:
+    """What of the mean staleness came about where; nothing where that is not known."""
+    if in_flight is None or in_queue is None:
+        return []
+    return [
+        f"Of the mean, {in_flight:.2f} came about in flight, until a rollout's group had ended, "
+        f"and {in_queue:.2f} in the queue.",
+        "",
+    ]
+
+
 def discard_lines(discards: Mapping[str, Any], bias: Mapping[str, Any] | None) -> list[str]:
     """What was dropped, by reason, length and task; nothing where nothing was."""
     lines = []
@@ -42,6 +53,19 @@ def discard_lines(discards: Mapping[str, Any], bias: Mapping[str, Any] | None) -
             "",
         ]
     return lines
+
+
+def seconds_cell(seconds: float | None) -> str:
+    """A short time, on the mean."""
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
+
+
+def spent_cell(seconds: Mapping[str, float]) -> str:
+    """Seconds by name, the most first."""
+    most = sorted(seconds.items(), key=lambda pair: -pair[1])
+    return "; ".join(f"{name} {spent:.1f} s" for name, spent in most) or "-"
 
 
 def mismatch_cell(mismatch: Mapping[str, float] | None) -> str:

@@ -9,6 +9,9 @@ from tidegate.orchestrator.records.report_lines import (
     forecast_lines,
     memory_cell,
     mismatch_cell,
+    parted_lines,
+    seconds_cell,
+    spent_cell,
 )
 
 
@@ -87,6 +90,9 @@ def _results(facts: Facts) -> list[str]:
         ("tokens per second", f"{facts.tokens_per_s:.0f}"),
         ("trainer idle", f"{facts.trainer_idle_share:.1%}"),
         ("engines idle", f"{facts.engine_idle_share:.1%}"),
+        ("a group's wait for its last rollout", seconds_cell(facts.group_wait_s)),
+        ("episodes' time by what it went to", spent_cell(facts.episode_s)),
+        ("a publish; an engine's standstill in it", _publishing(facts)),
         ("context found in engines' caches", _cached(facts)),
         ("tokens guessed", _guessed(facts)),
         ("engines' weights rounded to", facts.quantize or "-"),
@@ -101,6 +107,10 @@ def _results(facts: Facts) -> list[str]:
 
 def _how(facts: Facts) -> str:
     return "; ".join(value or "-" for value in (facts.mode, facts.pause_mode, facts.kv_policy))
+
+
+def _publishing(facts: Facts) -> str:
+    return f"{seconds_cell(facts.publish_s)}; {seconds_cell(facts.standstill_s)}"
 
 
 def _guessed(facts: Facts) -> str:
@@ -137,6 +147,7 @@ def _staleness(facts: Facts) -> list[str]:
         f"Mean {facts.mean_staleness:.2f}, highest {facts.max_staleness}, bound "
         f"{_bound(bound)}: {'kept' if kept else '**BROKEN**'}.",
         "",
+        *parted_lines(facts.staleness_in_flight, facts.staleness_in_queue),
         *forecast_lines(facts.forecast),
         "| staleness | rollouts |",
         "|---|---|",

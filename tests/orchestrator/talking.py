@@ -2,6 +2,7 @@
 
 import asyncio
 from array import array
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,6 +56,9 @@ class Engine:
 
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         raise AssertionError("nothing is resumed here")
+
+    def doing(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def is_over_budget(self, rollout: Rollout) -> bool:
         return self.newer_weights is not None

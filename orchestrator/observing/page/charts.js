@@ -94,7 +94,7 @@ export function bars(canvas, pairs, { limit = null, colour, why = "nothing yet" 
   const room = (on.width - 8) / pairs.length, wide = Math.min(46, room * 0.8);
   pairs.forEach(([label, value], i) => {
     const x = 4 + room * i + (room - wide) / 2;
-    const tall = ((value ?? 0) / high) * (on.height - 36);
+    const tall = (Math.max(0, value ?? 0) / high) * (on.height - 36);
     pen.fillStyle = limit !== null && label > limit ? on.bad : colour ? colour(label) : on.accent;
     pen.fillRect(x, on.height - 16 - tall, wide, tall);
     pen.fillStyle = on.quiet;

@@ -11,7 +11,7 @@ const BATCHES_KEPT = 2000;
 const strips = new Strips(byId("timeline"), byId("timeline-legend"), byId("timeline-span"));
 const rollouts = new Rollouts();
 const batches = new Map();
-let columns = [], last = null, isLive = false;
+let columns = [], byLag = [], last = null, isLive = false;
 
 function show(view) {
   for (const each of VIEWS) {
@@ -50,13 +50,17 @@ function draw() {
   curve(byId("ess"), points("effective_sample_size"), { from: 0, why: "tell it by observe()" });
   bars(byId("staleness"), last.staleness, { limit: run.staleness_bound });
   bars(byId("lags"), last.lags, { colour: (lag) => `hsl(${Math.max(0, 130 - 32 * lag)} 55% 50%)` });
-  bars(byId("kl"), last.off_policy.kl_by_lag, 
-    { why: isLive ? "tell it by observe(by_lag=)" : "known only while a run goes on" });
+  const at = 1 + byLag.indexOf(byId("mismatch").value);
+  bars(byId("kl"), last.off_policy.by_lag.map((told) => [told[0], told[at]]),
+    { why: isLive ? "tell it by observe(by_lag=)" : "the trainer told none" });
+  byId("kl-said").textContent = last.off_policy.k3 === null ? ""
+    : `all: k3 ${short(last.off_policy.k3)}, χ² ${short(last.off_policy.chi2)}`;
   const bias = last.length_bias;
   bars(byId("survival"), bias?.survival ?? []);
   byId("bias-said").textContent = bias ? `length bias ${short(bias.ratio)}` : "";
   byId("staleness-said").textContent = `mean ${short(run.mean_staleness)}, highest `
-    + `${run.max_staleness_seen}, bound ${run.staleness_bound ?? "none"}`;
+    + `${run.max_staleness_seen}, bound ${run.staleness_bound ?? "none"}; of the mean `
+    + `${short(run.mean_staleness_in_flight)} in flight, ${short(run.mean_staleness_in_queue)} in the queue`;
   groups();
   tokens(ledger);
 }
@@ -78,6 +82,10 @@ function tiles(run, ledger, forecast) {
     "ρ, rollout over trainer": forecast ? short(forecast.rho) : "–",
     "staleness predicted": forecast ? short(forecast.predicted_staleness) : "–",
     "mismatch KL": short(last.off_policy.kl),
+    "group's wait for its last": run.waited_groups ? seconds(run.mean_group_wait_s) : "–",
+    "standstill per swap": run.standstill_s ? seconds(run.standstill_s) : "–",
+    ...Object.fromEntries(Object.entries(last.episode_s).sort((a, b) => b[1] - a[1]).slice(0, 4)
+      .map(([name, spent]) => [`episodes in ${name}`, seconds(spent)])),
     "context from cache": share(run.cached_tokens / Math.max(1, run.prefilled_tokens)),
   };
   byId("tiles").replaceChildren(...Object.entries(shown).map(([name, value]) => {
@@ -88,10 +96,13 @@ function tiles(run, ledger, forecast) {
   }));
 }
 
+const seconds = (s) => (s < 1 ? `${short(1000 * s)} ms` : `${short(s)} s`);
+
 function trouble(run) {
   const lines = [...last.stuck];
   if (run.publish_failure) lines.push(`a publish failed: ${run.publish_failure}`);
   if (run.pause_mode) lines.push(`engines are paused by ${run.pause_mode}`);
+  if (run.batches_untold) lines.push(`on_batch raised at ${run.batches_untold} batches; see the log`);
   if (run.asleep.length) lines.push(`asleep: ${run.asleep.join(", ")}`);
   if (last.ledger.error) lines.push(`${last.ledger.error} tokens are unaccounted for`);
   byId("trouble").hidden = !lines.length;
@@ -141,6 +152,7 @@ async function load() {
   const body = await answer.json();
   if (!answer.ok) throw new Error(body.error);
   columns = body.batch_columns;
+  byLag = body.by_lag_columns;
   isLive = body.about.is_live;
   document.title = `${body.about.name} – Tidegate`;
   byId("name").textContent = body.about.name;
@@ -161,6 +173,7 @@ function follow() {
   updates.onerror = () => state("run has ended, or is out of reach", "bad");
 }
 
+byId("mismatch").onchange = () => last && draw();
 for (const view of VIEWS) byId(`show-${view}`).onclick = () => show(view);
 window.addEventListener("resize", () => last && !byId("run-view").hidden && draw());
 document.addEventListener("visibilitychange", () => !document.hidden && last && draw());

@@ -1,6 +1,7 @@
 """Episodes in environments: seeds by group, sums of rewards, limits, and runs that are resumed."""
 
 import shutil
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -223,6 +224,9 @@ class Engines:
 
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         self.cuts.append((turns, tokens))
+
+    def doing(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def is_over_budget(self, rollout: Rollout) -> bool:
         return False

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs
 
 import httpx
@@ -65,7 +66,8 @@ def test_the_state_is_the_runs_own(watched: Watched) -> None:
     assert shown["ledger"]["error"] == 0
     assert sum(count for _, count in shown["staleness"]) == watched.trained
     assert sum(tokens for _, tokens in shown["lags"]) == shown["ledger"]["trained"]
-    assert shown["off_policy"] == {"ess": 0.75, "kl": 0.01, "kl_by_lag": []}
+    told: dict[str, Any] = {"ess": 0.75, "kl": 0.01, "k3": None, "chi2": None, "by_lag": []}
+    assert shown["off_policy"] == told
     (engine,) = shown["engines"]
     assert engine[:2] == ["engine-0", BATCHES - 1]
     assert shown["trainer_s"].keys() == {"publish", "train", "wait"}
@@ -171,7 +173,7 @@ def test_prometheus_reads_every_figure_of_the_catalogue_and_no_other(watched: Wa
 
 def test_names_follow_prometheus_rules() -> None:
     for metric in METRICS:
-        assert re.fullmatch(r"tidegate_[a-z_]+", metric.name)
+        assert re.fullmatch(r"tidegate_[a-z0-9_]+", metric.name)
         assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
         assert metric.help.endswith("."), metric.name
     assert len({metric.name for metric in METRICS}) == len(METRICS)

@@ -1,0 +1,167 @@
+"""Is what rollouts spend their time and age on counted as it was, in virtual time?"""
+
+import asyncio
+import logging
+import math
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tidegate
+from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
+from tidegate.orchestrator.episodes.activities import NAMES_MAX, OTHERS, Activities
+from tidegate.orchestrator.feed.ages import BatchAges, PublishTimes
+from tidegate.orchestrator.feed.batches import build_batch
+from tidegate.orchestrator.observing.off_policy import OffPolicy, off_policy, off_policy_of
+from tidegate.policies.diagnostics import measure_mismatch, measure_mismatch_by_lag
+from tidegate.testing import ServeInTests
+from tidegate.transport.messages import SamplingParams
+
+SMALL: dict[str, Any] = {"group_size": 2, "groups_per_batch": 1, "max_staleness": 1}
+
+
+async def test_waits_and_named_times_are_those_of_the_clock(tidegate_serve: ServeInTests) -> None:
+    told: list[Mapping[str, float]] = []
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([task])
+        await episode.generate(max_tokens=4)
+        with episode.doing("reward"):
+            await asyncio.sleep(2.0 + 3.0 * episode.index)
+        return 1.0
+
+    async with tidegate_serve(**SMALL, on_batch=told.append) as rollouts:
+        async for _ in rollouts.batches([1, 2, 3], episode=solve):
+            await rollouts.publish({})
+        statistics = rollouts.statistics()
+    assert statistics.episode_s == pytest.approx({"reward": 3 * 7.0})
+    assert statistics.waited_groups == 3
+    assert statistics.mean_group_wait_s == pytest.approx(3.0, abs=0.2)  # apart by a step or two
+    waits = [figures["group_wait_s_max"] for figures in told]
+    assert waits == pytest.approx([3.0] * 3, abs=0.2)
+
+
+async def test_staleness_is_parted_into_what_sampling_made_and_what_waiting_made(
+    tidegate_serve: ServeInTests,
+) -> None:
+    told: list[Mapping[str, float]] = []
+    has_published = asyncio.Event()
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([task])
+        await episode.generate(max_tokens=2)
+        if task == 2:  # sampled by version 0, and ends under version 1
+            await has_published.wait()
+        return 1.0
+
+    async with tidegate_serve(**SMALL, on_batch=told.append) as rollouts:
+        async for batch in rollouts.batches([1, 2, 3], episode=solve):
+            if batch.trainer_version == 0:
+                await asyncio.sleep(1.0)  # the second group has its turn meanwhile
+            await rollouts.publish({})
+            has_published.set()
+            await asyncio.sleep(1.0)
+        statistics = rollouts.statistics()
+    for figures in told:
+        parts = figures["staleness_in_flight_mean"] + figures["staleness_in_queue_mean"]
+        assert parts == pytest.approx(figures["staleness_mean"])
+    assert [f["staleness_in_flight_mean"] for f in told] == [0, 1, 0]
+    assert [f["staleness_in_queue_mean"] for f in told][:2] == [0, 0]
+    assert told[2]["staleness_in_queue_mean"] == told[2]["staleness_mean"]
+    assert sum(statistics.staleness_in_flight.values()) == statistics.trained_rollouts == 6
+
+
+async def test_what_on_batch_raises_costs_no_batch_and_is_counted(
+    tidegate_serve: ServeInTests, caplog: pytest.LogCaptureFixture
+) -> None:
+    def log_to_nowhere(figures: Mapping[str, float]) -> None:
+        raise ConnectionError("the logger's server is gone")
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([task])
+        await episode.generate(max_tokens=2)
+        return 1.0
+
+    with caplog.at_level(logging.ERROR, logger="tidegate"):
+        async with tidegate_serve(**SMALL, on_batch=log_to_nowhere) as rollouts:
+            async for _ in rollouts.batches([1, 2], episode=solve):
+                await rollouts.publish({})
+            assert rollouts.statistics().batches_untold == 2
+    said = [record for record in caplog.records if "on_batch raised" in record.message]
+    assert len(said) == 2
+    assert "the logger's server is gone" in caplog.text
+
+
+# ---------------------------------------------------------------- parts
+
+
+def ended(group_id: int, versions: list[int], ended_s: float) -> Rollout:
+    rollout = Rollout(10 * group_id, group_id, 0)
+    rollout.extend(array("i", [1]))
+    turn = Turn(rollout, SamplingParams(max_tokens=9))
+    rollout.turns.append(turn)
+    for version in versions:
+        turn.append(5, -1.0, version, "engine-0")
+    rollout.reward, rollout.state, rollout.ended_s = 1.0, RolloutState.TRAINED, ended_s
+    return rollout
+
+
+def test_of_groups_that_ended_before_a_crash_nothing_is_told() -> None:
+    times, ages = PublishTimes(3), BatchAges()
+    times.note(10.0, 4)
+    times.note(20.0, 5)
+    groups = [
+        Group(0, "t", rollouts=[ended(0, [3, 4], 12.0), ended(0, [4], 11.0)]),
+        Group(1, "t", rollouts=[ended(1, [4], math.nan), ended(1, [4], 15.0)]),
+        Group(2, "t", rollouts=[ended(2, [], 9.0), ended(2, [3], 9.5)]),  # one without a token
+    ]
+    batch = build_batch(groups, trainer_version=5)
+    rows = [row for group in groups for row in group.rollouts]
+    figures = ages.note(rows, batch, times)
+    assert (ages.groups, ages.group_wait_s) == (2, 1.5)
+    assert ages.in_queue == {1: 2, 2: 1}
+    assert ages.in_flight == {1: 1, 0: 2}
+    assert figures["group_wait_s_max"] == 1.0
+    assert BatchAges().note([], build_batch([], 5), times) == {}
+
+
+def test_a_version_is_told_by_time_from_the_beginning_on() -> None:
+    times = PublishTimes(7)
+    times.note(1.0, 8)
+    times.note(2.0, 9)
+    assert times.version_at(np.array([-5.0, 0.9, 1.0, 1.5, 3.0])).tolist() == [7, 7, 8, 8, 9]
+
+
+def test_what_goes_on_at_once_is_added_up_and_names_are_bounded() -> None:
+    clock = [0.0]
+    activities = Activities(lambda: clock[0])
+    first, second = activities.begin("search"), activities.begin("search")
+    clock[0] = 2.0
+    assert activities.seconds() == {"search": 4.0}
+    activities.end(first)
+    clock[0] = 5.0
+    activities.end(second)
+    clock[0] = 9.0
+    assert activities.seconds() == {"search": 7.0}
+    names = [activities.begin(f"tool {n}") for n in range(2 * NAMES_MAX)]
+    assert set(names[NAMES_MAX:]) == {OTHERS}
+    assert len(activities.seconds()) == NAMES_MAX + 1
+
+
+def test_the_mismatch_of_all_lags_is_that_of_their_tokens_and_is_read_back() -> None:
+    torch = pytest.importorskip("torch")
+    log_ratio = torch.tensor([[0.3, -0.2, 0.1, 0.5]])
+    mask, versions = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[2, 2, 1, 0]])
+    by_lag = measure_mismatch_by_lag(log_ratio, mask, versions, trainer_version=2)
+    told = off_policy(0.9, 0.01, by_lag)
+    whole = measure_mismatch(log_ratio, mask)
+    assert told.k3 == pytest.approx(whole.k3)
+    assert told.chi2 == pytest.approx(whole.chi2_token)
+    assert told.by_lag.keys() == {0, 1, 2}
+    assert told.by_lag[2]["chi2"] == pytest.approx(math.exp(1.0) - 1)
+    assert off_policy_of({"reward": 1.0, **told.figures()}) == told
+    assert off_policy_of({"mismatch_k3_lag_x": 1.0}) == OffPolicy()
