@@ -106,10 +106,10 @@ test-namespaces: venv
 
 ifdef TIDEGATE_VLLM_PYTHON
 test-vllm: venv
-	$(BIN)/python -m pytest tests/engine/test_real_vllm.py
+	$(BIN)/python -m pytest tests/engine/test_real_vllm.py tests/orchestrator/vllm_server/test_vllm_server_nccl.py
 else
 test-vllm: venv .venv-vllm/.ready
-	TIDEGATE_VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/python -m pytest tests/engine/test_real_vllm.py
+	TIDEGATE_VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/python -m pytest tests/engine/test_real_vllm.py tests/orchestrator/vllm_server/test_vllm_server_nccl.py
 endif
 
 # SGLang's wheel wants CUDA's packages: it and some others come without what they ask for.

@@ -24,7 +24,10 @@ def serve(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests at once, per engine.")] = 64,
     threads_per_engine: Annotated[int, typer.Option(min=1, help="CPU threads of each.")] = 1,
     weight_transfer: Annotated[
-        str, typer.Option(help="How trainers send weights: disk, or gloo from their process.")
+        str,
+        typer.Option(
+            help="How trainers send weights: disk; from their process gloo, or with CUDA nccl, ipc."
+        ),
     ] = "disk",
     weight_checksums: Annotated[
         bool, typer.Option("--weight-checksums", help="Check each tensor; for /weight_checker.")

@@ -1,21 +1,24 @@
-"""How do new weights reach the server? From files, or from the trainer over gloo; as tensors.
+"""How do new weights reach the server? From files, or from the trainer, over one of its ways.
 
 What it receives is one copy, whatever the number of engines: the run brings it to all of them. It
 knows no engines and no versions. A receiver blocks, and is called from a thread.
 """
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.vllm_server.failures import UpdateError
+from tidegate.orchestrator.vllm_server.announced import announced_tensors
+from tidegate.orchestrator.vllm_server.failures import ServerError, UpdateError
+from tidegate.orchestrator.vllm_server.ipc_receiver import IpcReceiver
+from tidegate.orchestrator.vllm_server.nccl_receiver import NcclReceiver
 
 if TYPE_CHECKING:
     import torch
 
-Backend = Literal["disk", "gloo"]
+Backend = Literal["disk", "gloo", "nccl", "ipc"]
 
 RECEIVE_TIMEOUT_S = 300.0
 """A trainer that has announced tensors, and sends none for so long, sends none."""
@@ -33,6 +36,9 @@ class Receiver(Protocol):
     def receive(self, info: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
         """The tensors that ``update_info`` announces."""
 
+    def finished(self) -> None:
+        """The update has ended, well or not: nothing that was received is asked for again."""
+
     def close(self) -> None:
         """Let go of the trainer. Harmless when repeated."""
 
@@ -43,11 +49,15 @@ def receiver(backend: str) -> Receiver:
     Raises:
         ConfigError: there is no such backend.
     """
-    if backend == "disk":
-        return DiskReceiver()
-    if backend == "gloo":
-        return GlooReceiver()
-    raise ConfigError(f"weights come by {' or '.join(get_args(Backend))}, got {backend!r}")
+    kinds: dict[str, Callable[[], Receiver]] = {
+        "disk": DiskReceiver,
+        "gloo": GlooReceiver,
+        "nccl": NcclReceiver,
+        "ipc": IpcReceiver,
+    }
+    if backend not in kinds:
+        raise ConfigError(f"weights come by {' or '.join(get_args(Backend))}, got {backend!r}")
+    return kinds[backend]()
 
 
 class DiskReceiver:
@@ -67,6 +77,9 @@ class DiskReceiver:
         if not isinstance(path, str):
             raise UpdateError("update_info must have a path, of safetensors or their directory")
         return read_tensors(Path(path), info.get("names"))
+
+    def finished(self) -> None:
+        """Files are closed as soon as they are read."""
 
     def close(self) -> None:
         """There is nothing to let go of."""
@@ -133,15 +146,8 @@ class GlooReceiver:
             raise UpdateError("init_weight_transfer_engine must be called before update_weights.")
         _refuse_unknown(info, ("names", "dtype_names", "shapes", "packed"), "update_info")
         _refuse_packed(info)
-        try:
-            columns = (info["names"], info["dtype_names"], info["shapes"])
-            specs = list(zip(*columns, strict=True))
-            tensors = {
-                name: torch.empty(shape, dtype=getattr(torch, dtype))
-                for name, dtype, shape in specs
-            }
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise UpdateError(f"Invalid update_info for gloo: {error!r}") from None
+        told = announced_tensors(info)
+        tensors = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in told}
         try:
             for tensor in tensors.values():
                 broadcast(self._group, tensor)
@@ -149,6 +155,9 @@ class GlooReceiver:
             self.close()
             raise UpdateError(f"the trainer sent no more tensors: {error}") from None
         return tensors
+
+    def finished(self) -> None:
+        """The group stays for the next update."""
 
     def close(self) -> None:
         """The group ends with its last user."""
@@ -176,16 +185,28 @@ def broadcast(group: Any, tensor: "torch.Tensor") -> None:
     group.broadcast(tensor, 0).wait()
 
 
+_OF_NCCL = ("master_address", "nccl_unique_id_b64", "packed", "ipc_handles_pickled")
+
+_NO_NCCL = (
+    "the trainer speaks vLLM's nccl or ipc, and this server takes weights in by another way, as "
+    "weight_transfer_config of /server_info says: start it with --weight-transfer nccl or ipc, "
+    "on a machine with CUDA"
+)
+
+
 def _refuse_packed(info: Mapping[str, Any]) -> None:
     if info.get("packed"):
-        raise UpdateError(
+        raise ServerError(
+            400,
             "over gloo each tensor is broadcast by itself: send packed=false; packed buffers are "
-            "of vLLM's nccl backend"
+            "of vLLM's nccl backend",
         )
 
 
 def _refuse_unknown(info: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
     for name in info:
+        if name in _OF_NCCL and name not in known:
+            raise ServerError(400, _NO_NCCL, param=what)
         if name not in known:
             names = ", ".join(known) or "nothing"
             raise UpdateError(f"Invalid {what}: unknown {name!r}; it may have {names}")

@@ -49,8 +49,10 @@ class VLLMServer(SyncFace):
         """``settings`` are those of :class:`~tidegate.RunSettings`; ``port`` 0 takes a free one.
 
         ``weight_transfer``: how ``/update_weights`` gets tensors, from safetensors (``disk``) or
-        from the trainer's process (``gloo``). ``rejects_while_paused``: whether engines paused by
-        ``abort`` or ``wait`` answer new requests with 503, as vLLM's from 0.33 on; else they queue.
+        from the trainer's process: over TCP (``gloo``), or as vLLM's own do (``nccl``, or ``ipc``
+        on one GPU; refused as the trainer asks for it where there is no CUDA).
+        ``rejects_while_paused``: whether engines paused by ``abort`` or ``wait`` answer new
+        requests with 503, as vLLM's from 0.33 on; else they queue.
 
         Whoever reaches the port may do anything with the server: only /v1 wants the ``api_key``.
 

@@ -70,7 +70,7 @@ class WeightDesk:
     async def init(self, info: Mapping[str, Any]) -> None:
         """Meet the trainer; an update that another one began and never finished is forgotten."""
         async with self._one_at_a_time:
-            self._session = None
+            self._forget()
             await in_daemon_thread(self._receiver.connect, info)
 
     async def shut_down(self) -> None:
@@ -100,8 +100,12 @@ class WeightDesk:
             try:
                 await in_daemon_thread(self._receive, session, pieces[0])
             except BaseException:
-                self._session = None
+                self._forget()
                 raise
+
+    def _forget(self) -> None:
+        self._session = None
+        self._receiver.finished()
 
     def _receive(self, session: _Session, info: Mapping[str, Any]) -> None:
         tensors = self._fitted(self._receiver.receive(info))
@@ -112,7 +116,8 @@ class WeightDesk:
     async def finish(self, label: str | None) -> None:
         """Bring what came to every engine, as one version, called ``label`` from now on."""
         async with self._one_at_a_time:
-            session, self._session = self._session, None
+            session = self._session
+            self._forget()
             if session is None:
                 raise UpdateError(
                     "finish_weight_update called without a matching start_weight_update."

@@ -116,6 +116,16 @@ def test_a_request_that_is_kept_goes_on_under_the_new_weights(
     assert is_recomputed == (clears == "true")
 
 
+def test_a_trainer_of_nccl_or_ipc_is_told_that_this_server_takes_weights_by_another_way(
+    client: Client,
+) -> None:
+    where = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    for init_info in [where, {"packed": True}]:
+        told = client.refusal("/init_weight_transfer_engine", {"init_info": init_info})
+        assert (told["code"], told["param"]) == (400, "init_info")
+        assert "--weight-transfer nccl or ipc" in told["message"]
+
+
 def test_updates_need_no_pause(
     client: Client, server: tidegate.VLLMServer, models: list[Path]
 ) -> None:
