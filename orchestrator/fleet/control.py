@@ -109,17 +109,17 @@ class EngineControl:
         """An engine came, serving ``version``."""
         paused = self.pauses.joined(engine)
         self.sleeps.joined(engine)
-        live = NONE if engine in self.sleeps.without_weights else version
+        live = NONE if self.sleeps.lacks_weights(engine) else version
         are_asleep = self.sleeps.has_weights_asleep(engine)
         self._shell.send([*paused, *self.weights.joined(engine, live, are_asleep=are_asleep)])
-        self._advance()
+        self._advance(engine)
 
     def left(self, engine: str) -> None:
         """An engine is gone."""
         self.pauses.left(engine)
         self.weights.left(engine)
         self.sleeps.left(engine)
-        self._advance()
+        self._advance(engine)
 
     def heard(self, engine: str, message: FromEngine) -> bool:
         """An engine has answered; False if that is about something else."""
@@ -133,16 +133,16 @@ class EngineControl:
                 self._note_weights(engine)
             case _:
                 return False
-        if self._sleeping_mode is None or engine not in self.sleeps.without_weights:
+        if self._sleeping_mode is None or not self.sleeps.lacks_weights(engine):
             self._shell.send(self.weights.catch_up(engine))  # else the trainer is about to publish
-        self._advance()
+        self._advance(engine)
         return True
 
     def _note_weights(self, engine: str) -> None:
         """Whether its weights sleep, or lack: then no part of a set can be laid over them."""
         are_asleep = self.sleeps.has_weights_asleep(engine)
         self.weights.slept(engine, are_asleep=are_asleep)
-        if engine in self.sleeps.without_weights:
+        if self.sleeps.lacks_weights(engine):
             self.weights.lost(engine)
 
     def _heard_of_weights(
@@ -162,8 +162,9 @@ class EngineControl:
                 if self.weights.refused(engine, version, why):
                     self._shell.refuse_engine(engine, why)
 
-    def _advance(self) -> None:
-        self.sleeps.advance()
+    def _advance(self, only: str | None = None) -> None:
+        """Do what is due; ``only``: since something has changed of that engine, and of no other."""
+        self.sleeps.advance(only)
         self.publisher.advance()  # and has others look at what they wait for
 
     # ------------------------------------------------------------ pauses

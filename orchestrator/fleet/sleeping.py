@@ -98,6 +98,11 @@ class Sleeps:
         """Engines that need a whole update before they can serve."""
         return sorted(name for name, engine in self._engines.items() if engine.lacks_weights)
 
+    def lacks_weights(self, name: str) -> bool:
+        """Whether an engine is one of these."""
+        engine = self._engines.get(name)
+        return engine is not None and engine.lacks_weights
+
     def has_weights_asleep(self, name: str) -> bool:
         """Whether an engine's weights sleep."""
         engine = self._engines.get(name)
@@ -178,11 +183,16 @@ class Sleeps:
         self._engines.pop(name, None)
         self._note_new_weights()
 
-    def advance(self) -> None:
-        """Tell engines what they can do now; to be called whenever one or its weights changed."""
+    def advance(self, only: str | None = None) -> None:
+        """Tell engines what they can do now; to be called whenever one or its weights changed.
+
+        With ``only`` just that one is looked at, while none is to sleep: each publish has each of a
+        thousand engines say twice that something has changed.
+        """
         told: list[tuple[str, Message]] = []
-        for name, engine in sorted(self._engines.items()):
-            if engine.request is not None or engine.failure is not None:
+        for name in sorted(self._engines) if only is None or self.wanted.tags else (only,):
+            engine = self._engines.get(name)
+            if engine is None or engine.request is not None or engine.failure is not None:
                 continue
             word = self._word(engine)
             if isinstance(word, Wake) or (word is not None and self._may_sleep(name)):
@@ -231,8 +241,9 @@ class Sleeps:
 
     def _note_new_weights(self) -> None:
         """Where all engines have new weights, who joins need not put its own to sleep."""
-        engines = self._engines.values()
-        if engines and all(engine.has_new_weights for engine in engines):
+        if "weights" not in self.wanted.tags or not self._engines:
+            return
+        if all(engine.has_new_weights for engine in self._engines.values()):
             self.wanted.tags.discard("weights")
 
 
