@@ -53,8 +53,9 @@ from tidegate.transport.scoring import Scored, ScoreRefused
 OF_ENGINES = frozenset((ev.EngineJoined, ev.EngineLeft, ev.VersionPublished))
 """Events that the shell has its own part in. Most are not: one look must be enough to tell."""
 
-FREES_NO_PLACE = frozenset((ev.TurnAsked, ev.StepArrived))
-"""Events after which no more tasks may arrive than before. Most are."""
+FREES_NO_PLACE = frozenset((ev.TurnAsked, ev.StepArrived, ev.TaskArrived))
+"""Events after which no more tasks may arrive than before, and which the shell has no part in. Most
+are. Who has a task arrive looks for places by itself."""
 
 log = logging.getLogger("tidegate")
 
@@ -326,10 +327,10 @@ class Scheduler:
         """Feed events to the core and carry out its commands, in order."""
         may_free_places = False
         for event in events:
-            kind = type(event)
-            if kind in OF_ENGINES:
-                self._note_engines(event)
-            may_free_places = may_free_places or kind not in FREES_NO_PLACE
+            if type(event) not in FREES_NO_PLACE:
+                may_free_places = True
+                if type(event) in OF_ENGINES:
+                    self._note_engines(event)
             if self._journal is not None:
                 self._journal.log(event)
             for command in self.core.handle(event):

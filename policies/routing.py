@@ -46,6 +46,9 @@ class EngineLoads:
             insort(self.names, name)
         load = self._loads[name] = turns / capacity
         self._capacities[name] = capacity
+        if self._heap and self._heap[0][1] == name:  # outdated by this one: mostly it was chosen
+            heapq.heapreplace(self._heap, (load, name))
+            return
         heapq.heappush(self._heap, (load, name))
         if len(self._heap) > ENTRIES_PER_NAME * len(self._loads) + 16:
             self._heap = [(load, name) for name, load in self._loads.items()]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from tidegate.orchestrator.core.rollout import Rollout, RolloutState
+from tidegate.orchestrator.core.rollout import DISCARDED, FINISHED, Rollout
 
 
 class TaskKey(Struct, frozen=True, order=True, gc=False):
@@ -60,12 +60,12 @@ class Group:
     @property
     def finished(self) -> int:
         """Rollouts that have their reward."""
-        return sum(r.state is RolloutState.FINISHED for r in self.rollouts if r.branch_of is None)
+        return sum(r.state is FINISHED for r in self.rollouts if r.branch_of is None)
 
     @property
     def kept(self) -> list[Rollout]:
         """The rollouts that were not discarded, and their branches."""
-        return [r for r in self.rollouts if r.state is not RolloutState.DISCARDED]
+        return [r for r in self.rollouts if r.state is not DISCARDED]
 
     @property
     def kept_rewards(self) -> list[float]:
@@ -75,7 +75,7 @@ class Group:
             for rollout in self.rollouts
             if rollout.reward is not None
             and rollout.branch_of is None
-            and rollout.state is not RolloutState.DISCARDED
+            and rollout.state is not DISCARDED
         ]
 
     @property
@@ -83,7 +83,7 @@ class Group:
         """Rollouts that were not discarded, whatever their branches."""
         kept = 0
         for rollout in self.rollouts:
-            if rollout.branch_of is None and rollout.state is not RolloutState.DISCARDED:
+            if rollout.branch_of is None and rollout.state is not DISCARDED:
                 kept += 1
         return kept
 
@@ -92,10 +92,11 @@ class Group:
         """The oldest weights that sampled one of its kept tokens."""
         oldest = None  # in one pass: it is asked of every running group at each publish
         for rollout in self.rollouts:
-            if rollout.turns and rollout.state is not RolloutState.DISCARDED:
-                version = rollout.oldest_version
-                if version is not None and (oldest is None or version < oldest):
-                    oldest = version
+            if rollout.state is not DISCARDED:
+                for turn in rollout.turns:
+                    for run in turn.runs:
+                        if oldest is None or run.version < oldest:
+                            oldest = run.version
         return oldest
 
     @property

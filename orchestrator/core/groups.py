@@ -12,7 +12,14 @@ from tidegate.orchestrator.core.discards import Discards
 from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.ledger import Ledger
 from tidegate.orchestrator.core.prompts import Prompts
-from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
+from tidegate.orchestrator.core.rollout import (
+    DISCARDED,
+    FINISHED,
+    TRAINED,
+    Rollout,
+    RolloutState,
+    Turn,
+)
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
 from tidegate.orchestrator.turns.turns import TurnBook
 from tidegate.policies.filters import GroupFilter
@@ -206,7 +213,7 @@ class GroupBook:
                 row.state = RolloutState.EVALUATED
                 self.evaluation_ledger.discard_running(row.sampled_tokens, "evaluated")
             else:
-                row.state = RolloutState.FINISHED
+                row.state = FINISHED
                 self.ledger.finish(row.sampled_tokens)
         if group.is_evaluation:
             records = [ev.Record(row, group.task) for row in rows]
@@ -246,19 +253,23 @@ class GroupBook:
     def _rollout_ended(self, group: Group) -> list[ev.Command]:
         self.rollout_ends += 1
         group.running -= 1
-        if group.running and self._keeps_all:
-            return []
+        reason = None if self._keeps_all else self._judge(group)
+        if not group.running:
+            self._end(group)
+            is_rest = group.split_from is not None
+            needed = 1 if is_rest else min(KEPT_ROLLOUTS_MIN, self.group_size)
+            if group.num_kept < needed:
+                reason = "group_too_small"
+        return [] if reason is None else self.give_up_group(group, reason)
+
+    def _judge(self, group: Group) -> str | None:
+        """Why the filter rejects a group, one of whose rollouts has just ended."""
         own = group.kept_rewards
         rewards = [*group.sibling_rewards, *own]
         reason = self._prompts.filter.reject(rewards, running=group.running)
         if reason is not None or not group.running:
             self._prompts.note(group.digest, own)
-        if not group.running:
-            self._end(group)
-            needed = 1 if group.is_rest else min(KEPT_ROLLOUTS_MIN, self.group_size)
-            if group.num_kept < needed:
-                reason = "group_too_small"
-        return [] if reason is None else self.give_up_group(group, reason)
+        return reason
 
     def _end(self, group: Group) -> None:
         """Its last episode has ended."""
@@ -313,7 +324,7 @@ class GroupBook:
         return [r for r in group.rollouts if r.rollout_id in self.running and r.branch_of is None]
 
     def _discard(self, rollout: Rollout, group: Group, reason: str) -> ev.Command:
-        rollout.state = RolloutState.DISCARDED
+        rollout.state = DISCARDED
         rollout.discard_reason = reason
         if not group.is_evaluation:
             self.discarded_rollouts[reason] += 1
@@ -335,7 +346,7 @@ class GroupBook:
         self.ledger.train(sum(lengths))
         self.discards.note_trained(lengths)
         for row in rows:
-            row.state = RolloutState.TRAINED
+            row.state = TRAINED
             row.oldest_trainable = oldest_trainable
         if oldest_trainable and (masked := sum(row.masked_tokens for row in rows)):
             self.ledger.mask(masked)
@@ -372,7 +383,7 @@ class GroupBook:
             if masked := rollout.masked_tokens:
                 self.ledger.mask(-masked)
             self.ledger.take_back(rollout.sampled_tokens)
-            rollout.state = RolloutState.FINISHED
+            rollout.state = FINISHED
             rollout.oldest_trainable = 0
         self.revision += 1
         self._rests += sum(group.is_rest for group in groups)

@@ -105,7 +105,10 @@ class Turn:
         self.sampling = sampling
         self.media = media
         """What the context was given beside tokens since the turn before."""
-        self.start = len(rollout.token_ids)
+        if media:
+            rollout.may_have_media = True
+        rollout.settle()
+        self.start = len(rollout.filed_token_ids)
         """Index in the rollout's context of the first output token."""
         self.filed = 0
         """Output tokens that are in the rollout's context."""
@@ -174,7 +177,9 @@ class Turn:
     def begin_run(self, version: int, engine: str) -> None:
         """The next token is sampled by ``version`` on ``engine``."""
         if version != self._version or engine != self._engine:
-            self.runs.append(VersionRun(version, self.length, engine))
+            held_back = self.held_back  # as in length: each turn comes by here
+            start = self.filed if held_back is None else self.filed + held_back.tokens_each
+            self.runs.append(VersionRun(version, start, engine))
             self._version, self._engine = version, engine
 
     def spans(self) -> list[VersionSpan]:
@@ -220,6 +225,16 @@ class RolloutState(StrEnum):
     """It will never be trained; ``discard_reason`` says why."""
 
 
+RUNNING, FINISHED, TRAINED, DISCARDED = (
+    RolloutState.RUNNING,
+    RolloutState.FINISHED,
+    RolloutState.TRAINED,
+    RolloutState.DISCARDED,
+)
+"""To look a member up in its class takes as long as a short method, and each rollout's state is
+looked at eight times."""
+
+
 def token_array(token_ids: "Sequence[int]") -> "array[int]":
     """As ``array("i", token_ids)``, whose time for a list is half as long again.
 
@@ -242,15 +257,16 @@ class Rollout:
     """One attempt at a prompt: its context, its turns, its reward; or a branch of one."""
 
     __slots__ = (
-        "_logprobs",
-        "_token_ids",
         "branch_of",
         "branches",
         "discard_reason",
         "ended_s",
+        "filed_logprobs",
+        "filed_token_ids",
         "fork_reason",
         "group_id",
         "index",
+        "may_have_media",
         "oldest_trainable",
         "reward",
         "rollout_id",
@@ -264,10 +280,13 @@ class Rollout:
         self.index = index
         """Place in the group, 0 <= index < group_size."""
         self.turns: list[Turn] = []
-        self._token_ids: array[int] = array("i")
-        self._logprobs: array[float] = array("f")
+        self.filed_token_ids: array[int] = array("i")
+        """As :attr:`token_ids`, for who knows that nothing is held back."""
+        self.filed_logprobs: array[float] = array("f")
+        self.may_have_media = False
+        """Whether a turn was ever given any: hardly one is, and each is asked."""
         self.reward: float | None = None
-        self.state = RolloutState.RUNNING
+        self.state = RUNNING
         self.discard_reason: str | None = None
         self.ended_s = nan
         """When its episode ended, by the clock of the run's loop: for figures. Nothing is decided
@@ -309,33 +328,32 @@ class Rollout:
         """Append given tokens (a prompt, an observation) to the context."""
         if not isinstance(token_ids, array):
             token_ids = token_array(token_ids)  # refuses what is no token id before any change
-        self.token_ids.extend(token_ids)
-        self._logprobs.frombytes(bytes(4 * len(token_ids)))  # 0.0 each
+        self.settle()
+        self.filed_token_ids.extend(token_ids)
+        self.filed_logprobs.frombytes(bytes(4 * len(token_ids)))  # 0.0 each
+
+    def settle(self) -> None:
+        """File what is held back of it."""
+        turns = self.turns
+        if turns and (held_back := turns[-1].held_back) is not None:
+            held_back.settle()
 
     @property
     def token_ids(self) -> "array[int]":
         """Everything the model read and wrote, in order; always the same array."""
-        turns = self.turns
-        if turns and (held_back := turns[-1].held_back) is not None:
-            held_back.settle()
-        return self._token_ids
+        self.settle()
+        return self.filed_token_ids
 
     @property
     def logprobs(self) -> "array[float]":
         """One per token of the context; 0.0 where it was given, not sampled."""
-        turns = self.turns
-        if turns and (held_back := turns[-1].held_back) is not None:
-            held_back.settle()
-        return self._logprobs
+        self.settle()
+        return self.filed_logprobs
 
     @property
     def media(self) -> list[Media]:
         """What its turns were given beside tokens, in order."""
-        media: list[Media] = []
-        for turn in self.turns:  # asked for each turn, and there are hardly ever any
-            if turn.media:
-                media += turn.media
-        return media
+        return [each for turn in self.turns for each in turn.media]
 
     @property
     def sampled_end(self) -> int:

@@ -61,7 +61,8 @@ class Deadlines(Generic[About]):
         loop = task.get_loop()
         due_s = self._now_s(loop) + self._timeout_s
         self._due_s[task] = (due_s, about)
-        self._call_by(due_s, loop)
+        if self._timer is None or self._timer.when() > due_s:
+            self._call_by(due_s, loop)
 
     def left_s(self, task: Task) -> float:
         """How much time it has; for ever, if its time is up or never began."""

@@ -34,6 +34,8 @@ from tidegate.orchestrator.weights.model_files import ModelFiles
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
+_replace = msgspec.structs.replace
+
 
 class Episode(ScoringEpisode):
     """One attempt at a task, or a branch of one. It takes one turn at a time; branches, theirs."""
@@ -63,7 +65,7 @@ class Episode(ScoringEpisode):
         parent: "Episode | None" = None,
     ) -> None:
         """``parent``: of a branch, what it was forked from."""
-        super().__init__(rollout, generating)
+        ScoringEpisode.__init__(self, rollout, generating)  # super() takes as long as all of it
         self._salt: int = 0 if parent is None else mixed(parent._salt + len(parent.branches) + 1)
         """Tells a branch's random numbers from others'; made of its place, the same in any run."""
         self.branches: list[Episode] = []
@@ -290,7 +292,7 @@ class Episode(ScoringEpisode):
         self._is_reserved = False
         if self._is_generating:
             raise RuntimeError("an episode takes one turn at a time; await the first generate()")
-        if not self.num_tokens:
+        if not (self._rollout.filed_token_ids if self._past is None else self._past.tokens):
             raise RuntimeError("the context is empty; append a prompt first")
         sampling = sampling_params(
             self._defaults.max_tokens if max_tokens is None else max_tokens,
@@ -305,9 +307,9 @@ class Episode(ScoringEpisode):
     def _completed(self, sampling: SamplingParams, options: SamplingOptions) -> SamplingParams:
         """With the run's adapter and the turn's own seed, where the episode names none."""
         if self._defaults.adapter and "adapter" not in options:
-            sampling = msgspec.structs.replace(sampling, adapter=self._defaults.adapter)
+            sampling = _replace(sampling, adapter=self._defaults.adapter)
         if "seed" not in options:
-            sampling = msgspec.structs.replace(sampling, seed=self._next_seed())
+            sampling = _replace(sampling, seed=self._next_seed())
         return sampling
 
     async def _sample(self, sampling: SamplingParams, timeout_s: float | None) -> GeneratedTurn:
@@ -360,12 +362,13 @@ class Episode(ScoringEpisode):
         if self._past is not None:
             self._forget_the_past()
         self._is_over = True
-        self._take_scores_back()
+        if self._asking:
+            self._take_scores_back()
 
     def turn_rewards(self) -> list[TurnsRewarded]:
         """What single turns were rewarded with, of this row and its branches."""
         given: list[TurnsRewarded] = []
-        rewards = [(turn.number, r) for turn in self._turns if (r := turn.reward) is not None]
+        rewards = [(turn.number, r) for turn in self._turns if (r := turn.given_reward) is not None]
         if rewards:
             given.append(TurnsRewarded(self._rollout.rollout_id, tuple(rewards)))
         for branch in self.branches:
@@ -376,8 +379,8 @@ class Episode(ScoringEpisode):
         """A turn of the past keeps its own: its group has another number since, if it was split."""
         if self._past is not None:
             return self._past.next_seed
-        seed = self._defaults.seed + self._salt
-        return turn_seed(seed, self._rollout, len(self._rollout.turns))
+        rollout = self._rollout
+        return turn_seed(self._defaults.seed + self._salt, rollout, len(rollout.turns))
 
     async def _turn_again(
         self, past: Recollection, sampling: SamplingParams, media: tuple[Media, ...]

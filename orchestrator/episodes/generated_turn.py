@@ -21,7 +21,8 @@ class GeneratedTurn:
     def __init__(self, turn: Turn, tokenizer: Tokenizer) -> None:
         self._turn = turn
         self._tokenizer = tokenizer
-        self._reward: float | None = None
+        self.given_reward: float | None = None
+        """As :attr:`reward`, for who only reads it: each turn is asked."""
         self.message: dict[str, Any] | None = None
         """Asked for with messages: what was said, as a message to be sent with the next ones."""
 
@@ -74,11 +75,11 @@ class GeneratedTurn:
     def reward(self) -> float | None:
         """Its own, beside that of the rollout: to be set before the episode returns, for trainers
         that credit single turns (``Batch.turn_rewards``). It is added to nothing."""
-        return self._reward
+        return self.given_reward
 
     @reward.setter
     def reward(self, value: float) -> None:
-        self._reward = checked_reward(value)
+        self.given_reward = checked_reward(value)
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:

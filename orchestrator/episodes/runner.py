@@ -73,7 +73,7 @@ class EpisodeTask(SteppedTask):
     def __init__(
         self, runner: "EpisodeRunner", rollout: Rollout, task: object, function: EpisodeFunction
     ) -> None:
-        super().__init__(runner.rounds)
+        SteppedTask.__init__(self, runner.rounds)  # super() takes as long as a short method
         self._runner = runner
         self.rollout = rollout
         self._task = task
@@ -193,7 +193,8 @@ class EpisodeRunner:
             raise self._broken
         episode = Episode(task.rollout, self._model, self, self._defaults)
         self._deadlines.begin(task, (task.rollout, episode))
-        self._give_budget(task)
+        if self._budget_s is not None:
+            self._give_budget(task, self._budget_s)
         if self._diary is not None:
             self._diary.begins(task.rollout)
         return episode
@@ -211,7 +212,7 @@ class EpisodeRunner:
             # Cancelled for its rollout was given up, or for the run ends: what it says is void.
             if event is not None and not (number in self.left.stubborn or self._is_ending):
                 assert task.episode is not None
-                self._handle([*task.episode.turn_rewards(), event])
+                self._handle((*task.episode.turn_rewards(), event))
         finally:
             if self._diary is not None:
                 self._diary.ends(task.rollout, "failed" if error is not None else "returned")
@@ -238,7 +239,7 @@ class EpisodeRunner:
         else:
             raise reward
         if not self._is_ending:  # else a resumed run goes on with what is unfinished
-            self._settle(task.episode)
+            self._settle(task.rollout, task.episode)
         return event
 
     def _failed(self, task: "EpisodeTask", error: BaseException) -> ev.Event:
@@ -252,18 +253,20 @@ class EpisodeRunner:
             self._count_failure(rollout, error)
         return ev.EpisodeFailed(rollout.rollout_id, reason)
 
-    def _settle(self, episode: Episode) -> None:
+    def _settle(self, rollout: Rollout, episode: Episode) -> None:
         episode.end()
         self.left.ended.append(weakref.ref(episode))
-        # Its rollout has left those rows out that have no tokens.
-        for row in episode.rows if episode.branches else (episode,):
-            if left := self._waiting.turns.pop(row.rollout_id, None):
+        numbers = [rollout.rollout_id]
+        if episode.branches:  # its rollout has left those rows out that have no tokens
+            numbers = [row.rollout_id for row in episode.rows]
+        for number in numbers:
+            if left := self._waiting.turns.pop(number, None):
                 fail(left, RunClosed(EPISODE_IS_OVER))
 
     def _give_up(self, episode_of: tuple[Rollout, Episode]) -> None:
         """Go on without an episode that goes on after it was cancelled at its deadline."""
         rollout, episode = episode_of
-        self._settle(episode)
+        self._settle(rollout, episode)
         if rollout.rollout_id in self.left.stubborn:
             return  # it was stopped, and the core waits for it no more
         self.left.stubborn.add(rollout.rollout_id)
@@ -327,13 +330,13 @@ class EpisodeRunner:
         finally:
             if number not in self._parking.rows:
                 self._deadlines.let_go(task)
-            self._give_budget(task)
+            if self._budget_s is not None:
+                self._give_budget(task, self._budget_s)
         if self._diary is not None:
             self._diary.goes_on(rollout)
 
-    def _give_budget(self, task: "EpisodeTask") -> None:
-        if self._budget_s is not None:
-            task.parks_at_left_s = self._deadlines.left_s(task) - self._budget_s
+    def _give_budget(self, task: "EpisodeTask", budget_s: float) -> None:
+        task.parks_at_left_s = self._deadlines.left_s(task) - budget_s
 
     @contextlib.contextmanager
     def doing(self, rollout: Rollout, name: str) -> Iterator[None]:

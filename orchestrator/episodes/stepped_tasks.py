@@ -14,6 +14,9 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
+_set_result = asyncio.Future.set_result
+"""To be called at once: to look it up by ``super()`` takes as long as it does."""
+
 
 class Rounds:
     """The tasks of one loop that can go on."""
@@ -57,9 +60,10 @@ class SteppedFuture(asyncio.Future[Result]):
 
     def set_result(self, result: Result, /) -> None:
         """As any future's."""
-        super().set_result(result)
-        if self.waiter is not None:
-            self.waiter.wake()
+        _set_result(self, result)
+        waiter = self.waiter
+        if waiter is not None:
+            waiter._rounds.add(waiter)
 
     def set_exception(self, exception: type[BaseException] | BaseException, /) -> None:
         """As any future's."""
@@ -102,7 +106,7 @@ class SteppedTask(asyncio.Future[None]):
 
     def __init__(self, rounds: Rounds) -> None:
         """Begins in the next round."""
-        super().__init__(loop=rounds.loop)
+        asyncio.Future.__init__(self, loop=rounds.loop)
         self._rounds = rounds
         self._context = contextvars.copy_context()
         self._coro: Coroutine[Any, Any, Any] | None = None
@@ -139,7 +143,11 @@ class SteppedTask(asyncio.Future[None]):
         failure: BaseException | None = None
         _enter_task(loop, self)  # type: ignore[arg-type]
         try:
-            waits_for = self._go_on()
+            if self._coro is None or self._error is not None or self._must_cancel:
+                waits_for = self._begin_or_throw()
+            else:
+                self._fut_waiter = None
+                waits_for = self._context.run(self._coro.send, None)
             self._wait_for(waits_for)
             return
         except StopIteration as returned:
@@ -154,10 +162,10 @@ class SteppedTask(asyncio.Future[None]):
             self.end(value, failure)
         finally:
             failure = None  # whose traceback holds this frame
-            super().set_result(None)
+            _set_result(self, None)
             self._coro = self._fut_waiter = None
 
-    def _go_on(self) -> Any:
+    def _begin_or_throw(self) -> Any:
         error, self._error, self._fut_waiter = self._error, None, None
         if self._must_cancel:
             self._must_cancel = False

@@ -193,9 +193,11 @@ def _pack(
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths)))
     tokens = int(cu_seqlens[-1])
     oldest_trainable = max((rollout.oldest_trainable for rollout in rollouts), default=0)
-    weight_versions = _versions(rollouts, tokens)
+    weight_versions = _versions(rollouts, lengths.tolist())
     token_ids = np.frombuffer(b"".join(contexts), dtype=np.int32)
-    logprobs = np.frombuffer(bytearray().join([r.logprobs for r in rollouts]), dtype=np.float32)
+    # Who asked for the contexts has had all filed that was held back.
+    joined_logprobs = bytearray().join([rollout.filed_logprobs for rollout in rollouts])
+    logprobs = np.frombuffer(joined_logprobs, dtype=np.float32)
     return PackedBatch(
         token_ids=torch.from_numpy(token_ids.astype(np.int64)),
         position_ids=torch.from_numpy(np.arange(tokens) - np.repeat(cu_seqlens[:-1], lengths)),
@@ -208,13 +210,13 @@ def _pack(
 
 
 def _versions(
-    rollouts: Sequence[Rollout], tokens: int
+    rollouts: Sequence[Rollout], lengths: Sequence[int]
 ) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
     """Who sampled each token of all rows: told by where that changes, as there are far fewer."""
     versions: list[int] = []
     starts: list[int] = []
     offset = 0
-    for rollout in rollouts:
+    for rollout, length in zip(rollouts, lengths, strict=True):
         given_from = 0  # in this row
         for turn in rollout.turns:
             if not turn.runs:
@@ -225,13 +227,12 @@ def _versions(
             for run in turn.runs:
                 starts.append(offset + turn.start + run.start)
                 versions.append(run.version)
-            given_from = turn.start + turn.length
-        length = len(rollout.token_ids)
+            given_from = turn.start + turn.filed
         if length > given_from:
             starts.append(offset + given_from)
             versions.append(NOT_SAMPLED)
         offset += length
-    bounds = np.array([*starts, tokens], dtype=np.int64)
+    bounds = np.array([*starts, offset], dtype=np.int64)
     return np.repeat(np.array(versions, dtype=np.int32), bounds[1:] - bounds[:-1])
 
 

@@ -53,11 +53,11 @@ class TaskFeed:
             await self._wants_tasks.wait()
 
     async def _take(self) -> None:
-        taken = 0
-        while self._core.capacity_groups:
-            core = self._core
+        taken = places = 0
+        core, is_async = self._core, self.source.is_async
+        while places or (places := core.capacity_groups):
             prefers_returned = core.policy.prefers_returned(core.groups)
-            if self.source.is_async:
+            if is_async:
                 task = await self.source.next(prefers_returned=prefers_returned)
                 if task is not None and not core.capacity_groups:  # there was some before the wait
                     self.source.give_back(task)
@@ -67,6 +67,7 @@ class TaskFeed:
             if task is None:
                 self._handle([ev.TasksExhausted()], None)
                 return
+            places = 0 if is_async else places - 1  # it was waited for: ask again
             digest = task_digest(task.task) if self._wants_digests else b""
             arrived = ev.TaskArrived(task.task, task.key, digest)
             self._handle([arrived], self._episode_of(task.key))
@@ -74,6 +75,7 @@ class TaskFeed:
             if self.source.has_ended():
                 self._handle([ev.TasksExhausted()], None)
             elif taken % TASKS_PER_TURN == 0:
+                places = 0
                 await asyncio.sleep(0)
 
     async def _pass_by_the_taken(self) -> None:

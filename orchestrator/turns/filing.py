@@ -34,9 +34,9 @@ class Submission:
         self.version = -1
         """Of the last tokens of this submission; -1 before the first."""
         rollout = turn.rollout
-        self.token_ids = rollout.token_ids
-        """The rollout's context, here to be found at once; so is the rest."""
-        self.logprobs = rollout.logprobs
+        self.token_ids = rollout.filed_token_ids
+        """What is filed of the rollout's context, here to be found at once; so is the rest."""
+        self.logprobs = rollout.filed_logprobs
         self.is_evaluation = rollout.group_id < 0
 
     def begin_run(self, event: StepArrived) -> None:
@@ -115,16 +115,17 @@ def _added(steady: SteadySteps, event: StepArrived, tokens_each: int) -> StepOut
 def _file_each(rows: list[Submission], event: StepArrived, tokens_each: int) -> StepOutcome:
     """The same number of tokens in each row, and every one is wanted: an engine's usual step."""
     split = splitter(len(rows), 4 * tokens_each).unpack
-    evaluation_rows = 0
+    version, evaluation_rows = event.version, 0
     for row, token_ids, logprobs in zip(
         rows, split(event.token_ids), split(event.logprobs), strict=True
     ):
-        if row.version != event.version:
+        if row.version != version:
             row.begin_run(event)
         row.token_ids.frombytes(token_ids)
         row.logprobs.frombytes(logprobs)
         row.turn.filed += tokens_each
-        evaluation_rows += row.is_evaluation
+        if row.is_evaluation:
+            evaluation_rows += 1
     evaluation_tokens = tokens_each * evaluation_rows
     return StepOutcome([], tokens_each * len(rows) - evaluation_tokens, evaluation_tokens)
 

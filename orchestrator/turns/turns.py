@@ -201,7 +201,9 @@ class TurnBook:
     def _send(self, turn: Turn, priority: int, name: str) -> Submit:
         handle = self.next_handle
         self.next_handle = (handle + 1) & 0xFFFFFFFF
-        length, rollout, sampling = turn.length, turn.rollout, turn.sampling
+        rollout, sampling = turn.rollout, turn.sampling
+        rollout.settle()
+        length = turn.filed
         submission = self.engines[name].submissions[handle] = Submission(turn, priority, length)
         turn.place = (name, handle)
         self.placement.rank(name, self.live_version)
@@ -214,7 +216,7 @@ class TurnBook:
             priority=priority,
             sampled_before=length,
             session=rollout.rollout_id + 1,  # 0 is nobody's
-            media=rollout.media,
+            media=rollout.media if rollout.may_have_media else [],
         )
         return Submit(name, message)
 

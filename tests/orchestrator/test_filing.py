@@ -183,7 +183,7 @@ def test_many_steps_of_the_same_turns_are_filed_at_once_and_nobody_can_tell() ->
         filing.file(submissions, step({h: [(10 * n + h, -1.0)] for h in submissions}, version=4))
     assert turns[1].held_back is not None
     assert turns[1].length == 10
-    assert len(turns[1].rollout._token_ids) < 3 + 10  # the rest waits
+    assert len(turns[1].rollout.filed_token_ids) < 3 + 10  # the rest waits
     assert turns[1].rollout.token_ids.tolist() == [1, 2, 3, *range(1, 100, 10)]
     assert turns[2].token_ids.tolist() == list(range(2, 100, 10))
 
