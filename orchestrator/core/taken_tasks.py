@@ -40,8 +40,9 @@ class TakenTasks:
         if key is not None:
             self.requeued.discard(key)
             return key
-        key = TaskKey(self.offer, self.count)
-        self.counts[self.offer] += 1
+        count = self.counts[self.offer]
+        key = TaskKey(self.offer, count)
+        self.counts[self.offer] = count + 1
         return key
 
     def put_back(self, key: TaskKey) -> None:

@@ -18,6 +18,9 @@ LOGPROB_MAX = 1e-3
 LOGPROB_MIN = -1e9
 """Not even a masked-out token's is lower, and one that was sampled was not masked out."""
 
+STEPS_REMEMBERED = 2048
+"""Mostly a step's turns are those of its engine's step before: enough for a thousand engines."""
+
 _FINISH_CODES = bytes(range(CANCELLED + 1))
 
 _highest = np.maximum.reduce
@@ -89,7 +92,7 @@ def check_step(step: StepArrived, *, vocab_size: int, newest_version: int) -> No
             _check_prefill(step, prefill, tokens.pop(prefill.turn, 0), newest_version)
 
 
-@lru_cache(maxsize=256)  # mostly a step's turns are those of the engine's step before
+@lru_cache(maxsize=STEPS_REMEMBERED)
 def _are_different(turns: bytes) -> bool:
     handles = memoryview(turns).cast("I").tolist()
     return len(set(handles)) == len(handles)
