@@ -87,6 +87,17 @@ class Runner(Protocol):
         """
 
 
+def sizes_of(rows: Sequence[Row], kinds: list[int]) -> RowSizes:
+    """What the rows' layout follows from, if they are of these kinds."""
+    return RowSizes(
+        kinds=kinds,
+        tokens=[len(row.token_ids) for row in rows],
+        samples=[row.sampling is not None for row in rows],
+        scored=[0 if row.scoring is None else row.scoring.positions for row in rows],
+        adapters=[row.adapter for row in rows],
+    )
+
+
 class ModelRunner:
     """Runs one model on one thread, by our own code."""
 
@@ -198,14 +209,7 @@ class ModelRunner:
 
     def _layout_of(self, rows: Sequence[Row]) -> StepLayout:
         """That of the last step, if these rows have the sizes that those had."""
-        tokens = [len(row.token_ids) for row in rows]
-        sizes = RowSizes(
-            kinds=[self._kind(count, row.start) for count, row in zip(tokens, rows, strict=True)],
-            tokens=tokens,
-            samples=[row.sampling is not None for row in rows],
-            scored=[0 if row.scoring is None else row.scoring.positions for row in rows],
-            adapters=[row.adapter for row in rows],
-        )
+        sizes = sizes_of(rows, [self._kind(len(row.token_ids), row.start) for row in rows])
         if self._layout is None or self._layout.sizes != sizes:
             self._layout = StepLayout(sizes)
         return self._layout

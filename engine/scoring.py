@@ -72,24 +72,25 @@ def score_logits(logits: torch.Tensor, row: RowScoring) -> RowScore:
     # Part by part: its exponentials stay in the caches, and no sum loses small ones to its size.
     parts = [part.logsumexp(-1) for part in torch.split(logits, VOCAB_PART, -1)]
     log_z = torch.stack(parts).logsumexp(0)
-    token_ids = torch.from_numpy(row.token_ids).long()
+    token_ids = torch.from_numpy(row.token_ids).long().to(logits.device)
     own = logits.gather(-1, token_ids[:, None])
-    logprobs = (own.squeeze(-1) - log_z).numpy()
+    logprobs = (own.squeeze(-1) - log_z).cpu().numpy()
     if not row.top_logprobs:
         return RowScore(logprobs=logprobs)
     top = logits.topk(row.top_logprobs, -1)
     return RowScore(
         logprobs=logprobs,
-        top_ids=top.indices.numpy().astype(np.int32),
-        top_logprobs=(top.values - log_z[:, None]).numpy(),
-        ranks=((logits > own).sum(-1) + 1).numpy().astype(np.int32),
+        top_ids=top.indices.cpu().numpy().astype(np.int32),
+        top_logprobs=(top.values - log_z[:, None]).cpu().numpy(),
+        ranks=((logits > own).sum(-1) + 1).cpu().numpy().astype(np.int32),
     )
 
 
 def score_hidden(hidden: torch.Tensor, row: RowScoring) -> RowScore:
     """What a row says that wants its hidden states [P, H], or their sum."""
     wide = hidden.float()
-    return RowScore(values=(wide.sum(0, keepdim=True) if row.reads == "sum" else wide).numpy())
+    values = wide.sum(0, keepdim=True) if row.reads == "sum" else wide
+    return RowScore(values=values.cpu().numpy())
 
 
 def join_scores(scores: Sequence[RowScore]) -> RowScore:
@@ -118,7 +119,7 @@ def in_pieces(row: RowScoring, vocab_size: int) -> Iterator[tuple[slice, RowScor
 
 def _score(weights: Weights, hidden: torch.Tensor, row: RowScoring) -> RowScore:
     if row.reads == "rewards":
-        return RowScore(values=weights.logits(hidden[-1:]).numpy())
+        return RowScore(values=weights.logits(hidden[-1:]).cpu().numpy())
     if row.reads != "logprobs":
         return score_hidden(hidden, row)
     pieces = in_pieces(row, weights.config.vocab_size)

@@ -19,6 +19,8 @@ from types import FrameType
 
 import torch
 
+from tidegate.engine.device.devices import CPU, find_device
+from tidegate.engine.device.memory import DeviceMemory
 from tidegate.engine.drafts.draft_sources import open_drafts
 from tidegate.engine.drafts.drafts import DraftSource
 from tidegate.engine.link import Link
@@ -67,14 +69,8 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
         if arguments.keys is not None:
             keys = read_engine_keys(arguments.keys)
         ranks = Ranks(arguments.tensor_parallel, is_deterministic=arguments.deterministic)
-        model = open_model(
-            arguments.model,
-            arguments.dtype,
-            is_deterministic=arguments.deterministic,
-            quantize=arguments.quantize,
-            shard=ranks.shard,
-            group=ranks.group,
-        )
+        device = find_device(arguments.device)
+        model = _model(arguments, device, ranks)
         limits = _limits(arguments, model)
         options = _options(arguments, limits)
         torch.set_num_threads(arguments.threads)
@@ -96,7 +92,8 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
     staging = ranks.staging(model.allocate, Home(arguments.connect, keys))
     try:
         scheduler = Scheduler(limits, options=options, scoring=model.scoring, drafts=drafts)
-        sleeper = ranks.sleeper(runner, staging, scheduler, model.reload)
+        memory = None if device is None else DeviceMemory(device)
+        sleeper = ranks.sleeper(runner, staging, scheduler, model.reload, memory)
         loop = EngineLoop(
             link, runner=runner, scheduler=scheduler, staging=staging, sleeper=sleeper
         )
@@ -123,6 +120,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=("auto", "float32", "bfloat16"),
         default="auto",
         help="what to compute in; auto: as the model directory says",
+    )
+    parser.add_argument(
+        "--device",
+        default=CPU,
+        help="what to compute on: cpu, cuda or cuda:N (which takes Triton); default: cpu",
     )
     parser.add_argument("--num-blocks", type=int, help="KV blocks; default: 256 MiB of them")
     parser.add_argument("--block-tokens", type=int, default=16)
@@ -167,6 +169,28 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="end when the thread that started this process does; of which process it is",
     )
     return parser.parse_args(argv)
+
+
+def _model(arguments: argparse.Namespace, device: torch.device | None, ranks: Ranks) -> ServedModel:
+    if device is None:
+        return open_model(
+            arguments.model,
+            arguments.dtype,
+            is_deterministic=arguments.deterministic,
+            quantize=arguments.quantize,
+            shard=ranks.shard,
+            group=ranks.group,
+        )
+    from tidegate.engine.device import model  # which imports Triton's kernels
+
+    model.refuse_on_device(
+        device,
+        is_deterministic=arguments.deterministic,
+        quantize=arguments.quantize,
+        tensor_parallel=arguments.tensor_parallel,
+        speculate=arguments.speculate,
+    )
+    return model.open_on_device(arguments.model, arguments.dtype, device)
 
 
 def _limits(arguments: argparse.Namespace, model: ServedModel) -> EngineLimits:

@@ -170,7 +170,7 @@ def _refuse(
         raise ValueError(f"temperature divides logits and must be > 0, got {temperature}")
 
 
-@jit
+@jit(do_not_specialize=["tokens"])
 def _head_logprobs_kernel(
     hidden_ptr,  # [T, WIDTH]
     head_ptr,  # [V, WIDTH]

@@ -31,7 +31,11 @@ except ImportError:
 
         constexpr = object
 
-    jit = _Unlaunchable
+    def _unlaunchable(kernel: Any = None, **options: Any) -> Any:
+        """What ``triton.jit`` is without Triton, with options or without."""
+        return _Unlaunchable if kernel is None else _Unlaunchable(kernel)
+
+    jit = _unlaunchable
     tl = _Language
     INTERPRETED = False
 

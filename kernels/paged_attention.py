@@ -226,7 +226,7 @@ def _folded(state, score, value):
     return new_peak, total, summed
 
 
-@jit
+@jit(do_not_specialize=["tokens", "window"])
 def _attend_kernel(
     query_ptr,  # [T, A, D]
     cache_ptr,  # [blocks, 2, K, BLOCK_TOKENS, D]
@@ -299,7 +299,7 @@ def _attend_kernel(
         tl.store(log_sums_ptr + vector, peak + tl.log(total), mask=is_query)
 
 
-@jit
+@jit(do_not_specialize=["vectors", "splits"])
 def _merge_kernel(
     partial_ptr,  # [Z, vectors, D]
     log_sums_ptr,  # [Z, vectors], -inf where a split held nothing that is seen

@@ -107,7 +107,7 @@ def _refuse_shapes(total: torch.Tensor, update: torch.Tensor | None, weight: tor
         )
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def _residual_norm_kernel(
     total_ptr,  # [T, W, D], updated
     update_ptr,  # [T * W, D]

@@ -115,6 +115,9 @@ class RunSettings(BaseModel):
     ``lookup`` guesses from what a turn has read and written before; ``rollouts`` from earlier
     samples of its prompt, too; ``draft:DIRECTORY`` by a smaller model with the same vocabulary."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    """What the engines that the run starts compute on: ``cpu``, ``cuda`` or ``cuda:1`` (which takes
+    a CUDA build of torch, and Triton). They share it if there are several."""
     threads_per_engine: Count = 1
     weight_channel: Literal["shm", "zmq", "relay", "collective", "disk"] = "shm"
     """How weights travel: shared memory; ZeroMQ, to engines on any host; ``relay``, the same but

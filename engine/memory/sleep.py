@@ -7,19 +7,12 @@ Weights that come by an update wake what sleeps: the update fills the memory bes
 and the swap puts it in their place.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
-from tidegate.engine.memory.returned_memory import (
-    OffloadedBytes,
-    Region,
-    anonymous_bytes,
-    available_bytes,
-    give_back,
-    regions_of,
-    take_again,
-    trim_heap,
-)
+import torch
+
+from tidegate.engine.memory import returned_memory
 from tidegate.engine.runner import Runner
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore
@@ -62,6 +55,54 @@ class Turns(Protocol):
         """The KV of all turns is gone: they are to be computed again."""
 
 
+class Offloaded(Protocol):
+    """What some memory held, elsewhere."""
+
+    def restore(self, beat: Callable[[], None]) -> None:
+        """Put all of it back where it was, and forget it."""
+
+    def close(self) -> None:
+        """Forget it. Harmless if repeated."""
+
+
+class Memory(Protocol):
+    """Where weights and KV are: the host, or a device. A region is a piece of it, with ``nbytes``;
+    what else a region is, is the memory's own business."""
+
+    def regions_of(self, tensors: Iterable[torch.Tensor]) -> Sequence[Any]:
+        """The memory behind these tensors, each piece once, also while it is given back."""
+
+    def give_back(self, regions: Sequence[Any]) -> None:
+        """Let others have it."""
+
+    def take_again(self, regions: Sequence[Any], beat: Callable[[], None]) -> None:
+        """Have what was given back, as zeros."""
+
+    def offload(self, regions: Sequence[Any], beat: Callable[[], None]) -> Offloaded:
+        """Copy what it holds to elsewhere."""
+
+    def trim(self) -> None:
+        """Let others have what was freed, and is kept."""
+
+    def used_bytes(self) -> int:
+        """What this process has of it."""
+
+    def available_bytes(self) -> int:
+        """What there is to be had."""
+
+
+class HostMemory:
+    """This machine's."""
+
+    regions_of = staticmethod(returned_memory.regions_of)
+    give_back = staticmethod(returned_memory.give_back)
+    take_again = staticmethod(returned_memory.take_again)
+    offload = staticmethod(returned_memory.OffloadedBytes)
+    trim = staticmethod(returned_memory.trim_heap)
+    used_bytes = staticmethod(returned_memory.anonymous_bytes)
+    available_bytes = staticmethod(returned_memory.available_bytes)
+
+
 class Sleeper:
     """The memory of one engine that can be given back."""
 
@@ -72,14 +113,19 @@ class Sleeper:
         turns: Turns,
         *,
         reload: Callable[[WeightStore, Callable[[], None]], None],
+        memory: Memory | None = None,
     ) -> None:
-        """``reload`` fills weights from the model directory, and calls back now and then."""
+        """``reload`` fills weights from the model directory, and calls back now and then.
+
+        ``memory`` is where weights and KV are; None: the host's.
+        """
         self._runner = runner
         self._staging = staging
         self._turns = turns
         self._reload = reload
+        self._memory: Memory = HostMemory() if memory is None else memory
         self._asleep: set[MemoryTag] = set()
-        self._offloaded: OffloadedBytes | None = None
+        self._offloaded: Offloaded | None = None
         """What the weights were, if they sleep at level 1."""
         self._are_the_directorys = True
         """Whether the live weights are those of the model directory."""
@@ -124,31 +170,32 @@ class Sleeper:
         return [self._sleep(asked)]
 
     def _sleep(self, asked: Sleep) -> Message:
-        before = anonymous_bytes()
+        before = self._memory.used_bytes()
         try:
             if "weights" in asked.tags:
                 self._put_weights_to_sleep(asked.level)
             if "kv_cache" in asked.tags and "kv_cache" not in self._asleep:
                 self._turns.forget_kv()
                 self._asleep.add("kv_cache")
-                give_back(self._kv_regions())
+                self._memory.give_back(self._kv_regions())
         except OSError as error:
             return SleepFailed(
                 request=asked.request, message=cut(f"can't give memory back: {error}")
             )
         finally:
             self._hold()
-        trim_heap()
-        returned = max(0, before - anonymous_bytes())
+        self._memory.trim()
+        returned = max(0, before - self._memory.used_bytes())
         return Asleep(request=asked.request, tags=self.asleep, returned_bytes=returned)
 
     def _put_weights_to_sleep(self, level: SleepLevel) -> None:
         if "weights" not in self._asleep:
             regions = self._weight_regions()
             if level == 1 and not self.lacks_weights:
-                self._offloaded = OffloadedBytes(regions, self.beat)
+                self._offloaded = self._memory.offload(regions, self.beat)
             self._asleep.add("weights")
-            give_back([*regions, *self._staging.regions()])
+            buffer = self._memory.regions_of(self._staging.tensors())
+            self._memory.give_back([*regions, *buffer])
         if level == 2:
             self._forget_offloaded()
 
@@ -167,7 +214,7 @@ class Sleeper:
             if "weights" in tags:
                 self._wake_weights()
             if "kv_cache" in tags:
-                take_again(self._kv_regions(), self.beat)
+                self._memory.take_again(self._kv_regions(), self.beat)
         except (OSError, TidegateError) as error:
             return SleepFailed(request=message.request, message=cut(str(error)))
         self._asleep.difference_update(tags)
@@ -189,11 +236,11 @@ class Sleeper:
         Raises:
             OutOfMemory: whoever had it meanwhile has it still.
         """
-        regions: list[Region] = []
+        regions: list[Any] = []
         regions += self._weight_regions() if "weights" in tags else []
         regions += self._kv_regions() if "kv_cache" in tags else []
         needed = self._processes * sum(region.nbytes for region in regions)
-        available = available_bytes()
+        available = self._memory.available_bytes()
         if needed > available:
             raise OutOfMemory(
                 doing=f"to wake {' and '.join(tags)}",
@@ -222,8 +269,8 @@ class Sleeper:
     def _hold(self) -> None:
         self._turns.hold(bool(self.asleep) or self.lacks_weights)
 
-    def _weight_regions(self) -> list[Region]:
-        return regions_of(self._runner.weights.tensors())
+    def _weight_regions(self) -> Sequence[Any]:
+        return self._memory.regions_of(self._runner.weights.tensors())
 
-    def _kv_regions(self) -> list[Region]:
-        return regions_of(self._runner.cache_tensors())
+    def _kv_regions(self) -> Sequence[Any]:
+        return self._memory.regions_of(self._runner.cache_tensors())

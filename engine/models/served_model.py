@@ -19,6 +19,7 @@ from tidegate.engine.scores import HIDDEN_WANTS, ScoringTraits
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.engine.weights.weights import Weights, fill_from_directory
 from tidegate.errors import ConfigError, ModelError, ModelNotComputed
+from tidegate.kernels.native import Native
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and our own models do without it
     from tidegate.engine.models.fallback_weights import FallbackWeights
@@ -156,7 +157,7 @@ class OwnModel:
         self._local = shard.local(config)
         self._dtype = _dtype(dtype, config.dtype)
         self._is_deterministic = is_deterministic
-        self._native = native_for(config, self._dtype)
+        self._native = self._find_native()
         if is_deterministic and self._native is None:
             raise ConfigError(
                 f"deterministic: this machine has no compiled code for {config.architecture} in "
@@ -204,6 +205,10 @@ class OwnModel:
             shard=self._shard,
             group=self._group,
         )
+
+    def _find_native(self) -> Native | None:
+        """Compiled code for the model, if there is any."""
+        return native_for(self._config, self._dtype)
 
     @property
     def _packs(self) -> bool | None:

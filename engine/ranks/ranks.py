@@ -6,7 +6,7 @@ An engine of one rank has nothing of it: no process, no sums, the same runner an
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from tidegate.engine.memory.sleep import Sleeper, Turns
+from tidegate.engine.memory.sleep import Memory, Sleeper, Turns
 from tidegate.engine.ranks.shards import Shard
 from tidegate.engine.runner import ModelRunner, Runner
 from tidegate.engine.weights.staging import Staging
@@ -100,10 +100,11 @@ class Ranks:
         staging: Staging,
         turns: Turns,
         reload: Callable[[WeightStore, Callable[[], None]], None],
+        memory: Memory | None = None,
     ) -> Sleeper:
-        """What gives memory back on all of them."""
+        """What gives memory back on all of them; ``memory`` is as the sleeper's, of one rank."""
         if self._team is None:
-            return Sleeper(runner, staging, turns, reload=reload)
+            return Sleeper(runner, staging, turns, reload=reload, memory=memory)
         from tidegate.engine.ranks.ranked_sleep import RankedSleeper
 
         return RankedSleeper(runner, staging, turns, reload=reload, team=self._team)

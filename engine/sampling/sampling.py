@@ -163,10 +163,10 @@ def _draw_plain(
     logits: torch.Tensor, sampling: Sequence[RowSampling], native: Native
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     temperatures = np.array([one.temperature for one in sampling], np.float32)
-    return native.draw(logits.contiguous(), temperatures, *_random_numbers(sampling))
+    return native.draw(logits.contiguous(), temperatures, *random_numbers(sampling))
 
 
-def _random_numbers(
+def random_numbers(
     sampling: Sequence[RowSampling],
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     """Which each row is drawn by: of which seeds, the how manieth."""
@@ -179,7 +179,7 @@ def _columns(sampling: Sequence[RowSampling]) -> _Columns:
         np.array([one.temperature for one in sampling], np.float32),
         np.array([one.top_k for one in sampling], np.int64),
         np.array([one.top_p for one in sampling], np.float32),
-        uniforms(*_random_numbers(sampling)),
+        uniforms(*random_numbers(sampling)),
     )
 
 

@@ -8,7 +8,7 @@ decode steps of the main thread go on beside them.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -17,7 +17,6 @@ from queue import SimpleQueue
 import torch
 
 from tidegate.engine.memory.memory import blame_memory
-from tidegate.engine.memory.returned_memory import Region, regions_of
 from tidegate.engine.weights import lora as adapters
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import TidegateError, WeightsRefused
@@ -199,11 +198,11 @@ class Staging:
             self._fail(self._update, f"given up: {why}")
         return not self.is_busy
 
-    def regions(self) -> list[Region]:
-        """The buffer's memory, while nothing is under way; its contents are wanted by nobody."""
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """The buffer's, while nothing is under way; their contents are wanted by nobody."""
         if self.is_busy:
             raise AssertionError("the staging thread uses its buffer")
-        return regions_of(self._buffer.tensors()) if self._buffer is not None else []
+        return self._buffer.tensors() if self._buffer is not None else ()
 
     def close(self) -> None:
         """Stop the thread, in the midst of an update if need be."""

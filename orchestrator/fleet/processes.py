@@ -213,6 +213,8 @@ def engine_options(settings: RunSettings, name: str, address: str) -> list[str]:
         "max-running-turns": settings.max_running_turns,
         "threads": settings.threads_per_engine,
     }
+    if settings.device != "cpu":
+        options["device"] = settings.device
     if settings.num_blocks is not None:
         options["num-blocks"] = settings.num_blocks
     if settings.speculate is not None:

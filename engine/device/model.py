@@ -1,0 +1,99 @@
+"""What does a device serve of a model directory? Our own models, or a refusal by name.
+
+It knows nothing of turns or messages. What isn't computed on a device yet is refused here, before
+anything is loaded.
+"""
+
+from pathlib import Path
+
+import torch
+
+from tidegate.engine.device.runner import DeviceRunner
+from tidegate.engine.device.weights import DeviceWeights
+from tidegate.engine.memory.memory import blame_memory
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.models.served_model import SMALLER_MODEL, DtypeChoice, OwnModel
+from tidegate.engine.runner import Runner
+from tidegate.engine.weights.weights import fill_from_directory
+from tidegate.errors import ConfigError, ModelNotComputed
+from tidegate.kernels.native import Native
+from tidegate.kernels.residual_norm import WIDTH_MAX
+
+
+def open_on_device(path: Path, dtype: DtypeChoice, device: torch.device) -> "DeviceModel":
+    """Find out whether ``device`` can compute the model in ``path``.
+
+    Raises:
+        ModelError: nobody can serve it.
+        ConfigError: an engine without a device can.
+    """
+    try:
+        config = ModelConfig.from_directory(path)
+    except ModelNotComputed as error:
+        raise ConfigError(
+            f"device={device}: {error}, and what transformers computes is computed on the CPU; "
+            f"serve another model, or set device to cpu"
+        ) from error
+    if config.experts is not None:
+        raise ConfigError(
+            f"device={device}: {config.architecture} is a mixture of experts, which no device "
+            f"computes yet; serve a dense model, or set device to cpu"
+        )
+    if config.hidden_size > WIDTH_MAX:
+        raise ConfigError(
+            f"device={device}: {config.architecture} has hidden_size {config.hidden_size}, and the "
+            f"kernels' norms are {WIDTH_MAX} wide at most; set device to cpu"
+        )
+    return DeviceModel(path, config, dtype, device)
+
+
+def refuse_on_device(
+    device: torch.device,
+    *,
+    is_deterministic: bool,
+    quantize: str | None,
+    tensor_parallel: int,
+    speculate: str | None,
+) -> None:
+    """Refuse settings that engines on a device don't have yet.
+
+    Raises:
+        ConfigError: one is set.
+    """
+    draft_model = speculate if speculate and speculate.startswith("draft:") else None
+    settings = {
+        "deterministic": is_deterministic or None,
+        "quantize": quantize,
+        "tensor_parallel": tensor_parallel if tensor_parallel > 1 else None,
+        "speculate": draft_model,
+    }
+    for name, value in settings.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name}={value!r} is not there yet on device={device}; leave {name} out, or set "
+                f"device to cpu"
+            )
+
+
+class DeviceModel(OwnModel):
+    """A model that our own code computes, on a device."""
+
+    def __init__(
+        self, path: Path, config: ModelConfig, dtype: DtypeChoice, device: torch.device
+    ) -> None:
+        super().__init__(path, config, dtype)
+        self._device = device
+
+    def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
+        """Load the weights, and make room for the KV cache."""
+        with blame_memory(doing=f"for the weights of {self._path}", remedy=SMALLER_MODEL):
+            weights = self.allocate()
+            fill_from_directory(weights, self._path)
+        return DeviceRunner(self._config, weights, num_blocks=num_blocks, block_tokens=block_tokens)
+
+    def allocate(self) -> DeviceWeights:
+        """Make room for a second version."""
+        return DeviceWeights.on_device(self._config, self._dtype, self._device)
+
+    def _find_native(self) -> Native | None:
+        return None

@@ -1,0 +1,112 @@
+"""Where are a step's tokens, as kernels want to know it? From rows to arrays, on the host.
+
+It computes nothing of the model's, and moves nothing: what it makes is sent in one transfer. Rows
+of one token are put before all others, for kernels launch them apart: they have so much more
+context than queries that it is split.
+
+Letters in shapes: R rows of a group, T tokens, B blocks of a row, S tokens asked for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tidegate.engine.runner import Row, sizes_of
+from tidegate.engine.step_layout import BlockTables, Range, StepLayout
+from tidegate.kernels.attention import Ints
+from tidegate.kernels.optional_triton import next_power_of_2
+from tidegate.kernels.paged_attention import PagedRows
+
+TABLE_BLOCKS_MIN = 16
+"""A table's width is a power of two from here on: Triton compiles a kernel anew for a stride that
+is no multiple of 16."""
+
+SINGLE, SEVERAL = range(2)
+"""Kinds of rows: of one token, and of more."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenGroup:
+    """Rows that one launch attends for."""
+
+    first_token: int
+    end_token: int
+    rows: PagedRows
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """The index tensors of one step, on the device."""
+
+    token_ids: torch.Tensor
+    """[T], as are the next two; int64."""
+    positions: torch.Tensor
+    slots: torch.Tensor
+    """Where keys and values go: ``block * block_tokens + offset``."""
+    asked: torch.Tensor
+    """[S], int64: the tokens to sample after, then those to score."""
+    groups: Sequence[TokenGroup]
+    """In the order of their tokens, which together are all T."""
+
+
+class HostPlan:
+    """The arrays of one step, and what is known of them without looking at the device."""
+
+    def __init__(self, layout: StepLayout, rows: Sequence[Row], tables: Ints, block: int) -> None:
+        """``rows`` and ``tables`` are in the layout's order; a ``block`` has so many tokens."""
+        starts = np.array([row.start for row in rows], np.int64)
+        positions = starts[layout.row_of_token] + layout.places
+        places, offsets = np.divmod(positions, block)
+        slots = tables[layout.row_of_token, places] * block + offsets
+        token_ids = np.concatenate([row.token_ids for row in rows], dtype=np.int64)
+        self.arrays: list[npt.NDArray[Any]] = [token_ids, positions, slots, layout.asked.numpy()]
+        self._ranges = layout.ranges
+        self._counts_max: list[int] = []
+        for part in layout.ranges:
+            self._add_group(part, layout.counts, starts, tables, block)
+
+    def _add_group(
+        self, part: Range, counts: Ints, starts: Ints, tables: Ints, block_tokens: int
+    ) -> None:
+        its = slice(part.first_row, part.end_row)
+        ends = starts[its] + counts[its]
+        blocks = -(-int(ends.max()) // block_tokens)
+        width = max(TABLE_BLOCKS_MIN, next_power_of_2(blocks))
+        table = np.zeros((part.end_row - part.first_row, width), np.int32)
+        table[:, :blocks] = tables[its, :blocks]
+        offsets = np.concatenate([[0], np.cumsum(counts[its])])
+        self.arrays += [offsets.astype(np.int32), starts[its].astype(np.int32), table]
+        # How many tiles a launch has is a specialisation too; those too many end at once.
+        self._counts_max.append(next_power_of_2(int(counts[its].max())))
+
+    def on_device(self, sent: Sequence[torch.Tensor]) -> DevicePlan:
+        """The plan of ``arrays`` once they are sent."""
+        groups = []
+        for number, part in enumerate(self._ranges):
+            offsets, starts, tables = sent[4 + 3 * number : 7 + 3 * number]
+            rows = PagedRows(offsets, starts, tables, self._counts_max[number])
+            groups.append(TokenGroup(part.first_token, part.end_token, rows))
+        token_ids, positions, slots, asked = sent[:4]
+        return DevicePlan(token_ids, positions, slots, asked, groups)
+
+
+class HostPlanner:
+    """Plans steps, and keeps what successive ones share."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._layout: StepLayout | None = None
+        self._tables = BlockTables()
+
+    def plan(self, rows: Sequence[Row]) -> HostPlan:
+        """Lay the rows' tokens out one after another."""
+        sizes = sizes_of(rows, [SINGLE if len(row.token_ids) == 1 else SEVERAL for row in rows])
+        if self._layout is None or self._layout.sizes != sizes:
+            self._layout = StepLayout(sizes)
+        ordered = [rows[n] for n in self._layout.order]
+        tables = self._tables.of([row.block_table for row in ordered])
+        return HostPlan(self._layout, ordered, tables, self._block_tokens)

@@ -1,0 +1,91 @@
+"""Is a device that is not there, or what no device does yet, refused at the start, by name?"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import make_model_directory
+from tidegate.engine import worker
+from tidegate.engine.device.devices import find_device
+from tidegate.engine.device.model import DeviceModel, open_on_device, refuse_on_device
+from tidegate.errors import ConfigError
+from tidegate.orchestrator.config import run_settings
+from tidegate.orchestrator.fleet.processes import engine_options
+
+CUDA = torch.device("cuda:0")
+
+
+def test_the_cpu_is_no_device() -> None:
+    assert find_device("cpu") is None
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:0,1", "tpu:0", ""])
+def test_other_names_than_cuda_are_no_devices(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"cpu, cuda or cuda:N, got {name!r}"):
+        find_device(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_an_engine_that_finds_no_cuda_says_so_and_does_not_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--connect", "ipc://nowhere", "--model", str(tmp_path), "--engine", "e0"]
+
+    assert worker.main([*options, "--device", "cuda:1"]) == worker.UNUSABLE
+
+    said = capsys.readouterr().err
+    assert "device='cuda:1'" in said
+    assert "finds no CUDA device here" in said
+    assert "set device to cpu" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("is_deterministic", True),
+        ("quantize", "int8"),
+        ("tensor_parallel", 2),
+        ("speculate", "draft:models/small"),
+    ],
+)
+def test_what_no_device_does_yet_is_refused_by_name(name: str, value: Any) -> None:
+    nothing: dict[str, Any] = {
+        "is_deterministic": False,
+        "quantize": None,
+        "tensor_parallel": 1,
+        "speculate": "lookup",
+    }
+    refuse_on_device(CUDA, **nothing)
+    with pytest.raises(ConfigError, match=rf"{name.removeprefix('is_')}=.* device=cuda:0"):
+        refuse_on_device(CUDA, **nothing | {name: value})
+
+
+def test_models_that_no_device_computes_are_refused_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM is a mixture of experts"):
+        open_on_device(make_model_directory(tmp_path / "moe", "qwen3_moe"), "auto", CUDA)
+    with pytest.raises(ConfigError, match="computed on the CPU; serve another model"):
+        open_on_device(make_model_directory(tmp_path / "gpt2", "gpt2"), "auto", CUDA)
+
+
+def test_a_model_on_a_device_is_opened_like_any_other(tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path, "llama", num_hidden_layers=1)
+
+    model = open_on_device(path, "bfloat16", torch.device("cpu"))
+
+    assert isinstance(model, DeviceModel)
+    assert model.kv_token_bytes() == 2 * 2 * 16 * 2  # keys and values, heads, of 16, in bfloat16
+    runner = model.make_runner(num_blocks=3, block_tokens=8)
+    assert (runner.num_blocks, runner.block_tokens) == (3, 8)
+    assert {tensor.dtype for tensor in runner.cache_tensors()} == {torch.bfloat16}
+
+
+def test_a_run_tells_its_engines_the_device(tmp_path: Path) -> None:
+    on_one = run_settings(model=tmp_path, device="cuda:1")
+    assert "--device cuda:1" in " ".join(engine_options(on_one, "e0", "ipc://somewhere"))
+    assert "--device" not in engine_options(run_settings(model=tmp_path), "e0", "ipc://somewhere")
+    with pytest.raises(ConfigError, match="device"):
+        run_settings(model=tmp_path, device="gpu")

@@ -1,0 +1,129 @@
+"""Does an engine compute on a real GPU what it does on the CPU? Skipped where there is none.
+
+``python -m pytest tests/engine/test_on_a_gpu.py tests/kernels`` on a machine with CUDA and Triton.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.driving import GREEDY, DrivenTurn, drive
+from tests.engine.orchestra import named_buffers
+from tests.models import make_model_directory
+from tidegate.engine.device.memory import DeviceMemory
+from tidegate.engine.device.runner import DeviceRunner
+from tidegate.engine.device.weights import DeviceWeights
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.runner import ModelRunner, RowSampling
+from tidegate.engine.weights.staging import Staging
+from tidegate.engine.weights.weights import fill_from_directory, load_directory
+from tidegate.transport.messages import StartWeightUpdate, WeightsStaged
+from tidegate.transport.weight_channels import sender
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device, and Triton"
+)
+
+DEVICE = torch.device("cuda:0")
+MIB = 2**20
+
+
+def weights_on_device(path: Path, dtype: torch.dtype = torch.float32) -> DeviceWeights:
+    weights = DeviceWeights.on_device(ModelConfig.from_directory(path), dtype, DEVICE)
+    fill_from_directory(weights, path)
+    return weights
+
+
+def runner_on_device(path: Path, dtype: torch.dtype = torch.float32) -> DeviceRunner:
+    weights = weights_on_device(path, dtype)
+    return DeviceRunner(weights.config, weights, num_blocks=512, block_tokens=16)
+
+
+def runner_on_cpu(path: Path) -> ModelRunner:
+    config = ModelConfig.from_directory(path)
+    weights = load_directory(path, config, torch.float32, is_packed=False)
+    return ModelRunner(config, weights, num_blocks=512, block_tokens=16)
+
+
+def turns() -> list[DrivenTurn]:
+    lengths = (1, 5, 16, 50, 140, 300)
+    drawn = [RowSampling(1.0, 0, 1.0, 7, 0), RowSampling(0.8, 20, 0.9, 8, 0)]
+    prompts = [[(7 * n + length) % 96 for n in range(length)] for length in lengths]
+    return [
+        DrivenTurn(prompt, [GREEDY, *drawn][n % 3], ((64,), (3, 5, 1, 7))[n % 2])
+        for n, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "gemma2"])
+def test_tokens_and_log_probs_are_those_of_the_cpu(tmp_path: Path, architecture: str) -> None:
+    path = make_model_directory(tmp_path, architecture, initializer_range=0.1)
+    here, there = turns(), turns()
+
+    drive(runner_on_cpu(path), here, new_tokens=32)
+    drive(runner_on_device(path), there, new_tokens=32)
+
+    for one, other in zip(here, there, strict=True):
+        assert other.sampled == one.sampled
+        assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)
+
+
+def test_bfloat16_log_probs_stay_near_those_of_float32(tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path, "qwen3", initializer_range=0.05)
+    exact, rounded = turns(), turns()
+
+    drive(runner_on_cpu(path), exact, new_tokens=1)
+    drive(runner_on_device(path, torch.bfloat16), rounded, new_tokens=1)
+
+    greedy = [n for n, turn in enumerate(exact) if turn.sampling is GREEDY]
+    for n in greedy:
+        assert rounded[n].logprobs == pytest.approx(exact[n].logprobs, abs=0.1)
+
+
+def test_weights_are_staged_beside_steps_and_served_after_the_swap(tmp_path: Path) -> None:
+    paths = [make_model_directory(tmp_path / str(n), "qwen3", seed=n) for n in range(2)]
+    runner, expected, driven = runner_on_device(paths[0]), turns(), turns()
+    drive(runner_on_device(paths[1]), expected, new_tokens=8)
+    staging, channel = Staging(lambda: weights_on_device(paths[0])), sender("shm")
+    try:
+        staging.init(channel.init())
+        staging.start(StartWeightUpdate(version=1))
+        for update in channel.write(1, named_buffers(paths[1])):
+            staging.update(update)
+        answers = []
+        while not answers:
+            drive(runner, turns(), new_tokens=2)  # decoding goes on meanwhile
+            answers = staging.take_answers()
+        assert [type(one) for one in answers] == [WeightsStaged]
+        runner.swap(staging.exchange(1, runner.weights))
+    finally:
+        staging.close()
+        channel.close()
+
+    drive(runner, driven, new_tokens=8)
+
+    assert [turn.sampled for turn in driven] == [turn.sampled for turn in expected]
+    assert [turn.logprobs for turn in driven] == [turn.logprobs for turn in expected]
+
+
+def test_memory_that_sleeps_is_given_back_to_the_device(tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path, "llama", intermediate_size=50_000)
+    runner, memory = runner_on_device(path), DeviceMemory(DEVICE)
+    expected, driven = turns(), turns()
+    drive(runner, expected, new_tokens=4)
+    weights = memory.regions_of(runner.weights.tensors())
+    cache = memory.regions_of(runner.cache_tensors())
+    taken = sum(region.nbytes for region in [*weights, *cache])
+    held = memory.offload(weights, lambda: None)
+    before = torch.cuda.mem_get_info(DEVICE)[0]
+
+    memory.give_back([*weights, *cache])
+    returned = torch.cuda.mem_get_info(DEVICE)[0] - before
+    held.restore(lambda: None)
+    memory.take_again(cache, lambda: None)
+
+    assert taken > 64 * MIB
+    assert returned > taken // 2  # torch returns whole segments, and some hold other things too
+    drive(runner, driven, new_tokens=4)
+    assert [turn.logprobs for turn in driven] == [turn.logprobs for turn in expected]
