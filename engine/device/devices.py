@@ -46,7 +46,7 @@ def _refuse_without_triton(name: str) -> None:
     except ImportError as error:
         raise ConfigError(
             f"device={name!r}: the kernels that compute there are written in Triton, which is not "
-            f"installed; pip install triton, or set device to cpu"
+            f'installed; pip install "tidegate[gpu]", or set device to cpu'
         ) from error
 
 

@@ -18,7 +18,7 @@ from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner, RowSampling
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weights import fill_from_directory, load_directory
-from tidegate.transport.messages import StartWeightUpdate, WeightsStaged
+from tidegate.transport.messages import Message, StartWeightUpdate, WeightsStaged
 from tidegate.transport.weight_channels import sender
 
 pytestmark = pytest.mark.skipif(
@@ -91,7 +91,7 @@ def test_weights_are_staged_beside_steps_and_served_after_the_swap(tmp_path: Pat
         staging.start(StartWeightUpdate(version=1))
         for update in channel.write(1, named_buffers(paths[1])):
             staging.update(update)
-        answers = []
+        answers: list[Message] = []
         while not answers:
             drive(runner, turns(), new_tokens=2)  # decoding goes on meanwhile
             answers = staging.take_answers()
