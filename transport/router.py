@@ -19,6 +19,7 @@ import zmq
 from tidegate.errors import AddressInUse, ConfigError
 from tidegate.transport.addresses import check_listener, refuse_living_listener
 from tidegate.transport.doorkeeper import Doorkeeper
+from tidegate.transport.drain_budget import DrainBudget
 from tidegate.transport.limits import ENGINE_FRAME_BYTES_MAX, cut
 from tidegate.transport.messages import Complaint, Message
 from tidegate.transport.more_frames import more_frames
@@ -42,7 +43,7 @@ send = zmq.backend.Socket.send
 """Without what pyzmq's own looks for first, for sockets of other kinds: half of its time."""
 
 FRAMES_PER_DRAIN = 1024
-"""Messages read before other callbacks get a turn: about 1 ms of reading."""
+"""Messages read before other callbacks get a turn, at most: about 1 ms of reading."""
 
 BYTES_PER_DRAIN = 16 * 1024 * 1024
 """The same for large messages: some milliseconds of copying, and the most that a batch may take."""
@@ -93,7 +94,9 @@ class RouterSocket:
         self._directory = PrivateDirectory(name) if address is None else None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_frames: OnFrames = _no_frames
-        self._budget_frames = FRAMES_PER_DRAIN
+        self._budget = DrainBudget(FRAMES_PER_DRAIN)
+        self._behind_since_s: float | None = None
+        """When the last reading was, if it left messages."""
         self._scheduled: asyncio.Handle | None = None
         self._clock: asyncio.TimerHandle | None = None
         """While messages are looked for by the clock; else the descriptor wakes."""
@@ -156,7 +159,8 @@ class RouterSocket:
             raise RuntimeError("this socket is already attached to an event loop; detach it first")
         if budget < 1:
             raise ValueError(f"budget counts messages per drain and must be >= 1, got {budget}")
-        self._loop, self._on_frames, self._budget_frames = loop, on_frames, budget
+        self._loop, self._on_frames, self._budget = loop, on_frames, DrainBudget(budget)
+        self._behind_since_s = None
         loop.add_reader(self._socket.FD, self._on_readable)
         self._schedule_drain()  # for what came before anyone watched
 
@@ -227,7 +231,12 @@ class RouterSocket:
         if self._scheduled is not None:
             self._scheduled.cancel()
             self._scheduled = None
+        assert self._loop is not None
+        now_s = self._loop.time()
+        if self._behind_since_s is not None:
+            self._budget.took(now_s - self._behind_since_s)
         batch, is_empty = self._read()
+        self._behind_since_s = None if is_empty else now_s
         if not is_empty:
             self._schedule_drain()
         if batch:
@@ -244,7 +253,7 @@ class RouterSocket:
         size = 0
         is_empty = False
         try:
-            for _ in range(self._budget_frames):
+            for _ in range(self._budget.frames):
                 peer = receive(no_wait)
                 body = receive(no_wait)
                 ask()
