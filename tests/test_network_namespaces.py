@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import zmq
 from safetensors.torch import load_file
+from zmq.utils.monitor import recv_monitor_message
 
 import tidegate
 from benchmarks.namespaces import Network, are_allowed
 from tests.models import make_model_directory
 from tidegate.orchestrator.records.audit import audit_run
 from tidegate.transport.security import make_keys
+from tidegate.transport.zeromq import new_socket
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("TIDEGATE_NAMESPACES") or not are_allowed(),
@@ -26,7 +29,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 WAIT_S = 100.0
-"""Far longer than anything here takes: reaching it is a failure, not a timing."""
+"""Far longer than anything here takes: reaching it is a failure, not a timing. Without questions of
+TCP's own it would be reached: a connection on which nothing is sent is believed in for ever."""
+
+WAIT_MS = round(1000 * WAIT_S)
 
 PORT = 7531
 
@@ -53,8 +59,41 @@ async def until_engines(rollouts: tidegate.Rollouts, count: int) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.parametrize("is_waited_for", [False, True], ids=["nothing-sent", "something-sent"])
+def test_both_ends_give_a_cut_connection_up_and_make_another_once_it_is_mended(
+    network: Network, is_waited_for: bool
+) -> None:
+    address = f"tcp://{network.address}:{PORT}"
+    near = new_socket(zmq.ROUTER, address)
+    monitor = near.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    near.bind(address)
+    command = network.command(0, sys.executable, "-m", "tests.transport.far_end", address)
+    far = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert near.poll(WAIT_MS)
+        peer, _ = near.recv_multipart()
+        network.cut(0)
+        if is_waited_for:
+            near.send_multipart([peer, b"anybody there?"])
+        assert monitor.poll(WAIT_MS)
+        assert recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
+        assert far.stdout is not None
+        assert [far.stdout.readline() for _ in range(2)] == ["connected\n", "broken\n"]
+        network.mend(0)
+        assert near.poll(WAIT_MS)
+        assert near.recv_multipart()[1] == b"here"
+        assert far.stdout.readline() == "connected\n"
+    finally:
+        far.kill()
+        far.communicate()
+        near.disable_monitor()
+        monitor.close()
+        near.close(linger=0)
+
+
+@pytest.mark.parametrize("channel", ["relay", "zmq"])
 async def test_a_host_that_is_cut_off_and_comes_back_costs_no_token(
-    network: Network, tmp_path: Path
+    network: Network, tmp_path: Path, channel: str
 ) -> None:
     model = make_model_directory(tmp_path / "qwen3")
     make_keys(tmp_path / "keys")
@@ -71,7 +110,7 @@ async def test_a_host_that_is_cut_off_and_comes_back_costs_no_token(
             **{"engines": 0, "group_size": 2, "groups_per_batch": 2, "max_running_turns": 8},
             address=address,
             keys=tmp_path / "keys",
-            weight_channel="relay",
+            weight_channel=channel,
             run_directory=tmp_path / "run",
             heartbeat_interval_s=0.2,
             engine_timeout_s=3.0,

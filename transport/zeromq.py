@@ -33,6 +33,14 @@ CONNECT_TIMEOUT_MS = 5_000
 """For a try to connect over TCP; then the next begins. The gaps between the system's own double:
 over a link that was gone for a minute one would come through half a minute after its mending."""
 
+ASKED_AFTER_S = 5
+"""Of silence on a TCP connection: until the system asks the other one, and between two times."""
+
+UNANSWERED_MAX_S = 15
+"""For what was sent over TCP, such a question too; then the connection is given up, at either end.
+The system's own is a quarter of an hour, and eternity where nothing is sent: so long one that a
+broken link left half-open would be trusted, and what is said over it would be lost."""
+
 COMPLAINTS_PER_S_MAX = 32
 """To one peer. Its other malformed messages are only counted."""
 
@@ -65,17 +73,31 @@ def new_socket(
     socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
-    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.IPV6, "[" in address)
+    outlive_links(socket)
     return socket
+
+
+def outlive_links(socket: Socket) -> None:
+    """Have a link that breaks without a word noticed in some 20 s, and one that is mended in 5.
+
+    By TCP itself, which counts what arrived, not messages: so a large one may take its time on a
+    slow link, as it may not where ZeroMQ's heartbeats must come between. Set it before connecting
+    or binding; it means nothing to ipc.
+    """
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, ASKED_AFTER_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, ASKED_AFTER_S)
+    socket.setsockopt(zmq.TCP_MAXRT, 1000 * UNANSWERED_MAX_S)
 
 
 def expect_life(socket: Socket, silent_s: float) -> None:
     """Have a connection given up, and made anew, once its other end is silent for so long.
 
     For one on which little is said, and that again if it is not answered: what was under way is
-    lost. Set it before connecting. Without, a link that breaks without a word is found mended at
-    TCP's next try only, whose gaps double too.
+    lost. Set it before connecting. It is more than :func:`outlive_links`, for it asks the process
+    at the other end, not its system.
     """
     interval_ms = round(1000 * silent_s / 4)
     socket.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)

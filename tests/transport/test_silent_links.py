@@ -1,18 +1,38 @@
-"""Is a sender found again behind a link that fell silent, though no end was told?"""
+"""Is an end that fell silent noticed, though nobody was told of its link's?
+
+What TCP's questions come to where a link is really cut: tests/test_network_namespaces.py.
+"""
 
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
+from tidegate.transport.sockets import DealerSocket, RouterSocket
+from tidegate.transport.trainer_sockets import TrainerDealer, TrainerRouter
+from tidegate.transport.tunnels import TunnelEntrance, TunnelExit
 from tidegate.transport.weight_channels import relay_sockets
+from tidegate.transport.weight_channels.base import Home
 from tidegate.transport.weight_channels.relay_sockets import RelaySockets, Upstream
+from tidegate.transport.weight_channels.zmq_receiver import ZmqReceiver
+from tidegate.transport.weight_channels.zmq_sender import ZmqSender
+from tidegate.transport.zeromq import ASKED_AFTER_S
 
 WAIT_S = 60.0
+
+ANYWHERE = "tcp://127.0.0.1:*"
+
+ESTABLISHED, KEEPALIVE = "01", "02"
+"""As /proc/net/tcp has them: a connection's state, and what its timer is for."""
+
+TICKS_PER_S = 100
+"""Of that file, on every machine."""
 
 
 class Link:
@@ -86,3 +106,81 @@ def test_a_relay_asks_over_another_connection_when_one_is_silent(
     assert ask() != before
     sockets.close()
     link.close()
+
+
+def engine_and_run(open_: ExitStack) -> str:
+    run = open_.enter_context(closing(RouterSocket(ANYWHERE, name="run")))
+    open_.enter_context(closing(DealerSocket(run.address, b"engine")))
+    return run.address
+
+
+def trainer_and_run(open_: ExitStack) -> str:
+    run = open_.enter_context(closing(TrainerRouter(ANYWHERE)))
+    open_.enter_context(closing(TrainerDealer(run.address, identity=b"trainer")))
+    return run.address
+
+
+def tunnel(open_: ExitStack) -> str:
+    entrance = open_.enter_context(closing(TunnelEntrance(ANYWHERE, None)))
+    far = TunnelExit(entrance.address, "far", None)
+    open_.callback(far._socket.close)
+    return entrance.address
+
+
+def weights_by_zmq(open_: ExitStack) -> str:
+    sender = open_.enter_context(closing(ZmqSender(ANYWHERE)))
+    home = Home(address=sender.address.replace("*", "127.0.0.1"))
+    open_.enter_context(closing(ZmqReceiver(sender.init(), home)))
+    return sender.address
+
+
+def relay_and_sender(open_: ExitStack) -> str:
+    sender = open_.enter_context(closing(ZmqSender(ANYWHERE)))
+    address = sender.address.replace("*", "127.0.0.1")
+    open_.enter_context(closing(RelaySockets(Upstream(address, None, None))))
+    return address
+
+
+def relay_and_relay(open_: ExitStack) -> str:
+    sender = open_.enter_context(closing(ZmqSender(ANYWHERE)))
+    up = Upstream(sender.address.replace("*", "127.0.0.1"), None, None)
+    first, next_ = (open_.enter_context(closing(RelaySockets(up))) for _ in range(2))
+    open_.enter_context(next_.to_parent(first.here))
+    return first.here
+
+
+@pytest.mark.parametrize(
+    "connected",
+    [
+        engine_and_run,
+        trainer_and_run,
+        tunnel,
+        weights_by_zmq,
+        relay_and_sender,
+        relay_and_relay,
+    ],
+)
+def test_both_ends_of_each_connection_are_asked_by_the_system_whether_they_live(
+    connected: Any,
+) -> None:
+    with ExitStack() as open_:
+        port = int(connected(open_).rpartition(":")[2])
+        give_up_s = time.monotonic() + WAIT_S
+        while not all_are_asked(ends := of_port(port)):
+            assert time.monotonic() < give_up_s, ends
+            time.sleep(0.01)  # it is the system's doing: nothing here is told of it
+
+
+def of_port(port: int) -> list[tuple[str, float]]:
+    """Each end of the connections to a port: what its timer is for, and when it is up."""
+    rows = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+    ends = []
+    for _, local, remote, state, _, timer, *_ in rows:
+        if state == ESTABLISHED and f"{port:04X}" in (local[-4:], remote[-4:]):
+            what, ticks = timer.split(":")
+            ends.append((what, int(ticks, 16) / TICKS_PER_S))
+    return ends
+
+
+def all_are_asked(ends: list[tuple[str, float]]) -> bool:
+    return len(ends) >= 2 and all(what == KEEPALIVE and s <= ASKED_AFTER_S for what, s in ends)

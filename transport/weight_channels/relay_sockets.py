@@ -19,7 +19,7 @@ from tidegate.transport.security import (
 )
 from tidegate.transport.weight_channels.zmq import SOCKET_BUFFER_BYTES
 from tidegate.transport.weight_channels.zmq_sender import QUEUED_MAX, REQUEST_BYTES_MAX
-from tidegate.transport.zeromq import CONNECT_TIMEOUT_MS, Context, Socket, expect_life
+from tidegate.transport.zeromq import Context, Socket, expect_life, outlive_links
 
 GUIDE_SILENT_S = 10.0
 """What the sender says there fits a packet, and sockets to parents are made anew anyway."""
@@ -73,7 +73,7 @@ class RelaySockets:
         made = self._context.socket(zmq.DEALER)
         made.setsockopt(zmq.LINGER, 0)
         made.setsockopt(zmq.IPV6, "[" in address)
-        made.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+        outlive_links(made)
         if silent_s is not None:
             expect_life(made, silent_s)
         if address.startswith("tcp:"):
@@ -97,6 +97,7 @@ class RelaySockets:
         made.setsockopt(zmq.SNDHWM, QUEUED_MAX)
         made.setsockopt(zmq.RCVHWM, QUEUED_MAX)
         made.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
+        outlive_links(made)
         keys = self._upstream.relay_keys
         if keys is not None:
             own = OrchestratorKeys(keys.public, keys.secret, frozenset({keys.public}))

@@ -31,7 +31,7 @@ from tidegate.transport.weight_channels.zmq import (
     decode_fetch,
     encode,
 )
-from tidegate.transport.zeromq import Context, Socket
+from tidegate.transport.zeromq import Context, Socket, outlive_links
 
 REQUEST_BYTES_MAX = 1024
 """A request is 60 bytes; larger frames are refused unread."""
@@ -132,6 +132,7 @@ class ZmqSender:
         socket.setsockopt(zmq.SNDHWM, QUEUED_MAX)
         socket.setsockopt(zmq.RCVHWM, QUEUED_MAX)
         socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
+        outlive_links(socket)
         if keys is not None:
             secure_listener(socket, keys)
             Doorkeeper(socket, keys)
