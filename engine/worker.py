@@ -140,7 +140,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--quantize",
-        choices=("int8",),
+        choices=("int8", "fp8"),
         help="round the layers' weights, of each version as it comes, to a byte each",
     )
     parser.add_argument(

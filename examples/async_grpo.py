@@ -47,7 +47,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--engines", type=int, default=2)
     add("--colocated", action="store_true", help="engines sleep while the trainer trains")
     add("--num-blocks", type=int, help="of each engine's KV cache; left out, 256 MiB of them")
-    add("--quantize", choices=("int8",), help="what engines round each version's weights to")
+    add("--quantize", choices=("int8", "fp8"), help="what engines round each version's weights to")
     add("--slots", type=int, default=16, help="turns that an engine decodes at once")
     add("--versions", type=int, default=60, help="weight versions to make")
     add("--groups-per-batch", type=int, default=GROUPS_PER_BATCH)

@@ -11,6 +11,7 @@ Letters in shapes: T tokens, N outputs, K inputs.
 """
 
 import ctypes
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,7 @@ class Int8Matrix:
 
     def rows(self, first: int, count: int) -> Rows:
         """Where the rows ``[first, first + count)`` go."""
-        return _Int8Rows(self, first, count)
+        return RoundedRows(self, first, count)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """The outputs [T, N] of ``x`` [T, K], with ``bias`` [N]."""
@@ -137,19 +138,33 @@ class _Functions:
         self.take = function(functions, "tg_take_int8", [POINTER] * 3 + [INT] * 2)
 
 
-class _Int8Rows:
-    def __init__(self, matrix: Int8Matrix, first: int, count: int) -> None:
+class _Rounded(Protocol):
+    shape: tuple[int, int]
+    storage: torch.Tensor
+
+    def put(self, first: int, source: torch.Tensor) -> None: ...
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+
+class RoundedRows:
+    """Some rows of a matrix whose weights are rounded as they come."""
+
+    def __init__(self, matrix: _Rounded, first: int, count: int) -> None:
         self._matrix, self._first, self._count = matrix, first, count
 
     def copy_(self, source: torch.Tensor, /) -> None:
+        """Round ``source``, and put it there."""
         if tuple(source.shape) != (self._count, self._matrix.shape[1]):
             raise ValueError(f"{list(source.shape)} is not the shape of {self._count} rows")
         self._matrix.put(self._first, source)
 
     def unpacked(self) -> torch.Tensor:
+        """A copy, as it was rounded."""
         return self._matrix.take(torch.arange(self._first, self._first + self._count))
 
     def storages(self) -> list[torch.Tensor]:
+        """All the memory that they lie in, with others."""
         return [self._matrix.storage]
 
 

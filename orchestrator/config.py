@@ -100,7 +100,7 @@ class RunSettings(BaseModel):
     processors: tuple[str, ...] = ()
     """Modules of logit processors, each with a dict ``PROCESSORS``, that engines import; from the
     directory that the run is started in, or PYTHONPATH."""
-    quantize: Literal["int8"] | None = None
+    quantize: Literal["int8", "fp8"] | None = None
     """What engines round the layers' weights to, of each version as it comes; trainer and publishes
     stay as they are. Log-probs are those sampled from, so of the rounded weights: have the loss
     correct for the difference. An audit rounds alike."""
@@ -229,6 +229,11 @@ def run_settings(**values: object) -> RunSettings:
             f"quantize={settings.quantize!r} and tensor_parallel={settings.tensor_parallel} don't "
             f"go together: an output's weights are rounded by the largest of them, and each rank "
             f"has some of them only; leave one out"
+        )
+    if settings.quantize == "fp8" and settings.deterministic:
+        raise ConfigError(
+            "quantize='fp8' and deterministic=True don't go together: products of fp8 weights are "
+            "torch's, whose sums depend on the batch; take quantize='int8', or leave one out"
         )
     if settings.tensor_parallel > 1 and settings.weight_channel in ("relay", "collective"):
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,22 +16,23 @@ from tidegate.orchestrator.records.audit import audit_run
 from tidegate.policies.diagnostics import measure_mismatch
 
 
+@pytest.mark.parametrize("quantize", ["int8", "fp8"])
 async def test_tokens_of_rounded_weights_are_audited_by_rounded_weights_and_by_no_others(
-    tmp_path: Path,
+    tmp_path: Path, quantize: Literal["int8", "fp8"]
 ) -> None:
     model, run = make_model_directory(tmp_path / "model", tied=False), tmp_path / "run"
     weights = Weights(model)
     policy: Any = transformers.AutoModelForCausalLM.from_pretrained(model)
     mismatches = []
     async with tidegate.serve(
-        model=model, **SMALL, quantize="int8", max_staleness=1, run_directory=run
+        model=model, **SMALL, quantize=quantize, max_staleness=1, run_directory=run
     ) as rollouts:
         async for batch in rollouts.batches(range(8), episode=two_turns):
             policy.load_state_dict(weights.state)  # what the newest tokens were published as
             mismatches.append(mismatch(policy, batch, rollouts.version))
             await rollouts.publish(weights.step())
         [engine] = rollouts.statistics().engines
-        assert engine.quantization == "int8"
+        assert engine.quantization == quantize
     report = audit_run(run)
     assert report.agrees, report.lines()
     assert report.versions > 1
@@ -54,11 +55,12 @@ def mismatch(policy: Any, batch: tidegate.Batch, version: int) -> float:
     return measure_mismatch(logprobs - batch.logprobs[:, 1:], newest).k3
 
 
-def test_rounding_is_refused_beside_ranks_and_for_models_of_transformers(tmp_path: Path) -> None:
+def test_rounding_is_refused_where_it_can_not_be(tmp_path: Path) -> None:
+    own = make_model_directory(tmp_path / "own")
     with pytest.raises(ConfigError, match="don't go together"):
-        tidegate.serve_sync(
-            model=make_model_directory(tmp_path / "own"), quantize="int8", tensor_parallel=2
-        )
+        tidegate.serve_sync(model=own, quantize="int8", tensor_parallel=2)
+    with pytest.raises(ConfigError, match="sums depend on the batch"):
+        tidegate.serve_sync(model=own, quantize="fp8", deterministic=True)
     with (
         pytest.raises(EngineStartFailed, match="transformers computes is in full precision"),
         tidegate.serve_sync(

@@ -17,7 +17,7 @@ from tidegate.engine.ranks.shards import WHOLE, Shard
 from tidegate.engine.runner import ModelRunner, Runner
 from tidegate.engine.scores import HIDDEN_WANTS, ScoringTraits
 from tidegate.engine.weights.weight_store import WeightStore
-from tidegate.engine.weights.weights import Weights, fill_from_directory
+from tidegate.engine.weights.weights import Quantization, Weights, fill_from_directory
 from tidegate.errors import ConfigError, ModelError, ModelNotComputed
 from tidegate.kernels.native import Native
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and our own models do
 
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 """What to compute in; ``auto``: as the model directory says."""
-
-Quantization = Literal["int8"]
-"""What layers' weights may be rounded to; one byte each, a scale for each output."""
 
 SMALLER_MODEL = "serve a smaller model, compute in bfloat16, or leave the machine more"
 """What helps where the weights don't fit."""
@@ -149,8 +146,13 @@ class OwnModel:
                 f"quantize={quantize!r} rounds an output's weights by the largest of them, and of "
                 f"tensor_parallel={shard.ranks} ranks each has some of them only; leave one out"
             )
+        if quantize == "fp8" and is_deterministic:
+            raise ConfigError(
+                "deterministic: products of fp8 weights are torch's, whose sums depend on the "
+                "batch; quantize to 'int8', or leave one out"
+            )
         self._path = path
-        self._is_quantized = quantize is not None
+        self._quantize = quantize
         self._config = config
         self._shard = shard
         self._group = group
@@ -201,7 +203,7 @@ class OwnModel:
             self._config,
             self._dtype,
             is_packed=self._packs,
-            is_quantized=self._is_quantized,
+            quantize=self._quantize,
             shard=self._shard,
             group=self._group,
         )

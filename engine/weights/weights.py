@@ -11,7 +11,7 @@ Letters in shapes: V vocabulary, H hidden, L labels.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -26,11 +26,21 @@ from tidegate.engine.ranks.shards import WHOLE, Shard
 from tidegate.engine.weights.lora import Adapter, Like, make_adapter
 from tidegate.engine.weights.weight_store import Place, WeightStore
 from tidegate.errors import ModelError, WeightsRefused
+from tidegate.kernels.fp8_matrix import make_fp8_matrix
 from tidegate.kernels.int8_matrix import make_int8_matrix
 from tidegate.kernels.weight_matrix import Matrix, PackedMatrix, make_matrix
 
 if TYPE_CHECKING:  # torch.distributed is for engines of several ranks
     from tidegate.engine.ranks.rank_group import RankGroup
+
+
+Quantization = Literal["int8", "fp8"]
+"""What layers' weights may be rounded to; one byte each, a scale for each output."""
+
+ROUNDED: dict[Quantization, Callable[[int, int, torch.dtype], Matrix]] = {
+    "int8": make_int8_matrix,
+    "fp8": make_fp8_matrix,
+}
 
 
 class Weights(WeightStore):
@@ -72,14 +82,14 @@ class Weights(WeightStore):
         dtype: torch.dtype,
         *,
         is_packed: bool | None = None,
-        is_quantized: bool = False,
+        quantize: Quantization | None = None,
         shard: Shard = WHOLE,
         group: "RankGroup | None" = None,
     ) -> "Weights":
         """Make room for one version, to be filled; the head is float32 whatever ``dtype`` is.
 
         ``is_packed`` tells matrices how to lie, whatever is faster on this machine;
-        ``is_quantized`` has those of the layers, but for the router, be of int8. Of a ``shard``
+        ``quantize`` has those of the layers, but for the router, be rounded to it. Of a ``shard``
         there is room for that part only; ``group`` computes the others.
         """
         local = shard.local(config)
@@ -88,7 +98,7 @@ class Weights(WeightStore):
         head = make_matrix(outputs, config.hidden_size, torch.float32, is_packed=is_packed)
         shares = config.tied_head and dtype == torch.float32
         exact = partial(make_matrix, dtype=dtype, is_packed=is_packed)
-        matrix = partial(make_int8_matrix, dtype=dtype) if is_quantized else exact
+        matrix = partial(ROUNDED[quantize], dtype=dtype) if quantize is not None else exact
         return cls(
             config,
             head if shares else make_matrix(*vocabulary, dtype, is_packed=False),

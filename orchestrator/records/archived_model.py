@@ -25,6 +25,9 @@ EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 ROUNDED = re.compile(r".*\.layers\.\d+\..+\.(q|k|v|o|gate|up|gate_up|down)_proj(\.weight)?")
 """What engines round that serve in bytes: layers' matrices; neither router, embedding nor head."""
 
+SMALLEST_STEP = 1e-30
+"""Of outputs all of whose weights are zero: what they are divided by must not be."""
+
 
 def load_version(
     version: int, where: Callable[[int], Path], adapter: str = "", *, quantization: str = ""
@@ -58,13 +61,26 @@ def load_version(
 
 @torch.no_grad()
 def _round(model: Any, quantization: str) -> None:
-    """Round each output's weights to multiples of a 127th of the largest of them."""
-    if quantization != "int8":
+    """Round each output's weights to what can be told with a byte, and a scale for all of them."""
+    if quantization not in ("int8", "fp8"):
         raise AuditError(f"weights were rounded to {quantization!r}, which an audit can't repeat")
     for name, weights in model.named_parameters():
         if weights.dim() > 1 and ROUNDED.fullmatch(name):
-            steps = (weights.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
-            weights.copy_((weights / steps).round() * steps)
+            largest = weights.abs().amax(-1, keepdim=True)
+            if quantization == "int8":
+                steps = (largest / 127).clamp_min(SMALLEST_STEP)
+                weights.copy_((weights / steps).round() * steps)
+            else:
+                steps = (largest / 448).clamp_min(SMALLEST_STEP)
+                weights.copy_(_as_e4m3(weights / steps) * steps)
+
+
+def _as_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """The nearest numbers of four bits before or after the point, from 2**-6 on; below, multiples
+    of 2**-9. By arithmetic, not by torch's own type: it shall prove that."""
+    exponents = (torch.frexp(x).exponent - 1).clamp_min(-6)
+    quanta = torch.ldexp(torch.ones_like(x), exponents - 3)
+    return (x / quanta).round() * quanta
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Do new weights reach a real engine while turns run, and does it say whose KV they attend to?"""
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tests.engine.orchestra import (
     GREEDY,
     LONG,
+    PATIENCE_S,
     PROMPT,
     Models,
     Orchestra,
@@ -33,6 +35,7 @@ from tidegate.transport.messages import (
     WeightsLive,
     WeightsStaged,
 )
+from tidegate.transport.weight_channels.zmq_sender import ZmqSender
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,42 @@ def audit(turn: int, engine: Orchestra, models: Models) -> None:
     versions = set(engine.turns[turn].versions)
     versions |= {span.version for p in engine.turns[turn].prefills for span in p.spans}
     assert_replays(turn, engine, {v: models.weights[v % 2] for v in versions})
+
+
+class HeldSender(ZmqSender):
+    """One that answers nobody before it may."""
+
+    def __init__(self) -> None:
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+        super().__init__()
+
+    def _answer(self, peer: bytes, frames: list[bytes]) -> None:
+        self.is_asked.set()
+        assert self.may_answer.wait(PATIENCE_S)
+        super()._answer(peer, frames)
+
+
+def test_decode_steps_go_on_while_a_version_is_copied_however_long_that_takes(
+    engine: Orchestra, publisher: Publisher, models: Models
+) -> None:
+    version = next_version(engine)
+    sender = HeldSender()
+    engine.send(sender.init())
+    engine.send(StartWeightUpdate(version=version))
+    for update in sender.write(version, named_buffers(models.directories[version % 2])):
+        engine.send(update)
+    assert sender.is_asked.wait(PATIENCE_S)
+    turn = engine.submit(PROMPT, LONG)
+    before = len(engine.log)
+    engine.read_tokens(turn, 100)  # a step each: not one of them waits for the copy
+    assert not any(isinstance(m, WeightsStaged | WeightsFailed) for m in engine.log[before:])
+    sender.may_answer.set()
+    assert engine.await_one(WeightsStaged).version == version
+    assert set(engine.turns[turn].versions) == {version - 1}
+    publisher.swap(version, "abort", "recompute")
+    audit(turn, engine, models)
+    sender.close()
+    engine.send(publisher.init)
 
 
 def test_an_update_keeping_kv_changes_the_version_between_two_tokens(
