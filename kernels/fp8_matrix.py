@@ -75,7 +75,7 @@ class Fp8Matrix:
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         wide, weights = x.float(), self._bytes.view(torch.float8_e4m3fn)
-        parts = [F.linear(wide, part.float()) for part in weights.split(self._rows_at_once)]
+        parts = [F.linear(wide, part.float()) for part in torch.split(weights, self._rows_at_once)]
         product = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).mul_(self._steps)
         return product if bias is None else product.add_(bias)
 

@@ -37,10 +37,13 @@ if TYPE_CHECKING:  # torch.distributed is for engines of several ranks
 Quantization = Literal["int8", "fp8"]
 """What layers' weights may be rounded to; one byte each, a scale for each output."""
 
-ROUNDED: dict[Quantization, Callable[[int, int, torch.dtype], Matrix]] = {
-    "int8": make_int8_matrix,
-    "fp8": make_fp8_matrix,
-}
+
+def make_rounded_matrix(
+    outputs: int, inputs: int, *, dtype: torch.dtype, quantize: Quantization
+) -> Matrix:
+    """Make room for a matrix that activations of ``dtype`` are multiplied by."""
+    make = make_fp8_matrix if quantize == "fp8" else make_int8_matrix
+    return make(outputs, inputs, dtype)
 
 
 class Weights(WeightStore):
@@ -98,7 +101,11 @@ class Weights(WeightStore):
         head = make_matrix(outputs, config.hidden_size, torch.float32, is_packed=is_packed)
         shares = config.tied_head and dtype == torch.float32
         exact = partial(make_matrix, dtype=dtype, is_packed=is_packed)
-        matrix = partial(ROUNDED[quantize], dtype=dtype) if quantize is not None else exact
+        matrix = (
+            exact
+            if quantize is None
+            else partial(make_rounded_matrix, dtype=dtype, quantize=quantize)
+        )
         return cls(
             config,
             head if shares else make_matrix(*vocabulary, dtype, is_packed=False),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tidegate.kernels import fp8_matrix
 from tidegate.kernels.fp8_matrix import Fp8Matrix, rounded
+from tidegate.kernels.weight_matrix import COPY_ELEMENTS
 
 SIZES = [(1, 1), (15, 7), (33, 513), (600, 1030)]
 """Outputs and inputs; of the last, more than are widened at once."""
@@ -16,8 +16,9 @@ def same_numbers_each_time() -> None:
 
 
 def matrix_of(weights: torch.Tensor, dtype: torch.dtype = torch.float32) -> Fp8Matrix:
-    matrix = Fp8Matrix(*weights.shape, dtype)
-    matrix.rows(0, weights.shape[0]).copy_(weights)
+    outputs, inputs = weights.shape
+    matrix = Fp8Matrix(outputs, inputs, dtype)
+    matrix.rows(0, outputs).copy_(weights)
     return matrix
 
 
@@ -26,7 +27,7 @@ def matrix_of(weights: torch.Tensor, dtype: torch.dtype = torch.float32) -> Fp8M
 def test_a_product_is_that_of_the_rounded_weights(
     dtype: torch.dtype, outputs: int, inputs: int
 ) -> None:
-    assert outputs * inputs < fp8_matrix.COPY_ELEMENTS or (outputs, inputs) == SIZES[-1]
+    assert outputs * inputs < COPY_ELEMENTS or (outputs, inputs) == SIZES[-1]
     weights, bias = torch.randn(outputs, inputs), torch.randn(outputs).to(dtype)
     numbers, steps = rounded(weights)
     matrix = matrix_of(weights, dtype)
