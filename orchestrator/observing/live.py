@@ -177,6 +177,11 @@ class LiveNotes:
             self._timeline.trainer_interval(kind, started_us, ended_us, version)
             self._trainer_us[kind] += ended_us - started_us
 
+    def recall(self, batches: Sequence[Mapping[str, float]]) -> None:
+        """Those of before a resume: they have no place in the timeline."""
+        with self._lock:
+            self._batches.extend((0, metrics) for metrics in batches)
+
     def batch(self, metrics: Mapping[str, float]) -> None:
         """A point of every curve."""
         with self._lock:

@@ -8,8 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-EPISODES_PID = 2
-"""A process of its own to a viewer: it can be folded, and is drawn below the engines'."""
+EPISODES_PID = 1000
+"""A process of its own to a viewer: it can be folded. No lane has its number: Perfetto would take
+that one for the main thread, and draw it first."""
+_EPISODES_PIDS = (EPISODES_PID, 2)
+"""With that of older traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,11 @@ def _complete(interval: EpisodeInterval) -> dict[str, Any]:
         "dur": interval.ended_us - interval.started_us,
         "args": dict(interval.args),
     }
+
+
+def is_of_episodes(event: Mapping[str, Any]) -> bool:
+    """Whether a Chrome trace event is about episodes."""
+    return event["pid"] in _EPISODES_PIDS
 
 
 def episode_interval(event: Mapping[str, Any]) -> EpisodeInterval:

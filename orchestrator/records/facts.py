@@ -99,9 +99,24 @@ def read_facts(directory: Path) -> Facts:
     """
     directory = Path(directory)
     run = _read_json(directory / RUN_FILE)
+    if run.get("statistics", {}) is None:
+        raise AuditError(
+            f"{directory / RUN_FILE} has no statistics: the run has not ended, or was killed; "
+            f"`tidegate top {directory}` shows what there is"
+        )
+    try:
+        return _facts(directory, run)
+    except AuditError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise AuditError(
+            f"{directory / RUN_FILE} is not what this version of Tidegate writes, but of another, "
+            f"or damaged: {type(error).__name__} {error}"
+        ) from error
+
+
+def _facts(directory: Path, run: Mapping[str, Any]) -> Facts:
     statistics, settings, extra = run["statistics"], run["settings"], run["extra"]
-    if statistics is None:
-        raise AuditError(f"{directory / RUN_FILE} has no statistics: the run has not ended yet")
     said = {**settings, **extra}
     ledger = statistics["ledger"]
     warm_up = said.get("warm_up") or {}

@@ -18,12 +18,14 @@ from tidegate.orchestrator.records.episode_tracks import (
     EpisodeInterval,
     episode_events,
     episode_interval,
+    is_of_episodes,
 )
 
 TRACE_FILE = "trace.json"
 
 TrainerActivity = Literal["train", "wait", "publish"]
 TRAINER_TRACK = "trainer"
+ENGINES_PID = 1
 
 MERGE_GAP_US = 1000
 """Steps of one version closer than this become one interval: a viewer can't tell them apart at
@@ -133,7 +135,7 @@ class Trace:
         order = sorted(self.tracks, key=lambda name: (name == TRAINER_TRACK, name))
         order += sorted({i.track for i in self.instants} - set(order))
         thread_ids = {name: number for number, name in enumerate(order, start=1)}
-        events = [_process(1, "engines and trainer"), _process(EPISODES_PID, "episodes")]
+        events = [_process(ENGINES_PID, "engines and trainer"), _process(EPISODES_PID, "episodes")]
         events += [_named(name, thread_id) for name, thread_id in thread_ids.items()]
         for name, track in self.tracks.items():
             events += [_complete(interval, thread_ids[name]) for interval in track]
@@ -158,7 +160,7 @@ class Trace:
                     {
                         "ph": "C",
                         "name": "weight version",
-                        "pid": 1,
+                        "pid": ENGINES_PID,
                         "ts": at_us,
                         "args": {"version": highest},
                     }
@@ -193,7 +195,7 @@ def _named(name: str, thread_id: int) -> dict[str, Any]:
     return {
         "ph": "M",
         "name": "thread_name",
-        "pid": 1,
+        "pid": ENGINES_PID,
         "tid": thread_id,
         "args": {"name": name},
     }
@@ -203,7 +205,7 @@ def _complete(interval: Interval, thread_id: int) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": interval.name,
-        "pid": 1,
+        "pid": ENGINES_PID,
         "tid": thread_id,
         "ts": interval.started_us,
         "dur": interval.ended_us - interval.started_us,
@@ -222,7 +224,7 @@ def _mark(instant: Instant, thread_id: int) -> dict[str, Any]:
         "ph": "i",
         "s": "t",
         "name": instant.name,
-        "pid": 1,
+        "pid": ENGINES_PID,
         "tid": thread_id,
         "ts": instant.at_us,
         "args": dict(instant.args),
@@ -233,8 +235,9 @@ def read_trace(path: Path) -> Trace:
     """Read back what :meth:`Trace.write` wrote."""
     events = msgspec.json.decode(path.read_bytes())["traceEvents"]
     trace = Trace()
-    trace.episodes += [episode_interval(e) for e in events if _is_of_episode(e)]
-    events = [e for e in events if e["pid"] != EPISODES_PID]
+    of_episodes = (e for e in events if is_of_episodes(e) and e["ph"] == "X")
+    trace.episodes += [episode_interval(e) for e in of_episodes]
+    events = [e for e in events if not is_of_episodes(e)]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     for event in events:
         if event["ph"] == "X":
@@ -256,7 +259,3 @@ def read_trace(path: Path) -> Trace:
                 Instant(names[event["tid"]], event["name"], event["ts"], event["args"])
             )
     return trace
-
-
-def _is_of_episode(event: Mapping[str, Any]) -> bool:
-    return bool(event["pid"] == EPISODES_PID and event["ph"] == "X")

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from tests.orchestrator.test_recording import a_rollout, some_statistics
 from tidegate.errors import AuditError
+from tidegate.orchestrator.records.facts import read_facts
 from tidegate.orchestrator.records.recording import RunRecorder
 from tidegate.orchestrator.records.report import write_report
 from tidegate.orchestrator.statistics import (
@@ -220,3 +221,20 @@ def test_a_run_too_short_to_predict_anything_has_a_page_without_it(
     page = write_report(a_run(tmp_path / "runs" / "one", model)).read_text()
     assert "Predicted" not in page
     assert "Length bias" not in page
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"statistics": {"trainer_version": 1}}, "of another, or damaged: KeyError 'settings'"),
+        ({"statistics": 7, "settings": {}, "extra": {}}, "of another, or damaged: TypeError"),
+        ({"statistics": None}, "the run has not ended, or was killed"),
+        ({}, "of another, or damaged: KeyError 'statistics'"),
+    ],
+)
+def test_a_run_of_another_version_or_without_an_end_is_named(
+    tmp_path: Path, body: dict[str, Any], says: str
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(body))
+    with pytest.raises(AuditError, match=says):
+        read_facts(tmp_path)

@@ -3,7 +3,9 @@
 ``make test-dashboard`` runs it; without a browser it is skipped.
 """
 
+import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ from safetensors.torch import load_file
 
 import tidegate
 from tests.models import make_model_directory
+from tests.orchestrator.observing.perfetto import Read, perfetto_page, served
 from tests.orchestrator.observing.watched_run import HOSTILE_TASK, two_turns
 from tidegate.orchestrator.observing.dashboard import Dashboard
 from tidegate.orchestrator.observing.recorded import RecordedSource
+from tidegate.orchestrator.records.trace import TRACE_FILE
 
 CHROMIUM = os.environ.get("TIDEGATE_CHROMIUM", "")
 
@@ -119,3 +123,72 @@ def test_a_mixed_rollout_is_read_token_by_token_and_stays_text(
             assert page.locator("#colour-legend i").count() >= 1
         assert "taken" not in page.title()
         assert page.locator("img").count() == 0
+
+
+# ---------------------------------------------------------------- Perfetto
+
+SLICES = """
+  select process.name as process, thread.name as thread, slice.* from slice
+  join thread_track on thread_track.id = slice.track_id
+  join thread using (utid) join process using (upid)
+"""
+OVERLAPS = f"""
+  with it as ({SLICES})
+  select count(*) from it as engine join it as trainer
+  on engine.ts < trainer.ts + trainer.dur and trainer.ts < engine.ts + engine.dur
+  where engine.thread glob 'engine-*' and trainer.thread = 'trainer' and trainer.dur > 0
+"""
+
+
+def test_perfetto_reads_a_runs_trace_whole_and_shows_what_overlapped(
+    browser: Any, finished: Path
+) -> None:
+    at = perfetto_page()
+    if at is None:
+        pytest.skip("needs Perfetto's page: make test-dashboard")
+    events = json.loads((finished / TRACE_FILE).read_text())["traceEvents"]
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    with served(at, finished / TRACE_FILE) as url:
+        read = Read(page, url)
+        wrong = "select name from stats where severity in ('error', 'data_loss') and value > 0"
+        assert read.rows(wrong) == []
+        tracks = read.rows(f"select process, thread, count(*) from ({SLICES}) group by 1, 2")
+        assert {(process, thread): n for process, thread, n in tracks} == written(events)
+        (counted,) = read.rows("select count(*) from counter")
+        assert counted == [sum(event["ph"] == "C" for event in events)]
+        # What a track shows at once, it shows in one line; an episode's parts lie within it.
+        depths = read.rows(f"select process, max(depth) from ({SLICES}) group by 1 order by 1")
+        assert depths == [["engines and trainer", 0], ["episodes", 1]]
+        (overlaps,) = read.rows(OVERLAPS)
+        assert overlaps == [len(overlapping(events))] != [0]
+    page.close()
+
+
+def written(events: list[dict[str, Any]]) -> dict[tuple[str, str], int]:
+    """Intervals and marks, by process and thread."""
+    named = [event for event in events if event["ph"] == "M"]
+    processes = {e["pid"]: e["args"]["name"] for e in named if e["name"] == "process_name"}
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in named if e["name"] == "thread_name"}
+    return Counter(
+        (processes[event["pid"]], threads[event["pid"], event["tid"]])
+        for event in events
+        if event["ph"] in "Xi"
+    )
+
+
+def overlapping(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Where an engine's interval and one of the trainer's share an instant."""
+    named = [event for event in events if event["name"] == "thread_name" and event["pid"] == 1]
+    threads = {event["tid"]: event["args"]["name"] for event in named}
+    of_engines: list[tuple[int, int]] = []
+    of_trainer: list[tuple[int, int]] = []
+    for event in events:
+        if event["pid"] == 1 and event["ph"] in "Xi":
+            place = (event["ts"], event["ts"] + event.get("dur", 0))
+            (of_trainer if threads[event["tid"]] == "trainer" else of_engines).append(place)
+    return [
+        (mine[0], its[0])
+        for mine in of_engines
+        for its in of_trainer
+        if mine[0] < its[1] and its[0] < mine[1] and its[1] > its[0]
+    ]

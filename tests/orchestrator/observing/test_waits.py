@@ -1,10 +1,12 @@
 """Is what rollouts spend their time and age on counted as it was, in virtual time?"""
 
 import asyncio
+import json
 import logging
 import math
 from array import array
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.episodes.activities import NAMES_MAX, OTHERS, Activities
 from tidegate.orchestrator.feed.ages import BatchAges, PublishTimes
 from tidegate.orchestrator.feed.batches import build_batch
+from tidegate.orchestrator.observing.earlier import earlier_batches
+from tidegate.orchestrator.observing.live import LiveNotes
 from tidegate.orchestrator.observing.off_policy import OffPolicy, off_policy, off_policy_of
 from tidegate.policies.diagnostics import measure_mismatch, measure_mismatch_by_lag
 from tidegate.testing import ServeInTests
@@ -165,3 +169,23 @@ def test_the_mismatch_of_all_lags_is_that_of_their_tokens_and_is_read_back() -> 
     assert told.by_lag[2]["chi2"] == pytest.approx(math.exp(1.0) - 1)
     assert off_policy_of({"reward": 1.0, **told.figures()}) == told
     assert off_policy_of({"mismatch_k3_lag_x": 1.0}) == OffPolicy()
+
+
+def test_curves_of_a_resumed_run_go_on_from_what_the_checkpoint_holds(tmp_path: Path) -> None:
+    def write(part: Path, versions: range, rest: str = "") -> None:
+        part.mkdir(exist_ok=True)
+        lines = [json.dumps({"version": version, "of": part.name}) for version in versions]
+        (part / "metrics.jsonl").write_text("\n".join([*lines, rest]))
+
+    write(tmp_path, range(5), rest='{"version": 5, "rew')  # killed in mid-line
+    write(tmp_path / "part-1", range(3, 8))
+    (tmp_path / "part-2").mkdir()  # killed before its first batch
+    found = earlier_batches(tmp_path, batches=6)
+    assert [each["version"] for each in found] == [0, 1, 2, 3, 4, 5]
+    assert [each["of"] == "part-1" for each in found] == [False] * 3 + [True] * 3
+    assert earlier_batches(tmp_path / "part-2", batches=6) == []
+    notes = LiveNotes(now_us=lambda: 1_000)
+    notes.recall(found)
+    notes.batch({"version": 6})
+    assert [each["version"] for each in notes.noted().batches] == [0, 1, 2, 3, 4, 5, 6]
+    assert [each["version"] for each in notes.noted(since_us=500).batches] == [6]
