@@ -73,6 +73,7 @@ class TaskFeed:
             self._handle([arrived], self._episode_of(task.key))
             taken += 1
             if self.source.has_ended():
+                places = 0
                 self._handle([ev.TasksExhausted()], None)
             elif taken % TASKS_PER_TURN == 0:
                 places = 0
