@@ -32,7 +32,8 @@ from tidegate.orchestrator.client import RunClient
 from tidegate.orchestrator.serve import Rollouts
 
 PROMPT_TOKENS = 128
-PROMPT = list(range(PROMPT_TOKENS))
+PROMPTS = [[number, *range(1, PROMPT_TOKENS)] for number in range(64)]
+"""A task has its own; a group's rollouts share it."""
 WEIGHTS = {"w": torch.zeros(4)}
 JOIN_TIMEOUT_S = 120.0
 CONTEXT_TOKEN_BYTES = 8
@@ -41,7 +42,7 @@ CONTEXT_TOKEN_BYTES = 8
 
 async def solve(episode: tidegate.Episode, task: int) -> float:
     """One turn and a reward."""
-    episode.append(PROMPT)
+    episode.append(PROMPTS[task % len(PROMPTS)])
     await episode.generate()
     return 1.0
 

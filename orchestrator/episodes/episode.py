@@ -19,7 +19,7 @@ import msgspec
 
 from tidegate.errors import TurnTimeout
 from tidegate.orchestrator.core.events import TurnsRewarded
-from tidegate.orchestrator.core.rollout import Rollout, Turn, token_array
+from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.chat_template import Message
 from tidegate.orchestrator.episodes.conversation import Conversation, Tools
 from tidegate.orchestrator.episodes.forced_calls import Choice
@@ -176,9 +176,7 @@ class Episode(ScoringEpisode):
         self._refuse_if_over()
         if self._is_generating:
             raise RuntimeError("the context can't be appended to while a turn is generated")
-        if isinstance(content, str):
-            content = self._model.tokenizer.encode(content, add_special_tokens=False).ids
-        given = token_array(content)
+        given = self._model.given.of(content)
         if media:
             self._give_media(media)
         if self._past is not None:

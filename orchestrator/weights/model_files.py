@@ -5,13 +5,14 @@ The weights are the engines' business; nothing here reads them, or imports torch
 
 import asyncio
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from tidegate.errors import ModelError
+from tidegate.orchestrator.episodes.given_tokens import GivenTokens
 
 LONG_CHARACTERS = 32 * 1024
 """A text of so many takes its tokenizer 30 ms or so; a megabyte takes a second."""
@@ -25,9 +26,16 @@ class ModelFiles:
     tokenizer: Tokenizer
     stop_token_ids: tuple[int, ...]
     """Those that end a turn unless ``generate`` says otherwise."""
+    given: GivenTokens = field(init=False, compare=False, repr=False)
+    """What episodes append, as tokens."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "given", GivenTokens(self.tokenizer))
 
     async def encoded(self, text: str) -> list[int]:
         """A text as tokens, none added; a long one in a thread, where it holds up nobody."""
+        if len(text) < LONG_CHARACTERS:
+            return self.given.of(text).tolist()
         return await encoded(self.tokenizer, text)
 
     def encode(self, text: str) -> list[int]:
