@@ -228,8 +228,9 @@ def refuse_selection(policy: StalenessPolicy, batch: Sequence[WaitingGroup], wan
             f"return exactly so many, or None to wait"
         )
     for group in batch:
-        may_be_split = policy.splits_groups and group.finished and not group.is_rest
-        if group.running and not may_be_split:
+        if not group.running:
+            continue
+        if not policy.splits_groups or not group.finished or group.is_rest:
             raise PolicyBroken(
                 f"{name}.select() chose group {group.group_id}, {group.running} of whose rollouts "
                 f"go on; choose from waiting.ended"
