@@ -286,7 +286,8 @@ def _check_urls(settings: RunSettings) -> None:
             raise ConfigError(
                 f"engine_urls has {url!r}; write KIND+URL, such as 'vllm+http://127.0.0.1:8000'"
             )
-    if len(set(settings.engine_urls)) < len(settings.engine_urls):
+    servers = {url.partition("#")[0] for url in settings.engine_urls}
+    if len(servers) < len(settings.engine_urls):
         raise ConfigError(
             f"engine_urls names a server twice: {', '.join(settings.engine_urls)}; one adapter "
             f"drives one server, and two would pause it behind each other's backs"

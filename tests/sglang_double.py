@@ -96,10 +96,14 @@ class SglangDouble:
         self.paused: str | None = None
         self.running: dict[str, Running] = {}
         self.prefixes: list[tuple[str | None, list[int], Any]] = []
+        self.sleeping: set[str] = set()
         self.is_dead = False
         self.calls: list[tuple[str, dict[str, Any]]] = []
         """Every control call, for tests to read."""
         self.posts: dict[str, Callable[[dict[str, Any]], Awaitable[Response]]] = {}
+        from tests.sglang_double_weights import Sessions
+
+        self.sessions = Sessions(self)
         self._went_on = asyncio.Event()
         self._rids = itertools.count()
 
@@ -129,6 +133,7 @@ class SglangDouble:
 
     @torch.no_grad()
     def step(self, request: Running) -> None:
+        assert not self.sleeping, "an illegal memory access"
         if request.cache is None:
             self._find_prefix(request)
         have = request.cache.get_seq_length() if request.cache is not None else 0
@@ -307,6 +312,7 @@ class SglangDouble:
     async def update(self, body: dict[str, Any]) -> Response:
         while self.paused is None and self.running:  # the writer lock  # noqa: ASYNC110
             await asyncio.sleep(0.002)
+        assert "weights" not in self.sleeping, "an illegal memory access"
         try:
             tensors = load_file(Path(body["model_path"]) / "model.safetensors")
         except OSError as error:
@@ -346,7 +352,26 @@ class SglangDouble:
         context = self.model.config.max_position_embeddings
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": context})
 
-    async def nothing(self, body: dict[str, Any]) -> Response:
+    async def release(self, body: dict[str, Any]) -> Response:
+        """Without a memory saver it says the same, and nothing is given back."""
+        tags = set(body.get("tags") or ("weights", "kv_cache"))
+        if self.running:  # its scheduler asserts that it is idle
+            self.is_dead = True
+        if self.settings.get("enable_memory_saver"):
+            self.sleeping |= tags
+            if "weights" in tags and not self.settings.get("enable_weights_cpu_backup"):
+                for tensor in self.model.state_dict().values():
+                    tensor.zero_()
+            if "kv_cache" in tags:
+                self.prefixes.clear()
+        return JSONResponse(None)
+
+    async def resume(self, body: dict[str, Any]) -> Response:
+        tags = set(body.get("tags") or ("weights", "kv_cache"))
+        if tags - self.sleeping:  # a KeyError in its scheduler
+            self.is_dead = True
+            return _error(500, "scheduler died")
+        self.sleeping -= tags
         return JSONResponse(None)
 
     def facts(self, path: str) -> Any:
@@ -386,8 +411,9 @@ def _routes(double: SglangDouble) -> Starlette:
         "/update_weight_version": double.relabel,
         "/flush_cache": double.flush,
         "/tokenize": double.tokenize,
-        "/release_memory_occupation": double.nothing,
-        "/resume_memory_occupation": double.nothing,
+        **double.sessions.posts,
+        "/release_memory_occupation": double.release,
+        "/resume_memory_occupation": double.resume,
     }
 
     async def post(request: Request) -> Response:
@@ -399,6 +425,8 @@ def _routes(double: SglangDouble) -> Starlette:
         body = json.loads(raw)
         if request.url.path not in ("/generate", "/tokenize"):
             double.calls.append((request.url.path, body))
+        if request.url.path not in posts:
+            return _error(404, "Not Found")
         return await posts[request.url.path](body)
 
     async def get(request: Request) -> Response:
@@ -409,7 +437,7 @@ def _routes(double: SglangDouble) -> Starlette:
     gets = ("/model_info", "/server_info", "/v1/models", "/v1/loads", "/openapi.json", "/health")
     return Starlette(
         routes=[
-            *(Route(path, post, methods=["POST"]) for path in posts),
+            *(Route(path, post, methods=["POST"]) for path in list(posts)),
             *(Route(path, get) for path in gets),
         ]
     )

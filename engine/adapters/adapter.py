@@ -7,14 +7,17 @@ An adapter lives on one asyncio loop. Its control calls (all but ``generate``, `
 and ``preemptions``) are made one at a time.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
+import torch
+
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import SamplingParams
 from tidegate.transport.scoring import Want
+from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 Ended = Literal["stop", "length", "abort"]
 """Why a request has ended: it sampled a stop token; ``max_tokens``; its engine gave it back."""
@@ -50,6 +53,10 @@ class Capabilities:
     block_tokens: int = 0
     media: frozenset[MediaKind] = frozenset()
     """What its model reads beside tokens."""
+    takes_tensors: bool = False
+    """Whether new weights come by ``load_tensors``, so that none are written to a disk."""
+    sleep_levels: frozenset[SleepLevel] = frozenset()
+    """At which its memory can be given back; see :mod:`tidegate.transport.sleep_messages`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +159,17 @@ class EngineAdapter(Protocol):
         """
         ...
 
+    async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
+        """The same with tensors, by the names of the model directory's files.
+
+        Only asked of engines that declare ``takes_tensors``, and then instead.
+
+        Raises:
+            WeightsRefused: nothing has changed.
+            EngineGone: nobody knows what it computes with now.
+        """
+        ...
+
     def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Sample. An async generator: closing it early aborts the request in the engine.
 
@@ -172,6 +190,26 @@ class EngineAdapter(Protocol):
 
     async def resume(self) -> None:
         """Sample again; verify it. Frozen requests go on with the KV they have."""
+        ...
+
+    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
+        """Give this memory back. It is paused by ``abort``, and these are awake.
+
+        Only asked for levels that ``Capabilities.sleep_levels`` has.
+
+        Raises:
+            EngineGone: nobody knows what sleeps.
+        """
+        ...
+
+    async def wake(self, tags: Sequence[MemoryTag]) -> None:
+        """Take this memory again, which sleeps; still paused, by ``abort``, once it returns.
+
+        Weights that slept at level 2 are room for weights: new ones are loaded before it resumes.
+
+        Raises:
+            EngineGone: nobody knows what sleeps.
+        """
         ...
 
     async def check(self) -> None:
@@ -200,6 +238,18 @@ class Unable:
     async def preemptions(self) -> int | None:
         """It doesn't say."""
         return None
+
+    async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
+        """Not declared, so never asked for."""
+        raise NotImplementedError
+
+    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
+        """Not declared, so never asked for."""
+        raise NotImplementedError
+
+    async def wake(self, tags: Sequence[MemoryTag]) -> None:
+        """Nothing sleeps."""
+        raise NotImplementedError
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Not declared, so never asked for."""

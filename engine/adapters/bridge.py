@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from tidegate.engine.adapters.adapter import Capabilities, EngineAdapter
 from tidegate.engine.adapters.host_weights import HostWeights, PublishedDirectories
 from tidegate.engine.adapters.scoring import ScoreDesk
+from tidegate.engine.adapters.sleeping import Sleeper
 from tidegate.engine.adapters.swaps import WeightSwapper
 from tidegate.engine.adapters.telling import Teller
 from tidegate.engine.adapters.turn_desk import TurnDesk
@@ -36,7 +37,6 @@ from tidegate.transport.messages import (
     Resumed,
     Shutdown,
     Sleep,
-    SleepFailed,
     StartWeightUpdate,
     SubmitTurn,
     SubmitTurns,
@@ -98,7 +98,14 @@ class Bridge:
             staging=staging,
             weights=weights,
             directories=directories,
+            label=label,
             label_of=label_of,
+        )
+        self._sleeper = Sleeper(
+            adapter,
+            able,
+            reload=self._swapper.reload,
+            are_the_directorys=lambda: not self._swapper.has_swapped,
         )
         self._scores = ScoreDesk(adapter, able, link, on_gone=self._fail)
         self._gate = PauseGate()
@@ -144,6 +151,7 @@ class Bridge:
         if self._streams.paused is not None:
             try:
                 async with asyncio.timeout(END_TIMEOUT_S):
+                    await self._sleeper.wake_all()
                     await self._adapter.resume()
             except (TidegateError, TimeoutError) as error:
                 sys.stderr.write(f"warning: the engine stays paused: {error}\n")
@@ -200,7 +208,13 @@ class Bridge:
         self._staging.abandon()
         self._answers.clear()
         held = dict.fromkeys([*self._desk.handles, *self._teller.rows.handles])
-        self._link.say_hello(weight_version=self._teller.version, turns=list(held))
+        self._sleeper.start_over()
+        self._link.say_hello(
+            weight_version=self._teller.version,
+            turns=list(held),
+            asleep=self._sleeper.asleep,
+            lacks_weights=self._sleeper.lacks_weights,
+        )
         self._changed.set()
 
     def _handle(self, message: FromOrchestrator) -> None:
@@ -223,9 +237,8 @@ class Bridge:
             case Resume():
                 self._gate.resume()
                 self._resumes_unanswered += 1
-            case Sleep(request=request) | Wake(request=request):
-                why = "an engine behind an adapter can't be put to sleep"
-                self._answers.append(SleepFailed(request=request, message=why))
+            case Sleep() | Wake():
+                self._sleeper.ask(message)
             case Shutdown():
                 self.end("asked to shut down")
             case Refused(message=why):
@@ -268,6 +281,7 @@ class Bridge:
             self._changed.set()
         else:
             self._start_turns()
+        self._answers += await self._sleeper.settle(self._gate, self._streams, self._staging)
         if self._gate.mode == "wait" or self._streams.paused is not None:
             self._answers += self._paused()
         if self._answers:
@@ -284,7 +298,7 @@ class Bridge:
         elif mode == "keep" and self._streams.paused is None:
             self._scores.stop()
             await self._streams.freeze()
-        elif mode is None and self._streams.paused is not None:
+        elif mode is None and self._streams.paused is not None and not self._sleeper.holds:
             await self._streams.resume()
         if mode is None and self._resumes_unanswered:
             self._answers += [Resumed()] * self._resumes_unanswered
@@ -305,9 +319,12 @@ class Bridge:
 
     async def _swap(self, update: FinishWeightUpdate) -> None:
         try:
+            await self._sleeper.make_room()
             failed = await self._swapper.swap(update, self._streams, self._scores, self._teller)
         finally:
             self._gate.end_swap()
+        if failed is None:
+            self._sleeper.loaded()
         if failed is not None:
             self._answers.append(failed)
 

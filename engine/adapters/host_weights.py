@@ -65,7 +65,7 @@ class PublishedDirectories:
 
     def __init__(self, model: Path, parent: Path) -> None:
         """Made in ``parent``, like ``model`` in all but the tensors."""
-        self._model = model
+        self.model = model
         self._parent = parent
         self._made: list[Path] = []
 
@@ -75,7 +75,7 @@ class PublishedDirectories:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         self._made.append(path)  # at once: what is half written must go, too
-        for file in self._model.iterdir():
+        for file in self.model.iterdir():
             if file.is_file() and not _holds_tensors(file):
                 shutil.copy(file, path / file.name)
         save_file(dict(weights.by_name), path / "model.safetensors", metadata={"format": "pt"})

@@ -6,7 +6,7 @@ for too long, is gone; one that refuses says so in a ``Refusal``.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -84,7 +84,7 @@ class HttpEngine:
         path: str,
         body: object = None,
         *,
-        query: Mapping[str, str] | None = None,
+        query: Mapping[str, str] | Sequence[tuple[str, str]] | None = None,
         timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> Any:
         """The JSON that a call answers, or its text if it is none.
@@ -166,7 +166,11 @@ class HttpEngine:
 
     @asynccontextmanager
     async def _request(
-        self, method: str, path: str, body: object, query: Mapping[str, str] | None
+        self,
+        method: str,
+        path: str,
+        body: object,
+        query: Mapping[str, str] | Sequence[tuple[str, str]] | None,
     ) -> AsyncIterator[Any]:
         data = None if body is None else msgspec.json.encode(body)
         headers = self._headers | ({} if data is None else {"Content-Type": "application/json"})

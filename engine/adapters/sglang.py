@@ -10,12 +10,13 @@ import contextlib
 import itertools
 import sys
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import torch
 
 from tidegate.engine.adapters.adapter import (
     Capabilities,
@@ -27,8 +28,11 @@ from tidegate.engine.adapters.adapter import (
 from tidegate.engine.adapters.host_weights import read_sizes
 from tidegate.engine.adapters.http import HttpEngine, Refusal
 from tidegate.engine.adapters.sglang_messages import read_chunk, read_top
-from tidegate.engine.adapters.sglang_server import look_at
+from tidegate.engine.adapters.sglang_server import labels_tokens, look_at
+from tidegate.engine.adapters.sglang_weights import Way, load, make_way
+from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.errors import EngineGone, ScoreRefused, TurnRefused, WeightsRefused
+from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 UPDATED_ALL_THE_SAME = "Weights were updated"
 """How SGLang begins to say that an update failed which did not: only its cache wasn't flushed."""
@@ -44,20 +48,29 @@ PAUSE_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 60.0
 """Its control calls wait for the step that runs: seconds, of a long prompt on a slow machine."""
 
+MEMORY_TIMEOUT_S = 300.0
+"""To copy a model to the host's memory, or back."""
+
 SCORE_TIMEOUT_S = 600.0
 """It queues behind the turns that run."""
 
 
-def make_adapter(url: str, model: Path) -> "SglangAdapter":
-    """An adapter for the server at ``url``, which was started with the model in ``model``."""
-    return SglangAdapter(HttpEngine(url), model)
+def make_adapter(url: str, model: Path, *, weights: str = "disk") -> "SglangAdapter":
+    """An adapter for the server at ``url``, which was started with the model in ``model``.
+
+    ``weights`` is how new ones get there, one of ``sglang_weights.WAYS``.
+    """
+    return SglangAdapter(HttpEngine(url), model, weights=weights)
 
 
 class SglangAdapter:
     """One SGLang server."""
 
-    def __init__(self, http: HttpEngine, model: Path) -> None:
+    def __init__(self, http: HttpEngine, model: Path, *, weights: str = "disk") -> None:
         self._http = http
+        self._weights = weights
+        self._way: Way | None = None
+        """How tensors get there; None: as files."""
         self._serves: Path = model
         """The directory of the weights it computes with."""
         self._label = ""
@@ -87,7 +100,12 @@ class SglangAdapter:
         await self.resume()  # whoever held it paused is gone
         await self._abort({"abort_all": True})
         await self._pause("abort")
-        await self._load(self._serves, label)
+        if self._weights == "disk":
+            await self._load(self._serves, label)
+        else:
+            self._way = make_way(self._http, self._weights, server)
+            own = await asyncio.to_thread(lambda: dict(read_tensors(self._serves)))
+            await self.load_tensors(own, label)
         await self.resume()
         return Capabilities(
             engine=f"sglang {server.version}",
@@ -95,7 +113,7 @@ class SglangAdapter:
             running_turns_max=server.running_turns_max,
             has_processed_logprobs=await self._has_processed_logprobs(),
             freezes=True,
-            keeps_kv=server.labels_tokens and not server.samples_ahead,
+            keeps_kv=not server.samples_ahead and await labels_tokens(self._http),
             # top_k, top_p and min_p are drawn by, and are not in the log-probs told; penalties
             # would count what a moved turn sampled elsewhere as its prompt; min_tokens would bar
             # the model's own end, which Tidegate doesn't.
@@ -104,12 +122,16 @@ class SglangAdapter:
             scores=frozenset({"logprobs"}),
             num_blocks=server.num_blocks,
             block_tokens=server.block_tokens,
+            takes_tensors=self._way is not None,
+            sleep_levels=server.sleep_levels,
         )
 
     async def close(self) -> None:
         """Let go of connections, which aborts what is left."""
         for task in self._aborts:
             task.cancel()
+        if self._way is not None:
+            await self._way.close()
         await self._http.close()
 
     async def check(self) -> None:
@@ -270,11 +292,24 @@ class SglangAdapter:
                     f"SGLang refuses the weights in {directory}: {error.why}. It must see that "
                     f"directory by the same path as its adapter does (--weights-directory)"
                 ) from error
-            # Weights and the labels of tokens are new, and only /model_info has the old name.
-            relabel = {"new_version": label, "abort_all_requests": False}
-            await self._post("/update_weight_version", relabel)
+            await self._rename(label)
         await self._verify(label)
         self._serves, self._label = directory, label
+
+    async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
+        """Without files. There is no way back: what fails halfway ends the adapter."""
+        assert self._way is not None, "takes_tensors was not declared"
+        flushes = not self._is_frozen  # as in _load
+        try:
+            await load(self._http, self._way, tensors, label, flushes=flushes)
+        except Refusal:
+            await self._rename(label)
+        await self._verify(label)
+
+    async def _rename(self, label: str) -> None:
+        """Weights and the labels of tokens are new, and only /model_info has the old name."""
+        relabel = {"new_version": label, "abort_all_requests": False}
+        await self._post("/update_weight_version", relabel)
 
     async def _verify(self, label: str) -> None:
         told = (await self._get("/model_info")).get("weight_version")
@@ -296,6 +331,20 @@ class SglangAdapter:
             return await self._http.call("POST", path, body, timeout_s=timeout_s)
         except Refusal as error:
             raise EngineGone(f"SGLang fails: {error}") from error
+
+    # ------------------------------------------------------------ memory
+
+    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
+        """It ends of memory that sleeps already, or doesn't; so whoever asks keeps count."""
+        await self._post(
+            "/release_memory_occupation", {"tags": list(tags)}, timeout_s=MEMORY_TIMEOUT_S
+        )
+
+    async def wake(self, tags: Sequence[MemoryTag]) -> None:
+        """Weights are those of before only if the server keeps a copy of them."""
+        await self._post(
+            "/resume_memory_occupation", {"tags": list(tags)}, timeout_s=MEMORY_TIMEOUT_S
+        )
 
     # ------------------------------------------------------------ scores
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from tidegate.engine.adapters.http import HttpEngine, Refusal
 from tidegate.errors import ConfigError
+from tidegate.transport.sleep_messages import SleepLevel
 
 RUNNING_TURNS_MAX = 256
 """Where the server doesn't say: more only wait in its queue, where their priorities count less."""
@@ -22,12 +23,16 @@ class Server:
     running_turns_max: int
     num_blocks: int
     block_tokens: int
-    labels_tokens: bool
-    """Answers say which weights sampled which tokens (0.5.19)."""
     samples_ahead: bool
     """One step is always under way while the one before is told of (the overlap scheduler). A pause
     in place leaves it there, sampled by the weights of before; 0.5.23 labels it as of those that
     come then."""
+    ranks: int
+    """Devices that each of its layers is on, all of which need weights."""
+    stages: int
+    """Devices that layers are on one after another."""
+    sleep_levels: frozenset[SleepLevel]
+    """None without --enable-memory-saver; at 1 weights are kept by --enable-weights-cpu-backup."""
     streams_incrementally: bool
     """Streams tell what is new (--incremental-streaming-output), not all there is."""
 
@@ -61,8 +66,6 @@ async def look_at(http: HttpEngine, architecture: str) -> Server:
             f"the SGLang server at {http.url} has {len(loads)} data-parallel replicas, and updates "
             f"reach one; start a server for each, with --dp-size 1"
         )
-    probe = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-    meta = (await http.call("POST", "/generate", probe))["meta_info"]
     models = (await _get(http, "/v1/models"))["data"]
     block_tokens = settings.get("page_size") or 1
     return Server(
@@ -74,9 +77,26 @@ async def look_at(http: HttpEngine, architecture: str) -> Server:
         num_blocks=loads[0]["max_total_num_tokens"] // block_tokens,
         block_tokens=block_tokens,
         samples_ahead=not settings.get("disable_overlap_schedule", False),
+        ranks=settings.get("tp_size") or 1,
+        stages=settings.get("pp_size") or 1,
+        sleep_levels=_sleep_levels(settings),
         streams_incrementally=bool(settings.get("incremental_streaming_output")),
-        labels_tokens="weight_versions" in meta,
     )
+
+
+async def labels_tokens(http: HttpEngine) -> bool:
+    """Whether answers say which weights sampled which tokens (0.5.19).
+
+    Only to be asked once it samples: paused it would never answer.
+    """
+    probe = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    return "weight_versions" in (await http.call("POST", "/generate", probe))["meta_info"]
+
+
+def _sleep_levels(settings: dict[str, Any]) -> frozenset[SleepLevel]:
+    if not settings.get("enable_memory_saver"):
+        return frozenset()
+    return frozenset({1, 2} if settings.get("enable_weights_cpu_backup") else {2})
 
 
 async def _refuse_old(http: HttpEngine) -> None:

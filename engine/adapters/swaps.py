@@ -1,4 +1,4 @@
-"""How do staged weights become those that the engine computes with? Files, a pause, and one call.
+"""How do staged weights become what the engine computes with? A pause, and one call; maybe files.
 
 Whose turn it is to swap, and what was staged, others know. Order is all: every token of the old
 version is told before the new one is said to be live, and no request is made in between.
@@ -32,9 +32,11 @@ class WeightSwapper:
         staging: Staging,
         weights: HostWeights,
         directories: PublishedDirectories,
+        label: str,
         label_of: Callable[[int], str],
     ) -> None:
-        """``label_of`` a version makes a name for its weights, another each time."""
+        """``label`` is what the model directory's weights are called; ``label_of`` a version makes
+        a name for others, another each time."""
         self._adapter = adapter
         self._able = able
         self._link = link
@@ -43,8 +45,11 @@ class WeightSwapper:
         self._is_copy_right = True
         """Whether ``_weights`` are those that the engine computes with."""
         self._directories = directories
+        self._first_label = label
         self._label_of = label_of
         self.is_swapping = False
+        self.has_swapped = False
+        """Whether the engine was ever given others than the model directory's weights."""
 
     def live(self, version: int) -> Live | None:
         """What part of a set is laid over; None if nobody here knows what serves."""
@@ -63,11 +68,17 @@ class WeightSwapper:
             staged = self._staging.exchange(update.version, self._weights)
             assert isinstance(staged, HostWeights)
             self._weights, self._is_copy_right = staged, False
-            directory = await asyncio.to_thread(self._directories.write, staged, label)
+            self.has_swapped = True
+            directory = None
+            if not self._able.takes_tensors:
+                directory = await asyncio.to_thread(self._directories.write, staged, label)
             scores.stop()
             begun_ns = time.monotonic_ns()
             recomputed = await self._quieten(update, streams)
-            await self._adapter.load_weights(directory, label)
+            if directory is None:
+                await self._adapter.load_tensors(staged.by_name, label)
+            else:
+                await self._adapter.load_weights(directory, label)
             await teller.all_told()  # tokens that were sampled before came until now
             teller.version, self._is_copy_right = update.version, True
             swapped_ns = time.monotonic_ns()
@@ -86,6 +97,14 @@ class WeightSwapper:
         finally:
             self.is_swapping = False
         return None
+
+    async def reload(self) -> None:
+        """The model directory's weights once more, which the engine has forgotten."""
+        assert not self.has_swapped, "the directory's weights are of the past"
+        if self._able.takes_tensors:
+            await self._adapter.load_tensors(self._weights.by_name, self._first_label)
+        else:
+            await self._adapter.load_weights(self._directories.model, self._first_label)
 
     async def _quieten(self, update: FinishWeightUpdate, streams: Streams) -> int:
         """Pause as the update says; how many turns are to be asked for again."""

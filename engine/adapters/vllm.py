@@ -6,7 +6,7 @@ server was seen to do, and what this relies on, is in docs/engines.md.
 
 import re
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from tidegate.engine.adapters.host_weights import is_tied
 from tidegate.engine.adapters.http import CONTROL_TIMEOUT_S, HttpEngine, Refusal
 from tidegate.engine.adapters.vllm_events import read_event, to_chunk
 from tidegate.engine.adapters.vllm_media import content_part, media_of, takes_references
+from tidegate.engine.adapters.vllm_memory import MEMORY_TIMEOUT_S, Query, VllmMemory
 from tidegate.engine.adapters.vllm_releases import (
     GENERATE,
     START_IT_SO,
@@ -44,6 +45,7 @@ from tidegate.errors import (
 )
 from tidegate.transport.media import MediaKind
 from tidegate.transport.messages import SamplingParams
+from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 LOAD_TIMEOUT_S = 600.0
 """To read a model from disk. An update that goes wrong inside of vLLM may never be answered."""
@@ -62,8 +64,17 @@ tokens so far for its prompt; ``min_tokens``, which also leaves out the model's 
 what it has otherwise or not at all."""
 
 
-def make_adapter(url: str, model: Path) -> "VllmAdapter":
-    """The adapter for the server at ``url``, which serves what is in the directory ``model``."""
+def make_adapter(url: str, model: Path, *, weights: str = "disk") -> "VllmAdapter":
+    """The adapter for the server at ``url``, which serves what is in the directory ``model``.
+
+    Raises:
+        ConfigError: ``weights`` is another way than files.
+    """
+    if weights != "disk":
+        raise ConfigError(
+            f"vLLM is given weights from disk only, not by {weights!r}; leave #weights= out of "
+            f"{url!r}"
+        )
     return VllmAdapter(HttpEngine(url), model)
 
 
@@ -78,6 +89,7 @@ class VllmAdapter(Unable):
         self._media: frozenset[MediaKind] = frozenset()
         """What its model reads beside tokens."""
         self._release: Release | None = None
+        self._memory = VllmMemory(self._post_query)
         self._serves: tuple[Path, str] | None = None
         """The directory whose weights it has, and their label."""
 
@@ -101,6 +113,8 @@ class VllmAdapter(Unable):
             self._name = models["data"][0]["id"]
             self._media = media_of(self._model) if takes_references(api) else frozenset()
             _refuse_tied(self._release, self._model)
+            if self._release.can_sleep:  # an adapter before may have died while it slept
+                await self._memory.wake_all()
             await self.pause("abort")
             await self._serve_the_directory(label)
             await self.resume()
@@ -124,6 +138,7 @@ class VllmAdapter(Unable):
             num_blocks=release.num_blocks,
             block_tokens=release.block_tokens,
             media=self._media,
+            sleep_levels=frozenset({1, 2}) if release.can_sleep else frozenset(),
         )
 
     async def _serve_the_directory(self, label: str) -> None:
@@ -300,6 +315,19 @@ class VllmAdapter(Unable):
         answer = await self._control("/weight_info", method="GET")
         return str(answer["weight_version"])
 
+    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
+        """Give memory back."""
+        await self._memory.sleep(level, tags)
+        await self.pause("abort")
+
+    async def wake(self, tags: Sequence[MemoryTag]) -> None:
+        """It goes on by itself once all is awake; nothing is under way that could."""
+        await self._memory.wake(tags)
+        await self.pause("abort")
+
+    async def _post_query(self, path: str, query: Query) -> Any:
+        return await self._control(path, query=query, timeout_s=MEMORY_TIMEOUT_S)
+
     async def check(self) -> None:
         """Ask whether the engine behind the server lives, too."""
         try:
@@ -319,7 +347,7 @@ class VllmAdapter(Unable):
         body: object = None,
         *,
         method: str = "POST",
-        query: dict[str, str] | None = None,
+        query: Mapping[str, str] | Query | None = None,
         timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> Any:
         try:

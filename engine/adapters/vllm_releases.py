@@ -53,6 +53,8 @@ class Release:
     block_tokens: int
     model: str
     """The path or name that it was started with."""
+    can_sleep: bool
+    """Whether it was started with --enable-sleep-mode."""
     is_on_cpu: bool
 
 
@@ -91,6 +93,7 @@ def read_release(text: str, paths: Collection[str], info: Mapping[str, Any]) -> 
         num_blocks=int(cache.get("num_gpu_blocks") or 0),
         block_tokens=int(cache.get("block_size") or 0),
         model=str(model.get("model", "")),
+        can_sleep="/wake_up" in paths and bool(model.get("enable_sleep_mode")),
         is_on_cpu=config.get("device_config", {}).get("device") == "cpu",
     )
 

@@ -43,6 +43,9 @@ KINDS = {
 }
 """Each in a module of its own, with ``make_adapter(url, model)``."""
 
+WEIGHTS = "weights="
+"""In a URL, behind ``#``: how new weights get there, if not as files that both see."""
+
 BLOCK_TOKENS = 16
 """Of engines that don't say how their KV cache is cut."""
 
@@ -91,13 +94,20 @@ def open_adapter(url: str, model: Path) -> EngineAdapter:
     Raises:
         ConfigError: no such kind, or what it needs is not installed.
     """
-    kind, _, address = url.partition("+")
+    kind, _, rest = url.partition("+")
+    address, _, fragment = rest.partition("#")
     if kind not in KINDS or not address:
         raise ConfigError(
             f"engine url {url!r} must be KIND+URL, such as 'vllm+http://127.0.0.1:8000'; kinds "
             f"are {', '.join(KINDS)}"
         )
-    adapter: EngineAdapter = importlib.import_module(KINDS[kind]).make_adapter(address, model)
+    if fragment and not fragment.startswith(WEIGHTS):
+        raise ConfigError(
+            f"engine url {url!r} ends with #{fragment}; all that may follow there is #{WEIGHTS}WAY"
+        )
+    make = importlib.import_module(KINDS[kind]).make_adapter
+    how = {"weights": fragment.removeprefix(WEIGHTS)} if fragment else {}
+    adapter: EngineAdapter = make(address, model, **how)
     return adapter
 
 
@@ -218,6 +228,7 @@ def _hello(arguments: argparse.Namespace, able: Capabilities, epoch: int) -> Hel
         scores=sorted(able.scores),
         media=sorted(able.media),
         takes_turns_together=True,
+        sleep_levels=sorted(able.sleep_levels),
     )
 
 

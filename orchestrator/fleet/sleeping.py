@@ -116,7 +116,8 @@ class Sleeps:
         if unable:
             raise ConfigError(
                 f"{', '.join(unable)} can't sleep at level {level}: it said so when it joined. "
-                f"Tidegate's own engines can; pause() instead"
+                f"Tidegate's own engines can, vLLM with --enable-sleep-mode, SGLang with "
+                f"--enable-memory-saver (level 1: and --enable-weights-cpu-backup); else pause()"
             )
 
     async def sleep(self, level: SleepLevel, tags: Iterable[MemoryTag]) -> int:

@@ -64,6 +64,7 @@ class VllmDouble:
             "device": "cuda",
             "dev": True,
             "scale_out": True,
+            "enable_sleep_mode": False,
             "model": str(model),
             "body": ["token_ids", "sampling_params", "features", "content_parts"],
         } | config
@@ -82,6 +83,7 @@ class VllmDouble:
         self.asked: list[Asked] = []
         self.bodies: list[dict[str, Any]] = []
         """Of all requests so far."""
+        self.sleeping: set[str] = set()
         self.calls: list[str] = []
         """Control calls, with their queries."""
         self.loads: list[str] = []
@@ -155,6 +157,7 @@ class VllmDouble:
                 whose.append(one)
         if not rows:
             return
+        assert not self.sleeping, "an illegal memory access"
         output = self._runner.step(rows)
         samples = iter(zip(output.token_ids.tolist(), output.logprobs.tolist(), strict=True))
         for one, row in zip(whose, rows, strict=True):
@@ -222,6 +225,8 @@ class VllmDouble:
             "/server_info": self._server_info,
             "/weight_info": self._weight_info,
             "/update_weight_version": self._name,
+            "/sleep": self._sleep,
+            "/wake_up": self._wake_up,
         }
         routes = {
             "/version": self._version,
@@ -265,6 +270,7 @@ class VllmDouble:
                         "model": self.config["model"],
                         "logprobs_mode": self.config["logprobs_mode"],
                         "max_logprobs": 20,
+                        "enable_sleep_mode": self.config["enable_sleep_mode"],
                     },
                     "scheduler_config": {"max_num_seqs": REQUESTS_MAX},
                     "cache_config": {"block_size": BLOCK_TOKENS, "num_gpu_blocks": 128},
@@ -302,10 +308,42 @@ class VllmDouble:
     async def _is_paused(self, request: Request) -> Response:
         return JSONResponse({"is_paused": bool(self.paused)})
 
+    async def _sleep(self, request: Request) -> Response:
+        """As its source has it: with a mode of its own, and all that isn't asleep at once."""
+        level, mode = (request.query_params.get(name, "") for name in ("level", "mode"))
+        self.calls.append(f"sleep {level} {mode}")
+        assert self.config["enable_sleep_mode"]
+        self.paused = "new"
+        for one in list(self.asked):
+            self._tell(one, "abort", [])
+        if "weights" not in self.sleeping:
+            self.sleeping = {"weights", "kv_cache"}
+            if level == "2":
+                self._forget_weights()
+        return JSONResponse({"status": "sleeping", "level": int(level)})
+
+    def _forget_weights(self) -> None:
+        shape = ModelConfig.from_directory(self._path)
+        garbage = load_directory(self._path, shape, torch.float32)
+        for tensor in garbage.tensors():
+            tensor.zero_()
+        self._runner.swap(garbage)
+
+    async def _wake_up(self, request: Request) -> Response:
+        tags = request.query_params.getlist("tags")
+        self.calls.append(f"wake {' '.join(tags)}".strip())
+        if not set(tags) - self.sleeping:  # else it does nothing, and warns
+            self.sleeping -= set(tags) or {"weights", "kv_cache"}
+        if not self.sleeping:
+            self.paused = ""
+        status = "sleeping" if self.sleeping else "awake"
+        return JSONResponse({"status": status, "tags": tags or None})
+
     async def _collective_rpc(self, request: Request) -> Response:
         path = (await request.json())["kwargs"]["weights_path"]
         self.calls.append("reload")
         self.loads.append(path)
+        assert "weights" not in self.sleeping, "an illegal memory access"
         try:
             if self.fails_to_load(path):
                 raise OSError("no such file")

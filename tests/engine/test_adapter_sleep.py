@@ -1,0 +1,191 @@
+"""Do engines behind adapters sleep and wake as told, and compute by the right weights afterwards?
+
+Against doubles that forget what real servers forget. What a CPU's real servers do is in
+test_real_vllm.py and test_real_sglang.py.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tidegate
+from tests.engine.sglang_streams import TOLERANCE, off_by
+from tests.engine.test_sglang_adapter import SglangAndDouble, sglang
+from tests.engine.vllm_double import VllmDouble
+from tests.models import make_model_directory
+from tests.served_app import served
+from tests.sglang_double import SglangDouble, make_app
+from tidegate.engine.adapters.vllm import VllmAdapter, make_adapter
+from tidegate.errors import ConfigError, EngineGone
+from tidegate.orchestrator.records.audit import audit_run
+from tidegate.transport.messages import SamplingParams
+from tidegate.transport.sleep_messages import SleepLevel
+
+SLEEPS = {"enable_memory_saver": True}
+KEEPS = SLEEPS | {"enable_weights_cpu_backup": True}
+
+FEW = SamplingParams(max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    parent = tmp_path_factory.mktemp("models")
+    return [make_model_directory(parent / f"v{n}", seed=n, tied=False) for n in range(2)]
+
+
+@asynccontextmanager
+async def paused_vllm(model: Path) -> AsyncIterator[tuple[VllmAdapter, VllmDouble]]:
+    with VllmDouble(model, enable_sleep_mode=True) as double:
+        adapter = make_adapter(double.url, model)
+        try:
+            able = await adapter.open("v0")
+            assert able.sleep_levels == {1, 2}
+            await adapter.pause("abort")
+            double.calls.clear()
+            yield adapter, double
+        finally:
+            await adapter.close()
+
+
+async def test_vllm_sleeps_in_parts_though_it_puts_all_to_sleep_at_once(
+    models: list[Path],
+) -> None:
+    async with paused_vllm(models[0]) as (adapter, double):
+        await adapter.sleep(1, ["kv_cache"])
+        assert double.sleeping == {"kv_cache"}
+        await adapter.sleep(2, ["weights"])
+        assert double.sleeping == {"weights", "kv_cache"}
+        await adapter.wake(["weights"])
+        assert double.sleeping == {"kv_cache"}
+        await adapter.load_weights(models[1], "v1")
+        await adapter.wake(["kv_cache"])
+        assert (double.sleeping, double.paused) == (set(), "new")  # it goes on by itself: stopped
+        calls = [call for call in double.calls if not call.startswith("pause")]
+    assert calls == [
+        "sleep 1 abort",  # for weights that are to stay must be what they were
+        "wake weights",
+        "wake",
+        "sleep 2 abort",
+        "wake weights",
+        "reload",
+        "wake kv_cache",
+    ]
+
+
+async def test_a_vllm_that_somebody_else_wakes_is_given_up(models: list[Path]) -> None:
+    async with paused_vllm(models[0]) as (adapter, double):
+        await adapter.sleep(1, ["weights", "kv_cache"])
+        double.sleeping.clear()
+        with pytest.raises(EngineGone, match="somebody else"):
+            await adapter.wake(["kv_cache"])
+
+
+async def test_a_vllm_that_sleeps_since_another_run_is_woken(models: list[Path]) -> None:
+    async with paused_vllm(models[0]) as (adapter, double):
+        await adapter.sleep(2, ["weights", "kv_cache"])
+        again = make_adapter(double.url, models[0])
+        await again.open("v1")
+        await again.close()
+        assert (double.sleeping, double.label) == (set(), "v1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "levels"),
+    [({}, set()), (SLEEPS, {2}), (KEEPS, {1, 2})],
+    ids=["no saver", "saver", "backup"],
+)
+async def test_sglang_sleeps_at_the_levels_that_it_was_started_for(
+    models: list[Path], settings: dict[str, Any], levels: set[int]
+) -> None:
+    async with sglang(models[0], settings=settings) as engine:
+        assert engine.able.sleep_levels == levels
+        if levels:
+            await sleep_and_wake(engine, models, max(levels - {2}, default=2))
+
+
+async def sleep_and_wake(engine: SglangAndDouble, models: list[Path], level: SleepLevel) -> None:
+    await engine.adapter.pause("abort")
+    await engine.adapter.sleep(level, ["weights", "kv_cache"])
+    await engine.adapter.wake(["weights"])
+    if level == 2:
+        await engine.adapter.load_weights(models[1], "v1")
+    await engine.adapter.wake(["kv_cache"])
+    await engine.adapter.resume()
+    stream = await engine.stream(FEW, salt="after").end()
+    assert off_by(models, stream, [(level - 1, 6)]) < TOLERANCE
+
+
+async def one_turn(episode: tidegate.Episode, task: int) -> float:
+    """Of some length, so that turns are frozen while others make up a batch."""
+    episode.append([3, 5, 7, 11 + task % 50])
+    turn = await episode.generate(max_tokens=4 + 11 * (task % 4))
+    return float(turn.token_ids[0] % 2)
+
+
+async def train_asleep(model: Path, run: Path, url: str, levels: Iterator[SleepLevel]) -> None:
+    """Sleep and wake once before anything is published, then around each publish; audited."""
+    state, noise = load_file(model / "model.safetensors"), torch.Generator().manual_seed(0)
+    async with tidegate.serve(
+        model=model,
+        engine_urls=[url],
+        group_size=2,
+        groups_per_batch=2,
+        max_staleness=1,
+        kv_policy="keep",
+        run_directory=run,
+    ) as rollouts:
+        await rollouts.sleep(2)
+        await rollouts.wake()  # by the model directory's weights, for there are no others
+        async for _ in rollouts.batches(range(6), episode=one_turn):
+            level = next(levels)
+            await rollouts.sleep(level, mode="keep")
+            for tensor in state.values():
+                tensor += 0.02 * torch.randn(tensor.shape, generator=noise)
+            await rollouts.wake(["weights"])
+            await rollouts.publish(state)
+            assert rollouts.statistics().asleep == ("kv_cache",)
+            await rollouts.wake()
+            await rollouts.sleep(level, tags=["weights"])
+            await rollouts.wake()  # by the weights published last
+        statistics = rollouts.statistics()
+    assert (statistics.trainer_version, statistics.ledger.error) == (3, 0)
+    report = await asyncio.to_thread(audit_run, run)
+    assert report.problems == ()
+    assert report.agrees, report.lines()
+    assert report.tokens_unknown == 0
+
+
+async def test_a_run_sleeps_over_vllm_and_every_token_audits(
+    models: list[Path], tmp_path: Path
+) -> None:
+    with VllmDouble(models[0], enable_sleep_mode=True) as double:
+        levels: list[SleepLevel] = [1, 2, 2]
+        await train_asleep(models[0], tmp_path / "run", f"vllm+{double.url}", iter(levels))
+        assert (double.sleeping, double.paused) == (set(), "")
+
+
+async def test_a_run_sleeps_over_sglang_that_keeps_no_weights_and_every_token_audits(
+    models: list[Path], tmp_path: Path
+) -> None:
+    double = SglangDouble(models[0], settings=SLEEPS)
+    with served(lambda: (make_app(double), double.sample_for_ever)) as url:
+        levels: list[SleepLevel] = [2, 2, 2]
+        url = f"sglang+{url}#weights=http"
+        await train_asleep(models[0], tmp_path / "run", url, iter(levels))
+        assert (double.sleeping, double.paused, double.is_dead) == (set(), None, False)
+
+
+async def test_a_server_that_was_started_without_is_named_and_nothing_sleeps(
+    models: list[Path],
+) -> None:
+    with VllmDouble(models[0]) as double:
+        async with tidegate.serve(model=models[0], engine_urls=[f"vllm+{double.url}"]) as rollouts:
+            with pytest.raises(ConfigError, match=r"engine-0 can't sleep.*--enable-sleep-mode"):
+                await rollouts.sleep(1)
+        assert "sleep 1 abort" not in double.calls
