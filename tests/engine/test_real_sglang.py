@@ -18,17 +18,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 import tidegate
 from tests.engine.adapter_runs import train
 from tests.engine.sglang_streams import TOLERANCE, Sglang, off_by
 from tests.models import make_model_directory
 from tidegate.engine.adapters.sglang import make_adapter
+from tidegate.errors import ConfigError
 from tidegate.transport.messages import SamplingParams
 
 URL = os.environ.get("TIDEGATE_SGLANG_URL", "")
 MODEL = os.environ.get("TIDEGATE_SGLANG_MODEL", "")
 PYTHON = os.environ.get("TIDEGATE_SGLANG_PYTHON", "")
+
+KEY = "sesame"
 
 STUBS = Path(__file__).parent / "sglang_on_a_cpu"
 
@@ -49,7 +53,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
         return
     directory = tmp_path_factory.mktemp("sglang")
     model = make_model_directory(directory / "model", tied=False)
-    with started(model, directory / "log") as url:
+    with pytest.MonkeyPatch.context() as patch, started(model, directory / "log") as url:
+        patch.setenv("TIDEGATE_ENGINE_KEY", KEY)
         yield url, model
 
 
@@ -62,6 +67,7 @@ def started(model: Path, log: Path) -> Iterator[str]:
     options += ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"]
     options += ["--sampling-backend", "pytorch", "--skip-server-warmup"]
     options += ["--mem-fraction-static", "0.05", "--max-total-tokens", "8192"]
+    options += ["--api-key", KEY]
     options += ["--disable-overlap-schedule"]  # or kv_policy="keep" would be refused
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -84,7 +90,7 @@ def started(model: Path, log: Path) -> Iterator[str]:
 
 def answers(url: str) -> bool:
     try:
-        urllib.request.urlopen(f"{url}/model_info", timeout=5).close()
+        urllib.request.urlopen(f"{url}/health", timeout=5).close()
     except (urllib.error.URLError, OSError):
         return False
     return True
@@ -139,3 +145,87 @@ async def test_kv_that_is_kept_over_an_update_is_labelled_to_the_token(
     (_, _, before), (_, _, after) = stream.labels
     assert [label for label, _, _ in stream.labels] == ["v0", "v1"]
     assert off_by([model, other], stream, [(0, before), (1, after - before)]) < TOLERANCE
+
+
+@pytest.mark.parametrize("way", ["http", "gloo"])
+async def test_weights_come_without_files_and_the_next_token_is_of_them(
+    server: tuple[str, Path], tmp_path: Path, way: str
+) -> None:
+    url, model = server
+    other = make_model_directory(tmp_path / "other", seed=1, tied=False)
+    adapter = make_adapter(url, model, weights=way)
+    try:
+        able = await adapter.open("v0")
+        engine = Sglang(adapter, able)
+        stream = engine.stream(SamplingParams(max_tokens=300))
+        await stream.has(10)
+        await adapter.pause("keep")
+        await adapter.load_tensors(load_file(other / "model.safetensors"), "v1")
+        await adapter.resume()
+        await stream.end()
+        fresh = await engine.stream(SamplingParams(max_tokens=8), salt="v1").end()
+    finally:
+        await adapter.close()
+    (_, _, before), (_, _, after) = stream.labels
+    assert [label for label, _, _ in [*stream.labels, *fresh.labels]] == ["v0", "v1", "v1"]
+    assert off_by([model, other], stream, [(0, before), (1, after - before)]) < TOLERANCE
+    assert off_by([model, other], fresh, [(1, 8)]) < TOLERANCE
+
+
+async def test_tags_are_right_over_a_run_that_sends_weights_by_gloo(
+    server: tuple[str, Path], tmp_path: Path
+) -> None:
+    url, model = server
+    report = await train(
+        model,
+        tmp_path / "run",
+        batches=6,
+        episode=solve,
+        engine_urls=[f"sglang+{url}#weights=gloo"],
+        kv_policy="recompute",
+    )
+    assert report.problems == ()
+    assert report.agrees
+    assert report.tokens_unknown == 0
+    assert report.versions > 1
+    assert not (tmp_path / "run" / "published").exists()
+
+
+async def test_memory_is_released_and_resumed_in_the_order_that_its_scheduler_takes(
+    server: tuple[str, Path],
+) -> None:
+    """Without a memory saver, which a CPU has none of, nothing is given back."""
+    url, model = server
+    adapter = make_adapter(url, model)
+    try:
+        able = await adapter.open("v0")
+        assert able.sleep_levels == set()
+        stream = Sglang(adapter, able).stream(SamplingParams(max_tokens=300))
+        await stream.has(3)
+        await adapter.pause("abort")
+        await stream.end()
+        await adapter.sleep(2, ["weights", "kv_cache"])
+        await adapter.wake(["weights"])
+        await adapter.load_weights(model, "v1")
+        await adapter.wake(["kv_cache"])
+        await adapter.resume()
+        after = await Sglang(adapter, able).stream(SamplingParams(max_tokens=8), salt="v1").end()
+    finally:
+        await adapter.close()
+    assert after.labels == [("v1", 0, 8)]
+    assert off_by([model], after, [(0, 8)]) < TOLERANCE
+
+
+async def test_a_server_with_a_key_is_not_driven_without_it(
+    server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if URL:
+        pytest.skip("whether the server that was given wants a key, nobody says")
+    url, model = server
+    monkeypatch.delenv("TIDEGATE_ENGINE_KEY")
+    adapter = make_adapter(url, model)
+    try:
+        with pytest.raises(ConfigError, match=r"wants a key.*TIDEGATE_ENGINE_KEY"):
+            await adapter.open("v0")
+    finally:
+        await adapter.close()

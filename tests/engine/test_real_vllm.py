@@ -27,6 +27,8 @@ from tidegate.transport.messages import KvPolicy, PauseMode
 
 PYTHON = os.environ.get("TIDEGATE_VLLM_PYTHON")
 
+KEY = "sesame"
+
 pytestmark = [
     pytest.mark.skipif(PYTHON is None, reason="wants vLLM, in a Python of its own: make test-vllm"),
     pytest.mark.timeout(600),
@@ -61,7 +63,7 @@ def start(model: Path, log: Path) -> Server:
     }
     options = ["--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
     options += ["--max-model-len", "512", "--enforce-eager", "--max-num-seqs", "16"]
-    options += ["--dtype", "float32", "--logprobs-mode", "processed_logprobs"]
+    options += ["--api-key", KEY, "--dtype", "float32", "--logprobs-mode", "processed_logprobs"]
     assert PYTHON is not None
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -81,7 +83,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = start(model, directory / "log")
     try:
         wait_for(server, directory / "log")
-        yield server
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TIDEGATE_ENGINE_KEY", KEY)
+            yield server
     finally:
         server.kill()
 
@@ -143,6 +147,35 @@ async def test_every_token_of_a_run_is_what_its_tags_say(
     # Whether a turn is under way when weights change is chance here; that kept KV is told is shown
     # against the double, on purpose.
     assert kv_policy == "keep" or report.spans_mixed == 0
+
+
+async def test_a_server_with_a_key_is_not_driven_without_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TIDEGATE_ENGINE_KEY")
+    adapter = make_adapter(server.url, server.model)
+    try:
+        with pytest.raises(ConfigError, match="wants a key"):
+            await adapter.open("v0")
+    finally:
+        await adapter.close()
+
+
+async def test_a_cpus_server_declares_no_sleep_and_wakes_as_its_source_says(
+    server: Server,
+) -> None:
+    """Its ``/wake_up`` is there all the same, and lets a paused server go on."""
+    adapter = make_adapter(server.url, server.model)
+    try:
+        able = await adapter.open("v0")
+        assert able.sleep_levels == set()
+        await adapter.sleep(1, ["weights", "kv_cache"])
+        await adapter.wake(["weights"])
+        await adapter.wake(["kv_cache"])
+        await adapter._expect_paused(True)
+        await adapter.resume()
+    finally:
+        await adapter.close()
 
 
 async def test_a_tied_model_is_refused_on_a_cpu(server: Server, tmp_path: Path) -> None:
