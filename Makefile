@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo demo-agent test test-environments test-trl test-agents test-vllm test-sglang test-ray test-namespaces test-dashboard simulate lint format bench docs site clean
+.PHONY: help venv demo demo-agent test test-environments test-trl test-agents test-vllm test-sglang test-ray test-namespaces test-dashboard test-device simulate lint format bench docs site clean
 
 help:
 	@echo "make demo   train a small model with fully asynchronous rollouts, and report on it"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-vllm   adapters against the real vLLM, built for the CPU (3.4 GB, 10 minutes)"
 	@echo "make test-sglang   runs over the real SGLang, on a CPU by stubs, or over yours: TIDEGATE_SGLANG_URL, _MODEL"
 	@echo "make test-namespaces   hosts of their own, one cut off and brought back; wants root"
+	@echo "make test-device   engines on a GPU if there is one, and their kernels, compiled for an H100"
 	@echo "make test-dashboard   the dashboard in a real Chromium, if there is one; traces in Perfetto; and TensorBoard"
 	@echo "make lint   the first three of those"
 	@echo "make bench  speed, as ratios against named peers"
@@ -64,6 +65,10 @@ test: lint
 
 test-environments: venv .venv-environments/.ready
 	TIDEGATE_ENVIRONMENTS_PYTHON=.venv-environments/bin/python $(BIN)/python -m pytest tests/orchestrator/environments
+
+# On a machine with CUDA put a CUDA build of torch into the environment first.
+test-device: venv
+	TIDEGATE_COMPILE=1 $(BIN)/python -m pytest tests/engine/test_on_a_gpu.py tests/engine/device tests/kernels
 
 # TRL wants datasets, pandas and requests: a Python of its own, with torch's CPU build first.
 .venv-trl/.ready: pyproject.toml

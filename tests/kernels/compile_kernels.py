@@ -42,22 +42,37 @@ def compile_launches(target: GPUTarget) -> None:
     def compile_it(kernel: Any, *args: Any, grid: object, warmup: bool, **named: Any) -> None:
         options = {"num_warps": named.pop("num_warps", 4)}
         given = dict(zip(kernel.arg_names, args, strict=False)) | named
-        # Triton compiles anew where an integer is 1, as if it were a constant.
-        ones = {name for name, value in given.items() if type(value) is int and value == 1}
-        ones |= {parameter.name for parameter in kernel.params if parameter.is_constexpr}
-        constants = {name: given[name] for name in given if name in ones}
-        signature = {n: "constexpr" if n in constants else _type(v) for n, v in given.items()}
-        aligned = {
-            (place,): [["tt.divisibility", 16]]
-            for place, (name, value) in enumerate(given.items())
-            if isinstance(value, torch.Tensor)
-        }
-        source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-        built = triton.compile(source, target=target, options=options)
-        line = {"kernel": kernel.__name__, "shared_bytes": built.metadata.shared}
-        sys.stdout.write(json.dumps(line) + "\n")
+        tell_compiled(target, kernel, given, options)
 
     triton.JITFunction.run = compile_it
+
+
+def tell_compiled(
+    target: GPUTarget, kernel: Any, given: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Compile a kernel for arguments like those ``given``, and print what it takes."""
+    constants = constants_of(kernel, given)
+    signature = {n: "constexpr" if n in constants else _type(v) for n, v in given.items()}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, (name, value) in enumerate(given.items())
+        if isinstance(value, torch.Tensor)
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    built = triton.compile(source, target=target, options=options)
+    line = {"kernel": kernel.__name__, "shared_bytes": built.metadata.shared}
+    sys.stdout.write(json.dumps(line) + "\n")
+
+
+def constants_of(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for whose values Triton compiles anew: constants, and integers that are 1."""
+    fixed = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+    plain = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+    return {
+        name: value
+        for name, value in given.items()
+        if name in fixed or (type(value) is int and value == 1 and name not in plain)
+    }
 
 
 def _type(value: object) -> str:
