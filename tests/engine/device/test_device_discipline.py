@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ KERNELS = {
 }
 
 
-def run(tmp_path: Path, *arguments: str) -> list[dict[str, int]]:
+def run(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
