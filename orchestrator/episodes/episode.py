@@ -238,7 +238,7 @@ class Episode(ScoringEpisode):
 
     def turn_so_far(self) -> GeneratedTurn | None:
         """Its last turn with the tokens that are there by now, whether it goes on or has ended."""
-        turns = self._rollout.turns
+        turns = self._rollout.turns[: self._past.turns] if self._past else self._rollout.turns
         return GeneratedTurn(turns[-1], self._model.tokenizer) if turns else None
 
     async def generate(

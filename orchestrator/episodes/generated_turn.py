@@ -36,6 +36,12 @@ class GeneratedTurn:
         """All tokens, the stop token included."""
         return self._turn.token_ids.tolist()
 
+    def token_ids_from(self, start: int) -> list[int]:
+        """Those from this one on, for whoever has read the others."""
+        turn = self._turn
+        first = turn.start + start
+        return turn.rollout.token_ids[first : turn.start + turn.length].tolist()
+
     @cached_property
     def logprobs(self) -> list[float]:
         """One per token: natural log of the probability it was drawn with."""

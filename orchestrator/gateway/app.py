@@ -1,116 +1,42 @@
 """Which paths does the gateway have? OpenAI's, and a few for sessions; each request to its rollout.
 
 Whatever a client sends, it gets an answer in OpenAI's form, and nothing else is harmed. It decides
-nothing of sessions, and builds no bodies: see :mod:`gateway` and :mod:`gateway_replies`.
+nothing of sessions, and builds no bodies: see :mod:`gateway`, :mod:`replies`, :mod:`streaming`.
 """
 
 import asyncio
-import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from tidegate.errors import RunClosed, TidegateError, TurnTimeout
-from tidegate.orchestrator.episodes.conversation import NOTHING, tool_names
-from tidegate.orchestrator.episodes.tool_calls import settled_words
-from tidegate.orchestrator.gateway.replies import (
-    Answered,
-    GatewayError,
-    completion,
-    last_chunk,
-    text_chunk,
-    usage_chunk,
-)
+from tidegate.orchestrator.episodes.conversation import NOTHING
+from tidegate.orchestrator.gateway.asking import Asking, Choice, begin_asking, choice_of
+from tidegate.orchestrator.gateway.failures import failure_of
+from tidegate.orchestrator.gateway.replies import GatewayError, completion
 from tidegate.orchestrator.gateway.requests import (
     ChatRequest,
     CompletionRequest,
-    Request,
     RewardRequest,
     TokenizeRequest,
     read_body,
 )
+from tidegate.orchestrator.gateway.streaming import streamed
 from tidegate.orchestrator.records.trajectories import to_json
 from tidegate.orchestrator.weights.model_files import LONG_CHARACTERS
 
 if TYPE_CHECKING:
-    from tidegate.orchestrator.episodes.episode import Episode
-    from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
     from tidegate.orchestrator.gateway.gateway import Gateway, Session
 
 BODY_BYTES_MAX = 16 * 1024 * 1024
 """Of one request: a context of a million tokens, as text, is a quarter of that."""
 
-STREAM_INTERVAL_S = 0.05
-"""Between two looks at what was said so far: as fast as people read."""
-
 Result = TypeVar("Result")
 Handler = Callable[[HttpRequest], Awaitable[Response]]
-
-log = logging.getLogger("tidegate")
-
-
-@dataclass(slots=True)
-class _Choice:
-    """One completion in the making."""
-
-    row: "Episode"
-    prompt_tokens: int
-    turn: "asyncio.Task[GeneratedTurn]"
-    sent: str = ""
-    """Of a stream."""
-
-    def said_so_far(self, tools: list[str], stops: list[str]) -> str:
-        """Of a turn that goes on, what is sure to stay; at its end may be a token that is no word.
-        One that has ended may go on meanwhile, for somebody else."""
-        so_far = self.row.turn_so_far()
-        if self.turn.done() or so_far is None or not so_far.goes_on:
-            return self.sent
-        said = self.row.decode(self.row.token_ids[self.prompt_tokens :])
-        return settled_words(said.rstrip("\ufffd"), tools, stops)
-
-
-@dataclass(slots=True)
-class _Asking:
-    """A request and all its completions."""
-
-    session: "Session"
-    request: Request
-    choices: list[_Choice] = field(default_factory=list)
-    created_s: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def name(self) -> str:
-        """Of the answer: the row and turn of its first choice."""
-        return f"{self.choices[0].row.rollout_id}-{self.choices[0].prompt_tokens}"
-
-    async def wait(self) -> None:
-        """Until every choice has its turn; the first error is raised, and the others cancelled."""
-        try:
-            await asyncio.gather(*(choice.turn for choice in self.choices))
-        finally:
-            self.cancel()
-
-    def cancel(self) -> None:
-        """Nobody waits for them any more."""
-        for choice in self.choices:
-            choice.turn.cancel()
-
-    @property
-    def answers(self) -> list[Answered]:
-        """Once they are there."""
-        return [Answered(choice.turn.result(), choice.prompt_tokens) for choice in self.choices]
-
-    def token_text(self, token_id: int) -> str:
-        """A token as text of its own."""
-        return self.session.episode.decode([token_id])
 
 
 def gateway_app(gateway: "Gateway") -> Starlette:
@@ -146,13 +72,13 @@ class _App:
         if len(body) >= LONG_CHARACTERS:
             known = await conversation.read_ahead(request.messages, tools)
 
-        def begin() -> _Choice:
+        def begin() -> Choice:
             prepared = conversation.prepare(
                 request.messages, tools, request.tool_choice, known=known
             )
-            return _choice(prepared.row, conversation.generate_from(prepared, options))
+            return choice_of(prepared.row, conversation.generate_from(prepared, options))
 
-        return await _answer(http, _begin(session, request, begin))
+        return await _answer(http, begin_asking(session, request, begin))
 
     async def complete(self, http: HttpRequest) -> Response:
         """``POST /v1/completions``"""
@@ -164,11 +90,11 @@ class _App:
         if not ids:
             raise GatewayError(400, "invalid_request_error", "the prompt has no token")
 
-        def begin() -> _Choice:
+        def begin() -> Choice:
             row = session.episode.row_from(ids)
-            return _choice(row, row.generate(**options))
+            return choice_of(row, row.generate(**options))
 
-        return await _answer(http, _begin(session, request, begin))
+        return await _answer(http, begin_asking(session, request, begin))
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """``POST /tokenize``"""
@@ -214,31 +140,13 @@ class _App:
         return self._gateway.session(_key(http), http.headers.get("x-session-id"))
 
 
-# ---------------------------------------------------------------- asking and answering
+# ---------------------------------------------------------------- answering
 
 
-def _choice(row: "Episode", turn: "Coroutine[Any, Any, GeneratedTurn]") -> _Choice:
-    """A row whose turn is to begin from what it has by now."""
-    return _Choice(row, row.num_tokens, asyncio.ensure_future(turn))
-
-
-def _begin(session: "Session", request: Request, begin: Callable[[], _Choice]) -> _Asking:
-    """Ask for all turns at once."""
-    session.refuse_if_busy()
-    asking = _Asking(session, request)
-    try:
-        for _ in range(request.choices):
-            asking.choices.append(begin())
-    except BaseException:
-        asking.cancel()
-        raise
-    return asking
-
-
-async def _answer(http: HttpRequest, asking: _Asking) -> Response:
+async def _answer(http: HttpRequest, asking: Asking) -> Response:
     if asking.request.stream:
-        return StreamingResponse(_stream(asking), media_type="text/event-stream")
-    await _unless_gone(http, asyncio.ensure_future(_wait(asking)))
+        return StreamingResponse(streamed(asking), media_type="text/event-stream")
+    await _unless_gone(http, asyncio.ensure_future(asking.wait()))
     answers = asking.answers
     return _json(
         completion(
@@ -266,78 +174,6 @@ async def _unless_gone(http: HttpRequest, work: "asyncio.Future[Result]") -> Res
         leaving.cancel()
 
 
-async def _wait(asking: _Asking) -> None:
-    asking.session.requests += 1
-    try:
-        await asking.wait()
-    finally:
-        asking.session.requests -= 1
-
-
-async def _stream(asking: _Asking) -> AsyncIterator[bytes]:
-    """Server-sent events. An error after the first of them is one more, for the status is sent."""
-    waiting = asyncio.ensure_future(_wait(asking))
-    chat = asking.request if isinstance(asking.request, ChatRequest) else None
-    tools = tool_names(chat and chat.offered_tools)
-    try:
-        for index in range(len(asking.choices)):
-            yield _event(_text(asking, index, "", is_first=True))
-        while not waiting.done():
-            await asyncio.wait({waiting}, timeout=STREAM_INTERVAL_S)
-            if not waiting.done():
-                for index, choice in enumerate(asking.choices):
-                    said = choice.said_so_far(tools, asking.request.stops)
-                    if more := _more(choice, said):
-                        yield _event(_text(asking, index, more))
-        await waiting
-        for event in _end(asking):
-            yield event
-    except Exception as error:  # noqa: BLE001 - told to the client, whatever it is
-        yield _event(_failure(error).body())
-    finally:
-        waiting.cancel()
-        asking.cancel()
-    yield b"data: [DONE]\n\n"
-
-
-def _end(asking: _Asking) -> list[bytes]:
-    events: list[bytes] = []
-    for index, choice in enumerate(asking.choices):
-        turn = choice.turn.result()
-        is_chat = isinstance(asking.request, ChatRequest)
-        content = (turn.message or {}).get("content", "") if is_chat else turn.text
-        if more := _more(choice, content):
-            events.append(_event(_text(asking, index, more)))
-        head = {"name": asking.name, "created_s": asking.created_s}
-        chunk = last_chunk(asking.request, index, turn, text_of=asking.token_text, **head)  # type: ignore[arg-type]
-        events.append(_event(chunk))
-    if (asking.request.stream_options or {}).get("include_usage"):
-        chunk = usage_chunk(
-            asking.request, asking.answers, name=asking.name, created_s=asking.created_s
-        )
-        events.append(_event(chunk))
-    return events
-
-
-def _more(choice: _Choice, said: str) -> str:
-    """What was not sent yet; nothing while a token's text still changes what was before."""
-    if not said.startswith(choice.sent):
-        return ""
-    more, choice.sent = said[len(choice.sent) :], said
-    return more
-
-
-def _text(asking: _Asking, index: int, text: str, *, is_first: bool = False) -> dict[str, Any]:
-    return text_chunk(
-        asking.request,
-        index,
-        text,
-        name=asking.name,
-        created_s=asking.created_s,
-        is_first=is_first,
-    )
-
-
 # ---------------------------------------------------------------- HTTP
 
 
@@ -348,26 +184,10 @@ def _answered(handler: Handler) -> Handler:
         try:
             return await handler(http)
         except Exception as error:  # noqa: BLE001 - told to the client, whatever it is
-            failure = _failure(error)
+            failure = failure_of(error)
             return _json(failure.body(), status=failure.status)
 
     return answer
-
-
-def _failure(error: Exception) -> GatewayError:
-    match error:
-        case GatewayError():
-            return error
-        case ClientDisconnect():
-            return GatewayError(499, "client_closed", "the client has gone")
-        case RunClosed():
-            return GatewayError(410, "invalid_request_error", str(error), "session_over")
-        case TurnTimeout():
-            return GatewayError(504, "timeout_error", str(error))
-        case TidegateError() | ValueError() | OverflowError() | TypeError():
-            return GatewayError(400, "invalid_request_error", str(error))
-    log.error("the gateway failed to answer a request", exc_info=error)
-    return GatewayError(500, "server_error", f"{type(error).__name__}: {error}")
 
 
 async def _not_found(http: HttpRequest, error: Exception) -> Response:
@@ -396,7 +216,3 @@ def _key(http: HttpRequest) -> str:
 
 def _json(body: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
-
-
-def _event(body: object) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"

@@ -5,13 +5,12 @@ It knows a tokenizer, and where an output ends: at a stop token or string. It kn
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from tokenizers import Tokenizer
 
+from tidegate.orchestrator.episodes.growing_text import HALF_A_CHARACTER, GrowingText
 from tidegate.orchestrator.weights.model_files import encoded
-
-HALF_A_CHARACTER = "\ufffd"
-"""What tokens that are part of one decode to, until the others are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +97,19 @@ class TextStream:
     words: Words
     ending: Ending
     _sent: str = ""
-    _settled: str = ""
-    _from: int = 0
-    _to: int = field(default=0)
-    """Tokens before ``_from`` are in ``_settled``; those up to ``_to`` are what the next may join
-    with, as some tokenizers write a space only between words."""
+    _growing: GrowingText = field(init=False)
+
+    def __post_init__(self) -> None:
+        skips = self.ending.skips_special_tokens
+        self._growing = GrowingText(partial(self.words.decode, skips_special_tokens=skips))
 
     def more(self, token_ids: Sequence[int]) -> str:
         """What may be sent of this output, which goes on: nothing that a stop string may yet cut
         off, and no half of a character."""
-        skips = self.ending.skips_special_tokens
-        before = self.words.decode(token_ids[self._from : self._to], skips_special_tokens=skips)
-        now = self.words.decode(token_ids[self._from :], skips_special_tokens=skips)
-        if len(now) > len(before) and not now.endswith(HALF_A_CHARACTER):
-            self._settled += now[len(before) :]
-            self._from, self._to = self._to, len(token_ids)
+        self._growing.add(token_ids[self._growing.tokens :])
+        settled = self._growing.text
         held_back = max((len(s) for s in self.ending.stop_strings), default=1) - 1
-        return self._send(self._settled[: len(self._settled) - held_back])
+        return self._send(settled[: len(settled) - held_back])
 
     def last(self, text: str) -> str:
         """What is left of the whole text."""
