@@ -2,14 +2,17 @@
 
 It knows no task: whoever calls it says which tasks are trained on, which measure, and how they are
 played.
+
+Shapes: R rows in a batch, P of them in one pass, T tokens in the longest of these, N sampled ones.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tidegate
@@ -18,6 +21,10 @@ from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.records.progress import RunProgress
 from tidegate.policies.diagnostics import LagBucket, measure_mismatch, measure_mismatch_by_lag
 from tidegate.policies.objectives import decoupled_ppo_loss
+
+TOKENS_TOGETHER = 4096
+"""In one pass, padding included: enough that a small model's passes cost no more than their
+multiplications, and few enough that rows of one pass are of like length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,28 +130,61 @@ def train_step(
     rows = batch.advantages.nonzero().squeeze(1)
     if not len(rows):
         return None
-    targets = batch.token_ids[rows, 1:]
-    inputs = {"input_ids": batch.token_ids[rows], "attention_mask": batch.attention_mask[rows]}
-    logits = model(**inputs).logits[:, :-1].float()
+    optimizer.zero_grad()
+    log_ratios, versions = [], []
+    for some in rows_of_like_length(batch, rows):
+        log_ratio, version = _backward(model, batch, some, corrects=corrects)
+        log_ratios.append(log_ratio)
+        versions.append(version)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    log_ratio = torch.cat(log_ratios)[None]  # [1, N]
+    mask = torch.ones_like(log_ratio, dtype=torch.bool)
+    mismatch = measure_mismatch(log_ratio, mask)
+    by_lag = measure_mismatch_by_lag(
+        log_ratio, mask, torch.cat(versions)[None], trainer_version=batch.trainer_version
+    )
+    return OffPolicyness(mismatch.ess, mismatch.k3, by_lag)
+
+
+def rows_of_like_length(batch: tidegate.Batch, rows: Tensor) -> Iterator[Tensor]:
+    """These rows in parts that go through the model together, the longest first. [R] -> [P] each
+
+    Agents' rows differ much: padded to the longest of a batch, walks over lakes are four times as
+    many tokens.
+    """
+    lengths = batch.attention_mask[rows].sum(1)
+    order = lengths.argsort(descending=True)
+    start = 0
+    while start < len(rows):
+        longest = int(lengths[order[start]])
+        end = start + max(1, TOKENS_TOGETHER // longest)
+        yield rows[order[start:end]]
+        start = end
+
+
+def _backward(
+    model: PreTrainedModel, batch: tidegate.Batch, rows: Tensor, *, corrects: bool
+) -> tuple[Tensor, Tensor]:
+    """Add some rows' gradient; their sampled tokens' log-ratios to behaviour, and versions. [N]"""
+    longest = int(batch.attention_mask[rows].sum(1).max())
+    token_ids = batch.token_ids[rows, :longest]
+    # Without attention_mask: rows are padded at the end, where nothing that counts attends to it,
+    # and a plain causal mask takes half the time.
+    logits = model(input_ids=token_ids).logits[:, :-1].float()
     logprobs = -torch.nn.functional.cross_entropy(
-        logits.transpose(1, 2), targets, reduction="none"
-    )  # [R, T - 1]
-    mask = batch.loss_mask[rows, 1:]
+        logits.transpose(1, 2), token_ids[:, 1:], reduction="none"
+    )  # [P, T - 1]
+    mask = batch.loss_mask[rows, 1:longest].bool()
+    behaviour = batch.logprobs[rows, 1:longest]
     loss, _ = decoupled_ppo_loss(
         logprobs,
         logprobs.detach(),  # one step per batch: the update starts from these very weights
-        batch.logprobs[rows, 1:] if corrects else logprobs.detach(),
+        behaviour if corrects else logprobs.detach(),
         batch.advantages[rows, None],
         mask,
         tokens_in_batch=batch.sampled_tokens,
     )
-    optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    log_ratio, versions = logprobs - batch.logprobs[rows, 1:], batch.weight_versions[rows, 1:]
-    mismatch = measure_mismatch(log_ratio, mask)
-    by_lag = measure_mismatch_by_lag(
-        log_ratio, mask, versions, trainer_version=batch.trainer_version
-    )
-    return OffPolicyness(mismatch.ess, mismatch.k3, by_lag)
+    log_ratio = (logprobs.detach() - behaviour)[mask]
+    return log_ratio, batch.weight_versions[rows, 1:longest][mask]

@@ -63,6 +63,7 @@ class GroupBook:
         """Rollouts whose episode is going on, by id; an evaluation's too."""
         self.next_rollout_id = 0
         self.next_group_id = 0
+        turns.unwanted = self._discard_refused
 
     # ------------------------------------------------------------ what a policy sees
 
@@ -190,6 +191,11 @@ class GroupBook:
         if rollout.turns[-1].finish_reason is None:
             rollout.turns[-1].finish_reason = "cancelled"
         return commands
+
+    def _discard_refused(self, rollout: Rollout, tokens: int) -> None:
+        """A turn was refused in its midst, and its episode may go on."""
+        _, group = self.running[rollout.rollout_id]
+        self._ledger_of(group).discard_running(tokens, "refused")
 
     def cut(self, event: ev.RolloutCut) -> list[ev.Command]:
         """An episode that is run again goes another way than before, from here on."""

@@ -6,17 +6,16 @@ gets is exactly what the engine read and wrote.
 """
 
 import itertools
-import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
 from math import nan
 from typing import Protocol
 
 from msgspec import Struct
 
+from tidegate.orchestrator.core.token_arrays import token_array
 from tidegate.orchestrator.turns.token_details import TurnDetails
 from tidegate.transport.media import Media
 from tidegate.transport.messages import KvSpan, SamplingParams
@@ -182,6 +181,15 @@ class Turn:
             self.runs.append(VersionRun(version, start, engine))
             self._version, self._engine = version, engine
 
+    def take_back(self) -> int:
+        """Leave its context as it was before this turn, the newest; so many tokens are gone."""
+        tokens, rollout = self.length, self.rollout
+        del rollout.token_ids[self.start :], rollout.logprobs[self.start :]
+        self.filed, self.held_back = 0, None
+        self.runs, self.prefills, self.details = [], (), None
+        self._version, self._engine = -1, ""
+        return tokens
+
     def spans(self) -> list[VersionSpan]:
         """Provenance of the output tokens, as maximal runs with one answer."""
         return list(_spans(self))
@@ -233,24 +241,6 @@ RUNNING, FINISHED, TRAINED, DISCARDED = (
 )
 """To look a member up in its class takes as long as a short method, and each rollout's state is
 looked at eight times."""
-
-
-def token_array(token_ids: "Sequence[int]") -> "array[int]":
-    """As ``array("i", token_ids)``, whose time for a list is half as long again.
-
-    Raises:
-        TypeError: one is no number.
-        OverflowError: one is no int32.
-    """
-    try:
-        return array("i", _int32s(len(token_ids)).pack(*token_ids))
-    except struct.error:
-        return array("i", token_ids)  # says what is wrong
-
-
-@lru_cache(maxsize=1024)
-def _int32s(count: int) -> struct.Struct:
-    return struct.Struct(f"{count}i")
 
 
 class Rollout:

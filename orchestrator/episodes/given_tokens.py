@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from tidegate.orchestrator.core.rollout import token_array
+from tidegate.orchestrator.core.token_arrays import token_array
 
 TEXTS_REMEMBERED = 64
 """A group's rollouts begin side by side, with a few texts each."""

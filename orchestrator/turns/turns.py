@@ -5,6 +5,7 @@ submissions: an abort, or the loss of an engine, only means that the next one st
 tokens sampled so far.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -73,6 +74,8 @@ class TurnBook:
         """Engine -> (epoch, next seq): which of its steps have been taken in."""
         self.media_taken: set[MediaKind] = set()
         """What any engine so far has read beside tokens: one that was lost may come back."""
+        self.unwanted: Callable[[Rollout, int], None] = lambda rollout, tokens: None
+        """Told of tokens that were taken back from a rollout that goes on."""
         self._oldest: set[str] = set()
         """Engines that serve ``live_version`` or older; empty: to be looked at anew."""
 
@@ -180,8 +183,7 @@ class TurnBook:
             return [self._send(turn, priority, name)]
         turn.place = None
         if why := self._never_taken(turn):
-            turn.finish_reason = "refused"
-            return [FailTurn(turn, why)]
+            return [self._refuse(turn, why)]
         self.waiting[turn] = priority
         return []
 
@@ -271,8 +273,13 @@ class TurnBook:
         submission = self._pop(engine, handle)
         if submission is None:
             return []
-        submission.turn.finish_reason = "refused"
-        return [FailTurn(submission.turn, message)]
+        return [self._refuse(submission.turn, message)]
+
+    def _refuse(self, turn: Turn, why: str) -> FailTurn:
+        """What it has sampled so far nobody is given, so nobody trains on it."""
+        turn.finish_reason = "refused"
+        self.unwanted(turn.rollout, turn.take_back())
+        return FailTurn(turn, why)
 
     def _pop(self, engine: str, handle: int) -> Submission | None:
         turns = self.engines.get(engine)
@@ -345,8 +352,7 @@ class TurnBook:
         turn = submission.turn
         left = turn.sampling.max_tokens - turn.length
         if left < 0:
-            turn.finish_reason = "refused"
-            return [FailTurn(turn, _overrun(turn))]
+            return [self._refuse(turn, _overrun(turn))]
         if left and code not in (STOP, LENGTH):
             return self.submit(turn, submission.priority)
         turn.finish_reason = FINISH_REASONS[STOP if code == STOP else LENGTH]

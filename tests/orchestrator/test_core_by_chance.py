@@ -61,6 +61,14 @@ class AnyRun(RuleBasedStateMachine):
         tokens = min(tokens, left - self.driver.engines[name].sampled[handle])
         self.driver.sample(name, handle, max(tokens, 1 if finish == STOP else 0), finish)
 
+    @rule(which=pick)
+    def an_engine_refuses_a_turn_in_its_midst(self, which: int) -> None:
+        held = [(name, h) for name, e in sorted(self.driver.engines.items()) for h in e.turns]
+        if held and which % 3 == 0:
+            name, handle = held[which % len(held)]
+            del self.driver.engines[name].turns[handle]
+            self.driver.do(ev.TurnRejected(name, handle, "a processor raised"))
+
     @rule(which=pick, abort=st.booleans())
     def an_engine_swaps(self, which: int, abort: bool) -> None:
         names = sorted(self.driver.engines)

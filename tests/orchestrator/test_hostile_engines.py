@@ -236,6 +236,7 @@ def test_a_turn_that_goes_on_past_its_end_is_never_trained_on(finish: int) -> No
     driver.sample("engine-0", handle, 1, finish)
 
     assert rollout.turns[-1].finish_reason == "refused"
+    assert rollout.sampled_tokens == 0
     assert driver.core.turns.engines["engine-0"].submissions == {}
     driver.fail(rollout)
     assert rollout.state is RolloutState.DISCARDED
