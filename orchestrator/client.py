@@ -274,6 +274,7 @@ class RunClient:
             (batch.weight_versions >= 0).sum(1).numpy(),
             batch.group_ids.numpy(),
             batch.staleness.numpy(),
+            batch.rollout_ids.numpy(),
             trainer_version=batch.trainer_version,
             usage=self._keeper.usage(),
             engines=scheduler.fleet.statistics() if scheduler is not None else (),

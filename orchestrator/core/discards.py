@@ -143,7 +143,7 @@ class Discards:
 
     def note_discarded(self, rollout: Rollout, reason: str, task: TaskKey | None) -> None:
         """A rollout will never be trained. Its tokens are counted as they are now."""
-        tokens = rollout.sampled_tokens
+        tokens = rollout.tokens_of_all_rows
         if reason not in self._tallies:
             self._tallies[reason] = _Tally()
         self._tallies[reason].count(tokens, task)

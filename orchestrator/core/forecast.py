@@ -71,6 +71,7 @@ class Forecaster:
         tokens: npt.NDArray[np.int64],
         group_ids: npt.NDArray[np.int64],
         staleness: npt.NDArray[np.int64],
+        rollout_ids: npt.NDArray[np.int64],
         *,
         trainer_version: int,
         usage: Usage,
@@ -78,9 +79,10 @@ class Forecaster:
     ) -> None:
         """The trainer has this batch from now on; ``engines`` as they are at this moment.
 
-        Of each rollout, those of a group together: its sampled tokens, its group, and its
-        staleness, all [R].
+        Of each row, those of a group together: its sampled tokens, its group, its staleness, and
+        the rollout that it is of, all [R].
         """
+        tokens, group_ids, staleness = _by_rollout(tokens, group_ids, staleness, rollout_ids)
         if not self._batches:
             self._first, self._versions = usage, (trainer_version, trainer_version)
         self._last, self._versions = usage, (self._versions[0], trainer_version)
@@ -170,6 +172,23 @@ class Forecaster:
             outstanding_groups_max=outstanding_groups_max,
             groups_per_version=self._groups_per_version,
         )
+
+
+def _by_rollout(
+    tokens: npt.NDArray[np.int64],
+    group_ids: npt.NDArray[np.int64],
+    staleness: npt.NDArray[np.int64],
+    rollout_ids: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The first three, of whole rollouts: those that forked have several rows."""
+    ids, first, place = np.unique(rollout_ids, return_index=True, return_inverse=True)
+    if len(ids) == len(rollout_ids):
+        return tokens, group_ids, staleness
+    added, oldest = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
+    np.add.at(added, place, tokens)
+    np.maximum.at(oldest, place, staleness)
+    in_order = np.argsort(first)
+    return added[in_order], group_ids[first[in_order]], oldest[in_order]
 
 
 def advise(times: BatchTimes, *, allowed: float | None, saturating: int) -> str:

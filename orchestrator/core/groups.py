@@ -1,7 +1,6 @@
 """Which groups are there, and what becomes of their rollouts? Starts, ends, drops and counts them.
 
-It moves tokens between the ledger's accounts and knows when a group has too few rollouts left; not
-when a group may start, or when it is trained.
+It moves tokens between the ledger's accounts; when a group may start or is trained, others say.
 """
 
 from collections import Counter, OrderedDict
@@ -194,8 +193,8 @@ class GroupBook:
 
     def _discard_refused(self, rollout: Rollout, tokens: int) -> None:
         """A turn was refused in its midst, and its episode may go on."""
-        _, group = self.running[rollout.rollout_id]
-        self._ledger_of(group).discard_running(tokens, "refused")
+        ledger = self._ledger_of(self.running[rollout.rollout_id][1])
+        ledger.discard_running(tokens, "refused")
 
     def cut(self, event: ev.RolloutCut) -> list[ev.Command]:
         """An episode that is run again goes another way than before, from here on."""
@@ -332,7 +331,7 @@ class GroupBook:
     def _discard(self, rollout: Rollout, group: Group, reason: str) -> ev.Command:
         rollout.state = DISCARDED
         rollout.discard_reason = reason
-        if not group.is_evaluation:
+        if not group.is_evaluation and rollout.branch_of is None:
             self.discarded_rollouts[reason] += 1
             self.discards.note_discarded(rollout, reason, group.key)
         return ev.Record(rollout, group.task)
@@ -340,15 +339,17 @@ class GroupBook:
     def _ledger_of(self, group: Group) -> Ledger:
         return self.evaluation_ledger if group.is_evaluation else self.ledger
 
-    # ------------------------------------------------------------ training
-
     def train(self, groups: list[Group], *, oldest_trainable: int) -> list[Rollout]:
         """These are handed to the trainer; of their tokens, older ones are masked. Their rows."""
         rows: list[Rollout] = []
         for group in groups:
             self._forget(group)
             rows += group.kept
-        lengths = [row.sampled_tokens for row in rows]
+        lengths = [
+            row.tokens_of_all_rows if row.branches else row.sampled_tokens
+            for row in rows
+            if row.branch_of is None
+        ]
         self.ledger.train(sum(lengths))
         self.discards.note_trained(lengths)
         for row in rows:

@@ -365,6 +365,12 @@ class Rollout:
         return tokens
 
     @property
+    def tokens_of_all_rows(self) -> int:
+        """Those, and what was sampled in what was forked from it."""
+        tokens = self.sampled_tokens
+        return tokens + sum(branch.tokens_of_all_rows for branch in self.branches)
+
+    @property
     def masked_tokens(self) -> int:
         """Sampled tokens too old to be trained on."""
         if not self.oldest_trainable:

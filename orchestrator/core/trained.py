@@ -16,12 +16,14 @@ class TrainedCounts:
     staleness: Counter[int] = field(default_factory=Counter)
     """Rollouts by staleness at consumption."""
 
-    def count(self, rollouts: list[Rollout], trainer_version: int, times: int) -> None:
-        """These were handed over (1), or that was undone (-1)."""
-        self.rollouts += times * len(rollouts)
+    def count(self, rows: list[Rollout], trainer_version: int, times: int) -> None:
+        """These were handed over (1), or that was undone (-1); a branch is none of its own."""
         by_oldest: dict[int, int] = {}  # to set a Counter's item takes thrice as long
-        for rollout in rollouts:
-            versions = rollout.trained_versions()
+        for rollout in rows:
+            if rollout.branch_of is not None:
+                continue
+            self.rollouts += times
+            versions = _of_all_rows(rollout) if rollout.branches else rollout.trained_versions()
             if versions is not None:
                 oldest, is_mixed = versions
                 by_oldest[oldest] = by_oldest.get(oldest, 0) + times
@@ -29,3 +31,12 @@ class TrainedCounts:
         for oldest, count in by_oldest.items():
             self.staleness[trainer_version - oldest] += count
         self.staleness = +self.staleness  # without those that were undone
+
+
+def _of_all_rows(rollout: Rollout) -> tuple[int, bool] | None:
+    """As :meth:`Rollout.trained_versions`, of a rollout that forked."""
+    oldest = [v for row in rollout.rows if (v := row.oldest_trained_version) is not None]
+    if not oldest:
+        return None
+    newest = max(v for row in rollout.rows if (v := row.newest_version) is not None)
+    return min(oldest), min(oldest) != newest

@@ -25,9 +25,14 @@ def batch_metrics(batch: "Batch", usage: Usage) -> dict[str, float]:
     staleness = batch.staleness.numpy()
     versions, is_trained = batch.weight_versions.numpy(), batch.loss_mask.numpy()
     lags = batch.trainer_version - versions[is_trained]
-    rewards = batch.rewards.numpy()
+    rewards, tokens = batch.rewards.numpy(), is_trained.sum(1)
+    newest = versions.max(1) if versions.size else batch.trainer_version - staleness
+    _, first, place = np.unique(batch.rollout_ids.numpy(), return_index=True, return_inverse=True)
+    if 0 < len(first) < len(rewards):  # some have several rows
+        rewards = rewards[first]
+        tokens = np.bincount(place, tokens)
+        staleness, newest = _highest(staleness, place), _highest(newest, place)
     oldest = batch.trainer_version - staleness
-    newest = versions.max(1) if versions.size else oldest
     mixed = newest > oldest
     return {
         "version": batch.trainer_version,
@@ -35,7 +40,7 @@ def batch_metrics(batch: "Batch", usage: Usage) -> dict[str, float]:
         "reward_std": float(rewards.std()) if len(rewards) else 0.0,
         "rollouts": len(rewards),
         "sampled_tokens": int(is_trained.sum()),
-        "rollout_tokens_mean": _mean(is_trained.sum(1)),
+        "rollout_tokens_mean": _mean(tokens),
         "staleness_mean": _mean(staleness),
         "staleness_p50": _quantile(staleness, 0.5),
         "staleness_p99": _quantile(staleness, 0.99),
@@ -61,6 +66,16 @@ def tokens_by_lag(batch: "Batch") -> dict[int, int]:
     counts = np.bincount(versions - oldest)  # a few versions: sorting them takes ten times as long
     lag = batch.trainer_version - oldest
     return {lag - newer: int(n) for newer, n in reversed(list(enumerate(counts))) if n}
+
+
+def _highest(
+    values: "np.ndarray[tuple[int, ...], np.dtype[Any]]",
+    place: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]",
+) -> "np.ndarray[tuple[int, ...], np.dtype[Any]]":
+    """Of those with the same place. None is below 0."""
+    highest = np.zeros(int(place.max()) + 1, values.dtype)
+    np.maximum.at(highest, place, values)
+    return highest
 
 
 def _mean(values: "np.ndarray[tuple[int, ...], np.dtype[Any]]") -> float:

@@ -14,8 +14,10 @@ from tidegate.orchestrator.core.rollout import Rollout, RolloutState
 from tidegate.orchestrator.core.state import digest, load, save
 from tidegate.orchestrator.feed.batches import build_batch
 from tidegate.orchestrator.journal.event_log import replay
+from tidegate.orchestrator.observing.watching import batch_metrics
 from tidegate.orchestrator.records.audit import audit_run
 from tidegate.orchestrator.records.trajectories import read_trajectories
+from tidegate.orchestrator.timekeeping import Usage
 from tidegate.transport.messages import STOP
 
 SMALL = {"engines": 1, "group_size": 2, "groups_per_batch": 2, "max_running_turns": 8}
@@ -58,6 +60,33 @@ def test_a_branch_ends_with_its_rollout_and_has_its_reward() -> None:
     driver.return_reward(second, 0.0)
     driver.do(ev.BatchAsked())
     assert driver.core.ledger.trained == 9
+
+
+def test_what_counts_rollouts_counts_one_that_forked_once() -> None:
+    driver = Driver(group_size=2, groups_per_batch=1, max_staleness=1)
+    first, second, branch = a_group_that_forks(driver)
+    driver.publish_and_swap()
+    take_turn(driver, branch, 1)  # under newer weights than its rollout's other row
+    driver.return_reward(first, 0.5)
+    driver.return_reward(second, 0.0)
+    driver.do(ev.BatchAsked())
+    trained = driver.core.trained
+    assert (trained.rollouts, trained.mixed_version, trained.staleness) == (2, 1, {1: 2})
+    bias = driver.core.groups.discards.length_bias()
+    assert bias is not None
+    assert (bias.rollouts, bias.mean_trained_tokens) == (2, 5.0)
+    [batch] = driver.batches
+    told = batch_metrics(build_batch(batch.groups, 1), Usage())
+    assert (told["rollouts"], told["reward"], told["rollout_tokens_mean"]) == (2, 0.25, 5.0)
+    assert (told["mixed_version_share"], told["staleness_max"]) == (0.5, 1.0)
+
+    forks_again = next(iter(driver.running.values()))
+    take_turn(driver, forks_again, 3)
+    take_turn(driver, forked(driver, forks_again), 2)
+    driver.fail(forks_again)
+    assert driver.core.discarded_rollouts == {"episode_error": 1}
+    [told_of] = driver.core.groups.discards.by_reason(generated_tokens=100).values()
+    assert (told_of.rollouts, told_of.tokens) == (1, 5)
 
 
 def test_a_failed_episode_takes_its_branches_with_it() -> None:

@@ -113,6 +113,7 @@ def forecast_of(
             np.full(2, 40),
             np.full(2, number),
             staleness,
+            np.arange(2),
             trainer_version=number,
             usage=usage,
             engines=[an_engine()],
@@ -120,6 +121,26 @@ def forecast_of(
     return forecaster.forecast(
         ledger or LedgerSnapshot(generated=80), outstanding_groups_max=3, window_groups=1
     )
+
+
+def test_rows_of_one_rollout_are_one_rollout() -> None:
+    forecaster = Forecaster()
+    for number in range(3):
+        forecaster.note_batch(
+            np.array([30, 40, 10]),
+            np.full(3, number),
+            np.array([0, 1, 2]),
+            np.array([5, 6, 5]),  # the third is forked from the first
+            trainer_version=number,
+            usage=Usage(wall_s=0.2 * (number + 1), trainer_idle_share=0.75),
+            engines=[an_engine()],
+        )
+    forecast = forecaster.forecast(
+        LedgerSnapshot(generated=240), outstanding_groups_max=3, window_groups=1
+    )
+    assert forecast is not None
+    assert forecast.tail_factor == pytest.approx(1.0)  # both have 40 tokens
+    assert forecast.measured_staleness == pytest.approx(1.5)
 
 
 def test_what_is_measured_is_set_beside_what_follows_from_it() -> None:

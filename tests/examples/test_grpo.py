@@ -1,0 +1,70 @@
+"""Is a train step in parts the same as one over all rows at once, padded?"""
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from examples import grpo
+from examples.tiny_model import make_model
+from examples.tool_lessons import TOOL_AGENT
+
+LENGTHS = torch.tensor([30, 4, 17, 60, 9, 58])
+
+
+def a_batch() -> Any:
+    """Rows that differ much in length; the second teaches nothing."""
+    numbers = torch.Generator().manual_seed(0)
+    is_token = torch.arange(60) < LENGTHS[:, None]  # [R, T]
+    is_sampled = is_token & (torch.rand(6, 60, generator=numbers) < 0.4)
+    is_sampled[:, 0] = False
+    token_ids = torch.randint(6, 20, (6, 60), generator=numbers) * is_token
+    versions = torch.randint(0, 3, (6, 60), generator=numbers)
+    return SimpleNamespace(
+        token_ids=token_ids,
+        attention_mask=is_token,
+        loss_mask=is_sampled,
+        logprobs=torch.where(is_sampled, -3.0, 0.0),
+        weight_versions=torch.where(is_sampled, versions, -1),
+        advantages=torch.tensor([1.0, 0.0, -1.0, 0.5, 2.0, -0.5]),
+        sampled_tokens=int(is_sampled.sum()),
+        trainer_version=2,
+    )
+
+
+@pytest.mark.parametrize("tokens_together", [1, 100, 120])
+def test_the_gradient_is_that_of_all_rows_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens_together: int
+) -> None:
+    make_model(tmp_path / "tiny", recipe=TOOL_AGENT, steps_max=1)
+    model, optimizer = grpo.load_trainer(tmp_path / "tiny", 1e-3)
+    at_once = copy.deepcopy(model)
+    batch = a_batch()
+    monkeypatch.setattr(grpo, "TOKENS_TOGETHER", 10_000)
+    its_optimizer = torch.optim.AdamW(at_once.parameters(), lr=0.0)
+    wanted = grpo.train_step(at_once, its_optimizer, batch)
+    monkeypatch.setattr(grpo, "TOKENS_TOGETHER", tokens_together)
+    seen = grpo.train_step(model, optimizer, batch)
+
+    assert wanted is not None
+    assert seen is not None
+    assert seen.k3 == pytest.approx(wanted.k3, rel=1e-5)
+    assert len(seen.by_lag) == len(wanted.by_lag)
+    for mine, theirs in zip(model.parameters(), at_once.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_rows_go_together_with_those_of_like_length_and_each_goes_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = torch.tensor([0, 2, 3, 4, 5])
+    for tokens, parts in (
+        (10_000, [[3, 5, 0, 2, 4]]),
+        (120, [[3, 5], [0, 2, 4]]),
+        (1, [[3], [5], [0], [2], [4]]),
+    ):
+        monkeypatch.setattr(grpo, "TOKENS_TOGETHER", tokens)
+        assert [part.tolist() for part in grpo.rows_of_like_length(a_batch(), rows)] == parts
