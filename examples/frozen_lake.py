@@ -23,6 +23,8 @@ MOVES = ("l", "d", "r", "u")
 """In gymnasium's order."""
 MOVES_MAX = 16
 """The longest way without a detour on a lake of 4 by 4 takes 12 moves, or so; few need over 8."""
+MOVES_BEFORE_REST = 4
+"""A walk then waits for newer weights while others are begun, as long as the trainer needs none."""
 RULES = "Walk from P to G on the ice (.) and not into holes (H). One letter a move: l d r u"
 
 
@@ -77,7 +79,10 @@ def picture(rows: Sequence[str], place: int) -> str:
 def episode(pool: tidegate.EnvironmentPool) -> EnvironmentEpisode:
     """An episode function: up to 16 moves, a token or two each."""
     return tidegate.environment_episode(
-        pool.environment("examples.frozen_lake:Lake"), max_turns=MOVES_MAX, max_tokens=2
+        pool.environment("examples.frozen_lake:Lake"),
+        max_turns=MOVES_MAX,
+        max_tokens=2,
+        parks_after_turns=MOVES_BEFORE_REST,
     )
 
 

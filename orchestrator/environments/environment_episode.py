@@ -43,6 +43,7 @@ class EnvironmentEpisode:
     max_turns: int
     limits: TurnLimits
     dialogue: MakeDialogue
+    parks_after_turns: int | None = None
     counts: EpisodeCounts = field(default_factory=EpisodeCounts)
 
     async def __call__(self, episode: Episode, task: Any) -> float:
@@ -64,9 +65,11 @@ class EnvironmentEpisode:
             observation = _checked(await _result(environment.reset(seed=seed, task=task)))
         dialogue = self.dialogue(episode, self.limits)
         reward = observation.reward
-        for _ in range(self.max_turns):
+        for number in range(self.max_turns):
             if observation.done:
                 break
+            if number and self.parks_after_turns and number % self.parks_after_turns == 0:
+                await episode.park()
             turn = await dialogue.turn_after(observation)
             if turn is None:
                 self.counts.out_of_context += 1
@@ -89,6 +92,7 @@ def environment_episode(
     max_tokens: int | None = None,
     context_tokens_max: int | None = None,
     dialogue: MakeDialogue = PlainText,
+    parks_after_turns: int | None = None,
     **options: Unpack[SamplingOptions],
 ) -> EnvironmentEpisode:
     """An episode function: the model plays in an environment that ``make`` makes.
@@ -106,6 +110,8 @@ def environment_episode(
         context_tokens_max: of the whole context; the turn that reaches it is the last.
         dialogue: how observations become context: ``PlainText`` appends their text, ``Chat`` says
             their messages through the model's chat template.
+        parks_after_turns: after so many turns, each time, it leaves the engines to others and goes
+            on under newer weights; see :meth:`Episode.park`.
         options: as for ``generate``.
 
     Raises:
@@ -115,11 +121,12 @@ def environment_episode(
         ("max_turns", max_turns),
         ("max_tokens", max_tokens),
         ("context_tokens_max", context_tokens_max),
+        ("parks_after_turns", parks_after_turns),
     ):
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     limits = TurnLimits(max_tokens, context_tokens_max, options)
-    return EnvironmentEpisode(make, max_turns, limits, dialogue)
+    return EnvironmentEpisode(make, max_turns, limits, dialogue, parks_after_turns)
 
 
 def group_seed(task: object, group_id: int) -> int:

@@ -14,7 +14,8 @@ from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.simulation.hardships import Hardship, Hardships
 from tidegate.orchestrator.simulation.model import check_turn
-from tidegate.orchestrator.simulation.scenario import WEIGHTS_TIMEOUT_S, Scenario, Script
+from tidegate.orchestrator.simulation.scenario import WEIGHTS_TIMEOUT_S, Scenario
+from tidegate.orchestrator.simulation.script import Script, ScriptedTurn
 from tidegate.orchestrator.simulation.truth import Truth
 
 
@@ -66,7 +67,8 @@ class Watch:
         """Engine -> which process of it was heard of last."""
         self._stepped: dict[str, int] = {}
         """Engine -> the version of its last step."""
-        self._live_version = 0
+        self.live_version = 0
+        """What every engine serves at least, as far as it was heard."""
         self._published = 0
         self._is_batch_handed = False
         """Since the last publish."""
@@ -175,24 +177,24 @@ class Watch:
 
     def _serve(self, engine: str, version: int) -> None:
         self._serving[engine] = version
-        self._live_version = max(self._live_version, min(self._serving.values()))
+        self.live_version = max(self.live_version, min(self._serving.values()))
 
     def _leave(self, engine: str) -> None:
         self._serving.pop(engine, None)
         oldest = min(self._serving.values(), default=0)
-        self._live_version = max(self._live_version, oldest)
+        self.live_version = max(self.live_version, oldest)
 
     def _release(self) -> None:
         while self._training:
             version = self._training[0][0]
-            if version is None or version > self._live_version:
+            if version is None or version > self.live_version:
                 return
             self._training.popleft()
 
     def _check_submit(self, engine: str) -> None:
         version = self._serving.get(engine, -1)
-        assert version >= self._live_version, (
-            f"{engine} with v{version} got a turn while v{self._live_version} is live everywhere"
+        assert version >= self.live_version, (
+            f"{engine} with v{version} got a turn while v{self.live_version} is live everywhere"
         )
 
     # ------------------------------------------------------------ rollouts end
@@ -205,7 +207,7 @@ class Watch:
         expected = self._scenario.script(task, rollout.index).failure
         if reason in ("episode_error", "episode_timeout"):
             assert reason == expected, f"task {task}: {reason}, but expected {expected}"
-        if rollout.group_id < 0:
+        if rollout.group_id < 0 or rollout.branch_of is not None:
             return
         self._going.pop(rollout.rollout_id, None)
         self._discarded[rollout.group_id] += 1
@@ -250,8 +252,9 @@ class Watch:
         assert isinstance(task, int)
         self._handed_groups.append(group.group_id)
         needed = 1 if group.is_rest else min(2, self._scenario.group_size)
-        assert len(group.kept) >= needed, f"{len(group.kept)} are left"
-        is_whole = len(group.rollouts) == self._scenario.group_size
+        assert group.num_kept >= needed, f"{group.num_kept} are left"
+        roots = [rollout for rollout in group.rollouts if rollout.branch_of is None]
+        is_whole = len(roots) == self._scenario.group_size
         if group.is_rest:
             self._hardships.note(Hardship.SPLIT)
         if self._scenario.filters_groups and is_whole:
@@ -265,13 +268,26 @@ class Watch:
         script = self._scenario.script(task, rollout.index)
         assert script.fate == "returns"
         assert rollout.reward == script.reward
-        assert len(rollout.turns) == len(script.turns)
+        scripted = script.turns
+        if (forked := rollout.branch_of) is not None:
+            scripted = script.branch
+            _check_beginning(rollout, forked, script)
         if rollout.oldest_version != rollout.newest_version:
             self._hardships.note(Hardship.MIXED)
-        for turn, scripted in zip(rollout.turns, script.turns, strict=True):
-            is_whole = turn.finish_reason in ("stop", "length")
-            assert is_whole or scripted.patience_s is not None, f"{task}: {turn.finish_reason}"
+        self._check_patience(rollout, scripted)
+        for turn in rollout.turns:
             self._check_turn(turn, floor)
+
+    def _check_patience(self, rollout: Rollout, scripted: list[ScriptedTurn]) -> None:
+        """Every turn was taken to its end, but for those that the episode gave up."""
+        is_impatient = [turn.patience_s is not None for turn in scripted]
+        if self._scenario.episode_budget_s is not None and any(is_impatient):
+            # It may have been parked before a turn, and have stopped waiting for that.
+            assert len(rollout.turns) <= len(scripted)
+            return
+        for turn, may_end_early in zip(rollout.turns, is_impatient, strict=True):
+            is_whole = turn.finish_reason in ("stop", "length")
+            assert is_whole or may_end_early, f"{rollout.rollout_id}: {turn.finish_reason}"
 
     def _check_turn(self, turn: Turn, floor: int) -> None:
         check_turn(turn, self._truth.content_of)
@@ -325,6 +341,16 @@ class Watch:
         ledger = core.ledger
         assert ledger.in_flight == ledger.buffered == 0, ledger.snapshot()
         assert ledger.trained == self.trained_tokens
+
+
+def _check_beginning(branch: Rollout, forked: Rollout, script: Script) -> None:
+    """A branch begins with what its episode had when it forked."""
+    if len(forked.turns) < len(script.turns):
+        return  # it was parked and gave turns up: nobody knows which
+    last = forked.turns[script.forks_before - 1] if script.forks_before else None
+    shared = last.start + last.length if last else 0
+    same = branch.token_ids[:shared] == forked.token_ids[:shared]
+    assert same, f"{branch.rollout_id} does not begin as what it was forked from"
 
 
 def _faultless(scenario: Scenario) -> set[str]:

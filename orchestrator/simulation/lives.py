@@ -19,6 +19,7 @@ from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.journal.event_log import replay
 from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
 from tidegate.orchestrator.scheduler import Scheduler
+from tidegate.orchestrator.simulation.episodes import SimulatedEpisodes
 from tidegate.orchestrator.simulation.faults import ALL_FAULTS, FaultKind
 from tidegate.orchestrator.simulation.host import EngineHost
 from tidegate.orchestrator.simulation.journal import SimulatedStore
@@ -38,9 +39,6 @@ LIVES_MAX = 8
 
 TRAINERS_FAULTS = {FaultKind.REFUSE, FaultKind.LAG, FaultKind.TRAINER}
 """What this trainer would have to go on after; it dies instead."""
-
-OTHER_ANSWERS = 0.1
-"""Share of an environment's answers that are others when it is asked again."""
 
 HEADER = JournalHeader(
     run_id="simulated",
@@ -168,6 +166,7 @@ class Lives:
             lambda _, context: on_broken(context.get("exception", AssertionError(str(context))))
         )
         world = World(loop, self._tape, buffer=self._buffer)
+        self._episodes = SimulatedEpisodes(self._scenario, world, is_patient=True)
         router = world.router
         store = SimulatedStore(
             commit_s=self._chance.choice((0.0001, 0.002, 0.02)), chance=self._chance
@@ -364,19 +363,8 @@ class Lives:
         await scheduler.control.publisher.publish(version, [update])
 
     async def _episode(self, episode: Episode, task: int) -> float:
-        script = self._scenario.script(task, episode.index)
         mood = self._scenario.chance("mood", task, episode.index, self.report.lives)
-        for number, turn in enumerate(script.turns):
-            if number and mood.random() < OTHER_ANSWERS:
-                episode.append([2])  # it answers otherwise than in the life before
-            episode.append(turn.given)
-            await episode.generate(max_tokens=turn.max_tokens)
-            await asyncio.sleep(turn.tool_s)
-        if script.failure == "episode_timeout":
-            await asyncio.get_running_loop().create_future()
-        if script.failure == "episode_error":
-            raise ValueError("meant to fail")
-        return script.reward
+        return await self._episodes.play(episode, task, mood)
 
 
 async def _end(*tasks: "asyncio.Task[Any]") -> None:

@@ -6,7 +6,6 @@ short.
 """
 
 import random
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +22,13 @@ from tidegate.orchestrator.simulation.faults import (
     plan_faults,
 )
 from tidegate.orchestrator.simulation.scenario_rules import ScenarioRules, draw_rules
+from tidegate.orchestrator.simulation.script import (
+    Script,
+    Work,
+    add_habits,
+    draw_habits,
+    draw_script,
+)
 from tidegate.orchestrator.weights.publishing import PublishWait
 from tidegate.transport.messages import KvPolicy, PauseMode
 
@@ -47,36 +53,6 @@ TIGHT_BLOCKS = 15
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
-
-
-@dataclass(frozen=True, slots=True)
-class ScriptedTurn:
-    """One turn that an episode takes."""
-
-    given: list[int]
-    """Tokens appended before it."""
-    max_tokens: int
-    patience_s: float | None
-    """The episode waits so long for it, and then goes on with what there is; None waits on."""
-    tool_s: float
-    """Time spent after it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    """What one episode does."""
-
-    turns: list[ScriptedTurn]
-    reward: float
-    fate: str
-    """``returns``, or how it fails: ``raises``, ``asks too much`` or ``hangs``."""
-
-    @property
-    def failure(self) -> str | None:
-        """None, or the reason for which its rollout will be discarded."""
-        if self.fate == "returns":
-            return None
-        return "episode_timeout" if self.fate == "hangs" else "episode_error"
 
 
 class Scenario(ScenarioRules, frozen=True, kw_only=True):
@@ -122,6 +98,16 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     """Share of them."""
     giving_up_turns: float = 0.0
     """Share of them."""
+    forking_episodes: float = 0.0
+    """Share of them."""
+    scored_turns: float = 0.0
+    """Share of turns after which the episode has its context scored."""
+    long_tools: float = 0.0
+    """Share of tools whose time has a long tail."""
+    parking_turns: float = 0.0
+    """Share of turns after which the episode waits for newer weights."""
+    episode_budget_s: Seconds | None = None
+    """After so long it is parked without asking."""
 
     # ---- the trainer
     train_s: float = 0.0
@@ -169,27 +155,28 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
             engine_timeout_s=1.0,
             weights_timeout_s=self.weights_timeout_s,
             episode_timeout_s=EPISODE_TIMEOUT_S,
+            episode_budget_s=self.episode_budget_s,
         )
 
     def script(self, task: int, index: int) -> Script:
         """What the episode of one rollout does. Tasks below 0 are for evaluation."""
-        chance = self.chance("episode", task, index)
-        turns = [self._scripted_turn(chance) for _ in range(chance.choice((1, 1, 2, 3)))]
-        fate = "returns"
-        if chance.random() < self.failing_episodes:
-            fate = chance.choice(("raises", "raises", "raises", "asks too much", "hangs"))
-        return Script(turns[: self.turns_max], chance.choice((0.0, 0.5, 1.0)), fate)
+        script = draw_script(self.work, self.chance("episode", task, index))
+        if not self.work.is_plain:
+            add_habits(script, self.work, self.chance("habits", task, index))
+        return script
 
-    def _scripted_turn(self, chance: random.Random) -> ScriptedTurn:
-        given = [chance.randrange(2, 1000) for _ in range(chance.randint(1, 12))]
-        tokens, tool_s = chance.choice((4, 16, 40)), chance.choice((0.0, 0.0, 0.01, 0.1))
-        patience_s = chance.choice((0.0, 0.02, 0.1, 0.5))
-        is_patient = chance.random() >= self.giving_up_turns
-        return ScriptedTurn(
-            given=given,
-            max_tokens=min(tokens, self.output_tokens_max),
-            patience_s=None if is_patient else patience_s,
-            tool_s=tool_s,
+    @cached_property
+    def work(self) -> Work:
+        """What episodes may do, and how often they do it."""
+        return Work(
+            turns_max=self.turns_max,
+            output_tokens_max=self.output_tokens_max,
+            failing_episodes=self.failing_episodes,
+            giving_up_turns=self.giving_up_turns,
+            forking_episodes=self.forking_episodes,
+            scored_turns=self.scored_turns,
+            long_tools=self.long_tools,
+            parking_turns=self.parking_turns,
         )
 
     def to_json(self) -> str:
@@ -220,6 +207,7 @@ def draw_scenario(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> Scenar
     groups_per_batch = chance.choice((1, 1, 2, 3))
     tasks = chance.randint(1, 5) * groups_per_batch + chance.randint(0, 1)
     plain = Scenario(
+        **draw_habits(random.Random(f"{seed}/habits")),
         seed=seed,
         max_staleness=chance.choice((0, 1, 2, 2, 4)),
         group_size=chance.choice((1, 2, 3)),

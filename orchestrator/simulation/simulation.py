@@ -19,13 +19,14 @@ from tokenizers import Tokenizer, models
 
 from tidegate.errors import NothingLeftToHappen
 from tidegate.orchestrator.scheduler import Scheduler
+from tidegate.orchestrator.simulation.episodes import SimulatedEpisodes
 from tidegate.orchestrator.simulation.faults import ALL_FAULTS, FaultKind, name_faults
 from tidegate.orchestrator.simulation.hardships import Hardship
 from tidegate.orchestrator.simulation.host import EngineHost
 from tidegate.orchestrator.simulation.invariants import Watch, WatchedCore
 from tidegate.orchestrator.simulation.model import STOP_TOKEN
 from tidegate.orchestrator.simulation.scenario import BLOCK_TOKENS, Scenario, draw_scenario
-from tidegate.orchestrator.simulation.trainer import SimulatedEpisodes, SimulatedTrainer
+from tidegate.orchestrator.simulation.trainer import SimulatedTrainer
 from tidegate.orchestrator.simulation.traits import EngineTraits
 from tidegate.orchestrator.simulation.virtual_time import VirtualTime
 from tidegate.orchestrator.simulation.wire import Tape
@@ -161,7 +162,8 @@ class Simulation:
         self._loop = self._time.loop
         self._world = World(self._loop, Tape())
         self._watch = Watch(scenario, self._world.truth, self._world.hardships)
-        episodes = SimulatedEpisodes(scenario, self._world)
+        watch = self._watch
+        episodes = SimulatedEpisodes(scenario, self._world, live_version=lambda: watch.live_version)
         self._trainer = SimulatedTrainer(scenario, self._world, episodes.play)
         self._hosts = engine_hosts(scenario, self._world, self._engine_ended)
         self._broken: asyncio.Future[None] = self._loop.create_future()

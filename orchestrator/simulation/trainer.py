@@ -226,34 +226,3 @@ class SimulatedTrainer:
             await asyncio.sleep(0.01)
             for task in itertools.islice(self._left(), 1):
                 yield task
-
-
-class SimulatedEpisodes:
-    """What the scenario's episodes do."""
-
-    def __init__(self, scenario: Scenario, world: World) -> None:
-        self._scenario = scenario
-        self._hardships = world.hardships
-
-    async def play(self, episode: Episode, task: int) -> float:
-        """One of them."""
-        script = self._scenario.script(task, episode.index)
-        for turn in script.turns:
-            episode.append(turn.given)
-            try:
-                async with asyncio.timeout(turn.patience_s):
-                    await episode.generate(max_tokens=turn.max_tokens)
-            except TimeoutError:
-                self._hardships.note(Hardship.TURN_GIVEN_UP)
-            await asyncio.sleep(turn.tool_s)
-        match script.fate:
-            case "hangs":
-                self._hardships.note(Hardship.HUNG_EPISODE)
-                await asyncio.get_running_loop().create_future()
-            case "asks too much":
-                self._hardships.note(Hardship.TURN_REFUSED)
-                await episode.generate(max_tokens=1 << 30)
-            case "raises":
-                self._hardships.note(Hardship.RAISED)
-                raise ValueError("meant to fail")
-        return script.reward

@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from examples import grpo
-from examples.tiny_model import make_model
-from examples.tool_lessons import TOOL_AGENT
+from tests.models import make_model_directory
 
 LENGTHS = torch.tensor([30, 4, 17, 60, 9, 58])
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_directory(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def a_batch() -> Any:
@@ -37,10 +41,9 @@ def a_batch() -> Any:
 
 @pytest.mark.parametrize("tokens_together", [1, 100, 120])
 def test_the_gradient_is_that_of_all_rows_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens_together: int
+    small: Path, monkeypatch: pytest.MonkeyPatch, tokens_together: int
 ) -> None:
-    make_model(tmp_path / "tiny", recipe=TOOL_AGENT, steps_max=1)
-    model, optimizer = grpo.load_trainer(tmp_path / "tiny", 1e-3)
+    model, optimizer = grpo.load_trainer(small, 1e-3)
     at_once = copy.deepcopy(model)
     batch = a_batch()
     monkeypatch.setattr(grpo, "TOKENS_TOGETHER", 10_000)
