@@ -5,10 +5,12 @@
 
 TRL's AsyncGRPOTrainer trains; prompts, episodes, rewards, staleness and weights are the run's. What
 differs from trl_async_grpo.py: engines go on while weights travel, and no token is older than the
-bound, whatever TRL drops. Completions are rewarded for the letter `e`.
+bound, whatever TRL drops. Completions are rewarded for the letter `e`. With `--run ADDRESS` the run
+is another process' (`await run.listen(ADDRESS, tasks=…, episode=…)`), and this one trains alone.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import tempfile
@@ -48,33 +50,43 @@ def main() -> None:
     arguments = _arguments()
     run_on_cpu()
     seen = StalenessSeen()
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        tidegate.serve_sync(
-            model=arguments.model,
-            engines=arguments.engines,
-            max_staleness=MAX_STALENESS,
-            group_size=GROUP_SIZE,
-            groups_per_batch=GROUPS_PER_BATCH,
-        ) as run,
-    ):
-        worker = tidegate.TRLRollouts(run, tasks(), episode=solve)
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        run, worker = _rollouts(arguments, stack)
         trainer = AsyncGRPOTrainer(
             model=str(arguments.model),
-            args=_config(arguments, scratch),
+            args=_config(arguments, arguments.checkpoints or scratch),
             train_dataset=Dataset.from_list(list(itertools.islice(tasks(), len(QUESTIONS)))),
             processing_class=AutoTokenizer.from_pretrained(arguments.model),
             rollout_worker=worker,
             weight_transfer=worker,
         )
         seen.watch(trainer)
-        trainer.train()
+        trainer.train(resume_from_checkpoint=arguments.resume)
         ledger = run.statistics().ledger
         told = _told(trainer, seen) | {
             "run_version": run.version,
             "tokens": {"generated": ledger.generated, "trained": ledger.trained},
         }
     print(json.dumps(told))
+
+
+def _rollouts(
+    arguments: argparse.Namespace, stack: contextlib.ExitStack
+) -> "tuple[tidegate.SyncRollouts | tidegate.SyncRemoteRollouts, tidegate.TRLRollouts]":
+    """A run, of this process or another one's, and what TRL takes it for."""
+    if arguments.run is not None:
+        remote = stack.enter_context(tidegate.connect_sync(arguments.run))
+        return remote, tidegate.TRLRollouts(remote)  # it has its tasks and episodes
+    run = stack.enter_context(
+        tidegate.serve_sync(
+            model=arguments.model,
+            engines=arguments.engines,
+            max_staleness=MAX_STALENESS,
+            group_size=GROUP_SIZE,
+            groups_per_batch=GROUPS_PER_BATCH,
+        )
+    )
+    return run, tidegate.TRLRollouts(run, tasks(), episode=solve)
 
 
 def _told(trainer: Any, seen: StalenessSeen) -> dict[str, Any]:
@@ -87,6 +99,7 @@ def _told(trainer: Any, seen: StalenessSeen) -> dict[str, Any]:
         # Of the first step, whose rollouts are the present weights' own: 1 and 0 by right.
         "first_ratio": history[0]["ratio"],
         "first_kl": history[0]["kl"],
+        "ratios": [entry["ratio"] for entry in history],
         "mean_length": history[0]["completions/mean_length"],
     }
 
@@ -106,7 +119,8 @@ def _config(arguments: argparse.Namespace, scratch: str) -> AsyncGRPOConfig:
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        save_strategy="no",
+        save_strategy="steps" if arguments.checkpoints else "no",
+        save_steps=1,
         report_to="none",
     )
 
@@ -116,6 +130,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--run", help="the address of a run that listens, in another process")
+    parser.add_argument("--checkpoints", help="a directory to save TRL's checkpoints in")
+    parser.add_argument("--resume", help="one of TRL's checkpoints to go on from")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     return parser.parse_args()
 

@@ -5,11 +5,9 @@ finds it in the prefix cache, gets log-probs that say so. Requests are computed 
 """
 
 import asyncio
-import copy
 import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from tests.served_app import guarded
+from tests.sglang_sampling import Running, Sampler
 
 SAMPLING_FIELDS = {
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos",
@@ -41,34 +40,6 @@ NOT_FLUSHED = (
 )
 
 
-@dataclass(eq=False)
-class Running:
-    """One request under way."""
-
-    rid: str
-    body: dict[str, Any]
-    tokens: list[int]
-    prompt_tokens: int
-    draw: torch.Generator
-    cached: int = 0
-    cache: Any = None
-    """KV of all tokens but the last."""
-    told: list[tuple[float, int, None]] = field(default_factory=list)
-    top: list[list[tuple[float, int, None]]] = field(default_factory=list)
-    spans: list[dict[str, Any]] = field(default_factory=list)
-    finish: dict[str, Any] | None = None
-    is_to_abort: bool = False
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def output(self) -> list[int]:
-        return self.tokens[self.prompt_tokens :]
-
-    def abort(self) -> None:
-        self.finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-        self.changed.set()
-
-
 class SglangDouble:
     """The server's state, and the loop that samples."""
 
@@ -85,17 +56,17 @@ class SglangDouble:
 
         auto: Any = transformers.AutoModelForCausalLM
         self.model: Any = auto.from_pretrained(model, dtype=torch.float32).eval()
+        self.settings = settings or {}
+        samples_ahead = not self.settings.get("disable_overlap_schedule", True)
+        self.sampler = Sampler(self.model, is_raw=is_raw, samples_ahead=samples_ahead)
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.path = str(model)
         self.label = self.info_label = "default"
         """The scheduler's, which tokens are labelled by, and the one of /model_info."""
-        self.is_raw = is_raw
-        self.settings = settings or {}
         self.preferred = preferred
         self.api_key = api_key
         self.paused: str | None = None
         self.running: dict[str, Running] = {}
-        self.prefixes: list[tuple[str | None, list[int], Any]] = []
         self.sleeping: set[str] = set()
         self.is_dead = False
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -126,72 +97,11 @@ class SglangDouble:
                 if request.is_to_abort:
                     request.abort()
                 elif request.finish is None:
-                    self.step(request)
+                    assert not self.sleeping, "an illegal memory access"
+                    self.sampler.step(request, self.label)
                 request.changed.set()
                 if request.finish is not None:
                     self.running.pop(request.rid, None)
-
-    @torch.no_grad()
-    def step(self, request: Running) -> None:
-        assert not self.sleeping, "an illegal memory access"
-        if request.cache is None:
-            self._find_prefix(request)
-        have = request.cache.get_seq_length() if request.cache is not None else 0
-        out = self.model(
-            torch.tensor([request.tokens[have:]]), past_key_values=request.cache, use_cache=True
-        )
-        request.cache = out.past_key_values
-        sampling = request.body["sampling_params"]
-        temperature = sampling.get("temperature", 1.0)
-        logits = out.logits[0, -1] / (temperature or 1.0)
-        probabilities = torch.softmax(logits, 0)
-        if top_k := sampling.get("top_k"):
-            keep = torch.topk(probabilities, top_k).indices
-            probabilities = torch.zeros_like(probabilities).index_put((keep,), probabilities[keep])
-        token = int(
-            logits.argmax()
-            if temperature == 0
-            else torch.multinomial(probabilities, 1, generator=request.draw)
-        )
-        logprobs = torch.log_softmax(out.logits[0, -1] if self.is_raw else logits, 0)
-        self._tell(request, token, logprobs)
-
-    def _tell(self, request: Running, token: int, logprobs: torch.Tensor) -> None:
-        request.tokens.append(token)
-        request.told.append((float(logprobs[token]), token, None))
-        if (k := request.body.get("top_logprobs_num", 0)) > 0:
-            best = torch.topk(logprobs, k)
-            pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-            request.top.append([(logprob, token_id, None) for logprob, token_id in pairs])
-        made = len(request.output)
-        if request.spans and request.spans[-1]["version"] == self.label:
-            request.spans[-1]["end"] = made
-        else:
-            request.spans.append({"version": self.label, "start": made - 1, "end": made})
-        sampling = request.body["sampling_params"]
-        stops = sampling.get("stop_token_ids", [])
-        if made >= sampling.get("max_new_tokens", 128):
-            request.finish = {"type": "length", "length": made}
-        elif not sampling.get("ignore_eos") and token in [*stops, self.model.config.eos_token_id]:
-            request.finish = {"type": "stop", "matched": token}
-        if request.finish is not None:
-            self.prefixes.append(
-                (request.body.get("extra_key"), request.tokens[:-1], request.cache)
-            )
-
-    def _find_prefix(self, request: Running) -> None:
-        """Take the longest context computed before, whoever's weights computed it."""
-        best, longest = None, 0
-        for key, tokens, cache in self.prefixes:
-            pairs = zip(tokens, request.tokens[:-1], strict=False)
-            shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            if key == request.body.get("extra_key") and shared > longest:
-                best, longest = cache, shared
-        if best is not None:
-            request.cache = copy.deepcopy(best)
-            if surplus := request.cache.get_seq_length() - longest:
-                request.cache.crop(-surplus)  # so many are taken off its end
-        request.cached = longest
 
     # ------------------------------------------------------------ /generate
 
@@ -203,7 +113,7 @@ class SglangDouble:
             self.is_dead = True  # an index error in the scheduler's process
             return _error(500, "scheduler died")
         if body["sampling_params"].get("max_new_tokens") == 0:
-            return JSONResponse(self._scored(body))
+            return JSONResponse(self.sampler.scored(body))
         seed = body["sampling_params"].get("sampling_seed", next(self._rids))
         ids = list(body["input_ids"])
         rid = body.get("rid") or f"{next(self._rids):032x}"
@@ -216,7 +126,7 @@ class SglangDouble:
         while request.finish is None:
             await request.changed.wait()
             request.changed.clear()
-        return JSONResponse(self._message(request))
+        return JSONResponse(self.message(request))
 
     def _refusal(self, body: dict[str, Any]) -> str | None:
         sampling, context = body["sampling_params"], self.model.config.max_position_embeddings
@@ -236,14 +146,14 @@ class SglangDouble:
             while request.finish is None or told < 0:
                 await request.changed.wait()
                 request.changed.clear()
-                if len(request.output) > told or request.finish is not None:
+                if len(request.output) > max(told, 0) or request.finish is not None:
                     told = len(request.output)
-                    yield f"data: {json.dumps(self._message(request))}\n\n"
+                    yield f"data: {json.dumps(self.message(request))}\n\n"
             yield "data: [DONE]\n\n"
         finally:
             request.is_to_abort = True  # the client has gone
 
-    def _message(self, request: Running) -> dict[str, Any]:
+    def message(self, request: Running) -> dict[str, Any]:
         meta: dict[str, Any] = {
             "id": request.rid,
             "finish_reason": request.finish,
@@ -265,22 +175,6 @@ class SglangDouble:
         text = self.tokenizer.decode(request.output)
         return {"text": text, "output_ids": request.output, "meta_info": meta}
 
-    @torch.no_grad()
-    def _scored(self, body: dict[str, Any]) -> dict[str, Any]:
-        ids = torch.tensor(body["input_ids"])
-        logprobs = torch.log_softmax(self.model(ids[None]).logits[0], -1)
-        told = logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist()
-        pairs = zip(told, ids[1:].tolist(), strict=True)
-        entries = [(None, int(ids[0]), None), *((logprob, token, None) for logprob, token in pairs)]
-        meta: dict[str, Any] = {"input_token_logprobs": entries, "weight_versions": []}
-        if k := body.get("top_logprobs_num", 0):
-            best = torch.topk(logprobs[:-1], k)
-            rows = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-            meta["input_top_logprobs"] = [
-                None, *([(p, t, None) for p, t in zip(*row, strict=True)] for row in rows)
-            ]  # fmt: skip
-        return {"text": "", "output_ids": [], "meta_info": meta | {"finish_reason": None}}
-
     # ------------------------------------------------------------ control
 
     async def pause(self, body: dict[str, Any]) -> Response:
@@ -295,7 +189,7 @@ class SglangDouble:
         self.paused = mode
         self._went_on.clear()
         for request in self.running.values() if mode == "retract" else ():
-            request.cache = None
+            self.sampler.retract(request)
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
     async def go_on(self, body: dict[str, Any]) -> Response:
@@ -327,7 +221,7 @@ class SglangDouble:
         if body.get("flush_cache", True) and self.running and self.paused != "retract":
             return _updated(NOT_FLUSHED, is_ok=False)
         if body.get("flush_cache", True):
-            self.prefixes.clear()
+            self.sampler.prefixes.clear()
         self.path, self.info_label = body["model_path"], self.label
         return _updated(
             f"Succeeded to update model weights. Weight version updated to {self.label}.",
@@ -344,7 +238,7 @@ class SglangDouble:
     async def flush(self, body: dict[str, Any]) -> Response:
         if self.running and self.paused != "retract":
             return PlainTextResponse("Flush cache failed.", status_code=400)
-        self.prefixes.clear()
+        self.sampler.prefixes.clear()
         return PlainTextResponse("Cache flushed.\n")
 
     async def tokenize(self, body: dict[str, Any]) -> Response:
@@ -363,7 +257,7 @@ class SglangDouble:
                 for tensor in self.model.state_dict().values():
                     tensor.zero_()
             if "kv_cache" in tags:
-                self.prefixes.clear()
+                self.sampler.prefixes.clear()
         return JSONResponse(None)
 
     async def resume(self, body: dict[str, Any]) -> Response:
@@ -385,7 +279,7 @@ class SglangDouble:
                 "weight_version": self.info_label,
                 "architectures": [type(self.model).__name__],
             },
-            # It samples nothing ahead, as the server when started so.
+            # It samples nothing ahead unless told to, as the server when started so.
             "/server_info": {"version": "0.5.23", "page_size": 1, "disable_overlap_schedule": True}
             | self.settings,
             "/v1/models": {"data": [{"id": self.path, "max_model_len": context}]},

@@ -109,7 +109,7 @@ class Sessions:
         if body.get("flush_cache", True) and double.running and double.paused != "retract":
             return answer(sglang_double.NOT_FLUSHED, is_ok=False)
         if body.get("flush_cache", True):
-            double.prefixes.clear()
+            double.sampler.prefixes.clear()
         double.info_label = double.label
         return answer(f"Success Weight version updated to {label}." if label else "Success")
 

@@ -3,10 +3,13 @@
 TRL has a Python of its own, which `make test-trl` makes; elsewhere these tests are skipped.
 """
 
+import asyncio
+import itertools
 import json
 import os
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +109,47 @@ def test_trls_trainer_trains_on_a_run_in_the_place_of_its_own_rollout_worker(mod
     assert told["first_kl"] == pytest.approx(0.0, abs=1e-4)
     assert 0 < told["mean_length"] <= 24
     assert told["tokens"]["generated"] >= told["tokens"]["trained"] > 0
+
+
+async def solve(episode: tidegate.Episode, task: dict[str, Any]) -> float:
+    """As the example's own."""
+    turn = await episode.generate(messages=task["prompt"], max_tokens=24)
+    return turn.text.count("e") / max(1, len(turn.text))
+
+
+def questions() -> Iterator[dict[str, Any]]:
+    for number in itertools.count():
+        yield {"prompt": [{"role": "user", "content": f"Say {number % 7}."}]}
+
+
+async def test_trls_trainer_trains_on_a_run_of_another_process(model: Path) -> None:
+    script = ("-m", "examples.trl_rollouts", "--model", str(model), "--steps", "3")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        address = f"ipc://{folder}/run"
+        shape: dict[str, Any] = {"max_staleness": 1, "group_size": 4, "groups_per_batch": 2}
+        async with tidegate.serve(model=model, engines=1, **shape) as run:
+            listening = asyncio.create_task(run.listen(address, tasks=questions(), episode=solve))
+            told = await asyncio.to_thread(run_in_trls_python, *script, "--run", address)
+            await listening
+            assert run.version == told["run_version"]
+    assert told["steps"] == 3
+    assert told["versions"] == told["run_version"] == 4
+    assert max(int(age) for age in told["staleness"]) <= 1
+    assert told["first_ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert told["first_kl"] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_trls_trainer_goes_on_from_its_checkpoint_with_a_new_run(
+    model: Path, tmp_path: Path
+) -> None:
+    script = ["-m", "examples.trl_rollouts", "--model", str(model), "--engines", "1"]
+    script += ["--checkpoints", str(tmp_path)]
+    assert run_in_trls_python(*script, "--steps", "2")["steps"] == 2
+    told = run_in_trls_python(*script, "--steps", "4", "--resume", str(tmp_path / "checkpoint-2"))
+    assert told["steps"] == 4
+    assert told["versions"] == told["run_version"] == 3  # the checkpoint's weights, and two more
+    assert max(int(age) for age in told["staleness"]) <= 1
+    assert told["ratios"][-2] == pytest.approx(1.0, abs=1e-3)  # sampled by the checkpoint's weights
 
 
 def test_trls_synchronous_trainer_generates_and_syncs_by_the_server(model: Path) -> None:

@@ -7,6 +7,7 @@ from tidegate.orchestrator.doctor.capabilities import capability_findings
 from tidegate.orchestrator.doctor.finding import Finding, Verdict
 from tidegate.orchestrator.doctor.measurements import (
     EngineKind,
+    Identity,
     LogprobMode,
     Measurements,
     Mismatch,
@@ -61,11 +62,28 @@ def findings(measured: Measurements) -> list[Finding]:
     kind = measured.identity.kind
     return [
         *capability_findings(measured.identity, weight_spans=measured.weight_spans),
+        *_samples_ahead(measured.identity),
         *_logprob_mode(kind, measured.logprobs),
         _mismatch(kind, measured.mismatch),
         _tokenizer(measured.tokenizer),
         *_repeats(kind, measured.repeats),
         *_prefix_cache(kind, measured.cache),
+    ]
+
+
+def _samples_ahead(identity: Identity) -> list[Finding]:
+    """As the adapter decides it: SGLang that says nothing of it does."""
+    if identity.kind != "sglang" or identity.settings.get("disable_overlap_schedule"):
+        return []
+    return [
+        Finding(
+            check="kept KV",
+            verdict=Verdict.WARN,
+            says='kv_policy="keep" will be refused: its overlap scheduler has a step under way '
+            "when weights change, and labels that token, of the old weights, as of the new",
+            remedy="start it with --disable-overlap-schedule, or let the run recompute "
+            '(kv_policy="recompute")',
+        )
     ]
 
 

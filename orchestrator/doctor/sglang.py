@@ -10,7 +10,13 @@ from tidegate.orchestrator.doctor.examined import Answer, Question
 from tidegate.orchestrator.doctor.http import Http
 from tidegate.orchestrator.doctor.measurements import Identity
 
-SETTINGS = ("dtype", "enable_fp32_lm_head", "enable_deterministic_inference", "disable_radix_cache")
+SETTINGS = (
+    "dtype",
+    "enable_fp32_lm_head",
+    "enable_deterministic_inference",
+    "disable_radix_cache",
+    "disable_overlap_schedule",
+)
 
 
 def identify_sglang(http: Http) -> Identity | None:

@@ -266,7 +266,10 @@ class ChatBodies(Bodies):
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """All choices."""
-        about, wants_ids = self.about, self._request.return_token_ids
+        about = self.about
+        # Of several conversations, a batch's, vLLM tells neither.
+        is_one = len(about.prompts) == about.choices_per_prompt
+        wants_ids = is_one and self._request.return_token_ids
         tokens = sum(len(output.token_ids) for output in outputs)
         return {
             **self._head("chat.completion"),
@@ -274,7 +277,7 @@ class ChatBodies(Bodies):
             "service_tier": None,
             "system_fingerprint": None,
             "usage": about.usage(tokens) | WITHOUT_DETAILS,
-            "prompt_logprobs": about.prompt_logprobs[0],
+            "prompt_logprobs": about.prompt_logprobs[0] if is_one else None,
             "prompt_token_ids": about.prompts[0].token_ids if wants_ids else None,
             "prompt_text": None,
             **WITHOUT_TRANSFERS,

@@ -1,6 +1,6 @@
 """How does a request become choices of the run? Prompts, limits and options, checked and begun.
 
-It knows the three kinds of request, and no HTTP; what is said of them is :mod:`bodies`' matter.
+It knows the kinds of request, and no HTTP; what is said of them is :mod:`bodies`' matter.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ from tidegate.orchestrator.vllm_server.outputs import OutputReader
 from tidegate.orchestrator.vllm_server.protocol import (
     CHOICES_MAX,
     COMPLETION_TOKENS,
+    BatchChatRequest,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
@@ -133,10 +134,25 @@ class Completer:
         ids = await self.chat_tokens(
             request.messages, tools, begins=request.add_generation_prompt is not False
         )
+        return await self._begin_chat(request, name, [Prompt(ids)])
+
+    async def chat_batch(self, request: BatchChatRequest, name: str) -> tuple[Begun, Bodies]:
+        """Begin ``/v1/chat/completions/batch``."""
+        request.refuse_what_single_ones_may()
+        begins = request.add_generation_prompt is not False
+        prompts = [
+            Prompt(await self.chat_tokens(messages, None, begins=begins))
+            for messages in request.messages
+        ]
+        return await self._begin_chat(request, name, prompts)
+
+    async def _begin_chat(
+        self, request: ChatRequest, name: str, prompts: list[Prompt]
+    ) -> tuple[Begun, Bodies]:
         both = (request.max_completion_tokens, request.max_tokens)
         tokens_max = next((count for count in both if count is not None), None)
         name = f"chatcmpl-{request.request_id or name}"
-        prompts, salt = [Prompt(ids)], cache_salt_of(request)
+        salt = cache_salt_of(request)
         begun = await self._begin(Wanted(name, request.model, prompts, request, tokens_max, salt))
         return begun, ChatBodies(begun.about, request)
 

@@ -40,6 +40,15 @@ async def chat(desks: "Desks", http: HttpRequest) -> Answer:
     return await answer(http, desks, request, begun, bodies)
 
 
+@PATHS.on("POST", "/v1/chat/completions/batch")
+async def chat_batch(desks: "Desks", http: HttpRequest) -> Answer:
+    """Several conversations, each gone on with."""
+    desks.control.refuse_if_paused()
+    request = await read(http, protocol.BatchChatRequest)
+    begun, bodies = await desks.completer.chat_batch(request, request_name(http))
+    return await answer(http, desks, request, begun, bodies)
+
+
 @PATHS.on("POST", "/inference/v1/generate")
 async def generate(desks: "Desks", http: HttpRequest) -> Answer:
     """Tokens in, tokens out."""

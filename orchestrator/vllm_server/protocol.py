@@ -259,6 +259,25 @@ class ChatRequest(OpenAIRequest, kw_only=True):
         return found
 
 
+class BatchChatRequest(ChatRequest, kw_only=True):
+    """``POST /v1/chat/completions/batch``: several conversations, a choice for each."""
+
+    messages: list[list[dict[str, Any]]]  # type: ignore[assignment]
+
+    def refuse_what_single_ones_may(self) -> None:
+        """As vLLM: no streams, no tools, one choice for each.
+
+        Raises:
+            ServerError: it asks for one of them.
+        """
+        if not self.messages or not all(self.messages):
+            raise ServerError(400, "messages must be conversations, none empty", param="messages")
+        many = self.choices_per_prompt != 1
+        for name, is_asked in (("stream", self.stream), ("tools", self.tools), ("n", many)):
+            if is_asked:
+                raise ServerError(400, f"Batch chat completions do not support {name}.", param=name)
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """``POST /tokenize``: a text, or a conversation as it would be a prompt."""
 

@@ -126,6 +126,20 @@ def test_an_engine_may_be_named_as_a_run_names_it(model: Path) -> None:
         assert examined(f"sglang+{url}").identity.kind == "sglang"
 
 
+@pytest.mark.parametrize(
+    ("settings", "verdict"),
+    [({"disable_overlap_schedule": False}, Verdict.WARN), ({}, None)],
+)
+def test_a_scheduler_that_labels_old_tokens_as_new_is_told_of_with_what_helps(
+    model: Path, settings: dict[str, Any], verdict: Verdict | None
+) -> None:
+    with sglang(model, settings=settings) as url:
+        found = findings(measure(examined(url), None))
+    told = [one for one in found if one.check == "kept KV"]
+    assert [one.verdict for one in told] == ([] if verdict is None else [verdict])
+    assert all("--disable-overlap-schedule" in one.remedy for one in told)
+
+
 def test_other_weights_than_the_directorys_are_more_than_rounding(
     model: Path, other_model: Path
 ) -> None:
@@ -149,7 +163,7 @@ def test_kv_of_other_weights_in_the_prefix_cache_is_found(model: Path, other_mod
     """As if somebody had updated the weights, and not flushed, between the two times."""
     double = SglangDouble(model)
     stale = SglangDouble(other_model)
-    find_prefix = double._find_prefix
+    find_prefix = double.sampler.find_prefix
 
     def find_stale(request: Any) -> None:
         find_prefix(request)
@@ -158,7 +172,7 @@ def test_kv_of_other_weights_in_the_prefix_cache_is_found(model: Path, other_mod
             with torch.no_grad():
                 request.cache = stale.model(tokens, use_cache=True).past_key_values
 
-    double._find_prefix = find_stale  # type: ignore[method-assign]
+    double.sampler.find_prefix = find_stale  # type: ignore[method-assign]
     with served(lambda: (make_app(double), double.sample_for_ever)) as url:
         assert verdicts(url, None)["prefix cache"] == Verdict.FAIL
 

@@ -135,6 +135,40 @@ def test_the_chat_example_goes_on_with_a_conversation_of_several_turns(
     assert answer.usage.prompt_tokens == told["count"]
 
 
+def test_a_batch_of_conversations_gets_a_choice_for_each_as_if_each_were_asked_alone(
+    client: Client,
+) -> None:
+    path = "/v1/chat/completions"
+    body = {"max_tokens": 4, "temperature": 0, "return_token_ids": True, "logprobs": True}
+    talks = [CONVERSATION, CONVERSATION[:1]]
+    told = client.post(f"{path}/batch", {"messages": talks, **body})
+    alone = [client.post(path, {"messages": talk, **body}) for talk in talks]
+    assert [choice["index"] for choice in told["choices"]] == [0, 1]
+    for choice, single in zip(told["choices"], alone, strict=True):
+        assert choice["token_ids"] == single["choices"][0]["token_ids"]
+        assert choice["message"] == single["choices"][0]["message"]
+    spent = [single["usage"]["prompt_tokens"] for single in alone]
+    assert told["usage"]["prompt_tokens"] == sum(spent)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"stream": True}, "stream"),
+        ({"n": 2}, "n"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"messages": [[]]}, "messages"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_what_vllm_does_not_do_in_batches_is_refused(
+    client: Client, wrong: dict[str, Any], param: str
+) -> None:
+    body = {"messages": [CONVERSATION], "max_tokens": 2} | wrong
+    told = client.refusal("/v1/chat/completions/batch", body)
+    assert (told["code"], told["param"]) == (400, param)
+
+
 def test_the_tools_example_gets_a_text_and_a_forced_call_is_refused(
     open_ai: openai.OpenAI,
 ) -> None:
