@@ -35,6 +35,7 @@ from tidegate.orchestrator.loop_watch import LoopWatch
 from tidegate.orchestrator.observing.notes import notes_of
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.statistics import RunStatistics
+from tidegate.orchestrator.weights.deltas import WrittenTensors
 from tidegate.orchestrator.weights.model_files import read_model_files
 from tidegate.transport.addresses import as_seen_here
 from tidegate.transport.messages import Shutdown
@@ -86,6 +87,8 @@ class Run:
                 keys=self._site.keys,
             )
             undo.callback(self.channel.close)
+            self.written = WrittenTensors()
+            """By that channel. Used by one publish at a time, which has the buffer reserved."""
             self.recorder = _recorder(settings, is_resumed=self._opened.resumed is not None)
             undo.pop_all()
         self.live = None if self.dashboard is None else _live_notes(settings, self.resumed)

@@ -55,6 +55,8 @@ class PublishCall:
         self.parts = WHOLE
         """What the version is made of beside these tensors."""
         self._has_returned = False
+        self._before: int | None = None
+        """What tensors that are as they were may be left out over; None: none may be."""
 
     @property
     def may_be_served(self) -> bool:
@@ -80,8 +82,10 @@ class PublishCall:
         try:
             weights = scheduler.control.weights
             keep = weights.kept_buffers
+            if self._run.settings.weight_deltas and self._change is anew:
+                self._before = weights.version_before
             # A whole set keeps the adapters of before.
-            if self._is_part or weights.adapters_before:
+            if self._is_part or self._before is not None or weights.adapters_before:
                 keep |= weights.buffers_before
             self._over = weights.version_before if self._is_part else None
             chunks = await self._written(version, keep)
@@ -119,9 +123,17 @@ class PublishCall:
             named_buffers,  # torch: not for who only audits
         )
 
+        written = self._run.written
+        written.forget(version)
         if self._is_part and not self.state_dict:
             return []
         buffers = named_buffers(self.state_dict)
+        if self._before is not None:
+            others = written.changed(version, buffers, before=self._before)
+            if others is not None:
+                buffers, self._change = others, laid_over
+            if not buffers:
+                return []
         # Of what is sent, not of what was written: so an error in between shows too.
         sums = checksums(buffers) if self._run.settings.weight_checksums else {}
         chunks = self._run.channel.write(version, buffers, keep=keep)
