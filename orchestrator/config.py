@@ -125,9 +125,9 @@ class RunSettings(BaseModel):
     torch.distributed, for trusted networks: it does not encrypt; or safetensors files
     in the run's directory."""
     weight_deltas: bool = False
-    """Of a whole set that is published, send those tensors only that have changed since one was sent
-    whole, found by their hashes: for trainers that freeze some, and weights that travel far. It
-    takes a thread about a second per gigabyte."""
+    """Of a whole set that is published, send only those tensors that have changed since one was
+    sent whole, found by their hashes: for trainers that freeze some, and weights that travel far.
+    It takes a thread about a second per gigabyte."""
     weight_checksums: bool = False
     """Have engines check each tensor that is published, at a second per gigabyte on either side."""
     address: str | None = None

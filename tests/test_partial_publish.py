@@ -53,7 +53,7 @@ async def test_of_whole_sets_only_what_changed_travels_and_tokens_are_audited(
         assert trained_bytes <= others <= trained_bytes + 64 * len(trained)
     report = audit_run(tmp_path / "run")
     assert report.agrees, report.lines()
-    assert report.versions >= 4
+    assert report.versions > 1
 
 
 async def test_tokens_of_versions_published_in_parts_are_audited(tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
 """How does a process on another host have a socket here? Its bytes are carried, in order.
 
 Nothing here knows what the bytes say. Pieces are numbered: where a connection breaks and one is
-lost, the tunnel ends, and with it whatever was at its far end.
+lost, the tunnel ends, and with it whatever was at its far end (:mod:`tunnel_exit`).
 """
 
 import os
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,26 +17,17 @@ import msgspec
 import zmq
 
 from tidegate.errors import BadFrame
-from tidegate.transport.addresses import check_connector
-from tidegate.transport.limits import cut
 from tidegate.transport.router import bound_router, close_socket, stop_listening
-from tidegate.transport.security import EngineKeys, OrchestratorKeys, secure_connector
+from tidegate.transport.security import OrchestratorKeys
 from tidegate.transport.wakeup import Wakeup
-from tidegate.transport.zeromq import Socket, new_socket
 
 PIECE_BYTES = 1024 * 1024
 """Read of a socket at once. What is longer travels as several pieces."""
 
 FRAME_BYTES_MAX = PIECE_BYTES + 64
 
-PIECES_UNSENT_MAX = 64
-"""At the far end; while so many wait for the network, nothing more is read of the process there."""
-
 RETRY_MS = 20
 """After a far end took no more: until it is offered the same piece again."""
-
-LAST_WORDS_S = 1.0
-"""How long the output of a process that has ended is read; what it has started may keep it open."""
 
 What = Literal["said", "printed", "ended", "kill"]
 
@@ -51,11 +41,11 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     """Of ``ended`` from the far end: how the process there did."""
 
 
-_encode = msgspec.msgpack.Encoder().encode
+encode_piece = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Piece)
 
 
-def _decoded(frame: bytes, number: int) -> Piece:
+def decoded_piece(frame: bytes, number: int) -> Piece:
     """The piece of that number.
 
     Raises:
@@ -194,10 +184,10 @@ class TunnelEntrance:
             inside = self._inside.get(name)
             if inside is None:  # it was ended here, and may have come too late to be told
                 with suppress(zmq.ZMQError):
-                    self._socket.send_multipart([name, _encode(Piece(0, "kill"))], zmq.NOBLOCK)
+                    self._socket.send_multipart([name, encode_piece(Piece(0, "kill"))], zmq.NOBLOCK)
                 continue
             try:
-                self._take(name, inside, _decoded(frames[0], inside.received))
+                self._take(name, inside, decoded_piece(frames[0], inside.received))
             except BadFrame as error:
                 self._lose(name, f"lost: {error}")
 
@@ -223,7 +213,7 @@ class TunnelEntrance:
         self._send(name, inside, "said" if body else "ended", body)
 
     def _send(self, name: bytes, inside: _Inside, what: What, body: bytes = b"") -> None:
-        inside.unsent = _encode(Piece(inside.sent, what, body))
+        inside.unsent = encode_piece(Piece(inside.sent, what, body))
         inside.sent += 1
         self._send_again(name)
 
@@ -257,105 +247,6 @@ class TunnelEntrance:
             self._poller.unregister(inside.connection.fileno())
         inside.connection.close()
         os.close(inside.output)
-
-
-class TunnelExit:
-    """The far end, for one thread."""
-
-    def __init__(self, address: str, name: str, keys: EngineKeys | None) -> None:
-        """Connect; the near end need not be there yet.
-
-        Raises:
-            ConfigError: a malformed address, or one on another host without keys.
-        """
-        check_connector(address, has_keys=keys is not None)
-        self._socket: Socket = new_socket(zmq.DEALER, address, frame_bytes_max=FRAME_BYTES_MAX)
-        self._socket.setsockopt(zmq.IDENTITY, name.encode())
-        self._socket.setsockopt(zmq.SNDHWM, PIECES_UNSENT_MAX)
-        if keys is not None:
-            secure_connector(self._socket, keys)
-        self._socket.connect(address)
-        self._received = 0
-        self._sent = 0
-        self._unread = bytearray()
-        """What the process has not taken yet: one that hangs takes nothing, and is to be killed
-        all the same. It is what was asked of it, so little."""
-        self._is_all_said = False
-        """Whether nothing more comes for the process."""
-
-    def carry(self, connection: socket.socket, output: IO[bytes], end: Callable[[], str]) -> None:
-        """Carry until the process at the other end of ``connection`` ends, or is to.
-
-        ``end`` ends it if it has not, and says how it did.
-        """
-        connection.setblocking(False)
-        poller = zmq.Poller()
-        for source in (self._socket, connection.fileno(), output.fileno()):
-            poller.register(source, zmq.POLLIN)
-        is_printing = is_speaking = True
-        end_s: float | None = None
-        try:
-            while is_speaking or is_printing:
-                left_ms = None if end_s is None else round(1000 * (end_s - time.monotonic()))
-                if left_ms is not None and left_ms <= 0:
-                    break
-                ready = dict(poller.poll(left_ms))
-                if self._socket in ready and not self._take():
-                    break
-                if output.fileno() in ready:
-                    is_printing = self._pass("printed", os.read(output.fileno(), PIECE_BYTES))
-                    if not is_printing:
-                        poller.unregister(output.fileno())
-                if not is_speaking:
-                    continue
-                if ready.get(connection.fileno(), 0) & ~zmq.POLLOUT:
-                    is_speaking = self._pass("said", _received(connection))
-                if is_speaking:
-                    poller.register(connection.fileno(), self._feed(connection))
-                else:
-                    poller.unregister(connection.fileno())
-                    end_s = time.monotonic() + LAST_WORDS_S
-        finally:
-            self._pass("ended", cut(end()).encode())
-            self._socket.close()
-
-    def _pass(self, what: What, body: bytes) -> bool:
-        if body:
-            self._socket.send(_encode(Piece(self._sent, what, body)))
-            self._sent += 1
-        return bool(body)
-
-    def _take(self) -> bool:
-        """Whether to go on."""
-        try:
-            piece = _decoded(self._socket.recv(), self._received)
-        except BadFrame:
-            return False
-        self._received += 1
-        if piece.what == "said":
-            self._unread += piece.body
-        self._is_all_said |= piece.what == "ended"
-        return piece.what != "kill"
-
-    def _feed(self, connection: socket.socket) -> int:
-        """Give the process as much as it takes now; what to poll the connection for next."""
-        try:
-            while self._unread:
-                del self._unread[: connection.send(self._unread)]
-            if self._is_all_said:
-                connection.shutdown(socket.SHUT_WR)
-        except BlockingIOError:
-            return zmq.POLLIN | zmq.POLLOUT
-        except OSError:  # it is ending
-            self._unread.clear()
-        return zmq.POLLIN
-
-
-def _received(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(PIECE_BYTES)
-    except OSError:
-        return b""
 
 
 def _write(descriptor: int, body: bytes) -> None:

@@ -23,7 +23,8 @@ from tidegate.orchestrator.cluster.ray_places import (
 )
 from tidegate.orchestrator.environments.started_worker import LocalWorker, StartedWorker
 from tidegate.transport.security import EngineKeys, passing_keys
-from tidegate.transport.tunnels import Tunnel, TunnelEntrance, TunnelExit
+from tidegate.transport.tunnel_exit import TunnelExit
+from tidegate.transport.tunnels import Tunnel, TunnelEntrance
 
 CLOSE_TIMEOUT_S = 2.0
 """For actors to kill what their processes have started; then they are killed themselves."""

@@ -27,6 +27,7 @@ from tidegate.orchestrator.simulation.scripted_engine import (
 from tidegate.orchestrator.simulation.virtual_time import VirtualTime
 from tidegate.orchestrator.simulation.wire import Tape
 from tidegate.orchestrator.simulation.world import World
+from tidegate.orchestrator.weights.deltas import WrittenTensors
 from tidegate.transport.messages import InitWeights, UpdateWeights
 from tidegate.transport.weight_channels import NamedBuffer
 
@@ -107,6 +108,7 @@ class SimulatedRun:
         """Done once every engine that doesn't come late has joined."""
         self.scheduler: Scheduler | None = None
         self.channel: SimulatedChannel | None = None
+        self.written = WrittenTensors()
         self._hosts: list[ScriptedHost] = []
         self._main: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None

@@ -16,7 +16,8 @@ import zmq
 
 from tidegate.transport.sockets import DealerSocket, RouterSocket
 from tidegate.transport.trainer_sockets import TrainerDealer, TrainerRouter
-from tidegate.transport.tunnels import TunnelEntrance, TunnelExit
+from tidegate.transport.tunnel_exit import TunnelExit
+from tidegate.transport.tunnels import TunnelEntrance
 from tidegate.transport.weight_channels import relay_sockets
 from tidegate.transport.weight_channels.base import Home
 from tidegate.transport.weight_channels.relay_sockets import RelaySockets, Upstream

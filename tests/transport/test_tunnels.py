@@ -12,7 +12,8 @@ import pytest
 import zmq
 
 from tidegate.transport.security import EngineKeys, passing_keys
-from tidegate.transport.tunnels import Tunnel, TunnelEntrance, TunnelExit
+from tidegate.transport.tunnel_exit import TunnelExit
+from tidegate.transport.tunnels import Tunnel, TunnelEntrance
 
 WAIT_S = 60.0
 """Far longer than anything here takes."""

@@ -1,0 +1,131 @@
+"""How is a process at the far end of a tunnel reached? Its bytes and its output are carried.
+
+Nothing here knows what the bytes say, nor what else goes through the tunnel's near end.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import IO
+
+import zmq
+
+from tidegate.errors import BadFrame
+from tidegate.transport.addresses import check_connector
+from tidegate.transport.limits import cut
+from tidegate.transport.security import EngineKeys, secure_connector
+from tidegate.transport.tunnels import (
+    FRAME_BYTES_MAX,
+    PIECE_BYTES,
+    Piece,
+    What,
+    decoded_piece,
+    encode_piece,
+)
+from tidegate.transport.zeromq import Socket, new_socket
+
+PIECES_UNSENT_MAX = 64
+"""While so many wait for the network, nothing more is read of the process there."""
+
+LAST_WORDS_S = 1.0
+"""How long the output of a process that has ended is read; what it has started may keep it open."""
+
+
+class TunnelExit:
+    """The far end, for one thread."""
+
+    def __init__(self, address: str, name: str, keys: EngineKeys | None) -> None:
+        """Connect; the near end need not be there yet.
+
+        Raises:
+            ConfigError: a malformed address, or one on another host without keys.
+        """
+        check_connector(address, has_keys=keys is not None)
+        self._socket: Socket = new_socket(zmq.DEALER, address, frame_bytes_max=FRAME_BYTES_MAX)
+        self._socket.setsockopt(zmq.IDENTITY, name.encode())
+        self._socket.setsockopt(zmq.SNDHWM, PIECES_UNSENT_MAX)
+        if keys is not None:
+            secure_connector(self._socket, keys)
+        self._socket.connect(address)
+        self._received = 0
+        self._sent = 0
+        self._unread = bytearray()
+        """What the process has not taken yet: one that hangs takes nothing, and is to be killed
+        all the same. It is what was asked of it, so little."""
+        self._is_all_said = False
+        """Whether nothing more comes for the process."""
+
+    def carry(self, connection: socket.socket, output: IO[bytes], end: Callable[[], str]) -> None:
+        """Carry until the process at the other end of ``connection`` ends, or is to.
+
+        ``end`` ends it if it has not, and says how it did.
+        """
+        connection.setblocking(False)
+        poller = zmq.Poller()
+        for source in (self._socket, connection.fileno(), output.fileno()):
+            poller.register(source, zmq.POLLIN)
+        is_printing = is_speaking = True
+        end_s: float | None = None
+        try:
+            while is_speaking or is_printing:
+                left_ms = None if end_s is None else round(1000 * (end_s - time.monotonic()))
+                if left_ms is not None and left_ms <= 0:
+                    break
+                ready = dict(poller.poll(left_ms))
+                if self._socket in ready and not self._take():
+                    break
+                if output.fileno() in ready:
+                    is_printing = self._pass("printed", os.read(output.fileno(), PIECE_BYTES))
+                    if not is_printing:
+                        poller.unregister(output.fileno())
+                if not is_speaking:
+                    continue
+                if ready.get(connection.fileno(), 0) & ~zmq.POLLOUT:
+                    is_speaking = self._pass("said", _received(connection))
+                if is_speaking:
+                    poller.register(connection.fileno(), self._feed(connection))
+                else:
+                    poller.unregister(connection.fileno())
+                    end_s = time.monotonic() + LAST_WORDS_S
+        finally:
+            self._pass("ended", cut(end()).encode())
+            self._socket.close()
+
+    def _pass(self, what: What, body: bytes) -> bool:
+        if body:
+            self._socket.send(encode_piece(Piece(self._sent, what, body)))
+            self._sent += 1
+        return bool(body)
+
+    def _take(self) -> bool:
+        """Whether to go on."""
+        try:
+            piece = decoded_piece(self._socket.recv(), self._received)
+        except BadFrame:
+            return False
+        self._received += 1
+        if piece.what == "said":
+            self._unread += piece.body
+        self._is_all_said |= piece.what == "ended"
+        return piece.what != "kill"
+
+    def _feed(self, connection: socket.socket) -> int:
+        """Give the process as much as it takes now; what to poll the connection for next."""
+        try:
+            while self._unread:
+                del self._unread[: connection.send(self._unread)]
+            if self._is_all_said:
+                connection.shutdown(socket.SHUT_WR)
+        except BlockingIOError:
+            return zmq.POLLIN | zmq.POLLOUT
+        except OSError:  # it is ending
+            self._unread.clear()
+        return zmq.POLLIN
+
+
+def _received(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(PIECE_BYTES)
+    except OSError:
+        return b""
