@@ -277,12 +277,22 @@ async def test_a_whole_run_plays_in_a_pool_and_loses_only_what_crashes(
     ):
         make = pool.environment(f"{HERE}.games:CrashesAt", task=3)
         play = environment_episode(make, max_turns=3, max_tokens=2)
+        tools = tidegate.Tools(pool, {"add": f"{HERE}.unruly:add"})
+
+        async def play_and_add(episode: Episode, task: int) -> float:
+            reward = await play(episode, task)
+            await tools.call("add", {"left": task})
+            return reward
+
         trained: list[Any] = []
-        async for batch in rollouts.batches(range(7), episode=play):
+        async for batch in rollouts.batches(range(7), episode=play_and_add):
             trained += batch.tasks[::4]
             await rollouts.publish(load_file(model / "model.safetensors"))
         assert trained == [0, 1, 2, 4, 5, 6]
         assert play.counts.failed == 4
+        spent_s = rollouts.statistics().episode_s
+        assert spent_s.keys() == {"environment", "tool add"}
+        assert min(spent_s.values()) > 0
         await wait_until_closed(pool)
     assert set(psutil.Process().children()) <= before
 
