@@ -196,7 +196,7 @@ class Bridge:
             self._introduce()
         self._teller.note_credit()
         self._answers += self._staging.take_answers()
-        if self._answers or self._gate.is_swap_asked:
+        if self._answers or self._gate.is_swap_asked or self._sleeper.is_asked:
             self._changed.set()
         self._keep_time()
 

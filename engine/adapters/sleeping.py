@@ -58,6 +58,11 @@ class Sleeper:
         """Whether the engine can't go on."""
         return bool(self._asleep) or self.lacks_weights
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether something is to be done, now or once staging has stopped."""
+        return bool(self._asked)
+
     def ask(self, message: Sleep | Wake) -> None:
         """Have it done by :meth:`settle`, in its turn."""
         self._asked.append(message)
