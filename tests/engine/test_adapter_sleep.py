@@ -5,7 +5,7 @@ test_real_vllm.py and test_real_sglang.py.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from tests.models import make_model_directory
 from tests.served_app import served
 from tests.sglang_double import SglangDouble, make_app
 from tidegate.engine.adapters.vllm import VllmAdapter, make_adapter
-from tidegate.errors import ConfigError, EngineGone
+from tidegate.errors import EngineGone
 from tidegate.orchestrator.records.audit import audit_run
 from tidegate.transport.messages import SamplingParams
 from tidegate.transport.sleep_messages import SleepLevel
@@ -128,12 +128,12 @@ async def one_turn(episode: tidegate.Episode, task: int) -> float:
     return float(turn.token_ids[0] % 2)
 
 
-async def train_asleep(model: Path, run: Path, url: str, levels: Iterator[SleepLevel]) -> None:
+async def train_asleep(model: Path, run: Path, urls: list[str]) -> None:
     """Sleep and wake once before anything is published, then around each publish; audited."""
     state, noise = load_file(model / "model.safetensors"), torch.Generator().manual_seed(0)
     async with tidegate.serve(
         model=model,
-        engine_urls=[url],
+        engine_urls=urls,
         group_size=2,
         groups_per_batch=2,
         max_staleness=1,
@@ -142,50 +142,37 @@ async def train_asleep(model: Path, run: Path, url: str, levels: Iterator[SleepL
     ) as rollouts:
         await rollouts.sleep(2)
         await rollouts.wake()  # by the model directory's weights, for there are no others
-        async for _ in rollouts.batches(range(6), episode=one_turn):
-            level = next(levels)
-            await rollouts.sleep(level, mode="keep")
+        async for _ in rollouts.batches(range(4), episode=one_turn):
+            await rollouts.sleep(2, mode="keep")
             for tensor in state.values():
                 tensor += 0.02 * torch.randn(tensor.shape, generator=noise)
             await rollouts.wake(["weights"])
             await rollouts.publish(state)
             assert rollouts.statistics().asleep == ("kv_cache",)
             await rollouts.wake()
-            await rollouts.sleep(level, tags=["weights"])
+            await rollouts.sleep(2, tags=["weights"])
             await rollouts.wake()  # by the weights published last
         statistics = rollouts.statistics()
-    assert (statistics.trainer_version, statistics.ledger.error) == (3, 0)
+    assert (statistics.trainer_version, statistics.ledger.error) == (2, 0)
     report = await asyncio.to_thread(audit_run, run)
     assert report.problems == ()
     assert report.agrees, report.lines()
     assert report.tokens_unknown == 0
 
 
-async def test_a_run_sleeps_over_vllm_and_every_token_audits(
+async def test_a_run_sleeps_over_vllm_and_sglang_and_every_token_audits(
     models: list[Path], tmp_path: Path
 ) -> None:
-    with VllmDouble(models[0], enable_sleep_mode=True) as double:
-        levels: list[SleepLevel] = [1, 2, 2]
-        await train_asleep(models[0], tmp_path / "run", f"vllm+{double.url}", iter(levels))
-        assert (double.sleeping, double.paused) == (set(), "")
-
-
-async def test_a_run_sleeps_over_sglang_that_keeps_no_weights_and_every_token_audits(
-    models: list[Path], tmp_path: Path
-) -> None:
+    """SGLang keeps no weights, and is sent new ones by HTTP; vLLM reads them from files."""
     double = SglangDouble(models[0], settings=SLEEPS)
-    with served(lambda: (make_app(double), double.sample_for_ever)) as url:
-        levels: list[SleepLevel] = [2, 2, 2]
-        url = f"sglang+{url}#weights=http"
-        await train_asleep(models[0], tmp_path / "run", url, iter(levels))
+    with (
+        served(lambda: (make_app(double), double.sample_for_ever)) as url,
+        VllmDouble(models[0], enable_sleep_mode=True) as vllm,
+    ):
+        urls = [f"sglang+{url}#weights=http", f"vllm+{vllm.url}"]
+        await train_asleep(models[0], tmp_path / "run", urls)
         assert (double.sleeping, double.paused, double.is_dead) == (set(), None, False)
-
-
-async def test_a_server_that_was_started_without_is_named_and_nothing_sleeps(
-    models: list[Path],
-) -> None:
-    with VllmDouble(models[0]) as double:
-        async with tidegate.serve(model=models[0], engine_urls=[f"vllm+{double.url}"]) as rollouts:
-            with pytest.raises(ConfigError, match=r"engine-0 can't sleep.*--enable-sleep-mode"):
-                await rollouts.sleep(1)
-        assert "sleep 1 abort" not in double.calls
+        assert (vllm.sleeping, vllm.paused) == (set(), "")
+    calls = [path for path, _ in double.calls]
+    assert "/update_weights_from_disk" not in calls
+    assert "/update_weights_from_tensor" in calls

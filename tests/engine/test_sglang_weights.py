@@ -13,11 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.engine.adapter_runs import train
 from tests.engine.sglang_streams import TOLERANCE, Sglang, off_by
 from tests.engine.test_sglang_adapter import SglangAndDouble
 from tests.models import make_model_directory
-from tests.orchestrator.test_sglang_runs import solve
 from tests.served_app import served
 from tests.sglang_double import SglangDouble, make_app
 from tidegate.engine.adapters import sglang_weights
@@ -137,22 +135,3 @@ async def test_ways_that_there_are_not_are_refused_by_name(models: list[Path]) -
     for url in ("vllm+http://host:1#weights=http", "sglang+http://host:1#wights=http"):
         with pytest.raises(ConfigError, match=r"#weights="):
             open_adapter(url, models[0])
-
-
-async def test_tags_are_right_over_a_run_that_sends_weights_by_http(
-    models: list[Path], tmp_path: Path
-) -> None:
-    double = SglangDouble(models[0])
-    with served(lambda: (make_app(double), double.sample_for_ever)) as url:
-        report = await train(
-            models[0],
-            tmp_path / "run",
-            episode=solve,
-            engine_urls=[f"sglang+{url}#weights=http"],
-            kv_policy="keep",
-        )
-    assert report.problems == ()
-    assert report.agrees
-    assert report.tokens_unknown == 0
-    assert report.versions > 2
-    assert not (tmp_path / "run" / "published").exists()

@@ -131,6 +131,7 @@ async def test_what_a_server_can_do_is_read_off_its_version_and_settings(
         assert able.engine == "vllm 0.32.0"
         assert able.keeps_kv
         assert able.has_processed_logprobs
+        assert able.sleep_levels == set()  # started without --enable-sleep-mode
         assert (able.running_turns_max, able.block_tokens) == (8, 16)
     with VllmDouble(models.directories[0], version="0.30.1", logprobs_mode="raw_logprobs") as older:
         async with opened(older, models.directories[0]) as (_, able):
