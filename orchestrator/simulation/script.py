@@ -109,7 +109,7 @@ def add_habits(script: Script, work: Work, chance: random.Random) -> None:
     if chance.random() < work.forking_episodes:
         script.forks_before = chance.randrange(len(script.turns))
         script.branch = [_turn(work, chance) for _ in range(chance.choice((1, 1, 2)))]
-        del script.branch[work.turns_max :]
+        del script.branch[work.turns_max - script.forks_before :]  # no context is longer for it
     for turn in (*script.turns, *script.branch):
         turn.is_scored = chance.random() < work.scored_turns
         turn.parks = chance.random() < work.parking_turns
