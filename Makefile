@@ -150,7 +150,7 @@ bench: venv
 docs: venv
 	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_docs_code.py
 
-# Packages of its own, 140 MB: the site is for reading, and no test needs it.
+# Packages of its own, 140 MB: no test needs them, but every push builds it (.ci/run).
 site: venv
 	$(BIN)/python -m pip install --quiet -e ".[docs]"
 	$(BIN)/python -m mkdocs build --strict
