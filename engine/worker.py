@@ -40,7 +40,8 @@ from tidegate.transport.messages import PROTOCOL, Hello
 from tidegate.transport.private_directory import remove_abandoned
 from tidegate.transport.security import EngineKeys, read_engine_keys
 from tidegate.transport.sockets import DealerSocket
-from tidegate.transport.weight_channels import Home
+from tidegate.transport.weight_channels import Home, cuda_ipc
+from tidegate.transport.weight_channels.cuda_memory import CudaGpu
 
 ENDED, DEFECT, UNUSABLE, REFUSED = range(4)
 """Exit statuses."""
@@ -89,7 +90,8 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
     gc.collect()
     gc.freeze()
     link = Link(socket, _hello(arguments, model, limits))
-    staging = ranks.staging(model.allocate, Home(arguments.connect, keys))
+    gpu = None if device is None else CudaGpu(device)
+    staging = ranks.staging(model.allocate, Home(arguments.connect, keys, gpu=gpu))
     try:
         scheduler = Scheduler(limits, options=options, scoring=model.scoring, drafts=drafts)
         memory = None if device is None else DeviceMemory(device)
@@ -294,7 +296,10 @@ def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimi
         block_tokens=limits.block_tokens,
         pause_modes=["abort", "keep", "wait"],
         kv_policies=["keep", "recompute"],
-        weight_channels=ranks_channels(arguments.tensor_parallel),
+        weight_channels=[
+            *ranks_channels(arguments.tensor_parallel),
+            *([] if arguments.device == CPU else [cuda_ipc.NAME]),
+        ],
         pid=os.getpid(),
         model_code=model.code,
         speculation=(arguments.speculate or "").partition(":")[0],

@@ -119,8 +119,9 @@ class RunSettings(BaseModel):
     """What the engines that the run starts compute on: ``cpu``, ``cuda`` or ``cuda:1`` (which takes
     a CUDA build of torch, and Triton). They share it if there are several."""
     threads_per_engine: Count = 1
-    weight_channel: Literal["shm", "zmq", "relay", "collective", "disk"] = "shm"
-    """How weights travel: shared memory; ZeroMQ, to engines on any host; ``relay``, the same but
+    weight_channel: Literal["shm", "cuda_ipc", "zmq", "relay", "collective", "disk"] = "shm"
+    """How weights travel: shared memory; ``cuda_ipc``, on the GPU that trainer and engines share,
+    ``device``, which they never leave; ZeroMQ, to engines on any host; ``relay``, the same but
     once to each host, which hands them on to its engines and the next host; ``collective``, by
     torch.distributed, for trusted networks: it does not encrypt; or safetensors files
     in the run's directory."""
@@ -307,6 +308,8 @@ def _check_filter(settings: RunSettings) -> None:
 
 
 def _check_wire(settings: RunSettings) -> None:
+    if settings.weight_channel == "cuda_ipc":
+        _check_gpu_channel(settings)
     if settings.keys is not None:
         read_orchestrator_keys(settings.keys)
         if settings.engines_started:
@@ -322,6 +325,31 @@ def _check_wire(settings: RunSettings) -> None:
             f"weight_channel='shm' reaches engines on this host only, and address="
             f"{settings.address!r} is for others too; set weight_channel='zmq', or 'disk' with a "
             f"run_directory that all hosts share"
+        )
+
+
+def _check_gpu_channel(settings: RunSettings) -> None:
+    if settings.device == "cpu":
+        raise ConfigError(
+            "weight_channel='cuda_ipc' leaves weights on a GPU that trainer and engines share, and "
+            "device='cpu'; set device to the trainer's, such as 'cuda:0', or weight_channel to "
+            "'shm'"
+        )
+    if settings.cluster == "ray" or not is_on_this_host(settings.address or "ipc:"):
+        raise ConfigError(
+            "weight_channel='cuda_ipc' reaches engines on this host's GPU only, and cluster="
+            f"{settings.cluster!r}, address={settings.address!r} are for others too; set "
+            "weight_channel to 'relay', or leave these out"
+        )
+    if settings.weight_deltas:
+        raise ConfigError(
+            "weight_channel='cuda_ipc' and weight_deltas=True don't go together: what has changed "
+            "is found on the host, which these weights don't come through; leave one out"
+        )
+    if settings.tensor_parallel > 1:
+        raise ConfigError(
+            f"weight_channel='cuda_ipc' is for engines of one process on one GPU, and "
+            f"tensor_parallel={settings.tensor_parallel} has several; set weight_channel to 'shm'"
         )
 
 

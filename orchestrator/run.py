@@ -35,13 +35,13 @@ from tidegate.orchestrator.loop_watch import LoopWatch
 from tidegate.orchestrator.observing.notes import notes_of
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.statistics import RunStatistics
+from tidegate.orchestrator.weights.channel import open_channel
 from tidegate.orchestrator.weights.deltas import WrittenTensors
 from tidegate.orchestrator.weights.model_files import read_model_files
 from tidegate.transport.addresses import as_seen_here
 from tidegate.transport.messages import Shutdown
 from tidegate.transport.private_directory import PrivateDirectory
 from tidegate.transport.sockets import RouterSocket
-from tidegate.transport.weight_channels import WeightSender, sender
 
 # Who is neither recorded nor watched pays for neither: with pyarrow they take 0.2 s to import.
 if TYPE_CHECKING:
@@ -80,12 +80,7 @@ class Run:
             self._site = site_of(settings)
             self._opened = open_for(settings, resume)
             undo.callback(self._opened.close)
-            self.channel: WeightSender = sender(
-                settings.weight_channel,
-                settings.run_directory,
-                address=self._site.address,
-                keys=self._site.keys,
-            )
+            self.channel = open_channel(settings, self._site)
             undo.callback(self.channel.close)
             self.written = WrittenTensors()
             """By that channel. Used by one publish at a time, which has the buffer reserved."""

@@ -30,6 +30,7 @@ from tidegate.transport.weight_messages import Adapter as Adapter
 from tidegate.transport.weight_messages import Bases as Bases
 from tidegate.transport.weight_messages import FinishWeightUpdate as FinishWeightUpdate
 from tidegate.transport.weight_messages import InitWeights as InitWeights
+from tidegate.transport.weight_messages import SharedMemory as SharedMemory
 from tidegate.transport.weight_messages import StartWeightUpdate as StartWeightUpdate
 from tidegate.transport.weight_messages import TensorSpec as TensorSpec
 from tidegate.transport.weight_messages import UpdateWeights as UpdateWeights

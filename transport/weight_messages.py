@@ -29,6 +29,22 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """Of its bytes, as zlib computes it; None: nobody asked for it to be checked."""
 
 
+class SharedMemory(msgspec.Struct, frozen=True, array_like=True):
+    """Where the buffer of an update is on a GPU, as torch tells another process of it."""
+
+    gpu: str
+    """Its UUID."""
+    handle: bytes
+    """Of the allocation that the buffer lies in."""
+    nbytes: Count
+    """The buffer's size."""
+    offset: Count
+    """Its first byte, from the start of the allocation."""
+    counter: bytes
+    """Name of the shared memory in which torch counts readers."""
+    counter_offset: Count
+
+
 class Adapter(msgspec.Struct, frozen=True, array_like=True):
     """A LoRA adapter: its name, and what the products of its matrices are multiplied by."""
 
@@ -73,6 +89,8 @@ class UpdateWeights(Message, frozen=True, kw_only=True, tag="update_weights"):
     adapter: Adapter | None = None
     """These tensors are not the model's but all of an adapter's. The version has those adapters
     that come with it, and no others."""
+    memory: SharedMemory | None = None
+    """The buffer itself, where ``location`` can't name it: on a GPU."""
 
 
 class FinishWeightUpdate(Message, frozen=True, kw_only=True, tag="finish_weight_update"):

@@ -31,8 +31,9 @@ from tidegate.transport.messages import (
     WeightsFailed,
     WeightsStaged,
 )
-from tidegate.transport.weight_channels import NOWHERE, Home, WeightReceiver, receiver
+from tidegate.transport.weight_channels import NOWHERE, Home, WeightReceiver, cuda_ipc, receiver
 from tidegate.transport.weight_channels.checksums import check_sum
+from tidegate.transport.weight_channels.cuda_ipc import CudaIpcReceiver, host_bytes
 
 JOIN_TIMEOUT_S = 5.0
 """How long ``close`` waits for the copy of one tensor; the thread never outlives the process."""
@@ -107,7 +108,7 @@ class Staging:
         self._jobs_pending = 0
         self._buffer: WeightStore | None = None
         """The thread's while jobs are pending, else the main thread's."""
-        self._receiver: WeightReceiver | None = None
+        self._receiver: WeightReceiver | CudaIpcReceiver | None = None
         """The thread's."""
         self._why_closed = NO_CHANNEL
         """The thread's: why nothing can be copied, while nothing can."""
@@ -243,7 +244,7 @@ class Staging:
             if self._receiver is not None:
                 self._receiver.close()
                 self._receiver = None
-            self._receiver = receiver(message, self._home)
+            self._receiver = _receiver(message, self._home)
             if self._buffer is None:
                 with blame_memory(doing="for a second set of weights", remedy=ROOM_FOR_TWO):
                     self._buffer = self._allocate()
@@ -276,8 +277,13 @@ class Staging:
         for spec, view in views:
             if update.state is not _State.OPEN:
                 return None
-            self._take(update, message.adapter, spec, view)
-            check_sum(spec, view)  # after the copy: so what was copied was right
+            tensor = view if isinstance(view, torch.Tensor) else _tensor(spec, view)
+            self._take(update, message.adapter, spec.name, tensor)
+            # After the copy: so what was copied was right.
+            if isinstance(view, memoryview):
+                check_sum(spec, view)
+            elif spec.crc32 is not None:
+                check_sum(spec, host_bytes(view))
         if not message.last:
             return None
         update.adapters = {
@@ -299,13 +305,18 @@ class Staging:
         return WeightsStaged(version=update.version, staging_us=staging_us)
 
     def _take(
-        self, update: _Update, adapter: Adapter | None, spec: TensorSpec, view: memoryview
+        self, update: _Update, adapter: Adapter | None, name: str, tensor: torch.Tensor
     ) -> None:
-        tensor = _tensor(spec, view)
         if adapter is not None:
-            update.adapter_tensors[adapter][spec.name] = tensor.clone()
+            update.adapter_tensors[adapter][name] = tensor.clone()
         elif self._buffer is not None:
-            self._buffer.load(spec.name, tensor)
+            self._buffer.load(name, tensor)
+
+
+def _receiver(message: InitWeights, home: Home) -> WeightReceiver | CudaIpcReceiver:
+    if message.channel == cuda_ipc.NAME:
+        return CudaIpcReceiver(message, home.gpu)
+    return receiver(message, home)
 
 
 def _is_open(update: _Update) -> bool:

@@ -5,7 +5,7 @@ prompts, sampled tokens and observations as the model saw them; ``loss_mask`` ma
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -237,21 +237,10 @@ def _versions(
 
 
 def named_buffers(state_dict: Mapping[str, torch.Tensor]) -> list[NamedBuffer]:
-    """The bytes of a state dict, on the host; copied only where they are not there already.
-
-    Tensors that share their memory (tied embeddings) travel once, under the first name. Of tensors
-    that ranks hold in shards, each is gathered in turn.
-    """
+    """The bytes of a state dict, on the host; copied only where they are not there already."""
     buffers: list[NamedBuffer] = []
-    seen: set[tuple[int, torch.Size]] = set()
-    for name, tensor in state_dict.items():
-        own = own_part(tensor.detach())
-        gathered = whole(tensor.detach())  # also if it is not needed: other ranks take part
-        key = (own.data_ptr(), gathered.shape)
-        if key in seen and own.numel():
-            continue
-        seen.add(key)
-        host = gathered.to("cpu").contiguous()
+    for name, tensor in distinct_tensors(state_dict):
+        host = tensor.to("cpu").contiguous()
         buffers.append(
             NamedBuffer(
                 name=name,
@@ -261,3 +250,22 @@ def named_buffers(state_dict: Mapping[str, torch.Tensor]) -> list[NamedBuffer]:
             )
         )
     return buffers
+
+
+def distinct_tensors(
+    state_dict: Mapping[str, torch.Tensor],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What of a state dict is to be published.
+
+    Tensors that share their memory (tied embeddings) travel once, under the first name. Of tensors
+    that ranks hold in shards, each is gathered in turn.
+    """
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in state_dict.items():
+        own = own_part(tensor.detach())
+        gathered = whole(tensor.detach())  # also if it is not needed: other ranks take part
+        key = (own.data_ptr(), gathered.shape)
+        if key in seen and own.numel():
+            continue
+        seen.add(key)
+        yield name, gathered

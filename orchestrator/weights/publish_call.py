@@ -15,11 +15,13 @@ from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.run import Run
 from tidegate.orchestrator.scheduler import Scheduler
+from tidegate.orchestrator.weights.channel import write_on_gpu
 from tidegate.orchestrator.weights.content import Change, WeightContent, anew, laid_over
 from tidegate.orchestrator.weights.parts import WHOLE, ArchivedAdapter
 from tidegate.orchestrator.weights.publishing import PublishWait
 from tidegate.transport.messages import UpdateWeights
 from tidegate.transport.weight_channels.checksums import checksums, with_checksums
+from tidegate.transport.weight_channels.cuda_ipc import CudaIpcSender
 
 if TYPE_CHECKING:
     import torch
@@ -119,14 +121,23 @@ class PublishCall:
             raise
 
     def _write(self, version: int, keep: set[int]) -> list[UpdateWeights]:
+        written, settings = self._run.written, self._run.settings
+        written.forget(version)
+        if self._is_part and not self.state_dict:
+            return []
+        channel = self._run.channel
+        if isinstance(channel, CudaIpcSender):
+            return write_on_gpu(
+                channel,
+                version,
+                self.state_dict,
+                keep=keep,
+                has_checksums=settings.weight_checksums,
+            )
         from tidegate.orchestrator.feed.batches import (
             named_buffers,  # torch: not for who only audits
         )
 
-        written = self._run.written
-        written.forget(version)
-        if self._is_part and not self.state_dict:
-            return []
         buffers = named_buffers(self.state_dict)
         if self._before is not None:
             others = written.changed(version, buffers, before=self._before)
@@ -135,8 +146,8 @@ class PublishCall:
             if not buffers:
                 return []
         # Of what is sent, not of what was written: so an error in between shows too.
-        sums = checksums(buffers) if self._run.settings.weight_checksums else {}
-        chunks = self._run.channel.write(version, buffers, keep=keep)
+        sums = checksums(buffers) if settings.weight_checksums else {}
+        chunks = channel.write(version, buffers, keep=keep)
         return with_checksums(chunks, sums) if sums else chunks
 
 

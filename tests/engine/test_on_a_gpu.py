@@ -3,8 +3,11 @@
 ``python -m pytest tests/engine/test_on_a_gpu.py tests/kernels`` on a machine with CUDA and Triton.
 """
 
+import subprocess
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -18,8 +21,17 @@ from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner, RowSampling
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weights import fill_from_directory, load_directory
-from tidegate.transport.messages import Message, StartWeightUpdate, WeightsStaged
-from tidegate.transport.weight_channels import sender
+from tidegate.transport.messages import (
+    InitWeights,
+    Message,
+    StartWeightUpdate,
+    UpdateWeights,
+    WeightsFailed,
+    WeightsStaged,
+    decode_from_orchestrator,
+)
+from tidegate.transport.weight_channels import Home, sender
+from tidegate.transport.weight_channels.cuda_memory import CudaGpu
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device, and Triton"
@@ -126,4 +138,87 @@ def test_memory_that_sleeps_is_given_back_to_the_device(tmp_path: Path) -> None:
     assert taken > 64 * MIB
     assert returned > taken // 2  # torch returns whole segments, and some hold other things too
     drive(runner, driven, new_tokens=4)
+    assert [turn.logprobs for turn in driven] == [turn.logprobs for turn in expected]
+
+
+TRAINER = """
+import sys
+import msgspec, torch
+from pathlib import Path
+from tidegate.engine.models.checkpoint import read_tensors
+from tidegate.transport.messages import encode
+from tidegate.transport.weight_channels.cuda_ipc import CudaIpcSender, NamedTensor
+from tidegate.transport.weight_channels.cuda_memory import find_gpu
+
+state = {name: tensor.to("cuda:0") for name, tensor in read_tensors(Path(sys.argv[1]))}
+torch.cuda.synchronize()
+own = torch.cuda.memory_allocated()
+channel = CudaIpcSender(find_gpu("cuda:0"))
+print(encode(channel.init()).hex(), flush=True)
+for version in (1, 2, 3):
+    updates = channel.write(version, [NamedTensor(*named) for named in state.items()])
+    for tensor in state.values():
+        tensor.zero_()  # what was written doesn't follow
+    for tensor, (_, again) in zip(state.values(), read_tensors(Path(sys.argv[1]))):
+        tensor.copy_(again)
+    print(" ".join(encode(update).hex() for update in updates), flush=True)
+    sys.stdin.readline()
+held = torch.cuda.memory_allocated() - own
+channel.close()
+print(held, torch.cuda.memory_allocated() - own, flush=True)
+"""
+"""Publishes a model directory three times, each as soon as it is told to go on."""
+
+
+def test_weights_by_cuda_ipc_are_staged_out_of_another_processs_memory_and_freed(
+    tmp_path: Path,
+) -> None:
+    paths = [make_model_directory(tmp_path / str(n), "qwen3", seed=n) for n in range(2)]
+    runner, expected, driven = runner_on_device(paths[0]), turns(), turns()
+    drive(runner_on_device(paths[1]), expected, new_tokens=8)
+    set_bytes = sum(tensor.data.nbytes for tensor in named_buffers(paths[1]))
+    staging = Staging(lambda: weights_on_device(paths[0]), Home(gpu=CudaGpu(DEVICE)))
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(paths[1])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert trainer.stdin is not None
+    assert trainer.stdout is not None
+    try:
+        init = decode_from_orchestrator(bytes.fromhex(trainer.stdout.readline()))
+        assert isinstance(init, InitWeights)
+        staging.init(init)
+        for version in (1, 2, 3):
+            staging.start(StartWeightUpdate(version=version))
+            for frame in trainer.stdout.readline().split():
+                update = decode_from_orchestrator(bytes.fromhex(frame))
+                assert isinstance(update, UpdateWeights)
+                if version == 2:  # CUDA knows no such handle, and goes on
+                    assert update.memory is not None
+                    handle = update.memory.handle[:2] + bytes(64)
+                    memory = msgspec.structs.replace(update.memory, handle=handle)
+                    update = msgspec.structs.replace(update, memory=memory)
+                staging.update(update)
+            answers: list[Message] = []
+            while not answers:
+                drive(runner, turns(), new_tokens=2)  # decoding goes on meanwhile
+                answers = staging.take_answers()
+            assert [type(one) for one in answers] == [
+                WeightsFailed if version == 2 else WeightsStaged
+            ]
+            if version != 2:
+                runner.swap(staging.exchange(version, runner.weights))
+            trainer.stdin.write("\n")
+            trainer.stdin.flush()
+        held, left = map(int, trainer.stdout.readline().split())
+    finally:
+        trainer.kill()
+        trainer.wait(60)
+        staging.close()
+    assert set_bytes <= held < 2 * set_bytes
+    assert left == 0
+    drive(runner, driven, new_tokens=8)
+    assert [turn.sampled for turn in driven] == [turn.sampled for turn in expected]
     assert [turn.logprobs for turn in driven] == [turn.logprobs for turn in expected]

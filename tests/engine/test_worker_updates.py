@@ -20,7 +20,9 @@ from tidegate.transport.messages import (
     ABORT,
     LENGTH,
     CancelTurn,
+    Complaint,
     FinishWeightUpdate,
+    InitWeights,
     KvPolicy,
     KvSpan,
     Pause,
@@ -29,6 +31,7 @@ from tidegate.transport.messages import (
     Prefill,
     Resume,
     SamplingParams,
+    SharedMemory,
     StartWeightUpdate,
     UpdateWeights,
     WeightsFailed,
@@ -261,3 +264,18 @@ def test_a_start_takes_the_place_of_weights_that_wait_to_be_swapped_in(
     after = engine.submit(PROMPT, GREEDY)
     engine.finish(after)
     audit(after, engine, models)
+
+
+def test_an_engine_on_the_cpu_refuses_weights_on_a_gpu_and_serves_on(
+    engine: Orchestra, publisher: Publisher
+) -> None:
+    version = next_version(engine)
+    engine.send(InitWeights(channel="cuda_ipc", info={"gpu": "GPU-1", "host": "here"}))
+    assert "this engine computes on the CPU" in engine.await_one(Complaint).message
+    engine.send(StartWeightUpdate(version=version))
+    memory = SharedMemory("GPU-1", b"\x02c" + bytes(64), 2**40, 0, b"/torch_1_2_3", 7)
+    engine.send(UpdateWeights(version=version, location="", tensors=[], memory=memory))
+    failed = engine.await_one(WeightsFailed)
+    assert (failed.version, "computes on the CPU" in failed.message) == (version, True)
+    assert set(engine.generate(PROMPT, GREEDY).versions) == {version - 1}
+    engine.send(publisher.init)

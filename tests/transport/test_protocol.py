@@ -43,6 +43,7 @@ from tidegate.transport.messages import (
     Resume,
     Resumed,
     SamplingParams,
+    SharedMemory,
     Shutdown,
     Sleep,
     SleepFailed,
@@ -168,6 +169,12 @@ ORCHESTRATOR_EXAMPLES: list[Message] = [
     Resume(),
     InitWeights(channel="shm", info={"path": "/proc/1/fd/3", "inode": 5}),
     StartWeightUpdate(version=2),
+    UpdateWeights(
+        version=3,
+        location="",
+        tensors=[],
+        memory=SharedMemory("GPU-1", b"h" * 66, 4096, 512, b"/torch_1_2_3", 7),
+    ),
     UpdateWeights(
         version=2, location="x", tensors=[TensorSpec("w", "bfloat16", [2, 3], 64, 12)], last=False
     ),

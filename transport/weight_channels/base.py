@@ -9,11 +9,14 @@ a part in two: :meth:`WeightSender.init` and :meth:`WeightSender.write` make the
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tidegate.errors import WeightsRefused
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.security import EngineKeys
+
+if TYPE_CHECKING:
+    from tidegate.transport.weight_channels.cuda_memory import Gpu
 
 ITEM_BYTES = {
     "float64": 8,
@@ -56,6 +59,8 @@ class Home:
     keys: EngineKeys | None = None
     host: str = ""
     """Engines of one host share what they fetch; to say that they don't, give them several."""
+    gpu: "Gpu | None" = None
+    """What the engine computes on, and can open another process's memory of; None: the CPU."""
 
 
 class WeightSender(Protocol):

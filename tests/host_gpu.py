@@ -1,0 +1,84 @@
+"""What stands in for a GPU whose memory processes share, where there is none? Memory of the host.
+
+Its handles are as long as torch's, and lead other processes to the same bytes; nothing else of it
+is CUDA's. The channel, the wire and the engine around it are the real ones.
+"""
+
+import mmap
+import os
+import weakref
+
+import torch
+
+from tidegate.errors import WeightsRefused
+from tidegate.transport.messages import SharedMemory
+
+UUID = "5f0c7d3a-0000-4000-8000-000000000001"
+
+TOTAL_BYTES = 2**30
+
+
+class HostGpu:
+    """One process's view of it."""
+
+    def __init__(self, uuid: str = UUID, *, free_bytes: int = TOTAL_BYTES) -> None:
+        self.uuid = uuid
+        self.total_bytes = TOTAL_BYTES
+        self.shared: list[SharedMemory] = []
+        """Not taken back yet."""
+        self.opened: list[SharedMemory] = []
+        """All that was ever opened here."""
+        self._rooms: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self._mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self._fds: dict[int, int] = {}
+        self._free_bytes = free_bytes
+
+    @property
+    def rooms_bytes(self) -> int:
+        """Of memory that was made here and is referred to."""
+        return sum(len(room) for room in self._rooms)
+
+    @property
+    def mapped(self) -> int:
+        """How much memory of others is open here."""
+        return len(self._mapped)
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        if self.rooms_bytes + nbytes > self._free_bytes:
+            raise WeightsRefused(f"no room for another {nbytes} bytes")
+        fd = os.memfd_create("tidegate-host-gpu", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+        made = mmap.mmap(fd, nbytes)
+        self._rooms.add(made)
+        weakref.finalize(made, os.close, fd)
+        room = torch.frombuffer(made, dtype=torch.uint8)
+        self._fds[room.data_ptr()] = fd
+        return room
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu"
+
+    def settle(self) -> None:
+        pass
+
+    def share(self, room: torch.Tensor) -> SharedMemory:
+        path = f"/proc/{os.getpid()}/fd/{self._fds[room.data_ptr()]}"
+        handle = b"\x02c" + path.encode().ljust(64, b"\0")
+        counter = f"/torch_{os.getpid()}_7_0".encode()
+        memory = SharedMemory(self.uuid, handle, room.nbytes, 0, counter, len(self.shared))
+        self.shared.append(memory)
+        return memory
+
+    def unshare(self, memory: SharedMemory) -> None:
+        self.shared.remove(memory)
+
+    def open(self, memory: SharedMemory) -> torch.Tensor:
+        try:
+            fd = os.open(memory.handle[2:].rstrip(b"\0"), os.O_RDWR | os.O_CLOEXEC)
+        except (OSError, ValueError) as error:
+            raise WeightsRefused(f"the memory can't be opened: {error}") from error
+        found = mmap.mmap(fd, memory.nbytes)
+        os.close(fd)
+        self._mapped.add(found)
+        self.opened.append(memory)
+        return torch.frombuffer(found, dtype=torch.uint8)

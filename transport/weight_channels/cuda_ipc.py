@@ -1,0 +1,230 @@
+"""How do weights reach engines on the trainer's own GPU? As memory there that they open and copy.
+
+The sender packs each version into buffers of its own, so that the trainer may change its tensors as
+soon as they are written, and an engine that comes late finds them still. Their bytes never leave
+the device. It knows torch's dtypes by name and nothing of how memory is shared.
+"""
+
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tidegate.errors import WeightsRefused
+from tidegate.transport.messages import InitWeights, SharedMemory, TensorSpec, UpdateWeights
+from tidegate.transport.weight_channels.base import ALIGNMENT_BYTES, check_specs, checked_nbytes
+from tidegate.transport.weight_channels.cuda_memory import Gpu, check_memory, host_name
+
+if TYPE_CHECKING:
+    import torch
+
+NAME = "cuda_ipc"
+
+BUFFER_BYTES = 256 * 2**20
+"""Tensors share buffers up to this size; a larger one has its own. Each is opened anew by each
+engine, which takes CUDA some 0.1 ms and the engine an address range, not memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """One tensor to send, where it lies."""
+
+    name: str
+    data: "torch.Tensor"
+
+    @property
+    def dtype(self) -> str:
+        """As torch spells it."""
+        return str(self.data.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """A part of a version, and what it was shared by."""
+
+    room: "torch.Tensor"
+    memory: SharedMemory
+
+
+class CudaIpcSender:
+    """Owns the buffers of the newest version, and of those kept beside it."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._buffers: dict[int, list[_Buffer]] = {}
+
+    def init(self) -> InitWeights:
+        """Phase 1: the device. Its number means nothing to other processes."""
+        return InitWeights(channel=NAME, info={"gpu": self._gpu.uuid, "host": host_name()})
+
+    def write(
+        self, version: int, tensors: Sequence[NamedTensor], *, keep: Collection[int] = ()
+    ) -> list[UpdateWeights]:
+        """Copy the tensors beside the versions kept, and free all others first.
+
+        One message for each buffer. Once it returns, the trainer may change its tensors.
+
+        Raises:
+            WeightsRefused: a tensor is not on the device or of no known dtype, there is no room, or
+                the memory can't be shared.
+        """
+        self._check(tensors)
+        for old in [old for old in self._buffers if old not in keep or old == version]:
+            self._free(old)
+        self._gpu.settle()  # what the trainer computes them by may run on any of its streams
+        self._buffers[version] = []
+        try:
+            parts = [self._part(version, place) for place in _places(tensors)]
+            self._gpu.settle()
+        except BaseException:
+            self._free(version)
+            raise
+        replace = msgspec.structs.replace
+        return [replace(part, last=part is parts[-1]) for part in parts]
+
+    def close(self) -> None:
+        """Free all of it. Harmless if repeated."""
+        for version in list(self._buffers):
+            self._free(version)
+
+    def _check(self, tensors: Sequence[NamedTensor]) -> None:
+        names = set()
+        for tensor in tensors:
+            checked_nbytes(tensor.name, tensor.dtype, tensor.data.shape)
+            if not self._gpu.has(tensor.data):
+                raise WeightsRefused(
+                    f"tensor {tensor.name!r} is on {tensor.data.device}, and by 'cuda_ipc' weights "
+                    f"come from the GPU that engines compute on, {self._gpu.uuid}; move the model "
+                    f"there, or set weight_channel to 'shm'"
+                )
+            if tensor.name in names:
+                raise WeightsRefused(f"tensor {tensor.name!r} appears twice in one version")
+            names.add(tensor.name)
+
+    def _part(self, version: int, place: "_Place") -> UpdateWeights:
+        room = self._gpu.room(max(place.nbytes, ALIGNMENT_BYTES))  # nothing can't be shared
+        for spec, tensor in zip(place.specs, place.tensors, strict=True):
+            _tensor_at(room, spec).copy_(tensor.data.detach())
+        memory = self._gpu.share(room)
+        self._buffers[version].append(_Buffer(room, memory))
+        return UpdateWeights(version=version, location="", tensors=place.specs, memory=memory)
+
+    def _free(self, version: int) -> None:
+        for buffer in self._buffers.pop(version):
+            self._gpu.unshare(buffer.memory)
+
+
+class CudaIpcReceiver:
+    """Opens one buffer at a time."""
+
+    def __init__(self, init: InitWeights, gpu: Gpu | None) -> None:
+        """``gpu`` is what this engine computes on; None: it has none.
+
+        Raises:
+            WeightsRefused: that is not where the weights will be.
+        """
+        if gpu is None:
+            raise WeightsRefused(
+                "weights are to come by 'cuda_ipc', on a GPU, and this engine computes on the CPU; "
+                "start it with --device cuda, or set weight_channel to 'shm'"
+            )
+        theirs, ours = str(init.info.get("host", "")), host_name()
+        if theirs != ours:
+            raise WeightsRefused(
+                f"weights are to come by 'cuda_ipc' from the host whose boot is {theirs!r}, and "
+                f"this engine runs on another, {ours!r}; set weight_channel to 'relay' or 'zmq'"
+            )
+        if init.info.get("gpu") != gpu.uuid:
+            raise WeightsRefused(
+                f"weights will lie on GPU {str(init.info.get('gpu'))!r}, and this engine computes "
+                f"on {gpu.uuid!r}; have trainer and engines share one, or set weight_channel to "
+                f"'shm'"
+            )
+        self._gpu = gpu
+
+    def tensors(
+        self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
+    ) -> "Iterator[tuple[TensorSpec, torch.Tensor]]":
+        """Each tensor where the sender has it: copy it, and hold none of them.
+
+        The memory is closed when the last is gone, and may be another version's once ``last`` is
+        answered. All is checked before any of it is opened.
+
+        Raises:
+            WeightsRefused: what comes contradicts itself or can't be opened.
+        """
+        memory = update.memory
+        if memory is None:
+            raise WeightsRefused("an update by 'cuda_ipc' came without memory to open")
+        check_memory(memory, self._gpu)
+        check_specs(update.tensors, memory.nbytes)
+        for spec in update.tensors:
+            if spec.offset % ALIGNMENT_BYTES:
+                raise WeightsRefused(
+                    f"tensor {spec.name!r} begins at byte {spec.offset}, which is no multiple of "
+                    f"{ALIGNMENT_BYTES}"
+                )
+        return self._opened(update.tensors, memory, is_wanted)
+
+    def close(self) -> None:
+        """Nothing to let go of: memory is closed when the last tensor of it is gone."""
+
+    def _opened(
+        self, specs: Sequence[TensorSpec], memory: SharedMemory, is_wanted: Callable[[], bool]
+    ) -> "Iterator[tuple[TensorSpec, torch.Tensor]]":
+        room = self._gpu.open(memory)
+        for spec in specs:
+            if not is_wanted():
+                return
+            yield spec, _tensor_at(room, spec)
+
+
+@dataclass(slots=True)
+class _Place:
+    """What goes into one buffer."""
+
+    specs: list[TensorSpec]
+    tensors: list[NamedTensor]
+    nbytes: int = 0
+
+
+def _places(tensors: Sequence[NamedTensor]) -> list[_Place]:
+    """At least one, for there must be one message."""
+    places = [_Place([], [])]
+    for tensor in tensors:
+        nbytes = tensor.data.nbytes
+        offset = -(-places[-1].nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if places[-1].tensors and offset + nbytes > BUFFER_BYTES:
+            places.append(_Place([], []))
+            offset = 0
+        place = places[-1]
+        shape = list(tensor.data.shape)
+        place.specs.append(TensorSpec(tensor.name, tensor.dtype, shape, offset, nbytes))
+        place.tensors.append(tensor)
+        place.nbytes = offset + nbytes
+    return places
+
+
+def _tensor_at(room: "torch.Tensor", spec: TensorSpec) -> "torch.Tensor":
+    """A view of the buffer."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    if not spec.nbytes:
+        return torch.empty(spec.shape, dtype=dtype, device=room.device)
+    return room[spec.offset : spec.offset + spec.nbytes].view(dtype).view(spec.shape)
+
+
+def crc32_of(tensor: "torch.Tensor") -> int:
+    """Of its bytes, as zlib computes it: on the host, where they are copied to."""
+    return zlib.crc32(host_bytes(tensor))
+
+
+def host_bytes(tensor: "torch.Tensor") -> memoryview:
+    """A copy of its bytes on the host, row-major."""
+    import torch
+
+    host = tensor.detach().to("cpu").contiguous()
+    return host.view(-1).view(torch.uint8).numpy().data
