@@ -7,20 +7,16 @@ knows no engines and no versions.
 
 import base64
 import binascii
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tidegate.orchestrator.vllm_server.announced import Announced, announced_tensors, unpacked
 from tidegate.orchestrator.vllm_server.failures import ServerError, UpdateError
 from tidegate.orchestrator.vllm_server.pickled_facts import NotFacts, read_facts
+from tidegate.transport.weight_channels.cuda_memory import EVENT_BYTES, flaw_of_counter
 
 if TYPE_CHECKING:
     import torch
-
-_COUNTER_NAME = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
-"""How torch names the memory with its reference counters. It opens what it is told and counts in
-it, so no other memory of this user must be named."""
 
 
 class Handle(NamedTuple):
@@ -170,8 +166,10 @@ def _check_extent(handle: Handle) -> None:
     end = (handle.offset + last + 1) * handle.dtype.itemsize
     if min(handle.size, default=1) > 0 and end > handle.storage_bytes:
         raise NotFacts(f"a tensor reaches to byte {end} of {handle.storage_bytes}")
-    if not _COUNTER_NAME.fullmatch(handle.counter):
-        raise NotFacts(f"{handle.counter!r} is no name that torch gives its reference counters")
+    if len(handle.event) != EVENT_BYTES:
+        raise NotFacts(f"a handle of an event has {EVENT_BYTES} bytes, got {len(handle.event)}")
+    if flaw := flaw_of_counter(handle.counter, handle.counter_offset):
+        raise NotFacts(flaw)
 
 
 _TENSOR, _STORAGE = object(), object()
