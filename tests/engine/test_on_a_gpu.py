@@ -11,16 +11,20 @@ import msgspec
 import pytest
 import torch
 
+import tidegate
 from tests.engine.driving import GREEDY, DrivenTurn, drive
 from tests.engine.orchestra import named_buffers
 from tests.models import make_model_directory
 from tidegate.engine.device.memory import DeviceMemory
 from tidegate.engine.device.runner import DeviceRunner
 from tidegate.engine.device.weights import DeviceWeights
+from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner, RowSampling
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weights import fill_from_directory, load_directory
+from tidegate.errors import WeightsRefused
+from tidegate.orchestrator.records.audit import audit_run
 from tidegate.transport.messages import (
     InitWeights,
     Message,
@@ -222,3 +226,41 @@ def test_weights_by_cuda_ipc_are_staged_out_of_another_processs_memory_and_freed
     drive(runner, driven, new_tokens=8)
     assert [turn.sampled for turn in driven] == [turn.sampled for turn in expected]
     assert [turn.logprobs for turn in driven] == [turn.logprobs for turn in expected]
+
+
+async def two_turns(episode: tidegate.Episode, task: int) -> float:
+    episode.append([10 + task % 40, 11, 12])
+    await episode.generate(max_tokens=8)
+    episode.append([13, 14])
+    return float((await episode.generate(max_tokens=4)).token_ids[0] % 2)
+
+
+async def test_a_run_by_cuda_ipc_serves_what_its_trainer_publishes_whole_and_in_parts(
+    tmp_path: Path,
+) -> None:
+    model = make_model_directory(tmp_path / "model", "qwen3")
+    state = {name: tensor.to(DEVICE) for name, tensor in read_tensors(model)}
+    noise = torch.Generator(DEVICE).manual_seed(0)
+    part = dict(list(state.items())[3:6])
+    async with tidegate.serve(
+        model=model,
+        engines=2,
+        device=str(DEVICE),
+        weight_channel="cuda_ipc",
+        weight_checksums=True,
+        group_size=2,
+        groups_per_batch=2,
+        run_directory=tmp_path / "run",
+    ) as rollouts:
+        async for _ in rollouts.batches(range(12), episode=two_turns):
+            for tensor in state.values():
+                tensor += 0.05 * torch.randn(tensor.shape, generator=noise, device=DEVICE)
+            await rollouts.publish(state)
+            for tensor in part.values():
+                tensor += 0.05 * torch.randn(tensor.shape, generator=noise, device=DEVICE)
+            await rollouts.publish(part, partial=True)
+            with pytest.raises(WeightsRefused, match="is on cpu"):
+                await rollouts.publish({name: tensor.cpu() for name, tensor in state.items()})
+    report = audit_run(tmp_path / "run", tolerance=1e-3)
+    assert report.agrees, report.lines()
+    assert report.versions > 1

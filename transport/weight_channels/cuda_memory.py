@@ -226,7 +226,8 @@ class CudaGpu:
                 f"the trainer's memory on {self._device} can't be opened: {error}; is the trainer "
                 f"alive, on this host, and in this container?"
             ) from error
-        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        empty = torch.empty(0, dtype=torch.uint8, device=self._device)
+        return empty.set_(storage, 0, (memory.nbytes,), (1,))  # as torch's own reader does
 
 
 def find_gpu(name: str) -> CudaGpu:
