@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.orchestrator.core.group_lengths import GroupLengths
+from tidegate.orchestrator.core.rows import RowsOfRollouts
 from tidegate.orchestrator.statistics import EngineStatistics, LedgerSnapshot, RunForecast
 from tidegate.orchestrator.timekeeping import Usage
 from tidegate.policies import predictions
@@ -82,7 +83,9 @@ class Forecaster:
         Of each row, those of a group together: its sampled tokens, its group, its staleness, and
         the rollout that it is of, all [R].
         """
-        tokens, group_ids, staleness = _by_rollout(tokens, group_ids, staleness, rollout_ids)
+        rows = RowsOfRollouts(rollout_ids)
+        tokens, staleness = rows.added(tokens), rows.highest(staleness)
+        group_ids = rows.first(group_ids)
         if not self._batches:
             self._first, self._versions = usage, (trainer_version, trainer_version)
         self._last, self._versions = usage, (self._versions[0], trainer_version)
@@ -172,23 +175,6 @@ class Forecaster:
             outstanding_groups_max=outstanding_groups_max,
             groups_per_version=self._groups_per_version,
         )
-
-
-def _by_rollout(
-    tokens: npt.NDArray[np.int64],
-    group_ids: npt.NDArray[np.int64],
-    staleness: npt.NDArray[np.int64],
-    rollout_ids: npt.NDArray[np.int64],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The first three, of whole rollouts: those that forked have several rows."""
-    ids, first, place = np.unique(rollout_ids, return_index=True, return_inverse=True)
-    if len(ids) == len(rollout_ids):
-        return tokens, group_ids, staleness
-    added, oldest = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
-    np.add.at(added, place, tokens)
-    np.maximum.at(oldest, place, staleness)
-    in_order = np.argsort(first)
-    return added[in_order], group_ids[first[in_order]], oldest[in_order]
 
 
 def advise(times: BatchTimes, *, allowed: float | None, saturating: int) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.core.rows import RowsOfRollouts
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.feed.batches import Batch
@@ -76,8 +77,11 @@ class BatchAges:
         }
         sizes = np.diff(starts, append=len(rows))
         last_s = np.repeat(last_s, sizes)
-        counts = ~np.isnan(last_s) & batch.loss_mask.numpy().any(1)
-        staleness = batch.staleness.numpy()[counts]
+        of_rollouts = RowsOfRollouts(batch.rollout_ids.numpy())
+        last_s = of_rollouts.first(last_s)
+        is_trained = of_rollouts.highest(batch.loss_mask.numpy().any(1))
+        counts = ~np.isnan(last_s) & is_trained
+        staleness = of_rollouts.highest(batch.staleness.numpy())[counts]
         if not len(staleness):
             return figures
         queued = batch.trainer_version - published.version_at(last_s[counts])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tidegate.orchestrator.core.rows import RowsOfRollouts
 from tidegate.orchestrator.timekeeping import Usage
 
 if TYPE_CHECKING:
@@ -25,13 +26,10 @@ def batch_metrics(batch: "Batch", usage: Usage) -> dict[str, float]:
     staleness = batch.staleness.numpy()
     versions, is_trained = batch.weight_versions.numpy(), batch.loss_mask.numpy()
     lags = batch.trainer_version - versions[is_trained]
-    rewards, tokens = batch.rewards.numpy(), is_trained.sum(1)
     newest = versions.max(1) if versions.size else batch.trainer_version - staleness
-    _, first, place = np.unique(batch.rollout_ids.numpy(), return_index=True, return_inverse=True)
-    if 0 < len(first) < len(rewards):  # some have several rows
-        rewards = rewards[first]
-        tokens = np.bincount(place, tokens)
-        staleness, newest = _highest(staleness, place), _highest(newest, place)
+    rows = RowsOfRollouts(batch.rollout_ids.numpy())
+    rewards, tokens = rows.first(batch.rewards.numpy()), rows.added(is_trained.sum(1))
+    staleness, newest = rows.highest(staleness), rows.highest(newest)
     oldest = batch.trainer_version - staleness
     mixed = newest > oldest
     return {
@@ -66,16 +64,6 @@ def tokens_by_lag(batch: "Batch") -> dict[int, int]:
     counts = np.bincount(versions - oldest)  # a few versions: sorting them takes ten times as long
     lag = batch.trainer_version - oldest
     return {lag - newer: int(n) for newer, n in reversed(list(enumerate(counts))) if n}
-
-
-def _highest(
-    values: "np.ndarray[tuple[int, ...], np.dtype[Any]]",
-    place: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]",
-) -> "np.ndarray[tuple[int, ...], np.dtype[Any]]":
-    """Of those with the same place. None is below 0."""
-    highest = np.zeros(int(place.max()) + 1, values.dtype)
-    np.maximum.at(highest, place, values)
-    return highest
 
 
 def _mean(values: "np.ndarray[tuple[int, ...], np.dtype[Any]]") -> float:

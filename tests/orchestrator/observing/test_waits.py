@@ -1,6 +1,7 @@
 """Is what rollouts spend their time and age on counted as it was, in virtual time?"""
 
 import asyncio
+import itertools
 import json
 import logging
 import math
@@ -79,6 +80,38 @@ async def test_staleness_is_parted_into_what_sampling_made_and_what_waiting_made
     assert sum(statistics.staleness_in_flight.values()) == statistics.trained_rollouts == 6
 
 
+async def test_a_rollout_that_forked_is_one_in_both_parts_of_staleness(
+    tidegate_serve: ServeInTests,
+) -> None:
+    """With that of its oldest row."""
+    told: list[Mapping[str, float]] = []
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([task])
+        await episode.generate(max_tokens=2)
+        branches = [episode.fork() for _ in range(2 * episode.index)]
+        await asyncio.sleep(2.0)  # a version is published meanwhile, or more
+        for branch in branches:
+            await branch.generate(max_tokens=2)
+        return 1.0
+
+    async with tidegate_serve(**SMALL, on_batch=told.append) as rollouts:
+        async for batch in rollouts.batches([1, 2, 3], episode=solve):
+            assert len(batch.rewards) == 4
+            await rollouts.publish({})
+        statistics = rollouts.statistics()
+    assert statistics.trained_rollouts == 6
+    for part in (statistics.staleness_in_flight, statistics.staleness_in_queue):
+        assert sum(part.values()) == 6
+    ages = sum(s * n for s, n in statistics.staleness_histogram.items())
+    parts = statistics.mean_staleness_in_flight + statistics.mean_staleness_in_queue
+    assert parts == pytest.approx(ages / 6)
+    for figures in told:
+        parts = figures["staleness_in_flight_mean"] + figures["staleness_in_queue_mean"]
+        assert parts == pytest.approx(figures["staleness_mean"])
+        assert figures["rollouts"] == 2
+
+
 async def test_what_on_batch_raises_costs_no_batch_and_is_counted(
     tidegate_serve: ServeInTests, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -103,8 +136,11 @@ async def test_what_on_batch_raises_costs_no_batch_and_is_counted(
 # ---------------------------------------------------------------- parts
 
 
+NUMBERS = itertools.count()
+
+
 def ended(group_id: int, versions: list[int], ended_s: float) -> Rollout:
-    rollout = Rollout(10 * group_id, group_id, 0)
+    rollout = Rollout(next(NUMBERS), group_id, 0)
     rollout.extend(array("i", [1]))
     turn = Turn(rollout, SamplingParams(max_tokens=9))
     rollout.turns.append(turn)
