@@ -321,6 +321,7 @@ class RunClient:
             group_wait_s=self._ages.group_wait_s,
             episode_s=scheduler.episode_seconds(),
             trainer_s=self._keeper.spent_s(),
+            publishes=self._keeper.publishes,
             batches_untold=self._batches_untold,
             forecast=self._forecaster.forecast(
                 ledger,

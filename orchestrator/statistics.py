@@ -206,7 +206,7 @@ class RunStatistics:
     """That wait for newer weights between two turns."""
     staleness_in_flight: Mapping[int, int] = field(default_factory=dict)
     """Trained rollouts by versions published from their oldest trained token to their group's end;
-    since this process began, as the five after this."""
+    since this process began, as the six after this."""
     staleness_in_queue: Mapping[int, int] = field(default_factory=dict)
     """By versions published from there until they were handed over."""
     waited_groups: int = 0
@@ -217,6 +217,8 @@ class RunStatistics:
     """Of all episodes, spent in environments, tools, scores, and what they named: by name."""
     trainer_s: Mapping[str, float] = field(default_factory=dict)
     """What the trainer spent on each activity: train, wait, publish."""
+    publishes: int = 0
+    """In that time."""
     batches_untold: int = 0
     """Whose figures ``on_batch`` raised at."""
 

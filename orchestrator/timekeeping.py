@@ -46,6 +46,8 @@ class Timekeeper:
         self._since_us: int | None = None
         """When the present activity began; None before the first batch is asked for."""
         self._spent_us: Counter[TrainerActivity] = Counter()
+        self.publishes = 0
+        """That this time went to."""
         self._window_us: tuple[int, int] = (0, 0)
         self._first: tuple[EngineStatistics, ...] = ()
         self._last: tuple[EngineStatistics, ...] = ()
@@ -59,6 +61,7 @@ class Timekeeper:
             self._window_us, self._first = (now_us, now_us), engines
         else:
             self._spent_us[ended] += now_us - self._since_us
+            self.publishes += ended == "publish"
             if self._recorder is not None:
                 self._recorder.trainer_interval(ended, self._since_us, now_us, version)
         self._since_us = now_us

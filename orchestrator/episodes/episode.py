@@ -233,7 +233,12 @@ class Episode(ScoringEpisode):
 
         ``with episode.doing("reward"): …``; nothing else comes of it. Environments, tools called
         from the episode's own coroutine, and scores do so by themselves.
+
+        Raises:
+            TypeError: the name is no text.
         """
+        if not isinstance(name, str):  # it would be sorted among others' at each look
+            raise TypeError(f"what an episode does has a name, such as 'reward', not {name!r:.80}")
         return self._generating.doing(self._rollout, name)
 
     def turn_so_far(self) -> GeneratedTurn | None:

@@ -61,7 +61,7 @@ def off_policy_of(figures: Mapping[str, float]) -> OffPolicy:
     by_lag: dict[int, dict[str, float]] = {}
     for key, value in figures.items():
         name, is_by_lag, lag = key.removeprefix("mismatch_").partition("_lag_")
-        if is_by_lag and name in BY_LAG and lag.isdigit():
+        if is_by_lag and name in BY_LAG and lag.isdecimal():
             by_lag.setdefault(int(lag), {})[name] = value
     return OffPolicy(
         figures.get("effective_sample_size"),

@@ -6,7 +6,6 @@ until one of them is looked at.
 
 import contextlib
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
 from tidegate.errors import AuditError, ModelError
+from tidegate.orchestrator.observing.earlier import lines_of_figures
 from tidegate.orchestrator.observing.live import Noted
 from tidegate.orchestrator.observing.observation import Observation, RolloutLine, short
 from tidegate.orchestrator.observing.off_policy import OffPolicy, off_policy_of
@@ -109,12 +109,7 @@ def _read_run(path: Path) -> _RunFile:
 
 
 def _noted(directory: Path, lags: Mapping[int, int]) -> Noted:
-    batches: list[dict[str, float]] = []
-    try:
-        for line in (directory / METRICS_FILE).read_text().splitlines():
-            batches.append(json.loads(line))
-    except (OSError, ValueError):
-        pass  # a run that was killed leaves half a line, or none
+    batches = lines_of_figures(directory / METRICS_FILE)
     noted = Noted(
         batches=tuple(batches),
         token_lags=dict(sorted(lags.items())),

@@ -166,7 +166,7 @@ def _facts(directory: Path, run: Mapping[str, Any]) -> Facts:
             _over_engines(statistics, "standstill_s"), _over_engines(statistics, "swaps")
         ),
         publish_s=_per(
-            (statistics.get("trainer_s") or {}).get("publish"), statistics["trainer_version"]
+            (statistics.get("trainer_s") or {}).get("publish"), statistics.get("publishes")
         ),
         episode_s=statistics.get("episode_s") or {},
     )

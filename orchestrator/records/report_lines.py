@@ -29,8 +29,8 @@ def parted_lines(in_flight: float | None, in_queue: float | None) -> list[str]:
     if in_flight is None or in_queue is None:
         return []
     return [
-        f"Of the mean, {in_flight:.2f} came about in flight, until a rollout's group had ended, "
-        f"and {in_queue:.2f} in the queue.",
+        f"Since this process began, {in_flight:.2f} of a rollout's staleness came about in flight, "
+        f"until its group had ended, and {in_queue:.2f} in the queue.",
         "",
     ]
 

@@ -14,6 +14,7 @@ from tidegate.errors import AuditError
 from tidegate.orchestrator.records.facts import read_facts
 from tidegate.orchestrator.records.recording import RunRecorder
 from tidegate.orchestrator.records.report import write_report
+from tidegate.orchestrator.records.trace import TrainerActivity
 from tidegate.orchestrator.statistics import (
     DiscardStatistics,
     LedgerSnapshot,
@@ -22,6 +23,7 @@ from tidegate.orchestrator.statistics import (
     RunStatistics,
     TaskDiscards,
 )
+from tidegate.orchestrator.timekeeping import Timekeeper
 
 REQUIRED_KEYS = {
     "reward_before",
@@ -221,6 +223,24 @@ def test_a_run_too_short_to_predict_anything_has_a_page_without_it(
     page = write_report(a_run(tmp_path / "runs" / "one", model)).read_text()
     assert "Predicted" not in page
     assert "Length bias" not in page
+
+
+def test_seconds_per_publish_are_of_this_process_publishes_not_of_all_versions(
+    tmp_path: Path, model: Path
+) -> None:
+    """A resumed run's versions go on counting; its time doesn't."""
+    now_us = iter(range(0, 10_000_000, 500_000))
+    keeper = Timekeeper(None, now_us=lambda: next(now_us))
+    activities: list[TrainerActivity] = ["wait", "wait", "train", "publish", "train", "publish"]
+    for activity in activities:
+        keeper.mark(activity, 100, ())
+    resumed = dataclasses.replace(
+        some_statistics(),
+        trainer_version=102,
+        trainer_s=keeper.spent_s(),
+        publishes=keeper.publishes,
+    )
+    assert read_facts(a_run(tmp_path / "one", model, statistics=resumed)).publish_s == 0.5
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,23 @@ async def test_what_on_batch_raises_costs_no_batch_and_is_counted(
     assert "the logger's server is gone" in caplog.text
 
 
+async def test_what_has_no_name_fails_its_own_episode_and_spoils_no_statistics(
+    tidegate_serve: ServeInTests,
+) -> None:
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([task])
+        await episode.generate(max_tokens=2)
+        with episode.doing("reward"):
+            await asyncio.sleep(0.5)
+        with pytest.raises(TypeError, match="a name, such as 'reward', not 7"):
+            episode.doing(7)  # type: ignore[arg-type]
+        return 1.0
+
+    async with tidegate_serve(**SMALL) as rollouts:
+        async for _ in rollouts.batches([1], episode=solve):
+            assert rollouts.statistics().episode_s == pytest.approx({"reward": 1.0})
+
+
 # ---------------------------------------------------------------- parts
 
 
@@ -210,7 +227,7 @@ def test_the_mismatch_of_all_lags_is_that_of_their_tokens_and_is_read_back() -> 
 def test_curves_of_a_resumed_run_go_on_from_what_the_checkpoint_holds(tmp_path: Path) -> None:
     def write(part: Path, versions: range, rest: str = "") -> None:
         part.mkdir(exist_ok=True)
-        lines = [json.dumps({"version": version, "of": part.name}) for version in versions]
+        lines = [json.dumps({"version": version, "of": len(part.name)}) for version in versions]
         (part / "metrics.jsonl").write_text("\n".join([*lines, rest]))
 
     write(tmp_path, range(5), rest='{"version": 5, "rew')  # killed in mid-line
@@ -218,10 +235,27 @@ def test_curves_of_a_resumed_run_go_on_from_what_the_checkpoint_holds(tmp_path: 
     (tmp_path / "part-2").mkdir()  # killed before its first batch
     found = earlier_batches(tmp_path, batches=6)
     assert [each["version"] for each in found] == [0, 1, 2, 3, 4, 5]
-    assert [each["of"] == "part-1" for each in found] == [False] * 3 + [True] * 3
+    assert [each["of"] == len("part-1") for each in found] == [False] * 3 + [True] * 3
     assert earlier_batches(tmp_path / "part-2", batches=6) == []
     notes = LiveNotes(now_us=lambda: 1_000)
     notes.recall(found)
     notes.batch({"version": 6})
     assert [each["version"] for each in notes.noted().batches] == [0, 1, 2, 3, 4, 5, 6]
     assert [each["version"] for each in notes.noted(since_us=500).batches] == [6]
+
+
+def test_what_is_no_figure_in_a_runs_files_is_left_out(tmp_path: Path) -> None:
+    """Whoever edits or garbles them must not have the dashboard or a scrape fail."""
+    lines = [
+        '{"version": 0, "reward": "high", "of": [1], "mismatch_k3_lag_\u00b2": 1.0}',
+        "17",
+        '{"reward": 1.0}',
+        '{"version": 1, "reward": NaN}',
+        "\x00\x00\x00",
+        '{"version": 2}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    first, second = earlier_batches(tmp_path, batches=9)
+    assert first == {"version": 0, "mismatch_k3_lag_\u00b2": 1.0}
+    assert off_policy_of(first) == OffPolicy()
+    assert math.isnan(second["reward"])
