@@ -26,7 +26,13 @@ class Activities:
         """Of what has ended; less the beginnings of what goes on."""
 
     def begin(self, name: str) -> str:
-        """An episode is at it from now on; the name that :meth:`end` is to be given."""
+        """An episode is at it from now on; the name that :meth:`end` is to be given.
+
+        Raises:
+            TypeError: the name is no text.
+        """
+        if not isinstance(name, str):  # it would be sorted among others' at each look
+            raise TypeError(f"what an episode does has a name, such as 'reward', not {name!r:.80}")
         if name not in self._seconds and len(self._seconds) >= NAMES_MAX:
             name = OTHERS
         self._seconds[name] = self._seconds.get(name, 0.0) - self._now_s()

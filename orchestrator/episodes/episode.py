@@ -86,10 +86,8 @@ class Episode(ScoringEpisode):
     @property
     def token_ids(self) -> list[int]:
         """The context so far, copied."""
-        past = self._past
-        return (
-            self._rollout.token_ids[: past.tokens] if past else self._rollout.token_ids
-        ).tolist()
+        past, token_ids = self._past, self._rollout.token_ids
+        return (token_ids[: past.tokens] if past else token_ids).tolist()
 
     @property
     def num_tokens(self) -> int:
@@ -233,12 +231,7 @@ class Episode(ScoringEpisode):
 
         ``with episode.doing("reward"): …``; nothing else comes of it. Environments, tools called
         from the episode's own coroutine, and scores do so by themselves.
-
-        Raises:
-            TypeError: the name is no text.
         """
-        if not isinstance(name, str):  # it would be sorted among others' at each look
-            raise TypeError(f"what an episode does has a name, such as 'reward', not {name!r:.80}")
         return self._generating.doing(self._rollout, name)
 
     def turn_so_far(self) -> GeneratedTurn | None:

@@ -41,6 +41,12 @@ TIMES = (
         ("activity",),
     ),
     Metric(
+        "tidegate_publishes_total",
+        "counter",
+        "Publishes in that time.",
+        of_run(lambda s: s.publishes),
+    ),
+    Metric(
         "tidegate_episode_seconds_total",
         "counter",
         "Time of all episodes, added up, spent in what has a name: environment, score, tools, "

@@ -9,7 +9,7 @@ import msgspec
 import psutil
 import pytest
 
-from tests.orchestrator.mutations_of_the_wire import MUTATIONS
+from tests.orchestrator.mutations_of_episodes import MUTATIONS
 from tests.orchestrator.test_cli import status_of
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.simulation.faults import (

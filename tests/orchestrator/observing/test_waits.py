@@ -141,8 +141,9 @@ async def test_what_has_no_name_fails_its_own_episode_and_spoils_no_statistics(
         await episode.generate(max_tokens=2)
         with episode.doing("reward"):
             await asyncio.sleep(0.5)
-        with pytest.raises(TypeError, match="a name, such as 'reward', not 7"):
-            episode.doing(7)  # type: ignore[arg-type]
+        no_name = episode.doing(7)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="a name, such as 'reward', not 7"), no_name:
+            pass
         return 1.0
 
     async with tidegate_serve(**SMALL) as rollouts:
