@@ -192,7 +192,8 @@ class Bridge:
         for message in self._link.receive(0.0):
             self._handle(message)
             self._changed.set()
-        if self._link.hello_due and not self._swapper.is_swapping:
+        is_changing = self._swapper.is_swapping or self._sleeper.is_at_work
+        if self._link.hello_due and not is_changing:  # a hello says what serves, and what sleeps
             self._introduce()
         self._teller.note_credit()
         self._answers += self._staging.take_answers()
@@ -281,7 +282,10 @@ class Bridge:
             self._changed.set()
         else:
             self._start_turns()
-        self._answers += await self._sleeper.settle(self._gate, self._streams, self._staging)
+        settled = await self._sleeper.settle(self._gate, self._streams, self._staging)
+        if settled:
+            self._answers += settled
+            self._changed.set()  # a resume may have waited for what woke
         if self._gate.mode == "wait" or self._streams.paused is not None:
             self._answers += self._paused()
         if self._answers:

@@ -47,6 +47,8 @@ class Sleeper:
         self.lacks_weights = False
         """Whether the live weights are gone, and only an update brings any."""
         self._asked: list[Sleep | Wake] = []
+        self.is_at_work = False
+        """Whether the engine is being put to sleep or woken: what sleeps is about to change."""
 
     @property
     def asleep(self) -> list[MemoryTag]:
@@ -86,13 +88,19 @@ class Sleeper:
                 if "weights" in asked.tags and not staging.give_up("the weights sleep"):
                     break
             del self._asked[0]
-            if isinstance(asked, Wake):
-                answers.append(await self._wake(asked))
-            elif gate.is_pause_asked:
-                answers.append(await self._sleep(asked, streams))
-            else:
-                answers.append(SleepFailed(request=asked.request, message=NO_PAUSE))
+            self.is_at_work = True
+            try:
+                answers.append(await self._do(asked, gate, streams))
+            finally:
+                self.is_at_work = False
         return answers
+
+    async def _do(self, asked: Sleep | Wake, gate: PauseGate, streams: Streams) -> Message:
+        if isinstance(asked, Wake):
+            return await self._wake(asked)
+        if gate.is_pause_asked:
+            return await self._sleep(asked, streams)
+        return SleepFailed(request=asked.request, message=NO_PAUSE)
 
     async def _sleep(self, asked: Sleep, streams: Streams) -> Message:
         if asked.level not in self._able.sleep_levels:

@@ -5,7 +5,8 @@ test_real_vllm.py and test_real_sglang.py.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import tidegate
+from tests.engine.orchestra import Orchestra
 from tests.engine.sglang_streams import TOLERANCE, off_by
 from tests.engine.test_sglang_adapter import SglangAndDouble, sglang
 from tests.engine.vllm_double import VllmDouble
@@ -24,8 +26,17 @@ from tests.sglang_double import SglangDouble, make_app
 from tidegate.engine.adapters.vllm import VllmAdapter, make_adapter
 from tidegate.errors import EngineGone
 from tidegate.orchestrator.records.audit import audit_run
-from tidegate.transport.messages import SamplingParams
-from tidegate.transport.sleep_messages import SleepLevel
+from tidegate.transport.messages import (
+    Pause,
+    Paused,
+    Resume,
+    Resumed,
+    SamplingParams,
+    Shutdown,
+)
+from tidegate.transport.sleep_messages import Asleep, Awake, Sleep, SleepLevel, Wake
+
+PROGRAM = "tidegate.engine.adapters.worker"
 
 SLEEPS = {"enable_memory_saver": True}
 KEEPS = SLEEPS | {"enable_weights_cpu_backup": True}
@@ -119,6 +130,54 @@ async def sleep_and_wake(engine: SglangAndDouble, models: list[Path], level: Sle
     await engine.adapter.resume()
     stream = await engine.stream(FEW, salt="after").end()
     assert off_by(models, stream, [(level - 1, 6)]) < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def sleepy(
+    models: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Orchestra, VllmDouble]]:
+    """A worker for tests that leave it awake and going on."""
+    with VllmDouble(models[0], enable_sleep_mode=True) as double:
+        options = ["--url", f"vllm+{double.url}"]
+        directory = tmp_path_factory.mktemp("sleepy")
+        with Orchestra(directory, models[0], options, program=PROGRAM) as engine:
+            engine.welcome(credit_steps=64)
+            yield engine, double
+            engine.send(Shutdown())
+            assert engine.exit_status() == 0
+
+
+def test_turns_that_came_while_a_resumed_engine_slept_start_once_it_is_woken(
+    sleepy: tuple[Orchestra, VllmDouble],
+) -> None:
+    engine, _ = sleepy
+    engine.send(Pause(mode="abort"))
+    engine.await_one(Paused)
+    engine.send(Sleep(request=1, level=1, tags=["weights", "kv_cache"]))
+    engine.await_one(Asleep)
+    engine.send(Resume())
+    engine.await_one(Resumed)
+    turn = engine.submit([1, 2, 3], FEW)
+    engine.send(Wake(request=2, tags=["weights", "kv_cache"]))
+    assert len(engine.finish(turn).token_ids) == FEW.max_tokens
+
+
+def test_a_hello_waits_until_what_sleeps_is_known(sleepy: tuple[Orchestra, VllmDouble]) -> None:
+    engine, double = sleepy
+    engine.send(Pause(mode="abort"))
+    engine.await_one(Paused)
+    double.falls_asleep.clear()
+    double.calls.clear()
+    engine.send(Sleep(request=1, level=1, tags=["weights", "kv_cache"]))
+    engine.read_until(lambda: "sleep 1 abort" in double.calls)
+    engine.break_connection()
+    later = threading.Timer(0.3, double.falls_asleep.set)  # a wrong hello comes in milliseconds
+    later.start()
+    assert engine.welcome(credit_steps=64).asleep == ["weights", "kv_cache"]
+    later.join()
+    engine.send(Wake(request=2, tags=["weights", "kv_cache"]))
+    assert engine.await_one(Awake).tags == []
+    assert len(engine.generate([1, 2, 3], FEW).token_ids) == FEW.max_tokens
 
 
 async def one_turn(episode: tidegate.Episode, task: int) -> float:

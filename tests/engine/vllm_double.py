@@ -84,6 +84,9 @@ class VllmDouble:
         self.bodies: list[dict[str, Any]] = []
         """Of all requests so far."""
         self.sleeping: set[str] = set()
+        self.falls_asleep = threading.Event()
+        """Cleared, it takes until it is set."""
+        self.falls_asleep.set()
         self.calls: list[str] = []
         """Control calls, with their queries."""
         self.loads: list[str] = []
@@ -313,6 +316,8 @@ class VllmDouble:
         level, mode = (request.query_params.get(name, "") for name in ("level", "mode"))
         self.calls.append(f"sleep {level} {mode}")
         assert self.config["enable_sleep_mode"]
+        while not self.falls_asleep.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(STEP_S)
         self.paused = "new"
         for one in list(self.asked):
             self._tell(one, "abort", [])
