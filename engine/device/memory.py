@@ -16,6 +16,8 @@ from tidegate.engine.memory.memory import blame_memory
 
 FREE_FIRST = "free what took its place, then wake it again"
 
+SLEEP_DEEPER = "sleep at level 2, which keeps none, or leave the machine more"
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceRegion:
@@ -100,9 +102,15 @@ class OffloadedStorages:
     """What some regions held, in the host's memory."""
 
     def __init__(self, regions: Sequence[DeviceRegion], beat: Callable[[], None]) -> None:
+        """Copy them. ``beat`` is called now and then meanwhile.
+
+        Raises:
+            OutOfMemory: the host has no room for them; they are where they were.
+        """
         self._held: list[tuple[DeviceRegion, torch.Tensor]] = []
         for region in regions:
-            self._held.append((region, region.contents().to("cpu", copy=True)))
+            with blame_memory(doing="to keep a device's weights on the host", remedy=SLEEP_DEEPER):
+                self._held.append((region, region.contents().to("cpu", copy=True)))
             beat()
 
     def restore(self, beat: Callable[[], None]) -> None:

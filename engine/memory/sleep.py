@@ -178,7 +178,7 @@ class Sleeper:
                 self._turns.forget_kv()
                 self._asleep.add("kv_cache")
                 self._memory.give_back(self._kv_regions())
-        except OSError as error:
+        except (OSError, OutOfMemory) as error:
             return SleepFailed(
                 request=asked.request, message=cut(f"can't give memory back: {error}")
             )

@@ -110,6 +110,8 @@ class Staging:
         """The thread's while jobs are pending, else the main thread's."""
         self._receiver: WeightReceiver | CudaIpcReceiver | None = None
         """The thread's."""
+        self._begun: _Update | None = None
+        """The thread's: whose tensors the buffer has memory for."""
         self._why_closed = NO_CHANNEL
         """The thread's: why nothing can be copied, while nothing can."""
         self._thread = threading.Thread(target=self._work, name="staging", daemon=True)
@@ -254,8 +256,13 @@ class Staging:
         return _Result(None, None)
 
     def _begin(self, update: _Update) -> _Result:
-        if self._buffer is not None:
-            self._buffer.start()
+        self._begun = None
+        try:
+            if self._buffer is not None:
+                self._buffer.start()  # on a device it may have to get its memory back first
+        except Exception as error:  # noqa: BLE001  (as in _copy)
+            return _Result(update, WeightsFailed(version=update.version, message=_say(error)))
+        self._begun = update
         return _Result(update, None)
 
     def _copy(self, update: _Update, message: UpdateWeights) -> _Result:
@@ -268,6 +275,8 @@ class Staging:
     def _copied(self, update: _Update, message: UpdateWeights) -> Answer | None:
         if self._receiver is None or self._buffer is None:
             raise WeightsRefused(self._why_closed)
+        if self._begun is not update:  # which has been said
+            return None
         base = _base(update, message)
         # A part of a set may be an empty one, which lies nowhere.
         if message.adapter is not None:

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore, _is_finite
 from tidegate.engine.weights.weights import Weights, load_directory
+from tidegate.errors import OutOfMemory
 from tidegate.transport.messages import (
     Complaint,
     InitWeights,
@@ -82,6 +84,15 @@ def answers(staging: Staging) -> list[Message]:
     return told + staging.take_answers()
 
 
+def told_in_time(staging: Staging) -> list[Message]:
+    """As :func:`answers`, of a thread that may have died."""
+    deadline_s, told = time.monotonic() + PATIENCE_S, staging.take_answers()
+    while staging.is_busy and time.monotonic() < deadline_s:
+        told += staging.take_answers()
+    assert not staging.is_busy
+    return told + staging.take_answers()
+
+
 def publish(
     staging: Staging, channel: WeightSender, version: int, tensors: list[NamedBuffer]
 ) -> None:
@@ -135,6 +146,39 @@ def test_a_version_that_lacks_tensors_is_refused_by_name(
         )
     ]
     assert not staging.is_staged(1)
+
+
+class Homeless(Weights):
+    """Weights whose memory others have taken, as a device's may be while they sleep."""
+
+    has_room = False
+
+    def start(self) -> None:
+        if not self.has_room:
+            raise OutOfMemory(doing="to wake", remedy="free some", why="taken")
+        super().start()
+
+
+def test_a_version_without_memory_is_refused_once_and_the_next_is_taken(
+    directories: list[Path], config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = sender("shm", tmp_path)
+    buffer = Homeless.allocate(config, torch.float32)
+    staging = Staging(lambda: buffer)
+    try:
+        staging.init(channel.init())
+        publish(staging, channel, 1, named_buffers(directories[1]))
+        [failed] = told_in_time(staging)
+        assert failed == WeightsFailed(
+            version=1, message="out of memory to wake; free some (taken)"
+        )
+        assert buffer.is_untouched
+        monkeypatch.setattr(Homeless, "has_room", True)
+        publish(staging, channel, 2, named_buffers(directories[1]))
+        assert [type(one) for one in told_in_time(staging)] == [WeightsStaged]
+    finally:
+        staging.close()
+        channel.close()
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])

@@ -3,6 +3,7 @@
 The device is the CPU here, and the kernels are the real ones, interpreted.
 """
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,42 @@ import torch
 from tests.engine.driving import GREEDY, DrivenTurn, drive
 from tests.engine.orchestra import named_buffers
 from tests.models import make_model_directory
-from tidegate.engine.device.memory import DeviceMemory
+from tidegate.engine.device.memory import (
+    SLEEP_DEEPER,
+    DeviceMemory,
+    DeviceRegion,
+    OffloadedStorages,
+)
 from tidegate.engine.device.runner import DeviceRunner
 from tidegate.engine.device.weights import DeviceWeights
+from tidegate.engine.memory.sleep import Sleeper
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner, Row, RowSampling, Runner
 from tidegate.engine.sampling.options import RowOptions
 from tidegate.engine.sampling.seen_tokens import SeenCounts
+from tidegate.engine.scheduler import Scheduler
 from tidegate.engine.scoring import Reads, RowScoring
+from tidegate.engine.turns import EngineLimits
 from tidegate.engine.weights.staging import Staging
+from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.engine.weights.weights import fill_from_directory, load_directory
-from tidegate.errors import WeightsRefused
+from tidegate.errors import OutOfMemory, WeightsRefused
 from tidegate.transport.messages import StartWeightUpdate, WeightsStaged
 from tidegate.transport.sampling import SamplingParams, TokenBias
+from tidegate.transport.sleep_messages import Asleep, Awake, Sleep, SleepFailed, Wake
 from tidegate.transport.weight_channels import sender
 
 TOLERANCE_NATS = 1e-4
 CPU = torch.device("cpu")
 VOCAB = 40
+LIMITS = EngineLimits(
+    max_running_turns=8,
+    max_step_tokens=64,
+    num_blocks=48,
+    block_tokens=4,
+    context_tokens_max=64,
+    vocab_size=VOCAB,
+)
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": VOCAB}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -221,6 +240,41 @@ def test_what_slept_on_a_device_is_there_again_with_what_it_held(model: Path) ->
     memory.take_again(cache, lambda: None)
 
     assert all(not tensor.any() for tensor in runner.cache_tensors())
+    assert sampled(runner) == expected
+
+
+class Crowded(DeviceMemory):
+    """Of a device whose host has no room for what is on it."""
+
+    def offload(
+        self, regions: Sequence[DeviceRegion], beat: Callable[[], None]
+    ) -> OffloadedStorages:
+        raise OutOfMemory(doing="to keep weights", remedy=SLEEP_DEEPER, why="none left")
+
+
+def test_weights_that_the_host_has_no_room_for_stay_and_others_sleep_deeper(model: Path) -> None:
+    runner = device_runner(model)
+    expected, weights = sampled(runner), runner.weights
+    scheduler = Scheduler(LIMITS)
+    staging = Staging(lambda: device_weights(model))
+
+    def reload(store: WeightStore, beat: Callable[[], None]) -> None:
+        fill_from_directory(store, model, beat)
+
+    try:
+        sleeper = Sleeper(runner, staging, scheduler, reload=reload, memory=Crowded(CPU))
+        scheduler.pause("abort")
+        sleeper.ask(Sleep(request=1, level=1, tags=["weights"]))
+        [failed] = sleeper.settle()
+        assert isinstance(failed, SleepFailed)
+        assert "sleep at level 2" in failed.message
+        assert (sleeper.asleep, sampled(runner)) == ([], expected)
+        sleeper.ask(Sleep(request=2, level=2, tags=["weights"]))
+        assert isinstance(sleeper.settle()[0], Asleep)
+        assert not weights.final_norm.untyped_storage().nbytes()
+        assert isinstance(sleeper.wake(Wake(request=3, tags=["weights"])), Awake)
+    finally:
+        staging.close()
     assert sampled(runner) == expected
 
 
