@@ -63,10 +63,17 @@ class Fp8Matrix:
     def put(self, first: int, source: torch.Tensor) -> None:
         """Put ``source`` [R, K], of any dtype, into the rows from ``first`` on."""
         for part in torch.split(source.detach(), self._rows_at_once):
-            numbers, steps = rounded(part)
-            places = slice(first, first + part.shape[0])
-            self._bytes[places], self._steps[places] = numbers.view(torch.uint8), steps
-            first = places.stop
+            self.put_rounded(first, *rounded(part))
+            first += part.shape[0]
+
+    def put_rounded(self, first: int, numbers: torch.Tensor, steps: torch.Tensor) -> None:
+        """Put ``numbers`` [R, K], e4m3, of ``steps`` [R], into the rows from ``first`` on."""
+        places = slice(first, first + numbers.shape[0])
+        self._bytes[places], self._steps[places] = numbers.view(torch.uint8), steps
+
+    def take_rounded(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The numbers [R, K] and steps [R] of some rows [R], int64."""
+        return self._bytes[rows].view(torch.float8_e4m3fn), self._steps[rows]
 
     @property
     def _rows_at_once(self) -> int:

@@ -79,15 +79,22 @@ class Int8Matrix:
         """Put ``source`` [R, K], of any dtype, into the rows from ``first`` on."""
         inputs = self.shape[1]
         for part in torch.split(source.detach(), max(1, COPY_ELEMENTS // inputs)):
-            rounded, steps = quantized(part)
-            count = part.shape[0]
-            self._steps[first : first + count] = steps
-            if self._functions is None:
-                self._weights.view(-1, inputs)[first : first + count] = rounded
-            else:
-                to = self._weights.data_ptr()
-                self._functions.pack(rounded.data_ptr(), to, first, count, inputs)
-            first += count
+            self.put_rounded(first, *quantized(part))
+            first += part.shape[0]
+
+    def put_rounded(self, first: int, numbers: torch.Tensor, steps: torch.Tensor) -> None:
+        """Put ``numbers`` [R, K], int8, of ``steps`` [R], into the rows from ``first`` on."""
+        count, inputs = numbers.shape
+        self._steps[first : first + count] = steps
+        if self._functions is None:
+            self._weights.view(-1, inputs)[first : first + count] = numbers
+        else:
+            to = self._weights.data_ptr()
+            self._functions.pack(numbers.data_ptr(), to, first, count, inputs)
+
+    def take_rounded(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The numbers [R, K] and steps [R] of some rows [R], int64."""
+        return self._bytes(rows), self._steps[rows]
 
     def _bytes(self, numbers: torch.Tensor) -> torch.Tensor:
         inputs = self.shape[1]
@@ -144,7 +151,11 @@ class _Rounded(Protocol):
 
     def put(self, first: int, source: torch.Tensor) -> None: ...
 
+    def put_rounded(self, first: int, numbers: torch.Tensor, steps: torch.Tensor) -> None: ...
+
     def take(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+    def take_rounded(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class RoundedRows:
@@ -159,13 +170,22 @@ class RoundedRows:
             raise ValueError(f"{list(source.shape)} is not the shape of {self._count} rows")
         self._matrix.put(self._first, source)
 
+    def take_over(self, other: "RoundedRows", /) -> None:
+        """Put what ``other`` holds there, as it is: told in bfloat16 and rounded again, an output
+        would have another step, and the model be another than when all of it was published."""
+        numbers, steps = other._matrix.take_rounded(other._numbers())
+        self._matrix.put_rounded(self._first, numbers, steps)
+
     def unpacked(self) -> torch.Tensor:
         """A copy, as it was rounded."""
-        return self._matrix.take(torch.arange(self._first, self._first + self._count))
+        return self._matrix.take(self._numbers())
 
     def storages(self) -> list[torch.Tensor]:
         """All the memory that they lie in, with others."""
         return [self._matrix.storage]
+
+    def _numbers(self) -> torch.Tensor:
+        return torch.arange(self._first, self._first + self._count)
 
 
 def make_int8_matrix(outputs: int, inputs: int, dtype: torch.dtype) -> Int8Matrix:

@@ -41,6 +41,9 @@ class HiddenRows(Protocol):
     def copy_(self, source: torch.Tensor, /) -> object:
         """Put ``source`` there, cast to the matrix's dtype."""
 
+    def take_over(self, other: Any, /) -> None:
+        """Put there what ``other`` holds, rows of a matrix made like theirs: to the bit."""
+
     def unpacked(self) -> torch.Tensor:
         """A copy, as published."""
 
@@ -55,6 +58,14 @@ Rows = torch.Tensor | HiddenRows
 def published(rows: Rows) -> torch.Tensor:
     """What lies there, as it was published. Maybe a copy, not to be written to."""
     return rows if isinstance(rows, torch.Tensor) else rows.unpacked()
+
+
+def take_over(target: Rows, source: Rows) -> None:
+    """Put into ``target`` what lies in ``source``, rows of a matrix made like its own."""
+    if isinstance(target, torch.Tensor):
+        target.copy_(published(source))
+    else:
+        target.take_over(source)
 
 
 def storages(rows: Rows) -> list[torch.Tensor]:
@@ -204,6 +215,9 @@ class _PackedRows:
         if tuple(source.shape) != (self._count, self._matrix.shape[1]):
             raise ValueError(f"{list(source.shape)} is not the shape of {self._count} rows")
         self._matrix.pack(self._first, source)
+
+    def take_over(self, other: HiddenRows, /) -> None:
+        self.copy_(other.unpacked())
 
     def unpacked(self) -> torch.Tensor:
         return self._matrix.take(torch.arange(self._first, self._first + self._count))

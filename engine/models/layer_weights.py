@@ -14,7 +14,7 @@ import torch
 
 from tidegate.engine.models.model_config import Experts, LayerShape, ModelConfig
 from tidegate.engine.weights.weight_store import Part, Place
-from tidegate.kernels.weight_matrix import Matrix
+from tidegate.kernels.weight_matrix import Matrix, take_over
 
 MakeMatrix = Callable[[int, int], Matrix]
 """Makes room for a matrix of so many outputs and inputs."""
@@ -146,6 +146,11 @@ class _Stack:
     def copy_(self, source: torch.Tensor, /) -> None:
         for matrix, part in zip(self._matrices, source, strict=True):
             matrix.rows(0, matrix.shape[0]).copy_(part)
+
+    def take_over(self, other: "_Stack", /) -> None:
+        for mine, its in zip(self._matrices, other._matrices, strict=True):
+            rows = mine.shape[0]
+            take_over(mine.rows(0, rows), its.rows(0, rows))
 
     def unpacked(self) -> torch.Tensor:
         return torch.stack([matrix.unpacked() for matrix in self._matrices])

@@ -11,7 +11,7 @@ import torch
 
 from tidegate.engine.weights.lora import Adapter
 from tidegate.errors import WeightsRefused
-from tidegate.kernels.weight_matrix import Rows, published, storages
+from tidegate.kernels.weight_matrix import Rows, storages, take_over
 
 LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Others (float8, int8, …) mean nothing without their scales."""
@@ -153,7 +153,7 @@ class WeightStore:
             for name in self.missing():
                 sources = other._places[name].targets
                 for target, source in zip(self._places[name].targets, sources, strict=True):
-                    target.copy_(published(source))
+                    take_over(target, source)
                 self._loaded.add(name)
 
     def missing(self) -> list[str]:

@@ -14,6 +14,7 @@ from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.engine.models.served_model import ServedModel, open_model
 from tidegate.engine.weights.staging import Live, Staging
 from tidegate.engine.weights.weight_store import WeightStore
+from tidegate.engine.weights.weights import Quantization, fill_from_directory
 from tidegate.kernels.weight_matrix import published
 from tidegate.transport.messages import (
     Bases,
@@ -159,3 +160,20 @@ def test_a_byte_changed_on_the_way_is_refused_with_the_tensors_name_and_both_sum
     assert f"tensor {spec.name!r} has the checksum 0x" in failed.message
     assert f"where {sums[spec.name]:#010x} was sent" in failed.message
     assert not qwen.staging.is_staged(4)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
+def test_what_was_rounded_and_is_not_published_again_stays_the_same_to_the_bit(
+    tmp_path: Path, model_type: str, quantize: Quantization
+) -> None:
+    path = make_model_directory(tmp_path, model_type)
+    model = open_model(path, "bfloat16", quantize=quantize)
+    whole, laid_over = model.allocate(), model.allocate()
+    fill_from_directory(whole, path)
+    for tensor in laid_over.tensors():
+        tensor.zero_()
+    laid_over.start()
+    laid_over.complete_from(whole)
+    for mine, its in zip(laid_over.tensors(), whole.tensors(), strict=True):
+        assert torch.equal(mine, its)
