@@ -36,14 +36,13 @@ def refuse_secrets(url: str) -> None:
         ConfigError: it does. The error doesn't repeat it.
     """
     try:
-        parts = urlsplit(url)
-    except ValueError:
-        return  # who connects will say what is wrong with it
-    if "@" in parts.netloc or parts.query:
-        raise ConfigError(
-            f"the engine's url with the host {parts.hostname} has a password or a query in it, and "
-            f"urls are logged; {HOW}"
-        )
+        parts = urlsplit(url if "://" in url else f"//{url}")
+        host, has_secrets = parts.hostname, "@" in parts.netloc or bool(parts.query)
+    except ValueError:  # who connects will say what is wrong with it, and repeat it
+        host, has_secrets = None, "@" in url or "?" in url
+    if has_secrets:
+        which = "an engine's url" if host is None else f"the engine's url with the host {host}"
+        raise ConfigError(f"{which} has a password or a query in it, and urls are logged; {HOW}")
 
 
 def key_of(url: str, environment: Mapping[str, str] = os.environ) -> str | None:

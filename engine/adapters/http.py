@@ -56,9 +56,9 @@ class HttpEngine:
             raise ConfigError(
                 'engines behind HTTP need aiohttp; install it with pip install "tidegate[engines]"'
             ) from error
+        server_keys.refuse_secrets(url)
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"an engine's url must begin with http:// or https://, got {url!r}")
-        server_keys.refuse_secrets(url)
         self.url = url.rstrip("/")
         key = server_keys.key_of(self.url)
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}

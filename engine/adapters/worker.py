@@ -34,6 +34,7 @@ from tidegate.errors import ConfigError, TidegateError
 from tidegate.transport.messages import PROTOCOL, Hello
 from tidegate.transport.private_directory import PrivateDirectory, remove_abandoned
 from tidegate.transport.security import read_engine_keys
+from tidegate.transport.server_keys import refuse_secrets
 from tidegate.transport.sockets import DealerSocket
 from tidegate.transport.weight_channels import CHANNELS, Home
 
@@ -94,6 +95,7 @@ def open_adapter(url: str, model: Path) -> EngineAdapter:
     Raises:
         ConfigError: no such kind, or what it needs is not installed.
     """
+    refuse_secrets(url)  # before it is repeated
     kind, _, rest = url.partition("+")
     address, _, fragment = rest.partition("#")
     if kind not in KINDS or not address:

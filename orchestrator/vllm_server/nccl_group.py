@@ -110,7 +110,11 @@ class NcclGroup:
                 ),
                 "ncclCommInitRank",
             )
-        self._greet()
+        try:
+            self._greet()
+        except BaseException:
+            self.close()
+            raise
 
     def _greet(self) -> None:
         """All ranks sum one number first: vLLM's communicators do, to be warm."""

@@ -76,6 +76,9 @@ class NcclReceiver:
         except UpdateError:
             self.close()
             raise
+        except RuntimeError as error:  # or the trainer would wait in a broadcast for ever
+            self.close()
+            raise UpdateError(f"there is no room for what was announced: {error}") from None
 
     def _packed(
         self, group: NcclGroup, told: list[Announced], buffer_bytes: int

@@ -147,7 +147,11 @@ class GlooReceiver:
         _refuse_unknown(info, ("names", "dtype_names", "shapes", "packed"), "update_info")
         _refuse_packed(info)
         told = announced_tensors(info)
-        tensors = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in told}
+        try:
+            tensors = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in told}
+        except RuntimeError as error:
+            self.close()  # or the trainer would wait in a broadcast for long
+            raise UpdateError(f"there is no room for what was announced: {error}") from None
         try:
             for tensor in tensors.values():
                 broadcast(self._group, tensor)

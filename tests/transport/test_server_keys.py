@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tidegate.engine.adapters.worker import open_adapter
 from tidegate.errors import ConfigError
+from tidegate.orchestrator.environments.worker_command import child_environment
+from tidegate.orchestrator.observing.access import TOKEN_VARIABLE
 from tidegate.transport.server_keys import FILE_VARIABLE, VARIABLE, key_of, refuse_secrets
 
 URL = "http://host:8000"
@@ -48,9 +51,37 @@ def test_a_file_that_others_may_read_is_refused_with_what_to_do(tmp_path: Path) 
         key_of(URL, {VARIABLE: "sesame", FILE_VARIABLE: "file"})
 
 
-@pytest.mark.parametrize("url", ["http://me:sesame@host:1", "http://host:1/?key=sesame"])
+@pytest.mark.parametrize(
+    "url", ["http://me:sesame@host:1", "http://host:1/?key=sesame", "me:sesame@host:1"]
+)
 def test_a_key_in_a_url_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError, match="host host") as error:
         refuse_secrets(url)
     assert "sesame" not in str(error.value)
+    refuse_secrets("host:8000")
     refuse_secrets(f"vllm+{URL}")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://me:sesame@host:1",
+        "vlm+http://me:sesame@host:1",
+        "vllm+http://me:sesame@host:1#weights=http",
+        "vllm+me:sesame@host:1",
+        "sglang+http://me:sesame@[host:1",
+        "sglang+http://me:sesame@host:1#wights=gloo",
+    ],
+)
+def test_an_adapter_repeats_no_key_whatever_else_is_wrong_with_its_url(
+    tmp_path: Path, url: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        open_adapter(url, tmp_path)
+    assert "sesame" not in str(error.value)
+
+
+def test_processes_of_environments_are_not_given_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (VARIABLE, FILE_VARIABLE, TOKEN_VARIABLE):
+        monkeypatch.setenv(name, "sesame")
+    assert "sesame" not in child_environment().values()

@@ -191,6 +191,20 @@ def test_a_trainer_that_ends_in_the_midst_fails_the_update_and_must_be_met_anew(
         receiver.receive(announcement(TENSORS))
 
 
+def test_a_trainer_is_not_left_waiting_for_a_server_without_room_for_its_tensors(
+    library: ctypes.CDLL, identity: ncclUniqueId
+) -> None:
+    trainer = Trainer(library, identity, lambda broadcast: broadcast(TENSORS["a"]))
+    receiver = NcclReceiver(library, torch.device("cpu"))
+    receiver.connect(by_id(identity))
+    huge = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2**60]]}
+    with pytest.raises(UpdateError, match="no room for what was announced"):
+        receiver.receive(huge)
+    with pytest.raises(AssertionError):  # its broadcast fails
+        trainer.join()
+    assert trainer.error is not None
+
+
 def test_what_is_packed_together_exceeds_the_buffer_by_one_tensor_at_most() -> None:
     told = announced_tensors(announcement(TENSORS))
     names = [[one.name for one in together] for together in buffers(told, 20)]
