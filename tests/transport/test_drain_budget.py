@@ -30,6 +30,15 @@ def test_a_turn_of_the_loop_comes_to_last_no_longer_than_it_should_whatever_a_me
     assert budget.frames * per_frame_s >= TURN_S / 4 or budget.frames == frames_max
 
 
+def test_messages_are_read_on_where_others_take_the_time() -> None:
+    budget = DrainBudget(1024)
+    read = 0
+    for _ in range(40):
+        read += budget.frames
+        budget.took(2 * TURN_S + budget.frames * 1e-5)
+    assert read > 40 * 256
+
+
 async def test_no_reading_takes_more_at_once_while_each_message_takes_long(
     router: RouterSocket,
 ) -> None:
