@@ -45,10 +45,12 @@ class VllmMemory:
         answer = await self._post("/wake_up", [("tags", tag) for tag in tags])
         self._asleep.difference_update(tags)
         expected = "sleeping" if self._asleep else "awake"
-        if answer.get("status") != expected:
+        # Older ones answer with nothing.
+        told = answer.get("status", expected) if isinstance(answer, dict) else expected
+        if told != expected:
             raise EngineGone(
-                f"vLLM was told to wake {' and '.join(tags)}, and says {answer.get('status')!r} "
-                f"where {expected!r} was expected; does somebody else put it to sleep?"
+                f"vLLM was told to wake {' and '.join(tags)}, and says {told!r} where "
+                f"{expected!r} was expected; does somebody else put it to sleep?"
             )
 
     async def wake_all(self) -> None:

@@ -24,6 +24,7 @@ from tests.models import make_model_directory
 from tests.served_app import served
 from tests.sglang_double import SglangDouble, make_app
 from tidegate.engine.adapters.vllm import VllmAdapter, make_adapter
+from tidegate.engine.adapters.vllm_memory import Query, VllmMemory
 from tidegate.errors import EngineGone
 from tidegate.orchestrator.records.audit import audit_run
 from tidegate.transport.messages import (
@@ -95,6 +96,22 @@ async def test_a_vllm_that_somebody_else_wakes_is_given_up(models: list[Path]) -
         double.sleeping.clear()
         with pytest.raises(EngineGone, match="somebody else"):
             await adapter.wake(["kv_cache"])
+
+
+async def test_a_vllm_that_answers_with_nothing_is_believed() -> None:
+    calls = []
+
+    async def post(path: str, query: Query) -> None:
+        calls.append((path, [value for _, value in query]))
+
+    memory = VllmMemory(post)
+    await memory.sleep(2, ["weights"])
+    await memory.wake(["weights"])
+    assert calls == [
+        ("/sleep", ["2", "abort"]),
+        ("/wake_up", ["kv_cache"]),
+        ("/wake_up", ["weights"]),
+    ]
 
 
 async def test_a_vllm_that_sleeps_since_another_run_is_woken(models: list[Path]) -> None:
