@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from tidegate.errors import ConfigError, EngineLost, RunClosed
 from tidegate.orchestrator.config import RunSettings, run_settings
 from tidegate.orchestrator.core.rollout import Turn
@@ -30,6 +32,7 @@ from tidegate.orchestrator.simulation.world import World
 from tidegate.orchestrator.weights.deltas import WrittenTensors
 from tidegate.transport.messages import InitWeights, UpdateWeights
 from tidegate.transport.weight_channels import NamedBuffer
+from tidegate.transport.weight_messages import TensorSpec
 
 Result = TypeVar("Result")
 
@@ -76,7 +79,8 @@ class SimulatedChannel:
         """Put new weights into the buffer."""
         update = self._buffer.begin(version, keep=keep)
         self._buffer.end(update)
-        return [update]
+        specs = [TensorSpec(t.name, t.dtype, list(t.shape), 0, len(t.data)) for t in tensors]
+        return [msgspec.structs.replace(update, tensors=specs)]
 
 
 class _NeverBlocked:

@@ -16,6 +16,14 @@ of a CRC they might be; old weights would then be served as new ones."""
 VERSIONS_MAX = 4
 """Remembered. The one before is the newest that didn't fail."""
 
+LAYERS_MAX = 8
+"""Of changed tensors over a whole set; then one is sent whole again. What was written for a layer
+is kept until all its tensors have come anew: where others change each time, as a mixture's experts
+do, that could be any number of sets."""
+
+UNKNOWN = 0
+"""A version that was never written: all tensors are others than its."""
+
 Digests = dict[str, bytes]
 
 

@@ -17,6 +17,7 @@ from tidegate.orchestrator.run import Run
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.weights.channel import write_on_gpu
 from tidegate.orchestrator.weights.content import Change, WeightContent, anew, laid_over
+from tidegate.orchestrator.weights.deltas import LAYERS_MAX, UNKNOWN
 from tidegate.orchestrator.weights.parts import WHOLE, ArchivedAdapter
 from tidegate.orchestrator.weights.publishing import PublishWait
 from tidegate.transport.messages import UpdateWeights
@@ -85,7 +86,8 @@ class PublishCall:
             weights = scheduler.control.weights
             keep = weights.kept_buffers
             if self._run.settings.weight_deltas and self._change is anew:
-                self._before = weights.version_before
+                is_deep = weights.layers_before >= LAYERS_MAX
+                self._before = UNKNOWN if is_deep else weights.version_before
             # A whole set keeps the adapters of before.
             if self._is_part or self._before is not None or weights.adapters_before:
                 keep |= weights.buffers_before

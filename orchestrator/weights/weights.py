@@ -145,6 +145,11 @@ class WeightCoordinator:
         return self._before.content.buffers if self._before is not None else set()
 
     @property
+    def layers_before(self) -> int:
+        """How many versions' tensors lie over its whole set."""
+        return len({part.version for part in self._before.content.over}) if self._before else 0
+
+    @property
     def is_writable(self) -> bool:
         """Whether no engine reads what isn't kept. Those that read what is kept need not be waited
         for: the next version takes its place with them, however far they are."""

@@ -1,6 +1,10 @@
 """Is what a set has in common with the version before told, and nothing else?"""
 
-from tidegate.orchestrator.weights.deltas import VERSIONS_MAX, WrittenTensors
+import pytest
+
+from tidegate.orchestrator.scheduler import Scheduler
+from tidegate.orchestrator.weights.deltas import LAYERS_MAX, VERSIONS_MAX, WrittenTensors
+from tidegate.testing import ServeInTests
 from tidegate.transport.weight_channels.base import NamedBuffer
 
 
@@ -54,3 +58,27 @@ def test_no_more_than_a_few_versions_are_remembered() -> None:
         changed(written, version, version - 1, a=b"1", b=bytes([version]))
     assert changed(written, 90, 1, a=b"1", b=b"x") is None
     assert changed(written, 91, VERSIONS_MAX + 1, a=b"1", b=b"x") == ["b"]
+
+
+async def test_however_many_tensors_change_in_turns_few_versions_are_kept(
+    tidegate_serve: ServeInTests,
+) -> None:
+    """A mixture's experts change in turns: of each version, some would be needed for long."""
+    torch = pytest.importorskip("torch")
+    state = {f"expert {n}": torch.zeros(4) for n in range(40)}
+    kept, sent = [], []
+    async with tidegate_serve(weight_deltas=True) as rollouts:
+        weights = (await rollouts._do(_scheduler)).control.weights
+        for number in range(40):
+            state[f"expert {number}"] += 1.0
+            state[f"expert {(number + 1) % 40}"] += 1.0
+            await rollouts.publish(state)
+            kept.append(len(weights.buffers_before))
+            sent.append(weights.layers_before)
+    assert max(kept) == LAYERS_MAX + 1
+    assert sent[:3] == [0, 1, 2]
+    assert sent.count(0) == 5  # whole sets
+
+
+async def _scheduler(scheduler: Scheduler) -> Scheduler:
+    return scheduler
