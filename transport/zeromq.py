@@ -82,8 +82,10 @@ def outlive_links(socket: Socket) -> None:
     """Have a link that breaks without a word noticed in some 20 s, and one that is mended in 5.
 
     By TCP itself, which counts what arrived, not messages: so a large one may take its time on a
-    slow link, as it may not where ZeroMQ's heartbeats must come between. Set it before connecting
-    or binding; it means nothing to ipc.
+    slow link, as it may not where ZeroMQ's heartbeats must come between. A process that computes
+    for minutes is no such link, for ZeroMQ's own thread reads on; one that is stopped (SIGSTOP) is,
+    once its host has no room for what is sent. Set it before connecting or binding; it means
+    nothing to ipc.
     """
     socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
