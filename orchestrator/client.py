@@ -24,7 +24,12 @@ from tidegate.orchestrator.feed.ages import BatchAges
 from tidegate.orchestrator.journal.resuming import Resume, ResumeToken
 from tidegate.orchestrator.loop_watch import LOOK_INTERVAL_S
 from tidegate.orchestrator.observing.off_policy import OffPolicy
-from tidegate.orchestrator.observing.watching import OnBatch, batch_metrics, tokens_by_lag
+from tidegate.orchestrator.observing.watching import (
+    OnBatch,
+    batch_metrics,
+    refuse_unless_called,
+    tokens_by_lag,
+)
 from tidegate.orchestrator.records.trace import TrainerActivity
 from tidegate.orchestrator.run import Run
 from tidegate.orchestrator.scheduler import Scheduler
@@ -66,6 +71,8 @@ class RunClient:
     ) -> None:
         self.settings = settings
         self._resume = resume
+        if on_batch is not None:
+            refuse_unless_called(on_batch)
         self._on_batch = on_batch
         self._told_off_policy: dict[str, float] = {}
         """How far off-policy the trainer found the batch before."""

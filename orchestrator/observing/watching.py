@@ -4,12 +4,14 @@ Joins a run's face to its dashboard and to the user's callback. It knows what a 
 where that is drawn is others' business.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.rows import RowsOfRollouts
 from tidegate.orchestrator.timekeeping import Usage
 
@@ -19,6 +21,19 @@ if TYPE_CHECKING:
 OnBatch = Callable[[Mapping[str, float]], object]
 """A user's: told of each batch, in figures, on the trainer's own thread before it gets the batch.
 What it raises is logged and counted, and costs no batch."""
+
+
+def refuse_unless_called(on_batch: object) -> None:
+    """At the start: what it raises later costs no batch, so a log would be all that says so.
+
+    Raises:
+        ConfigError: it can't be called, or would have to be awaited.
+    """
+    if not callable(on_batch) or inspect.iscoroutinefunction(on_batch):
+        raise ConfigError(
+            f"on_batch must be a function that takes a batch's figures and isn't async, for it is "
+            f"called on the trainer's thread; got {on_batch!r:.80}"
+        )
 
 
 def batch_metrics(batch: "Batch", usage: Usage) -> dict[str, float]:

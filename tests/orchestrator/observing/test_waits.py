@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import tidegate
+from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.episodes.activities import NAMES_MAX, OTHERS, Activities
@@ -131,6 +132,17 @@ async def test_what_on_batch_raises_costs_no_batch_and_is_counted(
     said = [record for record in caplog.records if "on_batch raised" in record.message]
     assert len(said) == 2
     assert "the logger's server is gone" in caplog.text
+
+
+async def test_what_no_figures_can_be_told_to_is_refused_at_the_start(
+    tidegate_serve: ServeInTests,
+) -> None:
+    async def log_later(figures: Mapping[str, float]) -> None:
+        """Nobody would await it."""
+
+    for on_batch in (log_later, "wandb"):
+        with pytest.raises(ConfigError, match="on_batch must be a function"):
+            tidegate_serve(**SMALL, on_batch=on_batch)
 
 
 async def test_what_has_no_name_fails_its_own_episode_and_spoils_no_statistics(
