@@ -20,6 +20,7 @@ from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from tests.served_app import guarded
+from tests.sglang_double_loras import Loras
 from tests.sglang_sampling import Running, Sampler
 
 SAMPLING_FIELDS = {
@@ -59,6 +60,7 @@ class SglangDouble:
         self.settings = settings or {}
         samples_ahead = not self.settings.get("disable_overlap_schedule", True)
         self.sampler = Sampler(self.model, is_raw=is_raw, samples_ahead=samples_ahead)
+        self.loras = self.sampler.loras = Loras(self.model, self.settings)
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.path = str(model)
         self.label = self.info_label = "default"
@@ -100,8 +102,9 @@ class SglangDouble:
                     assert not self.sleeping, "an illegal memory access"
                     self.sampler.step(request, self.label)
                 request.changed.set()
-                if request.finish is not None:
-                    self.running.pop(request.rid, None)
+                if request.finish is not None and request.rid in self.running:
+                    del self.running[request.rid]
+                    self.loras.used.remove(request.body.get("lora_path", ""))
 
     # ------------------------------------------------------------ /generate
 
@@ -121,6 +124,7 @@ class SglangDouble:
         while self.paused is not None:  # held, in the tokenizer manager
             await self._went_on.wait()
         self.running[rid] = request
+        self.loras.used.append(body.get("lora_path", ""))
         if body.get("stream"):
             return StreamingResponse(self._stream(request), media_type="text/event-stream")
         while request.finish is None:
@@ -134,6 +138,8 @@ class SglangDouble:
             return f"unknown field `{min(unknown)}`, expected one of …"
         if not body["input_ids"]:
             return "input_ids cannot be empty."
+        if why := self.loras.refusal(body.get("lora_path")):
+            return why
         if body.get("rid") in self.running:
             return f"Duplicate request ID detected: {body['rid']}"
         if len(body["input_ids"]) + sampling.get("max_new_tokens", 128) > context:
@@ -282,7 +288,12 @@ class SglangDouble:
             # It samples nothing ahead unless told to, as the server when started so.
             "/server_info": {"version": "0.5.23", "page_size": 1, "disable_overlap_schedule": True}
             | self.settings,
-            "/v1/models": {"data": [{"id": self.path, "max_model_len": context}]},
+            "/v1/models": {
+                "data": [
+                    {"id": self.path, "max_model_len": context},
+                    *({"id": name, "parent": self.path} for name in self.loras.paths),
+                ]
+            },
             "/v1/loads": {"loads": [{"max_total_num_tokens": 8192, "max_running_requests": 32}]},
             "/openapi.json": {"paths": {path: {} for path in PATHS}},
             "/health": {},
@@ -306,6 +317,7 @@ def _routes(double: SglangDouble) -> Starlette:
         "/flush_cache": double.flush,
         "/tokenize": double.tokenize,
         **double.sessions.posts,
+        **double.loras.posts,
         "/release_memory_occupation": double.release,
         "/resume_memory_occupation": double.resume,
     }

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tests.sglang_double_loras import Loras
+
 
 @dataclass(eq=False)
 class Running:
@@ -51,6 +53,7 @@ class Sampler:
         self.is_raw = is_raw
         self.samples_ahead = samples_ahead
         self.prefixes: list[tuple[str | None, list[int], Any]] = []
+        self.loras: Loras | None = None
 
     def step(self, request: Running, label: str) -> None:
         """One token more, told as of the weights that are called ``label`` now."""
@@ -70,9 +73,11 @@ class Sampler:
         if request.cache is None:
             self.find_prefix(request)
         have = request.cache.get_seq_length() if request.cache is not None else 0
-        out = self.model(
-            torch.tensor([request.tokens[have:]]), past_key_values=request.cache, use_cache=True
-        )
+        assert self.loras is not None
+        with self.loras.added(request.body.get("lora_path")):
+            out = self.model(
+                torch.tensor([request.tokens[have:]]), past_key_values=request.cache, use_cache=True
+            )
         request.cache = out.past_key_values
         sampling = request.body["sampling_params"]
         temperature = sampling.get("temperature", 1.0)

@@ -17,14 +17,14 @@ CONFIG = {"r": 4, "lora_alpha": 8}
 Tensors = dict[str, torch.Tensor]
 
 
-def random_adapter(model: Path, seed: int) -> Tensors:
+def random_adapter(model: Path, seed: int, rank: int = 4) -> Tensors:
     """As a trainer holds one, of some projections."""
     noise = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
     for name, weight in load_file(model / "model.safetensors").items():
         projection = name.removesuffix(".weight")
         if projection.endswith(("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")):
-            for letter, shape in (("A", (4, weight.shape[1])), ("B", (weight.shape[0], 4))):
+            for letter, shape in (("A", (rank, weight.shape[1])), ("B", (weight.shape[0], rank))):
                 tensor = torch.randn(shape, generator=noise) / 4
                 tensors[f"base_model.model.{projection}.lora_{letter}.weight"] = tensor
     return tensors

@@ -57,6 +57,10 @@ class Capabilities:
     """Whether new weights come by ``load_tensors``, so that none are written to a disk."""
     sleep_levels: frozenset[SleepLevel] = frozenset()
     """At which its memory can be given back; see :mod:`tidegate.transport.sleep_messages`."""
+    lora_rank_max: int = 0
+    """Of LoRA adapters, which it loads from files beside its weights; 0: it takes none."""
+    lora_lacks: str = ""
+    """Why it takes none, or how to start it so that it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +74,14 @@ class Request:
     """So many of ``token_ids``, at the end, are the turn's own output."""
     salt: str
     """KV computed under another salt must not be used: it may be of other weights."""
+    lora: str = ""
+    """The adapter to compute with, as :meth:`EngineAdapter.load_lora` was told to call it."""
     media: Sequence[Media] = ()
     """In the order in which their placeholders stand in ``token_ids``."""
+
+
+LORA_NAMES = "tidegate-lora-"
+"""How the names of adapters begin that engines are given, so that those left behind are known."""
 
 
 class VersionLabel(NamedTuple):
@@ -170,6 +180,28 @@ class EngineAdapter(Protocol):
         """
         ...
 
+    async def rename_weights(self, label: str) -> None:
+        """Call the weights that it has so from now on: only adapters beside them are others.
+
+        Paused, as for ``load_weights``.
+        """
+        ...
+
+    async def load_lora(self, name: str, directory: Path) -> None:
+        """Have an adapter ready, of a directory like PEFT's, which stays until it is unloaded.
+
+        Only asked of engines that declare a ``lora_rank_max``; while requests are under way, and
+        also while it is paused. Nobody had this name before.
+
+        Raises:
+            WeightsRefused: it can't be loaded, and nothing has changed.
+        """
+        ...
+
+    async def unload_lora(self, name: str) -> None:
+        """Forget it. No request uses it, and it may be paused or not."""
+        ...
+
     def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Sample. An async generator: closing it early aborts the request in the engine.
 
@@ -241,6 +273,18 @@ class Unable:
 
     async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
         """Not declared, so never asked for."""
+        raise NotImplementedError
+
+    async def rename_weights(self, label: str) -> None:
+        """It takes no adapters, so other weights come with every version."""
+        raise NotImplementedError
+
+    async def load_lora(self, name: str, directory: Path) -> None:
+        """Not declared, so never asked for."""
+        raise NotImplementedError
+
+    async def unload_lora(self, name: str) -> None:
+        """Nothing is loaded."""
         raise NotImplementedError
 
     async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:

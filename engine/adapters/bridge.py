@@ -43,6 +43,7 @@ from tidegate.transport.messages import (
     UpdateWeights,
     Wake,
     WeightsFailed,
+    WeightsStaged,
 )
 from tidegate.transport.scoring import CancelScore, ScoreTokens
 
@@ -145,16 +146,18 @@ class Bridge:
             self._teller.tell_now()
             if self.failure is None:
                 await self._leave_as_it_was()
+            self._swapper.loras.remove_files()
         return self.ending or "ended"
 
     async def _leave_as_it_was(self) -> None:
-        if self._streams.paused is not None:
-            try:
-                async with asyncio.timeout(END_TIMEOUT_S):
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                if self._streams.paused is not None:
                     await self._sleeper.wake_all()
                     await self._adapter.resume()
-            except (TidegateError, TimeoutError) as error:
-                sys.stderr.write(f"warning: the engine stays paused: {error}\n")
+                await self._swapper.loras.close()
+        except (TidegateError, TimeoutError) as error:
+            sys.stderr.write(f"warning: the engine isn't left as it was: {error}\n")
 
     def end(self, why: str) -> None:
         """Have ``run`` return soon."""
@@ -282,6 +285,8 @@ class Bridge:
             self._changed.set()
         else:
             self._start_turns()
+        if self._streams.paused is None:  # a frozen request, let go of, may use its adapter still
+            await self._swapper.loras.unload_unused(self._streams.loras_used)
         settled = await self._sleeper.settle(self._gate, self._streams, self._staging)
         if settled:
             self._answers += settled
@@ -292,7 +297,14 @@ class Bridge:
             answers, self._answers = self._answers, []
             await self._teller.all_told()
             for answer in answers:
-                self._link.send(answer)
+                if not isinstance(answer, WeightsStaged) or await self._is_ready(answer.version):
+                    self._link.send(answer)
+
+    async def _is_ready(self, version: int) -> bool:
+        """Whether the engine has the adapters of a staged version: who says so can't refuse it."""
+        if self._sleeper.holds:
+            return True  # it loads them when it has weights
+        return await self._swapper.prepare(version)
 
     async def _pause_or_resume(self) -> None:
         mode = self._gate.mode
@@ -324,11 +336,20 @@ class Bridge:
     async def _swap(self, update: FinishWeightUpdate) -> None:
         try:
             await self._sleeper.make_room()
-            failed = await self._swapper.swap(update, self._streams, self._scores, self._teller)
+            if self._sleeper.lacks_weights:
+                self._swapper.loras.lose()
+            failed = await self._swapper.swap(
+                update,
+                self._streams,
+                self._scores,
+                self._teller,
+                lacks_weights=self._sleeper.lacks_weights,
+            )
         finally:
             self._gate.end_swap()
         if failed is None:
             self._sleeper.loaded()
+            self._desk.new_adapters(self._swapper.loras.names)
         if failed is not None:
             self._answers.append(failed)
 

@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from tidegate.engine.adapters.adapter import Capabilities
+from tidegate.engine.adapters.loras import HostAdapter
 from tidegate.engine.models.checkpoint import read_tensors
-from tidegate.engine.weights.lora import Adapter
+from tidegate.engine.weights.lora import check_adapter
 from tidegate.engine.weights.weight_store import Place, WeightStore
 from tidegate.errors import WeightsRefused
 
@@ -24,15 +26,20 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 class HostWeights(WeightStore):
     """One version's tensors by the names, shapes and dtypes of the model directory."""
 
-    def __init__(self, model: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    adapters: Mapping[str, HostAdapter]
+
+    def __init__(
+        self, model: Path, tensors: Mapping[str, torch.Tensor], able: Capabilities
+    ) -> None:
         self.by_name = tensors
+        self._able = able
         places = {name: Place(tuple(t.shape), (t,)) for name, t in tensors.items()}
         super().__init__(model.name, places)
 
     def twin(self) -> "HostWeights":
         """Room for another version."""
         tensors = {name: torch.empty_like(tensor) for name, tensor in self.by_name.items()}
-        return HostWeights(Path(self._model), tensors)
+        return HostWeights(Path(self._model), tensors, self._able)
 
     def is_redundant(self, name: str) -> bool:
         """A head that the directory doesn't have is its embedding."""
@@ -43,21 +50,31 @@ class HostWeights(WeightStore):
         is_tied = name == HEAD and HEAD not in self.by_name and EMBEDDING in self.by_name
         return EMBEDDING if is_tied else None
 
-    def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> Adapter:
-        """None can be served yet."""
-        raise WeightsRefused(
-            "LoRA adapters can't be served by an engine behind an adapter worker; merge them into "
-            "the weights, and publish those"
-        )
+    def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> HostAdapter:
+        """As it came, once it is known to fit: the engine is asked only when all have it."""
+        adapter, able = HostAdapter(tensors, scale), self._able
+        if not able.lora_rank_max:
+            raise WeightsRefused(
+                f"{able.engine} takes no LoRA adapters: {able.lora_lacks or 'it has none'}. Or "
+                f"merge them into the weights, and publish those"
+            )
+        check_adapter(tensors, self._places)
+        if adapter.rank > able.lora_rank_max:
+            raise WeightsRefused(
+                f"{able.engine} takes LoRA adapters of rank {able.lora_rank_max} at most, and this "
+                f"one has {adapter.rank}; start it with a larger --max-lora-rank"
+            )
+        return adapter
 
 
-def read_host_weights(model: Path) -> HostWeights:
+def read_host_weights(model: Path, able: Capabilities) -> HostWeights:
     """The model directory's own weights.
 
     Raises:
         ModelError: files are missing or damaged.
     """
-    return HostWeights(model, {name: tensor.clone() for name, tensor in read_tensors(model)})
+    tensors = {name: tensor.clone() for name, tensor in read_tensors(model)}
+    return HostWeights(model, tensors, able)
 
 
 class PublishedDirectories:
@@ -65,13 +82,12 @@ class PublishedDirectories:
 
     def __init__(self, model: Path, parent: Path) -> None:
         """Made in ``parent``, like ``model`` in all but the tensors."""
-        self.model = model
-        self._parent = parent
+        self.model, self.parent = model, parent
         self._made: list[Path] = []
 
     def write(self, weights: HostWeights, label: str) -> Path:
         """Write one, and remove all but it and the one before."""
-        path = self._parent / label
+        path = self.parent / label
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         self._made.append(path)  # at once: what is half written must go, too
@@ -86,7 +102,7 @@ class PublishedDirectories:
 
     def forget(self, label: str) -> None:
         """Remove one that the engine doesn't serve; it counts no more among the newest two."""
-        path = self._parent / label
+        path = self.parent / label
         shutil.rmtree(path, ignore_errors=True)
         if path in self._made:
             self._made.remove(path)

@@ -27,8 +27,9 @@ from tidegate.engine.adapters.adapter import (
 )
 from tidegate.engine.adapters.host_weights import read_sizes
 from tidegate.engine.adapters.http import HttpEngine, Refusal
+from tidegate.engine.adapters.sglang_loras import START_IT_SO, SglangLoras
 from tidegate.engine.adapters.sglang_messages import read_chunk, read_top
-from tidegate.engine.adapters.sglang_server import labels_tokens, look_at
+from tidegate.engine.adapters.sglang_server import has_processed_logprobs, labels_tokens, look_at
 from tidegate.engine.adapters.sglang_weights import Way, load, make_way
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.errors import EngineGone, ScoreRefused, TurnRefused, WeightsRefused
@@ -71,6 +72,7 @@ class SglangAdapter:
         self._weights = weights
         self._way: Way | None = None
         """How tensors get there; None: as files."""
+        self._loras = SglangLoras(http)
         self._serves: Path = model
         """The directory of the weights it computes with."""
         self._label = ""
@@ -101,6 +103,8 @@ class SglangAdapter:
         await self._abort({"abort_all": True})
         await self._pause("abort")
         if self._weights == "disk":
+            if server.lora_rank_max:
+                await self._loras.unload_left()
             await self._load(self._serves, label)
         else:
             self._way = make_way(self._http, self._weights, server)
@@ -111,7 +115,7 @@ class SglangAdapter:
             engine=f"sglang {server.version}",
             context_tokens_max=server.context_tokens_max,
             running_turns_max=server.running_turns_max,
-            has_processed_logprobs=await self._has_processed_logprobs(),
+            has_processed_logprobs=await has_processed_logprobs(self._http),
             freezes=True,
             keeps_kv=not server.samples_ahead and await labels_tokens(self._http),
             # top_k, top_p and min_p are drawn by, and are not in the log-probs told; penalties
@@ -124,6 +128,8 @@ class SglangAdapter:
             block_tokens=server.block_tokens,
             takes_tensors=self._way is not None,
             sleep_levels=server.sleep_levels,
+            lora_rank_max=0 if self._way is not None else server.lora_rank_max,
+            lora_lacks=START_IT_SO,
         )
 
     async def close(self) -> None:
@@ -137,21 +143,6 @@ class SglangAdapter:
     async def check(self) -> None:
         """See that it answers."""
         await self._get("/health")
-
-    async def _has_processed_logprobs(self) -> bool:
-        """Whether halving the temperature doubles the gap between two tokens' log-probs."""
-        gaps = []
-        for temperature in (1.0, 0.5):
-            body = {
-                "input_ids": [1, 2, 3],
-                "sampling_params": {"max_new_tokens": 1, "temperature": temperature},
-                "return_logprob": True,
-                "top_logprobs_num": 5,
-            }
-            told = (await self._post("/generate", body))["meta_info"]
-            logprobs = sorted(float(entry[0]) for entry in told["output_top_logprobs"][0])
-            gaps.append(logprobs[-1] - logprobs[0])
-        return gaps[1] > 1.5 * gaps[0]
 
     # ------------------------------------------------------------ turns
 
@@ -222,7 +213,7 @@ class SglangAdapter:
 
     def _body(self, request: Request) -> dict[str, Any]:
         sampling = request.sampling
-        return {
+        return ({"lora_path": request.lora} if request.lora else {}) | {
             "input_ids": list(request.token_ids),
             "sampling_params": {
                 "max_new_tokens": sampling.max_tokens,
@@ -305,6 +296,20 @@ class SglangAdapter:
         except Refusal:
             await self._rename(label)
         await self._verify(label)
+
+    async def rename_weights(self, label: str) -> None:
+        """Tokens are labelled by the new name, and /model_info says it too."""
+        await self._rename(label)
+        await self._verify(label)
+        self._label = label
+
+    async def load_lora(self, name: str, directory: Path) -> None:
+        """From files."""
+        await self._loras.load(name, directory)
+
+    async def unload_lora(self, name: str) -> None:
+        """Once what is being aborted has gone."""
+        await self._loras.unload(name)
 
     async def _rename(self, label: str) -> None:
         """Weights and the labels of tokens are new, and only /model_info has the old name."""

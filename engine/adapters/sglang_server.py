@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidegate.engine.adapters.http import HttpEngine, Refusal
+from tidegate.engine.adapters.sglang_loras import lora_rank_max
 from tidegate.errors import ConfigError
 from tidegate.transport.sleep_messages import SleepLevel
 
@@ -33,6 +34,8 @@ class Server:
     """Devices that layers are on one after another."""
     sleep_levels: frozenset[SleepLevel]
     """None without --enable-memory-saver; at 1 weights are kept by --enable-weights-cpu-backup."""
+    lora_rank_max: int
+    """Of adapters that it takes; 0: none. As large as can be if it doesn't say."""
     streams_incrementally: bool
     """Streams tell what is new (--incremental-streaming-output), not all there is."""
 
@@ -80,6 +83,7 @@ async def look_at(http: HttpEngine, architecture: str) -> Server:
         ranks=settings.get("tp_size") or 1,
         stages=settings.get("pp_size") or 1,
         sleep_levels=_sleep_levels(settings),
+        lora_rank_max=lora_rank_max(settings),
         streams_incrementally=bool(settings.get("incremental_streaming_output")),
     )
 
@@ -91,6 +95,22 @@ async def labels_tokens(http: HttpEngine) -> bool:
     """
     probe = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
     return "weight_versions" in (await http.call("POST", "/generate", probe))["meta_info"]
+
+
+async def has_processed_logprobs(http: HttpEngine) -> bool:
+    """Whether halving the temperature doubles the gap between two tokens' log-probs."""
+    gaps = []
+    for temperature in (1.0, 0.5):
+        body = {
+            "input_ids": [1, 2, 3],
+            "sampling_params": {"max_new_tokens": 1, "temperature": temperature},
+            "return_logprob": True,
+            "top_logprobs_num": 5,
+        }
+        told = (await http.call("POST", "/generate", body))["meta_info"]
+        logprobs = sorted(float(entry[0]) for entry in told["output_top_logprobs"][0])
+        gaps.append(logprobs[-1] - logprobs[0])
+    return gaps[1] > 1.5 * gaps[0]
 
 
 def _sleep_levels(settings: dict[str, Any]) -> frozenset[SleepLevel]:

@@ -6,7 +6,7 @@ start, and what is told when, is for others; weights it knows by their label onl
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import aclosing
 from typing import Literal, Protocol
 
@@ -53,6 +53,8 @@ class Streams:
         self._able = able
         self._label = self._salt = label
         self._salts = itertools.count(1)
+        self._loras: Mapping[str, str] = {}
+        """The engine's names of the version's adapters, by the run's."""
         self._teller = teller
         self._on_over = on_over
         self.paused: Literal["abort", "keep"] | None = None
@@ -66,13 +68,19 @@ class Streams:
         """How many there are."""
         return len(self._running)
 
+    @property
+    def loras_used(self) -> Collection[str]:
+        """Names of adapters that the engine may not forget yet."""
+        return {turn.lora for turn in self._running}
+
     def new_salt(self) -> None:
         """Whatever is cached is for no request that begins from now on."""
         self._salt = f"{self._label}.{next(self._salts)}"
 
     def start(self, turn: AskedTurn, version: int) -> None:
         """Ask the engine for what is left of a turn."""
-        request = turn.request(version, self._salt)
+        lora = self._loras[turn.adapter] if turn.adapter else ""
+        request = turn.request(version, self._salt, lora)
         stream = self._adapter.generate(request)
 
         task = asyncio.create_task(self._serve(turn, stream))
@@ -180,9 +188,19 @@ class Streams:
 
     async def cut_unbegun(self) -> None:
         """Let go of requests that have given no token; their turns are to be asked for again."""
-        unbegun = [turn for turn in self._running if not turn.has_begun]
-        tasks = [self._running[turn] for turn in unbegun]
-        for turn in unbegun:
+        await self._cut_all([turn for turn in self._running if not turn.has_begun])
+
+    async def cut_changed(self, loras: Mapping[str, str]) -> int:
+        """Let go of requests whose adapter is to be another, or none; how many there were."""
+        changed = [
+            turn for turn in self._running if turn.adapter and loras.get(turn.adapter) != turn.lora
+        ]
+        await self._cut_all(changed)
+        return len(changed)
+
+    async def _cut_all(self, turns: list[AskedTurn]) -> None:
+        tasks = [self._running[turn] for turn in turns]
+        for turn in turns:
             self.cut(turn)
         if tasks:
             await asyncio.wait(tasks, timeout=ABORT_TIMEOUT_S)
@@ -194,9 +212,10 @@ class Streams:
             turn.is_cut = True
             task.cancel()
 
-    async def new_weights(self, label: str) -> None:
-        """From now on tokens come from other weights."""
+    async def new_weights(self, label: str, loras: Mapping[str, str]) -> None:
+        """From now on tokens come from other weights, with these adapters beside them."""
         self._label = self._salt = label
+        self._loras = loras
         if self._running:
             preemptions = await self._adapter.preemptions()
             for turn in self._running:

@@ -6,7 +6,7 @@ does says when turns may start.
 
 import asyncio
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from tidegate.engine.adapters.adapter import Capabilities, EngineAdapter
 from tidegate.engine.adapters.streams import Streams
@@ -45,6 +45,8 @@ class TurnDesk:
         self._teller = teller
         self._on_change = on_change
         self._on_gone = on_gone
+        self._adapters: Collection[str] = ()
+        """LoRA adapters of the live version."""
         self._turns: dict[int, AskedTurn] = {}
         self._waiting: list[tuple[tuple[int, int], AskedTurn]] = []
         """A heap. Turns that were cancelled meanwhile are still in it."""
@@ -69,12 +71,29 @@ class TurnDesk:
             if message.turn in self._turns:
                 raise TurnRefused(f"turn handle {message.turn} is in use; use each handle once")
             turn = read_turn(message, self._arrivals, limits=self._limits, able=self._able)
+            if not self._has(turn.adapter):
+                raise TurnRefused(
+                    f"v{self._teller.version} has no adapter {turn.adapter!r}, it has "
+                    f"{sorted(self._adapters) or 'none'}; publish it first"
+                )
         except TurnRefused as error:
             self._link.send(messages.TurnRefused(turn=message.turn, message=cut(str(error))))
             return
         self._arrivals += 1
         self._turns[turn.handle] = turn
         heapq.heappush(self._waiting, (turn.rank, turn))
+
+    def new_adapters(self, names: Collection[str]) -> None:
+        """The live version has these now; turns with others are refused."""
+        self._adapters = names
+        for turn in [turn for turn in self._turns.values() if not self._has(turn.adapter)]:
+            del self._turns[turn.handle]
+            self.streams.cut(turn)
+            why = f"v{self._teller.version} came without its adapter {turn.adapter!r}"
+            self._refuse(turn, TurnRefused(why))
+
+    def _has(self, adapter: str) -> bool:
+        return not adapter or adapter in self._adapters
 
     def cancel(self, handle: int) -> None:
         """Nobody waits for this one any more."""

@@ -35,6 +35,8 @@ class AskedTurn:
     arrival: int
     request_at: int = 0
     """Output tokens of this submission when the newest request was made."""
+    lora: str = ""
+    """The engine's name of the adapter that the newest request computes with."""
     version: int = 0
     """What computes the request's KV from its start."""
     said: list[VersionLabel] = field(default_factory=list)
@@ -66,11 +68,18 @@ class AskedTurn:
         """Whether the newest request has given a token."""
         return self.sampled > self.request_at
 
-    def request(self, version: int, salt: str) -> Request:
-        """Ask for what is left, of weights ``version``."""
-        self.request_at, self.version = self.sampled, version
+    @property
+    def adapter(self) -> str:
+        """The run's name of its adapter; empty: none."""
+        return self.message.sampling.adapter
+
+    def request(self, version: int, salt: str, lora: str = "") -> Request:
+        """Ask for what is left, of weights ``version`` and the adapter that is called ``lora``."""
+        self.request_at, self.version, self.lora = self.sampled, version, lora
         self.said, self.preemptions, self.is_cut = [], None, False
         asked, before = self.message.sampling, self.message.sampled_before + self.sampled
+        if lora:
+            salt = f"{salt}+{lora}"
         if asked.cache_salt:
             salt = f"{salt}/{asked.cache_salt}"  # no label has that character
         sampling = msgspec.structs.replace(
@@ -83,6 +92,7 @@ class AskedTurn:
             sampling=sampling,
             sampled_before=before,
             salt=salt,
+            lora=lora,
             media=self.message.media,
         )
 
@@ -135,6 +145,11 @@ def read_turn(
         for name in SamplingParams.__struct_fields__
         if name not in ALWAYS_DONE and getattr(sampling, name) != getattr(_DEFAULTS, name)
     }
+    if "adapter" in asked and not able.lora_rank_max:
+        raise TurnRefused(
+            f"{able.engine} takes no LoRA adapters: {able.lora_lacks or 'it has none'}"
+        )
+    asked.discard("adapter")
     if sampling.min_tokens:
         asked.add("min_tokens")
     if lacking := sorted(asked - able.sampling):

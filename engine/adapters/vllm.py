@@ -26,6 +26,7 @@ from tidegate.engine.adapters.adapter import (
 from tidegate.engine.adapters.host_weights import is_tied
 from tidegate.engine.adapters.http import CONTROL_TIMEOUT_S, HttpEngine, Refusal
 from tidegate.engine.adapters.vllm_events import read_event, to_chunk
+from tidegate.engine.adapters.vllm_loras import VllmLoras
 from tidegate.engine.adapters.vllm_media import content_part, media_of, takes_references
 from tidegate.engine.adapters.vllm_memory import MEMORY_TIMEOUT_S, Query, VllmMemory
 from tidegate.engine.adapters.vllm_releases import (
@@ -34,6 +35,7 @@ from tidegate.engine.adapters.vllm_releases import (
     Release,
     check_routes,
     read_release,
+    readable_salt,
 )
 from tidegate.errors import (
     ConfigError,
@@ -90,6 +92,7 @@ class VllmAdapter(Unable):
         """What its model reads beside tokens."""
         self._release: Release | None = None
         self._memory = VllmMemory(self._post_query)
+        self._loras = VllmLoras(http)
         self._serves: tuple[Path, str] | None = None
         """The directory whose weights it has, and their label."""
 
@@ -116,6 +119,7 @@ class VllmAdapter(Unable):
             if self._release.can_sleep:  # an adapter before may have died while it slept
                 await self._memory.wake_all()
             await self.pause("abort")
+            await self._loras.unload_left(models)
             await self._serve_the_directory(label)
             await self.resume()
             await self._probe(label)
@@ -139,6 +143,8 @@ class VllmAdapter(Unable):
             block_tokens=release.block_tokens,
             media=self._media,
             sleep_levels=frozenset({1, 2}) if release.can_sleep else frozenset(),
+            lora_rank_max=release.lora_rank_max,
+            lora_lacks=release.lora_lacks,
         )
 
     async def _serve_the_directory(self, label: str) -> None:
@@ -199,9 +205,9 @@ class VllmAdapter(Unable):
         asked = request.sampling
         media = {"content_parts": [content_part(each) for each in request.media]}
         return (media if request.media else {}) | {
-            "model": self._name,
+            "model": request.lora or self._name,
             "token_ids": list(request.token_ids),
-            "cache_salt": request.salt,
+            "cache_salt": readable_salt(request.salt),
             # All of them, or the model's generation_config.json might have a say.
             "sampling_params": {
                 "max_tokens": asked.max_tokens,
@@ -299,6 +305,21 @@ class VllmAdapter(Unable):
                 ) from error
             raise WeightsRefused(f"vLLM can't load them: {refusal.why}") from refusal
         self._serves = (directory, label)
+
+    async def rename_weights(self, label: str) -> None:
+        """Releases without labels have nothing to name."""
+        if self._about.has_labels:
+            await self._name_weights(label)
+        if self._serves is not None:
+            self._serves = (self._serves[0], label)
+
+    async def load_lora(self, name: str, directory: Path) -> None:
+        """From files."""
+        await self._loras.load(name, directory)
+
+    async def unload_lora(self, name: str) -> None:
+        """Its name is nobody's at once."""
+        await self._loras.unload(name)
 
     async def _load(self, directory: Path, label: str) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}

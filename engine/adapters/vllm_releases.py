@@ -3,11 +3,13 @@
 Knows nothing of requests. Versions as of what was read in the releases, and tried with 0.32.0.
 """
 
+import hashlib
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tidegate.engine.adapters.vllm_loras import lora_lacks, lora_rank_max
 from tidegate.errors import ConfigError
 
 OLDEST = (0, 21)
@@ -35,6 +37,10 @@ START_IT_SO = (
 
 RUNNING_TURNS_UNSAID = 64
 
+SALT_CHARACTERS_MAX = 128
+SALT_CHARACTERS_REFUSED = frozenset("@/\\\0")
+"""As 0.32.0 says itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
@@ -56,6 +62,9 @@ class Release:
     can_sleep: bool
     """Whether it was started with --enable-sleep-mode."""
     is_on_cpu: bool
+    lora_rank_max: int
+    """Of adapters that it takes; 0: none, for :attr:`lora_lacks`."""
+    lora_lacks: str
 
 
 def read_release(text: str, paths: Collection[str], info: Mapping[str, Any]) -> Release:
@@ -95,6 +104,8 @@ def read_release(text: str, paths: Collection[str], info: Mapping[str, Any]) -> 
         model=str(model.get("model", "")),
         can_sleep="/wake_up" in paths and bool(model.get("enable_sleep_mode")),
         is_on_cpu=config.get("device_config", {}).get("device") == "cpu",
+        lora_rank_max=lora_rank_max(config, paths),
+        lora_lacks=lora_lacks(config),
     )
 
 
@@ -107,6 +118,12 @@ def check_routes(text: str, paths: Collection[str]) -> None:
     lacking = [path for path in (*DEV_ROUTES, GENERATE) if path not in paths]
     if lacking:
         raise ConfigError(f"this vLLM {text} has no {', '.join(lacking)}; {START_IT_SO}")
+
+
+def readable_salt(salt: str) -> str:
+    """One that vLLM takes, another for each: it refuses long ones, and some characters."""
+    is_taken = len(salt) <= SALT_CHARACTERS_MAX and not SALT_CHARACTERS_REFUSED & set(salt)
+    return salt if is_taken else hashlib.sha256(salt.encode()).hexdigest()
 
 
 def _version(text: str) -> tuple[int, int]:

@@ -147,7 +147,7 @@ async def _serve(
     home: Home,
     labels: "_Labels",
 ) -> int:
-    weights = await asyncio.to_thread(read_host_weights, arguments.model)
+    weights = await asyncio.to_thread(read_host_weights, arguments.model, able)
     staging = Staging(weights.twin, home)
     directories = PublishedDirectories(arguments.model, parent)
     bridge = Bridge(

@@ -128,6 +128,15 @@ def make_adapter(
     return layers
 
 
+def check_adapter(tensors: Mapping[str, torch.Tensor], places: OwnPlaces) -> None:
+    """Refuse tensors that are not of a model's projections, two each.
+
+    Raises:
+        WeightsRefused: they aren't.
+    """
+    _pairs(tensors, places)
+
+
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -8,7 +8,7 @@ decode steps of the main thread go on beside them.
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -17,7 +17,6 @@ from queue import SimpleQueue
 import torch
 
 from tidegate.engine.memory.memory import blame_memory
-from tidegate.engine.weights import lora as adapters
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import TidegateError, WeightsRefused
 from tidegate.transport.messages import (
@@ -73,7 +72,7 @@ class _Update:
         self.live = live
         self.adapter_tensors: dict[Adapter, dict[str, torch.Tensor]] = {}
         """The thread's: of each adapter that comes with it."""
-        self.adapters: dict[str, adapters.Adapter] = {}
+        self.adapters: dict[str, object] = {}
         self.keeps_weights = False
         """Whether the model's own tensors are those of the live version."""
         self.state = _State.OPEN
@@ -180,6 +179,16 @@ class Staging:
         """Whether ``version`` is complete and still there."""
         update = self._update
         return update is not None and (update.version, update.state) == (version, _State.STAGED)
+
+    def staged_adapters(self, version: int) -> Mapping[str, object] | None:
+        """Those of ``version``, as its store made them; None if it is not complete and there."""
+        update = self._update
+        return update.adapters if update is not None and self.is_staged(version) else None
+
+    def refuse(self, version: int, why: str) -> None:
+        """Have ``version`` fail after all, if it is complete and nobody was told so."""
+        if self._update is not None and self.is_staged(version):
+            self._fail(self._update, why)
 
     def exchange(self, version: int, live: WeightStore) -> WeightStore:
         """Hand out the weights of ``version``; ``live`` is the buffer of the next update."""

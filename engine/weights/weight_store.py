@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tidegate.engine.weights.lora import Adapter
 from tidegate.errors import WeightsRefused
 from tidegate.kernels.weight_matrix import Rows, storages, take_over
 
@@ -62,7 +61,7 @@ class WeightStore:
         self._joint_places = joint or {}
         """Other names, each for several of ``_places``."""
         self._loaded: set[str] = set()
-        self.adapters: Mapping[str, Adapter] = {}
+        self.adapters: Mapping[str, object] = {}
         """Those of the version, by name; replaced, never changed."""
         self._ignored: set[str] = set()
         """Redundant names that came."""
@@ -126,7 +125,7 @@ class WeightStore:
         """Whether no tensor has come since :meth:`start`."""
         return not self._loaded and not self._ignored
 
-    def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> Adapter:
+    def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> object:
         """An adapter for this model, of tensors as the protocol names them.
 
         Raises:

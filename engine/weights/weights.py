@@ -59,6 +59,7 @@ class Weights(WeightStore):
         shard: Shard = WHOLE,
         group: "RankGroup | None" = None,
     ) -> None:
+        self.adapters: Mapping[str, Adapter]
         self.shard = shard
         """Which part of the model this is."""
         self.group = group

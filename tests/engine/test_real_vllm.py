@@ -20,9 +20,12 @@ import pytest
 
 from tests.engine.adapter_runs import train
 from tests.models import make_model_directory
+from tests.orchestrator.test_external_loras import train as train_adapters
+from tests.test_adapters_served import random_adapter
 from tidegate.engine.adapters.adapter import ScoreRequest
+from tidegate.engine.adapters.loras import PEFT_PREFIX, HostAdapter
 from tidegate.engine.adapters.vllm import make_adapter
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.transport.messages import KvPolicy, PauseMode
 
 PYTHON = os.environ.get("TIDEGATE_VLLM_PYTHON")
@@ -50,7 +53,7 @@ class Server:
             self.process.wait(60)
 
 
-def start(model: Path, log: Path) -> Server:
+def start(model: Path, log: Path, *more: str) -> Server:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = os.environ | {
@@ -58,12 +61,21 @@ def start(model: Path, log: Path) -> Server:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": "",
     }
     options = ["--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
     options += ["--max-model-len", "512", "--enforce-eager", "--max-num-seqs", "16"]
-    options += ["--api-key", KEY, "--dtype", "float32", "--logprobs-mode", "processed_logprobs"]
+    options += [
+        "--api-key",
+        KEY,
+        "--dtype",
+        "float32",
+        "--logprobs-mode",
+        "processed_logprobs",
+        *more,
+    ]
     assert PYTHON is not None
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -203,3 +215,36 @@ async def test_turns_go_on_elsewhere_when_the_server_is_killed(
     assert report.problems == ()
     assert report.agrees
     assert report.tokens_unknown == 0
+
+
+async def test_lora_adapters_come_change_and_go_and_what_is_too_large_is_refused(
+    tmp_path: Path,
+) -> None:
+    model = make_model_directory(tmp_path / "model", tied=False)
+    server = start(model, tmp_path / "log", "--enable-lora", "--max-lora-rank", "8")
+    try:
+        wait_for(server, tmp_path / "log")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TIDEGATE_ENGINE_KEY", KEY)
+            report = await train_adapters(
+                model, tmp_path / "run", f"vllm+{server.url}", kv_policy="keep"
+            )
+            adapter = make_adapter(server.url, model)
+            able = await adapter.open("v0")
+            try:
+                named = {
+                    name.removeprefix(PEFT_PREFIX): tensor
+                    for name, tensor in random_adapter(model, 0, rank=16).items()
+                }
+                large = HostAdapter(named, 1.0)
+                large.write(tmp_path / "large", model)
+                with pytest.raises(WeightsRefused, match="greater than max_lora_rank 8"):
+                    await adapter.load_lora("tidegate-lora-x", tmp_path / "large")
+            finally:
+                await adapter.close()
+    finally:
+        server.kill()
+    assert able.lora_rank_max == 8
+    assert report.agrees, report.lines()
+    assert (report.tokens_unreplayable, report.tokens_unknown) == (0, 0)
+    assert report.version_power.unnoticed_share < 0.5

@@ -25,6 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tests.engine.vllm_double_loras import Loras
 from tests.served_app import guarded
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner, Row, RowSampling
@@ -65,6 +66,7 @@ class VllmDouble:
             "dev": True,
             "scale_out": True,
             "enable_sleep_mode": False,
+            "lora_rank_max": 0,
             "model": str(model),
             "body": ["token_ids", "sampling_params", "features", "content_parts"],
         } | config
@@ -76,6 +78,7 @@ class VllmDouble:
             num_blocks=BLOCKS_EACH * REQUESTS_MAX,
             block_tokens=BLOCK_TOKENS,
         )
+        self.loras = Loras(self._runner, self.config["lora_rank_max"])
         self._free = list(range(REQUESTS_MAX))
         self.label = "default"
         self.paused = ""
@@ -181,7 +184,8 @@ class VllmDouble:
                 index=len(one.context),
             )
         blocks = range(one.block * BLOCKS_EACH, (one.block + 1) * BLOCKS_EACH)
-        return Row(np.array(tokens, np.int32), one.computed, list(blocks), sampling)
+        lora = one.body["model"] if one.body["model"] != "tiny" else ""
+        return Row(np.array(tokens, np.int32), one.computed, list(blocks), sampling, adapter=lora)
 
     def _sampled(self, one: Asked, token: int, logprob: float) -> None:
         one.context.append(token)
@@ -238,7 +242,7 @@ class VllmDouble:
             "/openapi.json": self._openapi,
             "/v1/models": self._models,
             "/inference/v1/generate": self._generate,
-        } | (dev if self.config["dev"] else {})
+        } | (self.loras.routes | dev if self.config["dev"] else {})
         self._paths = list(routes)
         return Starlette(
             routes=[Route(path, its, methods=["GET", "POST"]) for path, its in routes.items()]
@@ -263,7 +267,8 @@ class VllmDouble:
         return JSONResponse({"paths": paths, "components": {"schemas": schemas}})
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"data": [{"id": "tiny", "max_model_len": CONTEXT_TOKENS_MAX}]})
+        own = {"id": "tiny", "max_model_len": CONTEXT_TOKENS_MAX}
+        return JSONResponse({"data": [own, *self.loras.cards]})
 
     async def _server_info(self, request: Request) -> Response:
         return JSONResponse(
@@ -278,6 +283,7 @@ class VllmDouble:
                     "scheduler_config": {"max_num_seqs": REQUESTS_MAX},
                     "cache_config": {"block_size": BLOCK_TOKENS, "num_gpu_blocks": 128},
                     "device_config": {"device": self.config["device"]},
+                    "lora_config": self.loras.config,
                 }
             }
         )
@@ -354,6 +360,7 @@ class VllmDouble:
                 raise OSError("no such file")
             shape = ModelConfig.from_directory(self._path)
             self._runner.swap(load_directory(Path(path), shape, torch.float32))
+            self.loras.read_again()
         except (OSError, TidegateError) as error:
             return _error(500, f"Call to collective_rpc method failed: {error}")
         return JSONResponse({"results": [None]})
@@ -367,6 +374,8 @@ class VllmDouble:
             return _error(503, "Generation is paused. Please retry after it resumes.")
         if any(token >= 96 for token in body["token_ids"]):
             return _error(400, "Token id 96 is out of vocabulary")
+        if refused := self.loras.refusal(body):
+            return refused
         self.bodies.append(body)
         one = Asked(body, list(body["token_ids"]), len(body["token_ids"]))
         self.asked.append(one)
