@@ -142,8 +142,8 @@ class LoraShelf:
     async def unload_unused(self, used: Collection[str]) -> None:
         """Have the engine forget old ones, but those that requests use by these names."""
         for one in [one for one in self._old if one.name not in used]:
-            self._old.remove(one)
             await self._engine.unload_lora(one.name)
+            self._old.remove(one)  # not before: whoever is cancelled in between leaves it to others
             shutil.rmtree(one.directory, ignore_errors=True)
 
     async def close(self) -> None:

@@ -52,13 +52,19 @@ class SglangLoras:
         try:
             await self._call("/unload_lora_adapter", {"lora_name": name})
         except Refusal as refusal:
+            if name not in await self._names():
+                return  # it was told before, and nobody heard its answer
             raise EngineGone(f"SGLang keeps an adapter: {refusal}") from refusal
 
     async def unload_left(self) -> None:
         """Those of an adapter worker that died."""
-        for model in (await self._http.call("GET", "/v1/models"))["data"]:
-            if str(model["id"]).startswith(LORA_NAMES):
-                await self.unload(model["id"])
+        for name in await self._names():
+            if name.startswith(LORA_NAMES):
+                await self.unload(name)
+
+    async def _names(self) -> list[str]:
+        models = (await self._http.call("GET", "/v1/models"))["data"]
+        return [str(model["id"]) for model in models]
 
     async def _call(self, path: str, body: dict[str, str]) -> None:
         await self._http.call("POST", path, body, timeout_s=LORA_TIMEOUT_S)

@@ -75,7 +75,7 @@ async def test_tokens_are_of_the_version_they_came_under_however_long_the_look_a
     async with asyncio.timeout(10):
         streams.start(read_turn(message, 0, limits=LIMITS, able=ABLE), version=0)
         await engine.taken.wait()
-        await streams.new_weights("v1")
+        await streams.new_weights("v1", {})
         teller.version = 1
         engine.goes_on.set()
         await engine.asked.wait()

@@ -10,6 +10,7 @@ from tests.engine.fake_engine import FakeEngine
 from tests.engine.test_partial_updates import Rig, assert_same
 from tests.engine.test_staging import answers
 from tidegate.engine.weights.staging import Live
+from tidegate.engine.weights.weights import Weights
 from tidegate.errors import TurnRefused
 from tidegate.orchestrator.feed.batches import named_buffers
 from tidegate.transport import messages
@@ -69,6 +70,7 @@ def test_adapters_come_without_a_copy_of_the_models_weights_and_take_the_place_o
     rig: Rig,
 ) -> None:
     live = rig.live.weights
+    assert isinstance(live, Weights)
     two = {Adapter("a", 3.0): pair(0.5), Adapter("b", 1.0): pair(2.0)}
     assert isinstance(stage(rig, 4, two, Bases(3, 3))[0], WeightsStaged)
     assert live.adapters == {}

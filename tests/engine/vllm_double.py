@@ -66,7 +66,6 @@ class VllmDouble:
             "dev": True,
             "scale_out": True,
             "enable_sleep_mode": False,
-            "lora_rank_max": 0,
             "model": str(model),
             "body": ["token_ids", "sampling_params", "features", "content_parts"],
         } | config
@@ -78,7 +77,7 @@ class VllmDouble:
             num_blocks=BLOCKS_EACH * REQUESTS_MAX,
             block_tokens=BLOCK_TOKENS,
         )
-        self.loras = Loras(self._runner, self.config["lora_rank_max"])
+        self.loras = Loras(self._runner, config.get("lora_rank_max", 0))
         self._free = list(range(REQUESTS_MAX))
         self.label = "default"
         self.paused = ""
