@@ -1,10 +1,10 @@
 """What does the gateway add to a turn? CPU time per request, with few sessions and with many.
 
-``python -m benchmarks.agents [--json]`` prints ``name, value, unit, peer, ratio``. Sessions of
-three turns each, all at once, against a model that answers a little later and costs next to
-nothing; clients are in a process of their own. CPU time is that of the gateway's whole process,
-the stand-in for the model included. The peer is the same server with a handler that does nothing.
-``prefill_saved_share``: see :mod:`benchmarks.sessions`; ``efficiency``:
+``python -m benchmarks.agents [--json] [--only PART …]`` prints ``name, value, unit, peer, ratio``.
+Sessions of three turns each, all at once, against a model that answers a little later and costs
+next to nothing; clients are in a process of their own. CPU time is that of the gateway's whole
+process, the stand-in for the model included. The peer is the same server with a handler that does
+nothing. ``prefill_saved_share``: see :mod:`benchmarks.sessions`; ``efficiency``:
 :mod:`benchmarks.scheduling.trajectories`.
 """
 
@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -166,17 +166,31 @@ def rows(model: ModelFiles) -> list[Row]:
     return lines
 
 
-def main() -> None:
-    """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one object a line")
-    arguments = parser.parse_args()
+def gateway_rows() -> list[Row]:
+    """What the gateway adds to a turn."""
     with tempfile.TemporaryDirectory() as directory:
         path = add_chat_template(Path(directory) / "model", "chatml")
         tokenizer = read_tokenizer(path / "tokenizer.json")
         stop = tokenizer.token_to_id(ENDS["chatml"]) or 0
-        lines = rows(ModelFiles(path, tokenizer, (0, stop)))
-        show([*lines, *session_rows(), *trajectory_rows()], as_json=arguments.json)
+        return rows(ModelFiles(path, tokenizer, (0, stop)))
+
+
+PARTS: dict[str, Callable[[], Iterable[Row]]] = {
+    "gateway": gateway_rows,
+    "prefill": session_rows,
+    "efficiency": trajectory_rows,
+}
+"""The last one takes half an hour of CPU time, for its five runs are in virtual time."""
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one object a line")
+    parser.add_argument("--only", choices=PARTS, nargs="*", default=list(PARTS))
+    arguments = parser.parse_args()
+    for part in arguments.only:
+        show(PARTS[part](), as_json=arguments.json)
 
 
 if __name__ == "__main__":
