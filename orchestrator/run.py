@@ -8,7 +8,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import gc
-import itertools
 import logging
 import threading
 from collections.abc import Awaitable, Callable
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import uvloop
 
 from tidegate.errors import (
-    ConfigError,
     EngineLost,
     EngineStartFailed,
     JournalError,
@@ -28,11 +26,16 @@ from tidegate.errors import (
 from tidegate.orchestrator.cluster.site import Engines, site_of
 from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core.events import Resumed
-from tidegate.orchestrator.core.rules import record_of, say
 from tidegate.orchestrator.episodes.diary import EpisodeDiary
 from tidegate.orchestrator.journal.resuming import Resume, open_for
 from tidegate.orchestrator.loop_watch import LoopWatch
 from tidegate.orchestrator.observing.notes import notes_of
+from tidegate.orchestrator.observing.observers import (
+    dashboard_of,
+    live_notes_of,
+    recorder_of,
+    source_of,
+)
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.statistics import RunStatistics
 from tidegate.orchestrator.weights.channel import open_channel
@@ -43,16 +46,10 @@ from tidegate.transport.messages import Shutdown
 from tidegate.transport.private_directory import PrivateDirectory
 from tidegate.transport.sockets import RouterSocket
 
-# Who is neither recorded nor watched pays for neither: with pyarrow they take 0.2 s to import.
 if TYPE_CHECKING:
     from tidegate.orchestrator.observing.dashboard import Dashboard
-    from tidegate.orchestrator.observing.live import LiveNotes
-    from tidegate.orchestrator.records.recording import RunRecorder
 
 Result = TypeVar("Result")
-
-POLICIES = {"policy", "group_filter", "routing", "engine_speeds", "stragglers"}
-"""Settings that may be objects of the user's."""
 
 YOUNG_OBJECTS_MAX = 50_000
 """More objects made than let go, and garbage is looked for: 2 ms of looking. Rollouts are let go
@@ -74,7 +71,7 @@ class Run:
         self.dashboard: Dashboard | None = None
         with contextlib.ExitStack() as undo:
             # The journal last of what settings can spoil: it is there for good once it is.
-            self.dashboard = _dashboard(settings)
+            self.dashboard = dashboard_of(settings)
             if self.dashboard is not None:
                 undo.callback(self.dashboard.close)
             self._site = site_of(settings)
@@ -84,9 +81,9 @@ class Run:
             undo.callback(self.channel.close)
             self.written = WrittenTensors()
             """By that channel. Used by one publish at a time, which has the buffer reserved."""
-            self.recorder = _recorder(settings, is_resumed=self._opened.resumed is not None)
+            self.recorder = recorder_of(settings, is_resumed=self._opened.resumed is not None)
             undo.pop_all()
-        self.live = None if self.dashboard is None else _live_notes(settings, self.resumed)
+        self.live = None if self.dashboard is None else live_notes_of(settings, self.resumed)
         """What the dashboard remembers; None if there is none."""
         self.notes = notes_of(self.recorder, self.live)
         """Who are to be told what happens."""
@@ -120,16 +117,11 @@ class Run:
         """Have the dashboard answer, if there is one. ``look`` has something read in the loop."""
         if self.dashboard is None or self.live is None:
             return
-        from tidegate.orchestrator.observing.live import monotonic_us
-        from tidegate.orchestrator.observing.source import LiveSource
-
-        settings = self.settings
-        source = LiveSource(
+        source = source_of(
+            self.settings,
             self.live,
             look=look,
             statistics=statistics,
-            now_us=monotonic_us,
-            about=_about(settings),
             tokenizer=self.model.tokenizer,
         )
         self.dashboard.start(source)
@@ -304,7 +296,7 @@ class Run:
         self._scheduler = scheduler
 
         def on_exit(name: str, why: str) -> None:
-            scheduler.engine_ended(name, why)
+            scheduler.engines.ended(name, why)
             if not self.ready.done():
                 scheduler.fail(EngineStartFailed(engine=name, why=why))
             elif engines.are_gone and not scheduler.fleet.engines:
@@ -313,7 +305,7 @@ class Run:
         address = as_seen_here(router.address)
         engines = self._site.engines(address, logs, on_exit=on_exit)
         self._engines = engines
-        scheduler.on_engine_silent = engines.kill
+        scheduler.engines.on_silent = engines.kill
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(scheduler.run(), name="scheduler")
@@ -349,61 +341,6 @@ class Run:
                 or f"not there after {timeout_s:.0f} s; raise engine_start_timeout_s if loading "
                 f"this model takes longer",
             ) from None
-
-
-def _recorder(settings: RunSettings, *, is_resumed: bool) -> "RunRecorder | None":
-    """A resumed run's records go into a directory of their own, inside the run's."""
-    directory = settings.run_directory
-    if directory is None:
-        return None
-    if is_resumed:
-        directory = next(
-            d for n in itertools.count(1) if not (d := directory / f"part-{n}").exists()
-        )
-    from tidegate.orchestrator.records.recording import RunRecorder
-
-    return RunRecorder(directory, settings=_settings_said(settings), model=settings.model)
-
-
-def _live_notes(settings: RunSettings, resumed: Resumed | None) -> "LiveNotes":
-    """A resumed run's curves go on, where its directory has what came before."""
-    from tidegate.orchestrator.observing.earlier import earlier_batches
-    from tidegate.orchestrator.observing.live import LiveNotes
-
-    notes = LiveNotes()
-    if resumed is not None and settings.run_directory is not None:
-        notes.recall(earlier_batches(settings.run_directory, batches=resumed.batches))
-    return notes
-
-
-def _dashboard(settings: RunSettings) -> "Dashboard | None":
-    if settings.dashboard is None:
-        return None
-    from tidegate.orchestrator.observing.dashboard import Dashboard
-
-    return Dashboard(settings.dashboard, directory=settings.run_directory)
-
-
-def _settings_said(settings: RunSettings) -> dict[str, Any]:
-    """All of them, as JSON has them."""
-    said = settings.model_dump(mode="json", exclude=POLICIES)
-    try:
-        said["rules"] = say(record_of(settings.rules()))
-    except ConfigError:  # without a journal they need not be written down
-        said["rules"] = repr(settings.rules())
-    return said
-
-
-def _about(settings: RunSettings) -> dict[str, object]:
-    """What of a run doesn't change, for its dashboard."""
-    directory = settings.run_directory
-    return {
-        "name": directory.resolve().name if directory is not None else settings.model.name,
-        "model": str(settings.model),
-        "is_live": True,
-        "is_whole": True,
-        "settings": _settings_said(settings),
-    }
 
 
 def _cause(error: BaseException) -> BaseException:

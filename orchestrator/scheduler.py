@@ -1,24 +1,23 @@
 """The asyncio shell around the core: all of the waiting, none of the deciding.
 
-One event loop, whose thread owns everything here. Frames from engines, ends of episodes and wishes
-of the trainer become events; the core's commands are carried out at once, in order.
+One event loop, whose thread owns everything here. What engines say, ends of episodes and wishes of
+the trainer become events; the core's commands are carried out at once, in order. What is done about
+engines beside that is in :mod:`tidegate.orchestrator.engine_side`.
 """
 
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from tidegate.errors import (
-    JournalError,
-)
+from tidegate.errors import JournalError
 from tidegate.orchestrator.commands import Commands
 from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.engine_side import EngineSide
 from tidegate.orchestrator.episodes.diary import EpisodeDiary
 from tidegate.orchestrator.episodes.parking import Parking
 from tidegate.orchestrator.episodes.runner import EpisodeFunction, EpisodeRunner
@@ -26,32 +25,14 @@ from tidegate.orchestrator.feed.ages import PublishTimes
 from tidegate.orchestrator.feed.batch_desk import BatchDesk
 from tidegate.orchestrator.feed.offers import Offers
 from tidegate.orchestrator.feed.tasks import Tasks
-from tidegate.orchestrator.fleet.control import EngineControl
-from tidegate.orchestrator.fleet.fleet import Answer, Fleet, FleetTimes
-from tidegate.orchestrator.fleet.heartbeats import Heartbeats
-from tidegate.orchestrator.fleet.open_sessions import OpenSessions
-from tidegate.orchestrator.fleet.score_desk import ScoreDesk
 from tidegate.orchestrator.fleet.wire import Wire
 from tidegate.orchestrator.journal.run_journal import RunJournal
 from tidegate.orchestrator.observing.notes import RunNotes
 from tidegate.orchestrator.run_watch import RunWatch
-from tidegate.orchestrator.turns.outbox import Outbox
 from tidegate.orchestrator.waiting import Waiting
 from tidegate.orchestrator.watchdog import Stuck
 from tidegate.orchestrator.weights.model_files import ModelFiles
-from tidegate.transport.messages import (
-    Hello,
-    InitWeights,
-    Message,
-    Paused,
-    Refused,
-    Resumed,
-    WeightsLive,
-)
-from tidegate.transport.scoring import Scored, ScoreRefused
-
-OF_ENGINES = frozenset((ev.EngineJoined, ev.EngineLeft, ev.VersionPublished))
-"""Events that the shell has its own part in. Most are not: one look must be enough to tell."""
+from tidegate.transport.messages import InitWeights
 
 FREES_NO_PLACE = frozenset((ev.TurnAsked, ev.StepArrived, ev.TaskArrived))
 """Events after which no more tasks may arrive than before, and which the shell has no part in. Most
@@ -79,59 +60,47 @@ class Scheduler:
         where to go on after one. ``diary``: what is to be told how episodes spend their time."""
         self._settings = settings
         self._router = router
-        self._recorder = recorder
         self._journal = journal
         self._resume = resume
-        if journal is not None:
-            self.core = journal.core
-        else:
-            self.core = Core(settings.rules())
-        self.fleet = Fleet(
-            FleetTimes.of(settings),
-            router.send,
-            is_deterministic=settings.deterministic,
-            quantization=settings.quantize or "",
-            kv_policy=settings.kv_policy,
-            weight_channel=init_weights.channel,
-        )
-        self.published = PublishTimes(self.core.trainer_version)
+        self.core = journal.core if journal is not None else Core(settings.rules())
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._group: asyncio.TaskGroup | None = None
+        self._watch: RunWatch | None = None
         self._waiting = Waiting()
-        self.control = EngineControl(settings, init_weights, self._waiting, self)
+        self._wants_tasks = asyncio.Event()
+        self.published = PublishTimes(self.core.trainer_version)
+        self.engines = EngineSide(
+            settings, init_weights, router.send, self._waiting, recorder, self
+        )
+        self.fleet, self.control = self.engines.fleet, self.engines.control
+        self.scores = self.engines.scores
         failure = self.control.publisher.take_failure
         self._desk = BatchDesk(self._waiting, self.handle, self.when_safe, failure)
-        self._wants_tasks = asyncio.Event()
         self._offers = Offers(lambda: self.core, self.handle, wants_tasks=self._wants_tasks)
-        self._outbox = Outbox(
-            self.fleet.send,
-            takes_turns_together=self.fleet.takes_turns_together,
-            on_error=self.fail,
-        )
-        self._sessions = OpenSessions(self._outbox.post)
-        self.scores = ScoreDesk(
-            self.fleet,
-            waiting=self._waiting.scores,
-            live_version=lambda: self.core.turns.live_version,
-            post=self._outbox.post,
-        )
-        over = self._sessions.over
         self._parking = Parking(
             live_version=lambda: self.core.turns.live_version,
             is_starved=lambda: self.core.batches_asked > 0,
         )
-        self._episodes = EpisodeRunner(
-            settings,
+        self._episodes = self._new_episodes(model, diary)
+        self._commands = self._new_commands(recorder)
+
+    def _new_episodes(self, model: ModelFiles, diary: EpisodeDiary | None) -> EpisodeRunner:
+        return EpisodeRunner(
+            self._settings,
             model,
             self._waiting,
             self.handle,
             self.fail,
-            over,
+            self.engines.sessions.over,
             parking=self._parking,
             score=self.scores.ask_all,
             diary=diary,
         )
-        self._commands = Commands(
-            outbox=self._outbox,
-            sessions=self._sessions,
+
+    def _new_commands(self, recorder: RunNotes | None) -> Commands:
+        return Commands(
+            outbox=self.engines.outbox,
+            sessions=self.engines.sessions,
             waiting=self._waiting,
             episodes=self._episodes,
             batches=self._desk,
@@ -140,11 +109,6 @@ class Scheduler:
             on_pause=self._pause_generation,
             outstanding_groups_max=lambda: self.core.policy.outstanding_groups_max,
         )
-        self.on_engine_silent: Callable[[str], None] = lambda engine: None
-        """Told of engines that were given up for their silence."""
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._group: asyncio.TaskGroup | None = None
-        self._watch: RunWatch | None = None
 
     # ------------------------------------------------------------ life
 
@@ -157,11 +121,11 @@ class Scheduler:
         if self._journal is not None:
             self._journal.start(keeps_events=self._settings.keep_events, on_error=self.fail)
         self._go_on()
-        self._router.attach(loop, self._on_frames)
+        self._router.attach(loop, self.engines.on_frames)
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                group.create_task(self._heartbeats().run(), name="heartbeats")
+                group.create_task(self.engines.heartbeats().run(), name="heartbeats")
                 group.create_task(self._run_watch().run(), name="watchdog")
                 await self._failure
         finally:
@@ -181,15 +145,6 @@ class Scheduler:
             patience_s=self._settings.stuck_after_s,
         )
         return self._watch
-
-    def _heartbeats(self) -> Heartbeats:
-        return Heartbeats(
-            self.fleet,
-            self.handle,
-            lambda engine: self.on_engine_silent(engine),  # whoever it is by then
-            interval_s=self._settings.heartbeat_interval_s,
-            patience_s=self._settings.engine_start_timeout_s,
-        )
 
     def episode_seconds(self) -> dict[str, float]:
         """What all episodes spent on what has a name, by it."""
@@ -219,6 +174,10 @@ class Scheduler:
         for rollout in self.core.running_rollouts:
             self.handle([ev.RolloutCut(rollout.rollout_id, 0, 0, "restarted")])
 
+    async def wait_for_engines(self, count: int) -> None:
+        """Return once ``count`` engines have joined."""
+        await self._waiting.until(lambda: len(self.fleet.engines) >= count)
+
     def fail_waiters(self, error: BaseException) -> None:
         """Tell everybody who still waits that nothing will come."""
         self._waiting.fail_all(error)
@@ -238,88 +197,9 @@ class Scheduler:
     def close(self) -> None:
         """Settle what is unfinished as discarded; nothing may be asked any more."""
         self.stop_journal()
-        self._sessions.close()
+        self.engines.sessions.close()
         self.handle([ev.RunEnded()])
-        self.send(())
-
-    # ------------------------------------------------------------ engines
-
-    def _on_frames(self, frames: list[tuple[bytes, bytes]]) -> None:
-        try:
-            for item in self.fleet.hear(frames, asyncio.get_running_loop().time()):
-                self._on_heard(item)
-            if acks := self.fleet.take_acks():
-                self.when_safe(lambda: self.fleet.acknowledge(acks))  # engines forget them
-        except Exception as error:  # noqa: BLE001 - ours: it ends the run, not only this callback
-            self.fail(error)
-
-    def _on_heard(self, item: ev.Event | Answer) -> None:
-        if isinstance(item, Answer):
-            if isinstance(item.message, Scored | ScoreRefused):
-                self.scores.heard(item.engine, item.message)
-            elif not self.control.heard(item.engine, item.message):
-                log.warning("engine=%s said %s", item.engine, item.message)
-            elif isinstance(item.message, Paused | Resumed):
-                self._note_engine(item.engine, type(item.message).__name__.lower())
-            return
-        self.handle([item])
-        if self._recorder is not None and isinstance(item, ev.StepArrived):
-            self._recorder.engine_step(
-                item.engine,
-                item.started_us,
-                item.busy_us,
-                item.version,
-                len(item.turns),
-                len(item.prefills),
-            )
-
-    def staged(self, engine: str, version: int) -> None:
-        """An engine holds new weights beside its live ones."""
-        self._note_engine(engine, "staged", version=version)
-
-    def swapped(self, engine: str, message: WeightsLive) -> None:
-        """An engine serves other weights from now on."""
-        self._note_engine(
-            engine,
-            "swap",
-            at_us=message.swapped_us,
-            version=message.version,
-            standstill_us=message.standstill_us,
-        )
-        self.handle([ev.EngineSwapped(engine, message.version)])
-        self.scores.advance()
-
-    def refuse_engine(self, engine: str, why: str) -> None:
-        """An engine refuses the weights that others serve."""
-        self.fleet.send(engine, Refused(message=why))
-        self.handle(self.fleet.lose(engine, f"could not take weights: {why}"))
-
-    def hello_of(self, engine: str) -> Hello | None:
-        """What an engine said of itself; None if it has gone again."""
-        known = self.fleet.engines.get(engine)
-        return known.hello if known is not None else None
-
-    def engine_ended(self, engine: str, why: str) -> None:
-        """The process of a local engine has ended."""
-        self.handle(self.fleet.lose(engine, why))
-
-    def give_up_engine(self, engine: str, why: str) -> None:
-        """Strike an engine that doesn't answer."""
-        self.handle(self.fleet.lose(engine, why))
-        self.on_engine_silent(engine)
-
-    def _note_engine(self, engine: str, name: str, at_us: int = 0, **about: int) -> None:
-        if self._recorder is not None:
-            at_us = at_us or time.monotonic_ns() // 1000
-            self._recorder.engine_event(engine, name, at_us, **about)
-
-    def send(self, outgoing: Sequence[tuple[str, Message]]) -> None:
-        """Send messages to engines, after all that was posted before."""
-        self._outbox.send(outgoing)
-
-    async def wait_for_engines(self, count: int) -> None:
-        """Return once ``count`` engines have joined."""
-        await self._waiting.until(lambda: len(self.fleet.engines) >= count)
+        self.engines.send(())
 
     # ------------------------------------------------------------ events and commands
 
@@ -329,8 +209,11 @@ class Scheduler:
         for event in events:
             if type(event) not in FREES_NO_PLACE:
                 may_free_places = True
-                if type(event) in OF_ENGINES:
-                    self._note_engines(event)
+                if type(event) is ev.VersionPublished:
+                    self.fleet.newest_version = event.version
+                    self.published.note(asyncio.get_running_loop().time(), event.version)
+                elif type(event) is ev.EngineJoined or type(event) is ev.EngineLeft:
+                    self.engines.note(event)
             if self._journal is not None:
                 self._journal.log(event)
             for command in self.core.handle(event):
@@ -341,23 +224,6 @@ class Scheduler:
             self._parking.look()
         if self._journal is not None:
             self._journal.compact_if_due()
-
-    def _note_engines(self, event: ev.Event) -> None:
-        """Tell those who must know which engines there are, and what they may serve."""
-        match event:
-            case ev.EngineJoined(engine=engine, weight_version=version):
-                self.control.joined(engine, version)
-                self.scores.joined(engine)
-                self._sessions.joined(engine, self.hello_of(engine))
-            case ev.VersionPublished(version=version):
-                self.fleet.newest_version = version
-                self.published.note(asyncio.get_running_loop().time(), version)
-            case ev.EngineLeft(engine=engine):
-                log.warning("engine=%s lost: %s", engine, self.fleet.departed.get(engine))
-                self.control.left(engine)
-                self.scores.left(engine)
-                self._sessions.left(engine)
-                self._note_engine(engine, "lost")
 
     def when_safe(self, action: Callable[[], None]) -> None:
         """Do this once no crash can undo what has been handled so far."""

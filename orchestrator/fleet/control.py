@@ -42,9 +42,11 @@ NO_WEIGHTS = "it has forgotten its weights, and none were published that it coul
 
 
 class Shell(PublisherShell, PausesShell, SleepsShell, Protocol):
-    """What control needs of the scheduler."""
+    """What control needs of the run."""
 
-    core: Core
+    @property
+    def core(self) -> Core:
+        """The run's."""
 
     def swapped(self, engine: str, message: WeightsLive) -> None:
         """An engine serves other weights from now on."""

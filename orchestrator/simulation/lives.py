@@ -184,7 +184,7 @@ class Lives:
 
     def _engine_ended(self, name: str, why: str) -> None:
         if self._scheduler is not None:
-            self._scheduler.engine_ended(name, why)
+            self._scheduler.engines.ended(name, why)
 
     # ------------------------------------------------------------ one life
 

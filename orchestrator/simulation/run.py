@@ -241,7 +241,7 @@ class SimulatedRun:
 
     def _engine_ended(self, name: str, why: str) -> None:
         assert self.scheduler is not None
-        self.scheduler.engine_ended(name, why)
+        self.scheduler.engines.ended(name, why)
         if all(host.is_gone for host in self._hosts):
             self.scheduler.fail(EngineLost(f"the last engine is gone; {name!r}: {why}"))
 

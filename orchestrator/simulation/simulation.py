@@ -173,7 +173,7 @@ class Simulation:
 
     def _engine_ended(self, engine: str, why: str) -> None:
         if self._scheduler is not None:
-            self._scheduler.engine_ended(engine, why)
+            self._scheduler.engines.ended(engine, why)
 
     # ------------------------------------------------------------ one run
 

@@ -11,6 +11,7 @@ from tidegate.orchestrator.core.groups import GroupBook
 from tidegate.orchestrator.core.handed_batches import HandedBatches
 from tidegate.orchestrator.core.rollout import RolloutState
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
+from tidegate.orchestrator.engine_side import EngineSide
 from tidegate.orchestrator.feed.task_feed import TaskFeed
 from tidegate.orchestrator.fleet.fleet import Fleet
 from tidegate.orchestrator.scheduler import Scheduler
@@ -35,16 +36,16 @@ def mutation(function: Mutation) -> Mutation:
 
 @mutation
 def steps_are_acknowledged_before_they_are_safe(patch: pytest.MonkeyPatch) -> None:
-    right = Scheduler._on_frames
+    right = EngineSide.on_frames
 
-    def on_frames(self: Scheduler, frames: list[tuple[bytes, bytes]]) -> None:
+    def on_frames(self: EngineSide, frames: list[tuple[bytes, bytes]]) -> None:
         right(self, frames)
         self.fleet.acknowledge(self.fleet.take_acks())
 
     def when_safe(self: Scheduler, action: Callable[[], None]) -> None:
         action()
 
-    patch.setattr(Scheduler, "_on_frames", on_frames)
+    patch.setattr(EngineSide, "on_frames", on_frames)
     patch.setattr(Scheduler, "when_safe", when_safe)
 
 
