@@ -26,7 +26,7 @@ SOURCE_NAMES = ("native.cpp", "attend_last.cpp", "weight_matrix.cpp")
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in SOURCE_NAMES)
 
-HEADER = Path(__file__).with_name("numbers.h")
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("numbers.h", "panels.h"))
 
 FLAGS = (
     "-O3",
@@ -123,7 +123,7 @@ def _build(path: Path) -> None:
 
 def _fingerprint() -> str:
     """Changes with the sources, the flags, the compiler and the processor."""
-    texts = [path.read_text() for path in (*SOURCES, HEADER)]
+    texts = [path.read_text() for path in (*SOURCES, *HEADERS)]
     machine = platform.processor() + platform.machine() + processor()
     parts = (*texts, " ".join(FLAGS), COMPILER, machine)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

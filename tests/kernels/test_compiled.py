@@ -98,10 +98,11 @@ def test_a_compiler_that_cannot_be_run_is_none(
 
 MULTIPLY_WITHOUT_MEMORY = """
 import resource, torch
+from tidegate.kernels.int8_matrix import make_int8_matrix
 from tidegate.kernels.weight_matrix import make_matrix
 
 torch.set_num_threads(4)
-wide = make_matrix(1, 1 << 22, torch.bfloat16, is_packed=True)
+wide = make_int8_matrix(1, 1 << 22, torch.bfloat16)
 many = make_matrix(4096, 1024, torch.float32, is_packed=True)
 many.rows(0, 4096).copy_(torch.ones(4096, 1024))
 x, y, out = torch.ones(8, 1 << 22, dtype=torch.bfloat16), torch.ones(8, 1024), torch.zeros(8, 4096)

@@ -7,8 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tidegate.kernels import weight_matrix
 from tidegate.kernels.compiled import COMPILER
-from tidegate.kernels.weight_matrix import Matrix, PackedMatrix, PlainMatrix, make_matrix
+from tidegate.kernels.weight_matrix import (
+    Matrix,
+    PackedMatrix,
+    PlainMatrix,
+    make_matrix,
+    packs,
+)
 
 pytestmark = pytest.mark.skipif(
     shutil.which(shlex.split(COMPILER)[0]) is None,
@@ -118,3 +125,17 @@ def test_threads_share_the_work_and_change_no_bit() -> None:
         assert torch.equal(matrix.linear(x), alone)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("flags", "is_packed"), [("avx512_bf16", True), ("amx_bf16", False)])
+def test_bfloat16_is_packed_unless_the_processor_multiplies_tiles_of_it(
+    flags: str, is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_matrix, "processor", lambda: f"flags : fma avx512f {flags}\n")
+    assert packs(torch.bfloat16) is is_packed
+
+
+def test_what_fills_panels_up_changes_no_output() -> None:
+    torch.full((1 << 20,), torch.nan, dtype=torch.bfloat16)  # freed: maybe the matrix's memory
+    weights, x = torch.ones(40, 7, dtype=torch.bfloat16), torch.ones(3, 7, dtype=torch.bfloat16)
+    assert torch.equal(packed(weights).linear(x), torch.full((3, 40), 7.0, dtype=torch.bfloat16))
