@@ -1,19 +1,21 @@
 // How does the last token of each turn attend to its context? A decode step's attention.
 //
-// It reads keys and values where they lie, one block after another, each once for all query heads
-// that share them. A row's sums are in the order of its positions, whatever else is in the batch.
-// kernels/native.py says what the arguments are; kernels/compiled.py builds this file.
+// It reads keys and values where they lie, block after block, all heads of one together, for those
+// lie side by side; and asks for the next block meanwhile, for that lies elsewhere. A row's sums are
+// in the order of its positions, whatever else is in the batch. kernels/native.py says what the
+// arguments are; kernels/compiled.py builds this file.
 //
 // Letters in shapes: R rows (turns), A query heads, K KV heads, D head_dim, B blocks per row.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "numbers.h"
 
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -21,8 +23,8 @@ namespace {
 
 typedef float Eight __attribute__((vector_size(32)));
 
-inline Eight eight(const float* from) {
-    Eight there;
+template <typename V> inline V load(const float* from) {
+    V there;
     std::memcpy(&there, from, sizeof there);
     return there;
 }
@@ -52,19 +54,58 @@ inline Eight sums_of(const Eight* v) {
 }
 #endif
 
-// Scores of one query for ``count`` keys, eight at a time; the last ones are repeated to fill up.
+#if defined(__AVX512F__)
+typedef float Sixteen __attribute__((vector_size(64)));
+
+inline Sixteen fma(Sixteen a, Sixteen b, Sixteen c) { return (Sixteen)_mm512_fmadd_ps(a, b, c); }
+
+// The sum of each of sixteen vectors: pairs are added crosswise, and each time half as many remain.
+inline Sixteen sums_of(const Sixteen* v) {
+    __m512 four[4];
+    for (int i = 0; i < 4; i++) {
+        const __m512 *one = (const __m512*)v + 4 * i;
+        const __m512d a = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(one[0], one[1]),
+                                                 _mm512_unpackhi_ps(one[0], one[1]));
+        const __m512d b = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(one[2], one[3]),
+                                                 _mm512_unpackhi_ps(one[2], one[3]));
+        four[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
+    }
+    const auto folded = [](__m512 a, __m512 b) {
+        return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+    };
+    return (Sixteen)folded(folded(four[0], four[1]), folded(four[2], four[3]));
+}
+
+template <int D> using Vector = std::conditional_t<D % 16 == 0, Sixteen, Eight>;
+#else
+template <int D> using Vector = Eight;
+#endif
+
+template <int D> constexpr int LANES = sizeof(Vector<D>) / sizeof(float);
+
+// Scores of one query for as many keys as a vector has lanes.
+template <int D, typename Key> inline Vector<D> scores_of(const float* query, Key key) {
+    using V = Vector<D>;
+    V sums[LANES<D>] = {};
+    for (int d = 0; d < D; d += LANES<D>) {
+        const V part = load<V>(query + d);
+        for (int j = 0; j < LANES<D>; j++) sums[j] = fma(part, load<V>(key(j) + d), sums[j]);
+    }
+    return sums_of(sums);
+}
+
+// Scores of one query for ``count`` keys; the last ones are repeated to fill a vector up.
 template <int D>
 inline void score(const float* query, const float* keys, int64_t count, float* scores) {
-    for (int64_t i = 0; i < count; i += 8) {
-        Eight sums[8] = {};
-        for (int d = 0; d < D; d += 8) {
-            const Eight part = eight(query + d);
-            for (int64_t j = 0; j < 8; j++)
-                sums[j] = fma(part, eight(keys + std::min(i + j, count - 1) * D + d), sums[j]);
-        }
-        const Eight found = sums_of(sums);
-        std::memcpy(scores + i, &found, std::min<int64_t>(8, count - i) * sizeof(float));
+    int64_t i = 0;
+    for (; i + LANES<D> <= count; i += LANES<D>) {
+        const auto found = scores_of<D>(query, [&](int64_t j) { return keys + (i + j) * D; });
+        std::memcpy(scores + i, &found, sizeof found);
     }
+    if (i == count) return;
+    const auto found = scores_of<D>(
+        query, [&](int64_t j) { return keys + std::min(i + j, count - 1) * D; });
+    std::memcpy(scores + i, &found, (count - i) * sizeof(float));
 }
 
 // The scores of one query head over a context, and the shares that they come to; unnormalised.
@@ -72,21 +113,24 @@ inline float softmax_shares(float* scores, int64_t n, float scale, float soft_ca
     if (soft_cap > 0.0f)
         for (int64_t i = 0; i < n; i++)
             scores[i] = soft_cap * std::tanh(scores[i] * scale / soft_cap) / scale;
-    float most = scores[0];
-    for (int64_t i = 1; i < n; i++) most = scores[i] > most ? scores[i] : most;
-    for (int64_t i = 0; i < n; i++) scores[i] = exp_of_negative((scores[i] - most) * scale);
-    float lanes[8] = {};
+    float peaks[8], lanes[8] = {};
+    std::fill(peaks, peaks + 8, scores[0]);
     int64_t i = 0;
     for (; i + 8 <= n; i += 8)
+        for (int j = 0; j < 8; j++) peaks[j] = scores[i + j] > peaks[j] ? scores[i + j] : peaks[j];
+    float most = *std::max_element(peaks, peaks + 8);
+    for (; i < n; i++) most = scores[i] > most ? scores[i] : most;
+    for (i = 0; i < n; i++) scores[i] = exp_of_negative((scores[i] - most) * scale);
+    for (i = 0; i + 8 <= n; i += 8)
         for (int j = 0; j < 8; j++) lanes[j] += scores[i + j];
     float total = sum_lanes(lanes);
     for (; i < n; i++) total += scores[i];
     return total;
 }
 
-// Memory that is used again for every head.
+// Memory that is used again for every row.
 struct Room {
-    std::vector<float> scores, queries, sums, block;
+    std::vector<float> scores, totals, queries, sums, block;
 };
 
 struct Paging {
@@ -101,61 +145,87 @@ inline const float* widened(const bfloat16* from, int64_t n, float* to) {
 }
 
 // Add ``count`` values to a sum that stays in registers meanwhile, each with its share. Small heads
-// have two sums, of every other value: one would wait for each of its additions.
+// have several sums, of every n-th value: one would wait for each of its additions.
 template <int D>
 inline void add_shares(const float* values, const float* shares, int64_t count, float* sum) {
-    constexpr int SUMS = D <= 32 ? 2 : 1;
-    Eight added[SUMS][D / 8] = {};
-    for (int d = 0; d < D / 8; d++) added[0][d] = eight(sum + 8 * d);
+    using V = Vector<D>;
+    constexpr int PARTS = D / LANES<D>;
+    constexpr int SUMS = PARTS >= 8 ? 1 : PARTS >= 4 ? 2 : PARTS >= 2 ? 4 : 8;
+    V added[SUMS][PARTS] = {};
+    for (int d = 0; d < PARTS; d++) added[0][d] = load<V>(sum + LANES<D> * d);
+    const auto add = [&](int s, int64_t i) {
+        for (int d = 0; d < PARTS; d++)
+            added[s][d] = fma(shares[i] - V{}, load<V>(values + i * D + LANES<D> * d), added[s][d]);
+    };
     int64_t i = 0;
     for (; i + SUMS <= count; i += SUMS)
-        for (int s = 0; s < SUMS; s++)
-            for (int d = 0; d < D / 8; d++)
-                added[s][d] = fma(shares[i + s] - Eight{}, eight(values + (i + s) * D + 8 * d),
-                                  added[s][d]);
-    for (; i < count; i++)
-        for (int d = 0; d < D / 8; d++)
-            added[0][d] = fma(shares[i] - Eight{}, eight(values + i * D + 8 * d), added[0][d]);
-    for (int s = 1; s < SUMS; s++)
-        for (int d = 0; d < D / 8; d++) added[0][d] += added[s][d];
+        for (int s = 0; s < SUMS; s++) add(s, i + s);
+    for (; i < count; i++) add(0, i);
+    for (int half = SUMS / 2; half > 0; half /= 2)
+        for (int s = 0; s < half; s++)
+            for (int d = 0; d < PARTS; d++) added[s][d] += added[s + half][d];
     std::memcpy(sum, added[0], sizeof added[0]);
 }
 
-// One KV head of one row: the query heads that share it, over the positions [first, length).
+constexpr int64_t LINE_BYTES = 64;
+
+// Have memory brought near that is read soon: the processor foresees no more than a page of it.
+template <typename T> inline void ask_for(const T* from, int64_t n) {
+    for (int64_t i = 0; i < n; i += LINE_BYTES / sizeof(T)) __builtin_prefetch(from + i);
+}
+
+// The keys or the values of one row's positions [first, length), block after block: ``use`` gets
+// those of each head, [count, D], and which positions they are of. ``ahead`` is read next.
+template <typename T, int D, typename Use>
+inline void walk(const T* cache, const int64_t* table, const Paging& paging, int64_t first,
+                 int64_t length, const T* ahead, Room& room, Use use) {
+    const int64_t tokens = paging.block_tokens, head_size = tokens * D;
+    const int64_t block_size = 2 * paging.kv_heads * head_size;
+    for (int64_t p = first; p < length;) {
+        const int64_t place = p / tokens, offset = p % tokens;
+        const int64_t count = std::min(length - p, tokens - offset);
+        const T* block = cache + table[place] * block_size;
+        const T* next = p + count < length ? cache + table[place + 1] * block_size : ahead;
+        for (int64_t k = 0; k < paging.kv_heads; k++) {
+            if (next) ask_for(next + k * head_size, head_size);
+            const T* there = block + k * head_size + offset * D;
+            use(k, widened(there, count * D, room.block.data()), p - first, count);
+        }
+        p += count;
+    }
+}
+
+// One row's query, over the positions [first, length); ``ahead`` are the keys to be read after it.
 template <typename T, int D>
-void attend_head(const T* query, const T* cache, const int64_t* table, int64_t head, Paging paging,
-                 int64_t shared, int64_t first, int64_t length, float scale, float soft_cap,
-                 Room& room, T* out) {
-    const int64_t seen = length - first, tokens = paging.block_tokens;
-    room.scores.resize(shared * seen);
-    room.queries.resize(shared * D);
-    room.sums.assign(shared * D, 0.0f);
-    room.block.resize(tokens * D);
+void attend_row(const T* query, const T* cache, const int64_t* table, const Paging& paging,
+                int64_t shared, int64_t first, int64_t length, float scale, float soft_cap,
+                const T* ahead, Room& room, T* out) {
+    const int64_t seen = length - first, heads = shared * paging.kv_heads;
+    room.scores.resize(heads * seen);
+    room.totals.resize(heads);
+    room.queries.resize(heads * D);
+    room.sums.assign(heads * D, 0.0f);
+    room.block.resize(paging.block_tokens * D);
     float *scores = room.scores.data(), *queries = room.queries.data();
-    for (int64_t i = 0; i < shared * D; i++) queries[i] = widen(query[i]);
-    for (int64_t p = first; p < length;) {
-        const int64_t block = table[p / tokens] * 2 * paging.kv_heads + head;
-        const int64_t count = std::min(length - p, tokens - p % tokens);
-        const float* keys =
-            widened(cache + (block * tokens + p % tokens) * D, count * D, room.block.data());
-        for (int64_t g = 0; g < shared; g++)
-            score<D>(queries + g * D, keys, count, scores + g * seen + p - first);
-        p += count;
-    }
-    for (int64_t g = 0; g < shared; g++) {
-        const float total = softmax_shares(scores + g * seen, seen, scale, soft_cap);
-        for (int64_t i = 0; i < seen; i++) scores[g * seen + i] /= total;
-    }
-    for (int64_t p = first; p < length;) {
-        const int64_t block = (table[p / tokens] * 2 + 1) * paging.kv_heads + head;
-        const int64_t count = std::min(length - p, tokens - p % tokens);
-        const float* values =
-            widened(cache + (block * tokens + p % tokens) * D, count * D, room.block.data());
-        for (int64_t g = 0; g < shared; g++)
-            add_shares<D>(values, scores + g * seen + p - first, count, &room.sums[g * D]);
-        p += count;
-    }
-    for (int64_t i = 0; i < shared * D; i++) narrow(room.sums[i], &out[i]);
+    float *sums = room.sums.data(), *totals = room.totals.data();
+    for (int64_t i = 0; i < heads * D; i++) queries[i] = widen(query[i]);
+    const int64_t values_size = paging.kv_heads * paging.block_tokens * D;
+    const T* values = cache + values_size;
+    walk<T, D>(cache, table, paging, first, length,
+               values + table[first / paging.block_tokens] * 2 * values_size, room,
+               [&](int64_t k, const float* keys, int64_t at, int64_t count) {
+                   for (int64_t h = k * shared; h < (k + 1) * shared; h++)
+                       score<D>(queries + h * D, keys, count, scores + h * seen + at);
+               });
+    for (int64_t h = 0; h < heads; h++)
+        totals[h] = softmax_shares(scores + h * seen, seen, scale, soft_cap);
+    walk<T, D>(values, table, paging, first, length, ahead, room,
+               [&](int64_t k, const float* there, int64_t at, int64_t count) {
+                   for (int64_t h = k * shared; h < (k + 1) * shared; h++)
+                       add_shares<D>(there, scores + h * seen + at, count, sums + h * D);
+               });
+    for (int64_t h = 0; h < heads; h++)
+        for (int64_t d = h * D; d < (h + 1) * D; d++) narrow(sums[d] / totals[h], &out[d]);
 }
 
 // One query per row, the last of its context.
@@ -163,17 +233,18 @@ template <typename T, int D>
 void attend_rows(const T* query, const T* cache, const int64_t* tables, const int64_t* lengths,
                  T* out, int64_t rows, int64_t heads, Paging paging, float scale, int64_t window,
                  float soft_cap) {
-    const int64_t shared = heads / paging.kv_heads;
+    const auto first = [&](int64_t r) {
+        return window > 0 ? std::max<int64_t>(0, lengths[r] - window) : 0;
+    };
+    const auto keys = [&](int64_t r) {
+        const int64_t block = tables[r * paging.row_blocks + first(r) / paging.block_tokens];
+        return cache + block * 2 * paging.kv_heads * paging.block_tokens * D;
+    };
     Room room;
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t length = lengths[r];
-        const int64_t first = window > 0 ? std::max<int64_t>(0, length - window) : 0;
-        for (int64_t k = 0; k < paging.kv_heads; k++) {
-            const int64_t at = (r * heads + k * shared) * D;
-            attend_head<T, D>(query + at, cache, tables + r * paging.row_blocks, k, paging, shared,
-                              first, length, scale, soft_cap, room, out + at);
-        }
-    }
+    for (int64_t r = 0; r < rows; r++)
+        attend_row<T, D>(query + r * heads * D, cache, tables + r * paging.row_blocks, paging,
+                         heads / paging.kv_heads, first(r), lengths[r], scale, soft_cap,
+                         r + 1 < rows ? keys(r + 1) : nullptr, room, out + r * heads * D);
 }
 
 template <typename T>

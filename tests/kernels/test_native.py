@@ -105,10 +105,11 @@ def test_queries_are_turned_and_keys_and_values_stand_where_they_belong(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (5, 1)])
+@pytest.mark.parametrize("block_tokens", [4, 20])  # fewer than fill a vector, and more
 def test_the_last_token_attends_to_its_context_and_nothing_else(
-    dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int
+    dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int, block_tokens: int
 ) -> None:
-    lengths, block_tokens, scale = torch.tensor([1, 4, 5, 33]), 4, head_dim**-0.5
+    lengths, scale = torch.tensor([1, 4, 5, 33]), head_dim**-0.5
     tables = torch.randperm(4 * 9).view(4, 9)
     cache = torch.full((36, 2, kv_heads, block_tokens, head_dim), 1e4, dtype=dtype)
     query = torch.randn(4, heads, head_dim).to(dtype)
