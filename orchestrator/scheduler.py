@@ -241,6 +241,10 @@ class Scheduler:
     async def make_safe(self, batches: int, offer: int) -> None:
         """The trainer's checkpoint holds what it made of the first ``batches`` batches."""
         self.handle([ev.BatchesSafe(batches, offer)])
+        await self.wait_until_safe()
+
+    async def wait_until_safe(self) -> None:
+        """Return once no crash can undo what has been handled so far."""
         if self._journal is not None:
             await self._journal.wait_until_safe()
 

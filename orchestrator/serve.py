@@ -10,24 +10,26 @@ blocks stalls no rollout; nothing here decides anything.
 """
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
-from tidegate.errors import ConfigError
 from tidegate.orchestrator.client import Evaluation
 from tidegate.orchestrator.config import run_settings
-from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
-from tidegate.orchestrator.faces import Work
+from tidegate.orchestrator.feed.left_out_rows import NOT_TRAINED, left_out_rows
 from tidegate.orchestrator.feed.tasks import Tasks
 from tidegate.orchestrator.fleet.sleep_call import sleep_work, wake_work
-from tidegate.orchestrator.journal.resuming import resume_token
 from tidegate.orchestrator.observing.off_policy import off_policy
-from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.weights.adapter_faces import AsyncAdapters, SyncAdapters
 from tidegate.orchestrator.weights.publish_call import PublishCall, RollbackCall
 from tidegate.orchestrator.weights.publishing import PublishWait
-from tidegate.policies.staleness import OffPolicyness
+from tidegate.orchestrator.wishes import (
+    ack_work,
+    evaluate_work,
+    next_batch,
+    observe_work,
+    offer_work,
+    pause_work,
+)
 from tidegate.transport.messages import PauseMode
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
 
@@ -58,7 +60,7 @@ class Rollouts(AsyncAdapters):
 
     async def offer(self, tasks: Tasks, *, episode: EpisodeFunction) -> None:
         """Take tasks from here from now on: the first half of :meth:`batches`."""
-        await self._do(_offer(tasks, episode))
+        await self._do(offer_work(tasks, episode))
 
     async def next_batch(self) -> "Batch | None":
         """The next batch, or None once the tasks are used up: the other half, with its errors.
@@ -66,7 +68,7 @@ class Rollouts(AsyncAdapters):
         One that was cancelled while it waited costs nothing: the next call gets that batch.
         """
         self._mark("train")
-        handover = await self._do(_next_batch)
+        handover = await self._do(next_batch)
         self._mark("wait")
         return None if handover is None else self._batch(handover)
 
@@ -163,11 +165,11 @@ class Rollouts(AsyncAdapters):
         ``clear_cache`` has engines forget the contexts that they keep for later turns. There is no
         need to before a publish: nothing that old weights computed is used by a turn of new ones.
         """
-        await self._do(_pause(mode, clear_cache=clear_cache))
+        await self._do(pause_work(mode, clear_cache=clear_cache))
 
     async def resume(self) -> None:
         """Have all engines go on; return once they do. Harmless if they weren't paused."""
-        await self._do(_pause(None))
+        await self._do(pause_work(None))
 
     async def sleep(
         self,
@@ -203,7 +205,25 @@ class Rollouts(AsyncAdapters):
 
     async def ack(self, state: Mapping[str, Any]) -> None:
         """This ``state_dict()`` is on disk: nothing before it need be kept any more."""
-        await self._do(_ack(state))
+        await self._do(ack_work(state))
+
+    async def discard(
+        self,
+        batch: "Batch | int",
+        rows: Sequence[SupportsIndex],
+        *,
+        reason: str = NOT_TRAINED,
+    ) -> None:
+        """Tell that these rows of ``batch``, counted from 0, were not trained on.
+
+        Their tokens are then counted as discarded for ``reason`` and no more as trained; tasks are
+        not taken again. Say so before the next batch but one, and before a checkpoint that holds
+        the batch. ``batch`` may be its number.
+
+        Raises:
+            ConfigError: it is too late, or there are no such rows.
+        """
+        await self._do(left_out_rows(batch, rows, reason).tell)
 
     async def observe(
         self,
@@ -222,7 +242,7 @@ class Rollouts(AsyncAdapters):
         Raises:
             ConfigError: one of them is out of range, or no number.
         """
-        await self._do(_observe(effective_sample_size, mismatch_kl))
+        await self._do(observe_work(effective_sample_size, mismatch_kl))
         self._note_off_policy(off_policy(effective_sample_size, mismatch_kl, by_lag))
 
     async def evaluate(self, tasks: Sequence[Any], *, episode: EpisodeFunction) -> Evaluation:
@@ -230,7 +250,7 @@ class Rollouts(AsyncAdapters):
 
         The same tasks draw the same random numbers each time.
         """
-        return Evaluation(await self._do(_evaluate(tasks, episode)))
+        return Evaluation(await self._do(evaluate_work(tasks, episode)))
 
 
 class SyncRollouts(SyncAdapters):
@@ -238,10 +258,10 @@ class SyncRollouts(SyncAdapters):
 
     def batches(self, tasks: Tasks, *, episode: EpisodeFunction) -> Iterator["Batch"]:
         """As :meth:`Rollouts.batches`."""
-        self._do(_offer(tasks, episode))
+        self._do(offer_work(tasks, episode))
         self._mark("train")
         while True:
-            handover = self._do(_next_batch)
+            handover = self._do(next_batch)
             self._mark("wait")
             if handover is None:
                 return
@@ -277,11 +297,11 @@ class SyncRollouts(SyncAdapters):
 
     def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = False) -> None:
         """As :meth:`Rollouts.pause`."""
-        self._do(_pause(mode, clear_cache=clear_cache))
+        self._do(pause_work(mode, clear_cache=clear_cache))
 
     def resume(self) -> None:
         """As :meth:`Rollouts.resume`."""
-        self._do(_pause(None))
+        self._do(pause_work(None))
 
     def sleep(
         self,
@@ -299,7 +319,17 @@ class SyncRollouts(SyncAdapters):
 
     def ack(self, state: Mapping[str, Any]) -> None:
         """As :meth:`Rollouts.ack`."""
-        self._do(_ack(state))
+        self._do(ack_work(state))
+
+    def discard(
+        self,
+        batch: "Batch | int",
+        rows: Sequence[SupportsIndex],
+        *,
+        reason: str = NOT_TRAINED,
+    ) -> None:
+        """As :meth:`Rollouts.discard`."""
+        self._do(left_out_rows(batch, rows, reason).tell)
 
     def observe(
         self,
@@ -309,12 +339,12 @@ class SyncRollouts(SyncAdapters):
         by_lag: "Sequence[LagBucket]" = (),
     ) -> None:
         """As :meth:`Rollouts.observe`."""
-        self._do(_observe(effective_sample_size, mismatch_kl))
+        self._do(observe_work(effective_sample_size, mismatch_kl))
         self._note_off_policy(off_policy(effective_sample_size, mismatch_kl, by_lag))
 
     def evaluate(self, tasks: Sequence[Any], *, episode: EpisodeFunction) -> Evaluation:
         """As :meth:`Rollouts.evaluate`."""
-        return Evaluation(self._do(_evaluate(tasks, episode)))
+        return Evaluation(self._do(evaluate_work(tasks, episode)))
 
 
 def serve(*, resume: Any = None, on_batch: Any = None, **settings: Any) -> Rollouts:
@@ -337,55 +367,3 @@ def serve(*, resume: Any = None, on_batch: Any = None, **settings: Any) -> Rollo
 def serve_sync(*, resume: Any = None, on_batch: Any = None, **settings: Any) -> SyncRollouts:
     """Start a run for a trainer that is not async; as :func:`serve` otherwise."""
     return SyncRollouts(run_settings(**settings), resume, on_batch=on_batch)
-
-
-# ---------------------------------------------------------------- what is asked of the run's loop
-
-
-def _offer(tasks: Tasks, episode: EpisodeFunction) -> Work[None]:
-    async def work(scheduler: Scheduler) -> None:
-        scheduler.offer(tasks, episode)
-
-    return work
-
-
-def _observe(ess: float | None, kl: float | None) -> Work[None]:
-    measured = OffPolicyness(effective_sample_size=ess, mismatch_kl=kl)
-
-    async def work(scheduler: Scheduler) -> None:
-        scheduler.handle(
-            [ev.OffPolicynessMeasured(measured.effective_sample_size, measured.mismatch_kl)]
-        )
-
-    return work
-
-
-async def _next_batch(scheduler: Scheduler) -> ev.HandOver | None:
-    return await scheduler.next_batch()
-
-
-def _pause(mode: PauseMode | None, *, clear_cache: bool = False) -> Work[None]:
-    if mode is not None and mode not in get_args(PauseMode):
-        raise ConfigError(f"a pause's mode is 'abort', 'keep' or 'wait', got {mode!r}")
-
-    async def work(scheduler: Scheduler) -> None:
-        await scheduler.control.pause(mode, clear_cache=clear_cache)
-
-    return work
-
-
-def _ack(state: Mapping[str, Any]) -> Work[None]:
-    token = resume_token(state)
-
-    async def work(scheduler: Scheduler) -> None:
-        await scheduler.make_safe(token.batches, token.offer)
-
-    return work
-
-
-def _evaluate(tasks: Sequence[Any], episode: EpisodeFunction) -> Work[list[float | None]]:
-    async def work(scheduler: Scheduler) -> list[float | None]:
-        rollouts: list[Rollout] = await scheduler.evaluate(list(tasks), episode)
-        return [rollout.reward for rollout in rollouts]
-
-    return work

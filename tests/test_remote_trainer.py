@@ -19,6 +19,7 @@ import tidegate
 from tests.models import make_model_directory
 from tests.remote_trainer import weights
 from tidegate.errors import ConfigError, ResumeMismatch, RunClosed, RunLost, TrainerLost
+from tidegate.orchestrator.feed.batches import Shard
 from tidegate.orchestrator.records.audit import audit_run
 from tidegate.transport import trainer_messages as wire
 from tidegate.transport.security import make_keys
@@ -187,8 +188,31 @@ async def test_ranks_get_parts_of_the_same_batch_and_publish_once_for_all(
         assert len(mine.rewards) == len(theirs.rewards) == 2
         assert not {*mine.group_ids.tolist()} & {*theirs.group_ids.tolist()}
         total = mine.sampled_tokens + theirs.sampled_tokens
-        assert mine.shard == type(mine.shard)(0, 2, 4, total)  # type: ignore[misc]
-        assert theirs.shard == type(mine.shard)(1, 2, 4, total)  # type: ignore[misc]
+        assert mine.shard is not None
+        assert theirs.shard is not None
+        assert sorted(mine.shard.rows + theirs.shard.rows) == [0, 1, 2, 3]
+        assert mine.shard == Shard(0, 2, 4, total, mine.shard.rows)
+        assert theirs.shard == Shard(1, 2, 4, total, theirs.shard.rows)
+
+
+async def test_each_rank_says_which_rows_of_its_part_it_left_out(
+    run: tidegate.Rollouts, model: Path, address: str
+) -> None:
+    async with listening(run, address, tasks=range(2)) as listen:
+        async with (
+            tidegate.connect(address, keys=keys_of(run), rank=1, world_size=2) as one,
+            tidegate.connect(address, keys=keys_of(run), world_size=2) as zero,
+        ):
+            theirs, mine = await asyncio.gather(anext(one.batches()), anext(zero.batches()))
+            await one.discard(theirs, [0], reason="too_long_here")
+            await zero.discard(mine, [1], reason="too_long_there")
+            with pytest.raises(ConfigError, match=r"has 2 rows here, from 0; left out: \[2\]"):
+                await zero.discard(mine, [2])
+            await asyncio.gather(zero.publish(weights(model, 1)), one.publish())
+        await listen
+    discarded = run.statistics().ledger.discarded
+    assert discarded["too_long_here"] == int(theirs.loss_mask[0].sum())
+    assert discarded["too_long_there"] == int(mine.loss_mask[1].sum())
 
 
 async def test_ranks_that_never_publish_but_the_first_are_waited_for_all_the_same(

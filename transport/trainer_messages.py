@@ -122,7 +122,7 @@ class Score(Ask, frozen=True, kw_only=True, tag="score"):
 class Control(Ask, frozen=True, kw_only=True, tag="control"):
     """One of the smaller wishes."""
 
-    wish: Literal["pause", "resume", "sleep", "wake", "ack", "observe", "statistics"]
+    wish: Literal["pause", "resume", "sleep", "wake", "ack", "observe", "statistics", "discard"]
     values: dict[str, Any] = {}
 
 
@@ -187,6 +187,8 @@ class BatchIs(Answer, frozen=True, kw_only=True, tag="batch_is"):
     rows_total: Count = 0
     sampled_tokens_total: Count = 0
     journal: dict[str, Any] | None = None
+    rows: list[Count] = []
+    """Of a part: where its rows are in the whole batch."""
 
 
 class NoBatch(Answer, frozen=True, kw_only=True, tag="no_batch"):

@@ -7,9 +7,10 @@ the groups, the rollouts and the token ledger; which engine a turn is on is :mod
 
 from tidegate.errors import TidegateError
 from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core import left_out
 from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.groups import GroupBook
-from tidegate.orchestrator.core.handed_batches import HandedBatch, HandedBatches
+from tidegate.orchestrator.core.handed_batches import HandedBatches
 from tidegate.orchestrator.core.prompts import Prompts
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules
@@ -163,6 +164,9 @@ class Core:
                 return self._release(self.turns.leave(engine))
             case ev.BatchesSafe(batches=batches, offer=offer):
                 self.handed.make_safe(batches, offer)
+                return []
+            case ev.RowsDiscarded(batch=number, rows=rows, reason=reason):
+                left_out.leave_out(self.handed[number], rows, reason, self.groups, self.trained)
                 return []
             case ev.Resumed():
                 return self._resume(event)
@@ -358,7 +362,8 @@ class Core:
         first_lost = self.handed.first_lost_version(event.batches)
         self.turns.resume()
         for batch in self.handed.take_back(event.batches):
-            self._take_back(batch)
+            self.trained.batches -= 1
+            left_out.take_back(batch, self.groups, self.trained)
         self.handed.make_safe(event.batches, event.offer)
         self.tasks.resume(event.offer)
         if first_lost is not None:
@@ -375,13 +380,6 @@ class Core:
             if group.key is not None and group.key.offer == event.offer:
                 self.awaited.setdefault(group.key, []).append(group)
         return commands
-
-    def _take_back(self, batch: HandedBatch) -> None:
-        """Undo one batch, the newest there is."""
-        self.trained.batches -= 1
-        rows = [row for group in batch.groups for row in group.kept]
-        self.trained.count(rows, batch.trainer_version, -1)
-        self.groups.take_back(batch.groups)
 
     def _resume_group(self, group: Group, offer: int, first_lost: int | None) -> list[ev.Command]:
         """Give a group up if it can't go on, or must not be trained any more."""

@@ -132,6 +132,15 @@ class _Block:
             self.generated[bucket] += rollouts
             self.trained[bucket] += rollouts * is_trained
 
+    def leave_out(self, tokens: int) -> bool:
+        """One that was counted here as trained is not; False if none of its length was."""
+        bucket = length_bucket(tokens)
+        if not self.trained[bucket]:
+            return False
+        self.trained[bucket] -= 1
+        self.trained_tokens = max(0, self.trained_tokens - tokens)
+        return True
+
 
 class Discards:
     """The books of what was discarded, and of the lengths of what was trained beside it."""
@@ -144,11 +153,20 @@ class Discards:
     def note_discarded(self, rollout: Rollout, reason: str, task: TaskKey | None) -> None:
         """A rollout will never be trained. Its tokens are counted as they are now."""
         tokens = rollout.tokens_of_all_rows
-        if reason not in self._tallies:
-            self._tallies[reason] = _Tally()
-        self._tallies[reason].count(tokens, task)
+        self._tally(reason).count(tokens, task)
         if reason not in NOBODYS_CHOICE:
             self._ended([tokens], is_trained=False)
+
+    def note_left_out(self, rollout: Rollout, reason: str, task: TaskKey | None) -> None:
+        """A rollout that was handed to the trainer was not trained on; once more, as above."""
+        tokens = rollout.tokens_of_all_rows
+        self._tally(reason).count(tokens, task)
+        for block in self._blocks:
+            if block.leave_out(tokens):
+                return
+
+    def _tally(self, reason: str) -> _Tally:
+        return self._tallies.setdefault(reason, _Tally())
 
     def note_trained(self, lengths: list[int]) -> None:
         """Rollouts of so many tokens were handed to the trainer; once more, if that was undone by a

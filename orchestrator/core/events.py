@@ -166,6 +166,17 @@ class BatchesSafe(Struct, frozen=True, gc=False):
     offer: int
 
 
+class RowsDiscarded(Struct, frozen=True, gc=False):
+    """The trainer has not trained on some rows of a batch that it had."""
+
+    batch: int
+    """Its number."""
+    rows: tuple[int, ...]
+    """Their places in it, from 0."""
+    reason: str
+    """Names the ledger's account."""
+
+
 class OffPolicynessMeasured(Struct, frozen=True, gc=False):
     """The trainer has measured how far its policy is from its samples'."""
 
@@ -241,6 +252,7 @@ Event = (
     | VersionPublished
     | VersionRetracted
     | BatchesSafe
+    | RowsDiscarded
     | OffPolicynessMeasured
     | RolloutCut
     | RolloutForked

@@ -26,6 +26,9 @@ from tidegate.policies.filters import GroupFilter
 KEPT_ROLLOUTS_MIN = 2
 """A group needs two rewards to compare; with fewer left it is dropped (unless group_size is 1)."""
 
+TOO_OLD = "too_old"
+"""The account of tokens that a policy masks."""
+
 EVALUATION_PRIORITY = -1
 """Evaluation waits for no training rollout: it is short, and somebody waits for its figure."""
 
@@ -356,7 +359,7 @@ class GroupBook:
             row.state = TRAINED
             row.oldest_trainable = oldest_trainable
         if oldest_trainable and (masked := sum(row.masked_tokens for row in rows)):
-            self.ledger.mask(masked)
+            self.ledger.leave_out(masked, TOO_OLD)
         return rows
 
     def split(self, group: Group) -> Group:
@@ -388,7 +391,7 @@ class GroupBook:
         """What the trainer made of these was lost with it; they wait again."""
         for rollout in (rollout for group in groups for rollout in group.kept):
             if masked := rollout.masked_tokens:
-                self.ledger.mask(-masked)
+                self.ledger.leave_out(-masked, TOO_OLD)
             self.ledger.take_back(rollout.sampled_tokens)
             rollout.state = FINISHED
             rollout.oldest_trainable = 0

@@ -1,14 +1,20 @@
 """Which batches has the trainer had, what became of each, and which could it still lose?
 
-A batch holds its groups' places in admission until the version made from it is live. Where a run
-must survive a crash, its groups are kept as well, until the trainer's checkpoint holds what it
-made of them. It knows numbers and versions; not what a group is made of.
+A batch holds its groups' places in admission until the version made from it is live. Its
+groups are kept as well, for the trainer may say that it left some out; where a run must survive a
+crash, until the trainer's checkpoint holds what it made of them. It knows numbers and versions; not
+what a group is made of.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
 from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.rollout import Rollout
+
+KEPT_BATCHES = 2
+"""Of a run that need not survive a crash: a trainer that takes rows one by one may be a batch ahead
+of what it trains on, and has said by then which of the batch before it left out."""
 
 
 @dataclass(slots=True)
@@ -24,7 +30,12 @@ class HandedBatch:
     version: int | None = None
     """Made from it; None until published."""
     groups: list[Group] = field(default_factory=list)
-    """Kept while a crash of the trainer could lose what it made of them."""
+    """Kept while the trainer may say what it left out, or a crash lose what it made of them."""
+
+    @property
+    def rows(self) -> list[Rollout]:
+        """As they were handed over, in that order."""
+        return [row for group in self.groups for row in group.kept]
 
 
 class HandedBatches:
@@ -42,7 +53,8 @@ class HandedBatches:
         self.holding: deque[HandedBatch] = deque()
         """Those whose version isn't live yet, oldest first."""
         self.kept: deque[HandedBatch] = deque()
-        """Those that aren't safe, oldest first; empty unless ``is_kept``."""
+        """Those that aren't safe, oldest first; if not ``is_kept``, the last few, and those whose
+        version isn't live yet."""
         self.versions: deque[tuple[int, int]] = deque([(0, 0)])
         """(version, batches it was made from) of each that a resume could go back to."""
 
@@ -63,16 +75,20 @@ class HandedBatches:
                 groups += batch.num_groups
         return groups
 
+    def __contains__(self, number: int) -> bool:
+        """Whether the trainer may still say what it left out of this batch."""
+        return any(batch.number == number for batch in self.kept)
+
+    def __getitem__(self, number: int) -> HandedBatch:
+        return next(batch for batch in self.kept if batch.number == number)
+
     def hand(self, groups: list[Group], trainer_version: int) -> int:
         """Note a batch handed over now; its number."""
         self.count += 1
-        batch = HandedBatch(
-            self.count, sum([group.split_from is None for group in groups]), trainer_version
-        )
+        num_groups = sum([group.split_from is None for group in groups])
+        batch = HandedBatch(self.count, num_groups, trainer_version, groups=groups)
         self.holding.append(batch)
-        if self.is_kept:
-            batch.groups = groups
-            self.kept.append(batch)
+        self.kept.append(batch)
         return self.count
 
     def publish(self, version: int) -> None:
@@ -88,8 +104,10 @@ class HandedBatches:
         while self.holding:
             version = self.holding[0].version
             if version is None or version > live_version:
-                return
+                break
             self.holding.popleft()
+        while not self.is_kept and len(self.kept) > max(KEPT_BATCHES, len(self.holding)):
+            self.kept.popleft()
 
     def make_safe(self, batches: int, offer: int) -> None:
         """The trainer's checkpoint holds what it made of the first ``batches`` batches."""

@@ -43,10 +43,10 @@ class Ledger:
         self.buffered -= tokens
         self.trained += tokens
 
-    def mask(self, tokens: int) -> None:
-        """So many of those handed over are too old to be trained on; below 0: that is undone."""
+    def leave_out(self, tokens: int, reason: str) -> None:
+        """So many of those handed over are not trained on after all; below 0: that is undone."""
         self.trained -= tokens
-        self.discarded["too_old"] += tokens
+        self.discarded[reason] += tokens
 
     def take_back(self, tokens: int) -> None:
         """What the trainer made of a rollout was lost with it."""

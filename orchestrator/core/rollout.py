@@ -228,7 +228,7 @@ class RolloutState(StrEnum):
     EVALUATED = "evaluated"
     """It has a reward and was for measuring only."""
     TRAINED = "trained"
-    """It was handed to the trainer."""
+    """It was handed to the trainer. If that left it out, ``discard_reason`` says why."""
     DISCARDED = "discarded"
     """It will never be trained; ``discard_reason`` says why."""
 

@@ -35,8 +35,9 @@ class TrainedCounts:
 
 def _of_all_rows(rollout: Rollout) -> tuple[int, bool] | None:
     """As :meth:`Rollout.trained_versions`, of a rollout that forked."""
-    oldest = [v for row in rollout.rows if (v := row.oldest_trained_version) is not None]
+    rows = [row for row in rollout.rows if row.discard_reason is None]
+    oldest = [v for row in rows if (v := row.oldest_trained_version) is not None]
     if not oldest:
         return None
-    newest = max(v for row in rollout.rows if (v := row.newest_version) is not None)
+    newest = max(v for row in rows if (v := row.newest_version) is not None)
     return min(oldest), min(oldest) != newest

@@ -53,7 +53,7 @@ def shards(batch: Batch, world_size: int) -> list[Batch]:
     parts = split_rows(batch.group_ids.tolist(), lengths, ranks=world_size)
     totals = len(lengths), batch.sampled_tokens
     return [
-        replace(rows_of(batch, part), shard=Shard(rank, world_size, *totals))
+        replace(rows_of(batch, part), shard=Shard(rank, world_size, *totals, tuple(part)))
         for rank, part in enumerate(parts)
     ]
 

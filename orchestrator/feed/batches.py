@@ -51,6 +51,8 @@ class Shard:
     """Of the whole batch, over all ranks."""
     sampled_tokens_total: int
     """The same in tokens that the loss sees: what a loss averaged over all of them divides by."""
+    rows: tuple[int, ...] = ()
+    """[R]: where its rows are in the whole batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ KINDS: tuple[type[msgspec.Struct], ...] = (
     ev.VersionRetracted,
     ev.RolloutForked,
     ev.TurnsRewarded,
+    ev.RowsDiscarded,
 )
 """An event's number in a record is its place here: add at the end, remove none."""
 

@@ -15,7 +15,7 @@ TOKENS = (
     Metric(
         "tidegate_tokens_trained_total",
         "counter",
-        "Tokens handed to the trainer.",
+        "Tokens handed to the trainer, less what it says it left out.",
         of_run(lambda s: s.ledger.trained),
     ),
     Metric(
@@ -85,7 +85,7 @@ ROLLOUTS = (
     Metric(
         "tidegate_rollouts_trained_total",
         "counter",
-        "Rollouts handed to the trainer.",
+        "Rollouts handed to the trainer, less those it says it left out.",
         of_run(lambda s: s.trained_rollouts),
     ),
     Metric(

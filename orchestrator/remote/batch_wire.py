@@ -40,6 +40,7 @@ def batch_to_wire(
         rows_total=shard.rows_total,
         sampled_tokens_total=shard.sampled_tokens_total,
         journal=None if journal is None else dict(journal),
+        rows=list(shard.rows),
     )
     return message, frames
 
@@ -52,7 +53,7 @@ def batch_from_wire(message: BatchIs, frames: Sequence[bytes]) -> Batch:
     """
     if any(place >= len(message.tasks) for place in message.task_of_row):
         raise BadFrame("a row of a batch is of a task that is not there")
-    totals = message.rows_total, message.sampled_tokens_total
+    totals = message.rows_total, message.sampled_tokens_total, tuple(message.rows)
     facts = BatchFacts(
         number=message.number,
         trainer_version=message.trainer_version,

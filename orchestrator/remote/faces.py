@@ -12,9 +12,10 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, cast
 
 from tidegate.orchestrator.client import Evaluation
+from tidegate.orchestrator.feed.left_out_rows import NOT_TRAINED
 from tidegate.orchestrator.fleet.scores import (
     Pooling,
     Readout,
@@ -155,6 +156,12 @@ class SyncRemoteRollouts(RemoteRun):
         """This ``state_dict()`` is on disk: no batch before it need be kept any more."""
         self._ack(state).result()
 
+    def discard(
+        self, batch: "Batch", rows: Sequence[SupportsIndex], *, reason: str = NOT_TRAINED
+    ) -> None:
+        """As :meth:`~tidegate.Rollouts.discard`; each rank says it of its own part."""
+        self._discard(batch, rows, reason).result()
+
     def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = False) -> None:
         """As :meth:`~tidegate.Rollouts.pause`."""
         self._control("pause", mode=mode, clear_cache=clear_cache).result()
@@ -285,6 +292,12 @@ class RemoteRollouts(RemoteRun):
     async def ack(self, state: Mapping[str, Any]) -> None:
         """As :meth:`SyncRemoteRollouts.ack`."""
         await asyncio.wrap_future(self._ack(state))
+
+    async def discard(
+        self, batch: "Batch", rows: Sequence[SupportsIndex], *, reason: str = NOT_TRAINED
+    ) -> None:
+        """As :meth:`SyncRemoteRollouts.discard`."""
+        await asyncio.wrap_future(self._discard(batch, rows, reason))
 
     async def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = False) -> None:
         """As :meth:`~tidegate.Rollouts.pause`."""

@@ -11,11 +11,12 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import msgspec
 
 from tidegate.errors import BadFrame, ConfigError, ResumeMismatch, RunLost, TidegateError
+from tidegate.orchestrator.feed.left_out_rows import left_out_rows
 from tidegate.orchestrator.feed.tasks import NO_MORE
 from tidegate.orchestrator.fleet.scores import Asked, Readout, Score, TokenScores
 from tidegate.orchestrator.remote.columns import from_frames
@@ -222,6 +223,10 @@ class RemoteRun:
     def _ack(self, state: Mapping[str, Any]) -> Pending:
         told = _state(state)
         return self._control("ack", batches=told.batches, journal=told.journal)
+
+    def _discard(self, batch: "Batch", rows: Sequence[SupportsIndex], reason: str) -> Pending:
+        told = left_out_rows(batch, rows, reason)
+        return self._control("discard", batch=told.batch, rows=told.rows, reason=told.reason)
 
     def _evaluate(self, tasks: Sequence[Any], episode: str | None) -> Pending:
         return self._link.ask(wire.Evaluate(tasks=list(tasks), episode=episode or ""))

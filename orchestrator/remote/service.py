@@ -318,6 +318,9 @@ class TrainerService:
                 self.progress.acknowledge(int(values["batches"]))
                 if values["journal"] is not None:
                     await run.ack(values["journal"])
+            case "discard":
+                rows, reason = values["rows"], str(values["reason"])
+                await run.discard(int(values["batch"]), rows, reason=reason)
             case "statistics":
                 return await asyncio.to_thread(run.statistics)
         return None

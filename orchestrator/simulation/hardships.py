@@ -54,6 +54,7 @@ class Hardship(StrEnum):
     OLDEST = "a token as old as the bound allows was trained"
     OVERTAKEN = "a group was trained before an older one"
     MASKED = "tokens that were too old were masked"
+    LEFT_OUT = "the trainer left rows out of a batch"
     SPLIT = "the rest of a group was trained after the others of it"
     FILTERED = "a group of equal rewards was dropped"
     STOPPED = "an episode was stopped, for its group was given up"

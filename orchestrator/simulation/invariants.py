@@ -16,6 +16,7 @@ from tidegate.orchestrator.simulation.hardships import Hardship, Hardships
 from tidegate.orchestrator.simulation.model import check_turn
 from tidegate.orchestrator.simulation.scenario import WEIGHTS_TIMEOUT_S, Scenario
 from tidegate.orchestrator.simulation.script import Script, ScriptedTurn
+from tidegate.orchestrator.simulation.trained_rows import TrainedRows
 from tidegate.orchestrator.simulation.truth import Truth
 
 
@@ -91,7 +92,7 @@ class Watch:
         self.dropped: Counter[int] = Counter()
         """Task -> how often it was given up."""
         self.oldest_staleness = 0
-        self.trained_tokens = 0
+        self.trained_rows = TrainedRows()
 
     # ------------------------------------------------------------ every event
 
@@ -114,6 +115,8 @@ class Watch:
                     self._check_batch(command)
                 case ev.Record(rollout=rollout, task=task):
                     self._check_record(rollout, task)
+        if isinstance(event, ev.RowsDiscarded):
+            self.trained_rows.check(core)
         if isinstance(event, ev.TurnAsked) and not commands:
             self._hardships.note(Hardship.ALONE)
         self._release()
@@ -163,6 +166,8 @@ class Watch:
                 self._is_batch_handed = False
                 self._training = deque((version if v is None else v, n) for v, n in self._training)
                 self.progress += 1
+            case ev.RowsDiscarded():
+                self.trained_rows.left_out(event)
             case ev.EpisodeReturned() | ev.EpisodeFailed():
                 self._going.pop(event.rollout_id, None)
                 self.progress += 1
@@ -232,6 +237,7 @@ class Watch:
         assert batch.oldest_trainable == floor, f"tokens are masked below v{batch.oldest_trainable}"
         for group in batch.groups:
             self._check_group(group, floor)
+        self.trained_rows.handed(batch)
 
     def _check_order(self, groups: list[Group]) -> None:
         """In the order of admission none is overtaken; in a window, by the next few at most."""
@@ -294,7 +300,6 @@ class Watch:
         spans = [span for span in turn.spans() if span.version >= floor]
         if len(spans) < len(turn.spans()):
             self._hardships.note(Hardship.MASKED)
-        self.trained_tokens += sum(span.end - span.start for span in spans)
         if not spans:
             return  # given up before the first token, or all of it is masked
         staleness = self._published - min(span.version for span in spans)
@@ -340,7 +345,7 @@ class Watch:
                 assert self.trained[task] == 1, f"task {task} was given up for no reason"
         ledger = core.ledger
         assert ledger.in_flight == ledger.buffered == 0, ledger.snapshot()
-        assert ledger.trained == self.trained_tokens
+        self.trained_rows.check(core)
 
 
 def _check_beginning(branch: Rollout, forked: Rollout, script: Script) -> None:

@@ -16,6 +16,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.state import digest, load, save
 from tidegate.orchestrator.episodes.episode import Episode
+from tidegate.orchestrator.feed.left_out_rows import left_out_rows
 from tidegate.orchestrator.journal.event_log import replay
 from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
 from tidegate.orchestrator.scheduler import Scheduler
@@ -40,6 +41,9 @@ LIVES_MAX = 8
 TRAINERS_FAULTS = {FaultKind.REFUSE, FaultKind.LAG, FaultKind.TRAINER}
 """What this trainer would have to go on after; it dies instead."""
 
+LEFT_OUT = "left_out"
+"""The reason for rows that the trainer does not train on."""
+
 HEADER = JournalHeader(
     run_id="simulated",
     rules={},
@@ -63,6 +67,8 @@ class Checkpoint:
     """In the order of training."""
     batches: int = 0
     last_group: int = -1
+    left_out_tokens: int = 0
+    """In rows that it had and did not train on."""
 
 
 @dataclass(slots=True)
@@ -74,6 +80,8 @@ class LivesReport:
     lives: int = 0
     batches_again: int = 0
     """Handed over once more, because the checkpoint had not seen them."""
+    left_out_tokens: int = 0
+    """In rows that the trainer had and did not train on, as far as its checkpoint knows."""
     rollbacks: int = 0
     """Resumes that found weights newer than the checkpoint."""
     rejoined_turns: int = 0
@@ -323,6 +331,7 @@ class Lives:
     async def _train(self, scheduler: Scheduler) -> None:
         scenario = self._scenario
         self._trained, batches = self._checkpoint.trained, self._checkpoint.batches
+        left_out = self._checkpoint.left_out_tokens
         self._last_group = self._checkpoint.last_group
         await scheduler.wait_for_engines(1)
         if self.report.lives > 1:
@@ -337,7 +346,10 @@ class Lives:
                 await self._publish(scheduler)
                 continue
             if batch is None:
-                self._checkpoint = Checkpoint(self._trained, batches, self._last_group)
+                self._checkpoint = Checkpoint(self._trained, batches, self._last_group, left_out)
+                self.report.left_out_tokens = left_out
+                told = scheduler.core.ledger.discarded[LEFT_OUT]
+                assert told == left_out, f"{told} tokens are left out, the trainer left {left_out}"
                 return
             assert batch.number == batches + 1
             await asyncio.sleep(scenario.train_s)
@@ -345,12 +357,21 @@ class Lives:
             whole = [group.task for group in batch.groups if not group.is_rest]
             taken = [task for task in whole if isinstance(task, int)]
             self._trained += tuple(Trained(task, self.report.lives) for task in taken)
+            left_out += await self._leave_rows_out(scheduler, batch)
             is_saved = batches % self._checkpoint_batches == 0
             if is_saved:
-                self._checkpoint = Checkpoint(self._trained, batches, self._last_group)
+                self._checkpoint = Checkpoint(self._trained, batches, self._last_group, left_out)
             await self._publish(scheduler)
             if is_saved and self._chance.random() < 0.5:
                 await scheduler.make_safe(batches, 0)
+
+    async def _leave_rows_out(self, scheduler: Scheduler, batch: ev.HandOver) -> int:
+        """Don't train on some rows; so many tokens are in them."""
+        rows = [row for group in batch.groups for row in group.kept]
+        share = self._scenario.leaving_out
+        chosen = [place for place in range(len(rows)) if share and self._chance.random() < share]
+        await left_out_rows(batch.number, chosen, LEFT_OUT).tell(scheduler)
+        return sum(rows[place].sampled_tokens - rows[place].masked_tokens for place in chosen)
 
     async def _publish(self, scheduler: Scheduler) -> None:
         version = await scheduler.control.publisher.reserve()

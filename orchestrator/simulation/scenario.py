@@ -118,6 +118,8 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     """Share of publishes that are followed by another, without a batch in between."""
     cancelled_publishes: float = 0.0
     """Share of them."""
+    leaving_out: float = 0.0
+    """Share of rows that it does not train on."""
     patience_s: float | None = None
     """It waits so long for a batch, then asks again; None waits on."""
     evaluation_tasks: int = 0
@@ -232,6 +234,7 @@ def draw_scenario(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> Scenar
         batches_per_publish=chance.choice((1, 1, 1, 2)),
         evaluation_tasks=chance.choice((0, 0, 0, 1, 3)),
         evaluates_beside=chance.random() < 0.5,
+        leaving_out=random.Random(f"{seed}/left out").choice((0.0, 0.0, 0.3)),
         faults=plan_faults(
             kinds, engines=engines, until_s=FAULTS_UNTIL_S, chance=random.Random(f"{seed}/faults")
         ),

@@ -252,7 +252,7 @@ class Simulation:
         watch, tape = self._watch, self._world.tape
         virtual_s, callbacks = self._loop.time(), self._loop.callbacks_run
         received = self._trainer.received_groups
-        tape.note_fact((str(failure), virtual_s, callbacks, watch.trained_tokens, received))
+        tape.note_fact((str(failure), virtual_s, callbacks, watch.trained_rows.tokens, received))
         return SimulationReport(
             scenario=self._scenario,
             faults=faults,
@@ -262,7 +262,7 @@ class Simulation:
             callbacks=callbacks,
             frames=tape.frames,
             trained_tasks=sum(watch.trained.values()),
-            trained_tokens=watch.trained_tokens,
+            trained_tokens=watch.trained_rows.tokens,
             oldest_staleness=watch.oldest_staleness,
             hardships=frozenset(self._world.hardships.seen),
             story=tuple(self._story()) if failure else (),

@@ -16,7 +16,9 @@ from tidegate.errors import (
     SleepFailed,
     WeightsRefused,
 )
+from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.episodes.episode import Episode
+from tidegate.orchestrator.feed.left_out_rows import left_out_rows
 from tidegate.orchestrator.feed.tasks import Tasks
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.simulation.hardships import Hardship
@@ -28,6 +30,8 @@ from tidegate.transport.sleep_messages import MEMORY_TAGS
 PATIENCE_MAX_S = 0.3
 """A publish that is cancelled gets so long at most."""
 
+REASONS = ("too_long", "too_stale")
+"""For rows that it leaves out."""
 
 SLEEP_SHARE = 0.5
 """Of pauses, engines sleep in."""
@@ -57,6 +61,7 @@ class SimulatedTrainer:
         self._world = world
         self._episode = episode
         self._chance = scenario.chance("trainer")
+        self._chance_of_rows = scenario.chance("left out")
         self.doing = "starts"
         """What it waits for, in words."""
         self.taken_tasks: set[int] = set()
@@ -152,7 +157,17 @@ class SimulatedTrainer:
             if batch is None:
                 return _Next.NO_MORE
             self.received_groups += [group.group_id for group in batch.groups]
+            await self._leave_rows_out(scheduler, batch)
             return _Next.BATCH
+
+    async def _leave_rows_out(self, scheduler: Scheduler, batch: ev.HandOver) -> None:
+        """As a trainer does that has limits of its own."""
+        rows = range(sum(len(group.kept) for group in batch.groups))
+        chance, share = self._chance_of_rows, self._scenario.leaving_out
+        if share and (left_out := [row for row in rows if chance.random() < share]):
+            self._world.hardships.note(Hardship.LEFT_OUT)
+            reason = chance.choice(REASONS)
+            await left_out_rows(batch.number, left_out, reason).tell(scheduler)
 
     # ------------------------------------------------------------ weights
 

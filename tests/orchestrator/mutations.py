@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import pytest
 
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core import groups
+from tidegate.orchestrator.core import groups, left_out
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.groups import GroupBook
+from tidegate.orchestrator.core.ledger import Ledger
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.runner import EpisodeRunner
 from tidegate.orchestrator.feed.tasks import TaskSource
@@ -125,6 +126,22 @@ def a_window_is_one_group_too_wide(patch: pytest.MonkeyPatch) -> None:
 @mutation(seed=29)
 def masked_tokens_count_as_trained(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Rollout, "masked_tokens", property(lambda self: 0))
+
+
+@mutation(seed=1)
+def rows_that_the_trainer_left_out_stay_trained(patch: pytest.MonkeyPatch) -> None:
+    right = Ledger.leave_out
+
+    def leave_out(self: Ledger, tokens: int, reason: str) -> None:
+        if reason == groups.TOO_OLD:
+            right(self, tokens, reason)
+
+    patch.setattr(Ledger, "leave_out", leave_out)
+
+
+@mutation(seed=30)
+def a_rollout_is_left_out_with_the_first_of_its_rows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(left_out, "_is_trained", lambda root: root.discard_reason is None)
 
 
 @mutation(seed=2)

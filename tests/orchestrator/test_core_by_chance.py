@@ -1,5 +1,7 @@
 """The promises under any order of events: hypothesis drives the core, every step is checked."""
 
+from collections import Counter
+
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -37,6 +39,8 @@ class AnyRun(RuleBasedStateMachine):
         self.engines_made = 1
         self.batches_asked = 0
         self.has_rolled_back = False
+        self.left_out: dict[int, set[int]] = {}
+        """Batch -> places in it of rows that the trainer has not trained on."""
 
     # ------------------------------------------------------------ engines
 
@@ -154,6 +158,7 @@ class AnyRun(RuleBasedStateMachine):
         batches = oldest + which % (handed.count - oldest + 1)
         self.driver.die_and_resume(batches, snapshot=snapshot)
         self.batches_asked = len(self.driver.batches) + len(self.driver.refused)
+        self.left_out = {n: rows for n, rows in self.left_out.items() if n <= batches}
 
     @rule(which=pick, snapshot=st.booleans())
     def the_process_dies_and_its_newest_weights_with_it(self, which: int, snapshot: bool) -> None:
@@ -163,6 +168,7 @@ class AnyRun(RuleBasedStateMachine):
         batches = handed.safe + which % (handed.count - handed.safe + 1)
         self.driver.die_and_resume(batches, snapshot=snapshot)
         self.batches_asked = len(self.driver.batches) + len(self.driver.refused)
+        self.left_out = {n: rows for n, rows in self.left_out.items() if n <= batches}
         self.has_rolled_back = True
 
     @rule(which=pick)
@@ -170,6 +176,17 @@ class AnyRun(RuleBasedStateMachine):
         handed = self.driver.core.handed
         batches = handed.safe + which % (handed.count - handed.safe + 1)
         self.driver.do(ev.BatchesSafe(batches, self.driver.core.tasks.offer))
+
+    @rule(which=pick, places=st.lists(st.integers(0, 20), max_size=4))
+    def the_trainer_leaves_rows_out(self, which: int, places: list[int]) -> None:
+        """Of any batch that is in no checkpoint, the same ones again too."""
+        kept = self.driver.core.handed.kept
+        if not kept:
+            return
+        batch = kept[which % len(kept)]
+        rows = tuple(place % len(batch.rows) for place in places)
+        self.driver.do(ev.RowsDiscarded(batch.number, rows, "left_out"))
+        self.left_out.setdefault(batch.number, set()).update(rows)
 
     @rule(which=pick)
     def a_connection_breaks(self, which: int) -> None:
@@ -195,6 +212,26 @@ class AnyRun(RuleBasedStateMachine):
             rollouts = [rollout for group in batch.groups for rollout in group.kept]
             oldest = [v for r in rollouts if (v := r.oldest_trained_version) is not None]
             assert all(0 <= batch.trainer_version - version <= bound for version in oldest)
+
+    @invariant()
+    def what_was_left_out_is_discarded_and_all_else_of_batches_is_trained(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        tokens: Counter[str] = Counter(trained=0, left_out=0)
+        rollouts = set()
+        for batch in self.driver.batches:
+            places = self.left_out.get(batch.number, set())
+            rows = [row for group in batch.groups for row in group.kept]
+            for place, row in enumerate(rows):
+                account = "left_out" if place in places else "trained"
+                tokens[account] += row.sampled_tokens - row.masked_tokens
+                if account == "trained":
+                    rollouts.add(row.root.rollout_id)
+        core = self.driver.core
+        assert tokens["trained"] == core.ledger.trained
+        assert tokens["left_out"] == core.ledger.discarded["left_out"]
+        assert len(rollouts) == core.trained.rollouts
+        assert sum(core.trained.staleness.values()) <= len(rollouts)
 
     @invariant()
     def the_gate_at_consumption_never_had_to_close(self) -> None:

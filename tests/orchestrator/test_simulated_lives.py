@@ -5,15 +5,18 @@ from collections.abc import Callable
 import pytest
 
 from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core import left_out
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.groups import GroupBook
-from tidegate.orchestrator.core.handed_batches import HandedBatches
+from tidegate.orchestrator.core.handed_batches import HandedBatch, HandedBatches
 from tidegate.orchestrator.core.rollout import RolloutState
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
+from tidegate.orchestrator.core.trained import TrainedCounts
 from tidegate.orchestrator.engine_side import EngineSide
 from tidegate.orchestrator.feed.task_feed import TaskFeed
 from tidegate.orchestrator.fleet.fleet import Fleet
+from tidegate.orchestrator.journal.run_journal import RunJournal
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.simulation.lives import simulate_lives
 from tidegate.orchestrator.turns import turns
@@ -117,12 +120,33 @@ def batches_to_be_handed_over_again_go_to_the_end(patch: pytest.MonkeyPatch) -> 
     patch.setattr(GroupBook, "take_back", take_back)
 
 
+@mutation
+def rows_left_out_of_a_batch_that_is_undone_stay_discarded(patch: pytest.MonkeyPatch) -> None:
+    def take_back(batch: HandedBatch, groups: GroupBook, trained: TrainedCounts) -> None:
+        trained.count(batch.rows, batch.trainer_version, -1)
+        groups.take_back(batch.groups)
+
+    patch.setattr(left_out, "take_back", take_back)
+
+
+@mutation
+def what_was_left_out_is_not_written_down(patch: pytest.MonkeyPatch) -> None:
+    right = RunJournal.log
+
+    def log(self: RunJournal, event: ev.Event) -> None:
+        if not isinstance(event, ev.RowsDiscarded):
+            right(self, event)
+
+    patch.setattr(RunJournal, "log", log)
+
+
 def test_a_run_goes_on_whenever_its_process_dies() -> None:
     reports = [simulate_lives(seed) for seed in range(SEEDS)]
     assert [(r.seed, r.failure) for r in reports if r.failure] == []
     assert sum(report.lives for report in reports) > 2 * SEEDS
     assert sum(report.batches_again for report in reports) > 0
     assert sum(report.rollbacks for report in reports) > 0
+    assert sum(report.left_out_tokens for report in reports) > 0
 
 
 def test_a_seed_goes_the_same_way_each_time() -> None:

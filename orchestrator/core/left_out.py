@@ -1,0 +1,59 @@
+"""What becomes of rows that the trainer had and did not train on? They move to other accounts.
+
+A row is a rollout or a branch of one; a rollout is trained as long as one of its rows is. It knows
+the batch that they were in, and neither why they were left out nor when the trainer says so.
+"""
+
+from collections.abc import Iterable
+
+from tidegate.orchestrator.core.groups import GroupBook
+from tidegate.orchestrator.core.handed_batches import HandedBatch
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.core.trained import TrainedCounts
+
+
+def leave_out(
+    batch: HandedBatch,
+    places: Iterable[int],
+    reason: str,
+    groups: GroupBook,
+    trained: TrainedCounts,
+) -> None:
+    """The trainer has not trained on these of a batch's rows; those left out already stay so."""
+    rows = batch.rows
+    chosen = [rows[place] for place in sorted({*places})]
+    chosen = [row for row in chosen if row.discard_reason is None]
+    roots = _roots(chosen)
+    trained.count(roots, batch.trainer_version, -1)
+    for row in chosen:
+        row.discard_reason = reason
+        groups.ledger.leave_out(row.sampled_tokens - row.masked_tokens, reason)
+    trained.count([root for root in roots if _is_trained(root)], batch.trainer_version, 1)
+    keys = {group.group_id: group.key for group in batch.groups}
+    for root in roots:
+        if (why := root.discard_reason) is not None and not _is_trained(root):
+            groups.discarded_rollouts[why] += 1
+            groups.discards.note_left_out(root, why, keys[root.group_id])
+
+
+def take_back(batch: HandedBatch, groups: GroupBook, trained: TrainedCounts) -> None:
+    """A batch is undone, to be handed over again: whole, whatever was left out of it."""
+    roots = [row for row in batch.rows if row.branch_of is None]
+    trained.count([root for root in roots if _is_trained(root)], batch.trainer_version, -1)
+    for root in roots:
+        if (why := root.discard_reason) is not None and not _is_trained(root):
+            groups.discarded_rollouts[why] -= 1
+    for row in batch.rows:
+        if row.discard_reason is not None:
+            groups.ledger.leave_out(row.masked_tokens - row.sampled_tokens, row.discard_reason)
+            row.discard_reason = None
+    groups.take_back(batch.groups)
+
+
+def _roots(rows: Iterable[Rollout]) -> list[Rollout]:
+    """The rollouts that rows are of, each once."""
+    return list({root.rollout_id: root for root in (row.root for row in rows)}.values())
+
+
+def _is_trained(root: Rollout) -> bool:
+    return any(row.discard_reason is None for row in root.rows)
