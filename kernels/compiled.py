@@ -22,11 +22,13 @@ import torch
 
 COMPILER = os.environ.get("CXX", "g++")
 
-SOURCE_NAMES = ("native.cpp", "attend_last.cpp", "weight_matrix.cpp")
+SOURCE_NAMES = ("native.cpp", "attend_last.cpp", "weight_matrix.cpp", "exact_matrix.cpp")
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in SOURCE_NAMES)
 
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("numbers.h", "panels.h"))
+HEADER_NAMES = ("numbers.h", "panels.h", "packing.h", "products.h")
+
+HEADERS = tuple(Path(__file__).with_name(name) for name in HEADER_NAMES)
 
 FLAGS = (
     "-O3",

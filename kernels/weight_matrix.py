@@ -24,7 +24,7 @@ TILES = "amx_bf16"
 """With these torch multiplies bfloat16 faster than vectors can."""
 
 COPY_ELEMENTS = 1 << 18
-"""Converted at once while packing: 1 MB of float32 stays in the caches."""
+"""Converted at once while packing, about: 1 MB of float32 stays in the caches."""
 
 THREAD_PRODUCTS = 1 << 22
 """Multiply-adds that are worth a thread: its start takes 15 us, and these about 100."""
@@ -185,7 +185,7 @@ class PackedMatrix:
     def pack(self, first: int, source: torch.Tensor) -> None:
         """Put ``source`` [R, K], of any dtype, into the rows from ``first`` on."""
         inputs = self.shape[1]
-        at_once = max(1, COPY_ELEMENTS // inputs)
+        at_once = max(1, COPY_ELEMENTS // inputs // 64) * 64  # whole panels
         for part in torch.split(source.detach(), at_once):
             rows = part.to(self.dtype).contiguous()
             self._pack(rows.data_ptr(), self.storage.data_ptr(), first, rows.shape[0], inputs)

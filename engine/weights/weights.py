@@ -26,6 +26,7 @@ from tidegate.engine.ranks.shards import WHOLE, Shard
 from tidegate.engine.weights.lora import Adapter, Like, make_adapter
 from tidegate.engine.weights.weight_store import Place, WeightStore
 from tidegate.errors import ModelError, WeightsRefused
+from tidegate.kernels.exact_matrix import ExactMatrix, make_exact_matrix
 from tidegate.kernels.fp8_matrix import make_fp8_matrix
 from tidegate.kernels.int8_matrix import make_int8_matrix
 from tidegate.kernels.weight_matrix import Matrix, PackedMatrix, make_matrix
@@ -99,7 +100,7 @@ class Weights(WeightStore):
         local = shard.local(config)
         vocabulary = (shard.vocabulary_rows(config), config.hidden_size)
         outputs = config.labels or vocabulary[0]
-        head = make_matrix(outputs, config.hidden_size, torch.float32, is_packed=is_packed)
+        head = make_exact_matrix(outputs, config.hidden_size, dtype, is_packed=is_packed)
         shares = config.tied_head and dtype == torch.float32
         exact = partial(make_matrix, dtype=dtype, is_packed=is_packed)
         matrix = (
@@ -131,7 +132,8 @@ class Weights(WeightStore):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the head makes of normed hidden states [S, H], in float32: [S, V] or [S, L]."""
-        logits = self.head.linear(hidden.float())
+        head = self.head
+        logits = head.linear(hidden if isinstance(head, ExactMatrix) else hidden.float())
         if self.group is None or self.config.labels:
             return logits
         return self.group.join(logits)[:, : self.config.vocab_size]

@@ -1,0 +1,121 @@
+// A matrix of float32 times activations in bfloat16, as exact as if these were widened.
+//
+// Each panel lies in a place of its own. If all of its weights are numbers of bfloat16, which is so
+// where they were published in it, it lies there as those: half the bytes to read, and the
+// processor's own instructions for them; products are exact either way, and sums are float32. Behind
+// the places stands of each panel whether it is such a one: 1, or 0.
+//
+// Letters in shapes: T tokens, N outputs, K inputs.
+
+#include "packing.h"
+#include "products.h"
+
+namespace {
+
+// Where the panels of a matrix are.
+struct Places {
+    float* packed;
+    Matrix matrix;
+
+    int64_t stride() const { return stored_inputs<bfloat16>(matrix.inputs) * PANEL; }
+    float* at(int64_t panel) const { return packed + panel * stride(); }
+    float& is_half(int64_t panel) const {
+        return at((matrix.outputs + PANEL - 1) / PANEL)[panel];
+    }
+};
+
+inline bool are_halves(const float* weights, int64_t n) {
+    uint32_t low = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        std::memcpy(&bits, weights + i, 4);
+        low |= bits << 16;
+    }
+    return low == 0;
+}
+
+inline void take_row(const Places& places, int64_t row, float* out) {
+    const int64_t panel = row / PANEL, inputs = places.matrix.inputs;
+    const float* from = places.at(panel);
+    if (places.is_half(panel) == 0.0f) return take_row(from, row % PANEL, out, inputs);
+    for (int64_t k = 0; k < inputs; k++)
+        out[k] = widen(((const bfloat16*)from)[Arithmetic<bfloat16>::place(row % PANEL, k)]);
+}
+
+// Put a whole panel there, as it is smallest.
+inline void put(const Places& places, const float* from, int64_t panel,
+                std::vector<bfloat16>& room) {
+    const int64_t inputs = places.matrix.inputs;
+    float* to = places.at(panel);
+    places.is_half(panel) = are_halves(from, PANEL * inputs) ? 1.0f : 0.0f;
+    if (places.is_half(panel) == 0.0f) return pack_panel(from, to, 0, PANEL, inputs);
+    room.resize(PANEL * inputs);
+    for (int64_t i = 0; i < PANEL * inputs; i++) narrow(from[i], &room[i]);
+    std::fill_n((bfloat16*)to, places.stride(), bfloat16{0});
+    pack_panel(room.data(), (bfloat16*)to, 0, PANEL, inputs);
+}
+
+void pack(const float* from, const Places& places, int64_t first, int64_t rows) {
+    const int64_t inputs = places.matrix.inputs;
+    std::vector<bfloat16> halves;
+    std::vector<float> whole(PANEL * inputs);
+    pack_by_panels(from, first, rows, inputs,
+                   [&](const float* source, int64_t panel, int64_t lane, int64_t count) {
+                       if (count < PANEL) {
+                           for (int64_t i = 0; i < PANEL; i++)
+                               take_row(places, panel * PANEL + i, &whole[i * inputs]);
+                           std::copy_n(source, count * inputs, &whole[lane * inputs]);
+                           source = whole.data();
+                       }
+                       put(places, source, panel, halves);
+                   });
+}
+
+void multiply(const bfloat16* x, const Places& places, const float* bias, float* out,
+              int64_t tokens, bool adds, int64_t threads) {
+    const Matrix matrix = places.matrix;
+    std::vector<Arithmetic<bfloat16>::Input> half_room;
+    std::vector<float> whole_room;
+    const auto* halves = as_inputs(x, tokens, matrix.inputs, half_room);
+    const float* wholes = as_inputs(x, tokens, matrix.inputs, whole_room);
+    const Panels<bfloat16> half{(const bfloat16*)places.packed, 2 * places.stride(), nullptr};
+    const Panels<float> whole{places.packed, places.stride(), nullptr};
+    share_panels(matrix.outputs, threads, [=](int64_t panel, int64_t end_panel) {
+        while (panel < end_panel) {
+            const float is_half = places.is_half(panel);
+            int64_t end = panel + 1;
+            while (end < end_panel && places.is_half(end) == is_half) end++;
+            if (is_half != 0.0f)
+                multiply_panels(halves, half, matrix, bias, adds, out, tokens, panel, end);
+            else
+                multiply_panels(wholes, whole, matrix, bias, adds, out, tokens, panel, end);
+            panel = end;
+        }
+    });
+}
+
+}  // namespace
+
+extern "C" int64_t tg_multiply_exact(const void* x, void* packed, const void* bias, void* out,
+                                     int64_t tokens, int64_t outputs, int64_t inputs,
+                                     int64_t adds, int64_t threads) {
+    return lacks_memory([&] {
+        multiply((const bfloat16*)x, Places{(float*)packed, {outputs, inputs}},
+                 (const float*)bias, (float*)out, tokens, adds != 0, threads);
+    });
+}
+
+extern "C" int64_t tg_pack_exact(const void* from, void* packed, int64_t first, int64_t rows,
+                                 int64_t outputs, int64_t inputs) {
+    return lacks_memory(
+        [&] { pack((const float*)from, Places{(float*)packed, {outputs, inputs}}, first, rows); });
+}
+
+extern "C" int64_t tg_take_exact(void* packed, const int64_t* rows, void* out, int64_t count,
+                                 int64_t outputs, int64_t inputs) {
+    return lacks_memory([&] {
+        const Places places{(float*)packed, {outputs, inputs}};
+        for (int64_t i = 0; i < count; i++)
+            take_row(places, rows[i], (float*)out + i * inputs);
+    });
+}

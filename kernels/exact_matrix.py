@@ -1,0 +1,56 @@
+"""How are activations in bfloat16 multiplied by a matrix that must not be rounded, such as a head?
+
+As float32 would be, by exact_matrix.cpp: panels whose weights are all numbers of bfloat16, as they
+are where they were published in it, are kept and multiplied as those. What it is for is not known
+here.
+
+Letters in shapes: T tokens, N outputs, K inputs.
+"""
+
+import ctypes
+
+import torch
+
+from tidegate.kernels.compiled import INT, POINTER, function, library
+from tidegate.kernels.weight_matrix import Matrix, PackedMatrix, make_matrix
+
+MULTIPLY = [POINTER] * 4 + [INT] * 5
+PACK = [POINTER] * 2 + [INT] * 4
+TAKE = [POINTER] * 3 + [INT] * 3
+
+
+class ExactMatrix(PackedMatrix):
+    """One in float32, for activations in bfloat16. All tensors are contiguous, on the CPU."""
+
+    def __init__(self, outputs: int, inputs: int, functions: ctypes.CDLL) -> None:
+        super().__init__(outputs, inputs, torch.float32, functions)
+        self._multiply_by = function(functions, "tg_multiply_exact", MULTIPLY)
+        pack = function(functions, "tg_pack_exact", PACK)
+        take = function(functions, "tg_take_exact", TAKE)
+        self._pack = lambda *given: pack(*given[:-1], outputs, inputs)
+        self._take = lambda *given: take(*given[:-1], outputs, inputs)
+        panel = functions["tg_panel_outputs"]()
+        panels, stored = -(-outputs // panel), inputs + inputs % 2
+        self.storage = torch.empty(panels * (panel * stored + 1), dtype=torch.float32)
+        # What fills the last panel up is multiplied as well; behind it stands how each panel lies.
+        self.storage[outputs // panel * panel * stored :] = 0.0
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """The outputs [T, N], float32, of ``x`` [T, K], bfloat16, with ``bias`` [N], float32."""
+        out = self.storage.new_empty((x.shape[0], self.shape[0]))
+        self._multiply(x, out, bias, adds=False)
+        return out
+
+
+def make_exact_matrix(
+    outputs: int, inputs: int, dtype: torch.dtype, *, is_packed: bool | None = None
+) -> Matrix:
+    """Make room for a matrix of float32 that activations of ``dtype`` are multiplied by.
+
+    Where it is no :class:`ExactMatrix`, they are to be widened first. ``is_packed`` as in
+    :func:`~tidegate.kernels.weight_matrix.make_matrix`.
+    """
+    functions = library() if dtype == torch.bfloat16 and is_packed is not False else None
+    if functions is not None:
+        return ExactMatrix(outputs, inputs, functions)
+    return make_matrix(outputs, inputs, torch.float32, is_packed=is_packed)

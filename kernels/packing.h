@@ -1,0 +1,59 @@
+// How do rows of a matrix get into its panels, and back?
+//
+// panels.h says how weights lie there.
+//
+// Letters in shapes: K inputs.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "panels.h"
+
+namespace {
+
+// A whole panel of bfloat16, two weights at a time; true if that was done.
+inline bool pack_pairs(const bfloat16* from, bfloat16* to, int64_t inputs) {
+    if (Arithmetic<bfloat16>::STEP == 2 && inputs % 2) return false;
+    for (int64_t k = 0; k < inputs; k += Arithmetic<bfloat16>::STEP)
+        for (int64_t i = 0; i < LANES * Arithmetic<bfloat16>::STEP; i++) {
+            const bfloat16* low = from + i * inputs + k;
+            const bfloat16* high = Arithmetic<bfloat16>::STEP == 2 ? low + 1 : low + LANES * inputs;
+            const uint32_t both = uint32_t(high->bits) << 16 | low->bits;
+            std::memcpy(to + k * PANEL + 2 * i, &both, sizeof both);
+        }
+    return true;
+}
+
+inline bool pack_pairs(const float*, float*, int64_t) { return false; }
+inline bool pack_pairs(const int8_t*, int8_t*, int64_t) { return false; }
+
+// Copy ``count`` rows into a panel, from its output ``lane`` on.
+template <typename T>
+void pack_panel(const T* from, T* panel, int64_t lane, int64_t count, int64_t inputs) {
+    if (count == PANEL && pack_pairs(from, panel, inputs)) return;
+    for (int64_t k = 0; k < inputs; k++)
+        for (int64_t i = 0; i < count; i++)
+            panel[Arithmetic<T>::place(lane + i, k)] = from[i * inputs + k];
+}
+
+// Copy output ``lane`` of a panel back.
+template <typename T> void take_row(const T* panel, int64_t lane, T* out, int64_t inputs) {
+    for (int64_t k = 0; k < inputs; k++) out[k] = panel[Arithmetic<T>::place(lane, k)];
+}
+
+// Split rows [first, first + rows) of a matrix by panels:
+// ``pack_some(from, panel, lane, count)`` gets those of one.
+template <typename T, typename F>
+void pack_by_panels(const T* from, int64_t first, int64_t rows, int64_t inputs, F pack_some) {
+    for (int64_t row = 0; row < rows;) {
+        const int64_t panel = (first + row) / PANEL, lane = (first + row) % PANEL;
+        const int64_t count = std::min(PANEL - lane, rows - row);
+        pack_some(from + row * inputs, panel, lane, count);
+        row += count;
+    }
+}
+
+}  // namespace
