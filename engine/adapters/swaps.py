@@ -17,7 +17,7 @@ from tidegate.engine.adapters.streams import Streams
 from tidegate.engine.adapters.telling import Teller
 from tidegate.engine.link import Link
 from tidegate.engine.weights.staging import Live, Staging
-from tidegate.errors import WeightsRefused
+from tidegate.errors import EngineGone, WeightsRefused
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import FinishWeightUpdate, WeightsFailed, WeightsLive
 
@@ -121,6 +121,8 @@ class WeightSwapper:
             self.loras.serve(loaded)
             self._say_live(update.version, begun_ns, recomputed)
             await streams.new_weights(label, self.loras.names)
+        except EngineGone:  # an OSError, too; but no old weights are left to serve on
+            raise
         except (WeightsRefused, OSError) as error:
             self._directories.forget(label)
             if self._weights is serves:

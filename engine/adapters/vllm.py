@@ -5,13 +5,13 @@ server was seen to do, and what this relies on, is in docs/engines.md.
 """
 
 import re
-import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import torch
 
 from tidegate.engine.adapters.adapter import (
     Capabilities,
@@ -23,7 +23,6 @@ from tidegate.engine.adapters.adapter import (
     Unable,
     VersionLabel,
 )
-from tidegate.engine.adapters.host_weights import is_tied
 from tidegate.engine.adapters.http import CONTROL_TIMEOUT_S, HttpEngine, Refusal
 from tidegate.engine.adapters.vllm_events import read_event, to_chunk
 from tidegate.engine.adapters.vllm_loras import VllmLoras
@@ -37,6 +36,7 @@ from tidegate.engine.adapters.vllm_releases import (
     read_release,
     readable_salt,
 )
+from tidegate.engine.adapters.vllm_weights import LOAD_TIMEOUT_S, VllmWeights
 from tidegate.errors import (
     ConfigError,
     EngineGone,
@@ -49,14 +49,8 @@ from tidegate.transport.media import MediaKind
 from tidegate.transport.messages import SamplingParams
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
-LOAD_TIMEOUT_S = 600.0
-"""To read a model from disk. An update that goes wrong inside of vLLM may never be answered."""
-
 PAUSE_TIMEOUT_S = 60.0
 """A pause waits for the step under way: a long prefill, at worst."""
-
-NEVER_GIVEN_WEIGHTS = "default"
-"""What a server calls its weights until somebody names them."""
 
 SAMPLING = frozenset(
     {"stop_token_ids", "top_k", "top_p", "min_p", "repetition_penalty", "top_logprobs"}
@@ -66,24 +60,24 @@ tokens so far for its prompt; ``min_tokens``, which also leaves out the model's 
 what it has otherwise or not at all."""
 
 
+_NO_LORA = "they are read from files; leave #weights= out of the server's url"
+
+
 def make_adapter(url: str, model: Path, *, weights: str = "disk") -> "VllmAdapter":
     """The adapter for the server at ``url``, which serves what is in the directory ``model``.
 
+    ``weights`` is how new ones get there, one of ``vllm_weights.WAYS``.
+
     Raises:
-        ConfigError: ``weights`` is another way than files.
+        ConfigError: it is none.
     """
-    if weights != "disk":
-        raise ConfigError(
-            f"vLLM is given weights from disk only, not by {weights!r}; leave #weights= out of "
-            f"{url!r}"
-        )
-    return VllmAdapter(HttpEngine(url), model)
+    return VllmAdapter(HttpEngine(url), model, weights=weights)
 
 
 class VllmAdapter(Unable):
     """One vLLM server."""
 
-    def __init__(self, http: HttpEngine, model: Path) -> None:
+    def __init__(self, http: HttpEngine, model: Path, *, weights: str) -> None:
         self._http = http
         self._model = model.resolve()
         self._name = ""
@@ -93,8 +87,7 @@ class VllmAdapter(Unable):
         self._release: Release | None = None
         self._memory = VllmMemory(self._post_query)
         self._loras = VllmLoras(http)
-        self._serves: tuple[Path, str] | None = None
-        """The directory whose weights it has, and their label."""
+        self._weights = VllmWeights(http, self._model, weights)
 
     @property
     def _about(self) -> Release:
@@ -114,13 +107,13 @@ class VllmAdapter(Unable):
             models = await self._http.call("GET", "/v1/models")
             self._release = read_release(version, paths, info)
             self._name = models["data"][0]["id"]
+            self._weights.refuse(self._release)
             self._media = media_of(self._model) if takes_references(api) else frozenset()
-            _refuse_tied(self._release, self._model)
             if self._release.can_sleep:  # an adapter before may have died while it slept
                 await self._memory.wake_all()
             await self.pause("abort")
             await self._loras.unload_left(models)
-            await self._serve_the_directory(label)
+            await self._weights.open(self._release, label)
             await self.resume()
             await self._probe(label)
         except (Refusal, WeightsRefused, EngineGone) as error:
@@ -143,20 +136,10 @@ class VllmAdapter(Unable):
             block_tokens=release.block_tokens,
             media=self._media,
             sleep_levels=frozenset({1, 2}) if release.can_sleep else frozenset(),
-            lora_rank_max=release.lora_rank_max,
-            lora_lacks=release.lora_lacks,
+            takes_tensors=self._weights.takes_tensors,
+            lora_rank_max=0 if self._weights.takes_tensors else release.lora_rank_max,
+            lora_lacks=_NO_LORA if self._weights.takes_tensors else release.lora_lacks,
         )
-
-    async def _serve_the_directory(self, label: str) -> None:
-        """Have it compute with the model directory's weights: v0."""
-        release = self._about
-        is_another = _is_another(Path(release.model), self._model)
-        if not release.has_labels or is_another or await self._label() != NEVER_GIVEN_WEIGHTS:
-            sys.stderr.write(f"{self._http.url} may have other weights; loads {self._model}\n")
-            await self._load(self._model, label)
-        elif release.has_labels:
-            await self._name_weights(label)
-        self._serves = (self._model, label)
 
     async def _probe(self, label: str) -> None:
         """Have one token sampled, and look whether all is told that is relied on."""
@@ -176,6 +159,7 @@ class VllmAdapter(Unable):
 
     async def close(self) -> None:
         """Let go of connections; requests under way are aborted by it."""
+        await self._weights.close()
         await self._http.close()
 
     # ------------------------------------------------------------ requests
@@ -289,29 +273,16 @@ class VllmAdapter(Unable):
             )
 
     async def load_weights(self, directory: Path, label: str) -> None:
-        """From files; if that fails, those of before again, for it may have got half way."""
-        before = self._serves
-        try:
-            await self._load(directory, label)
-        except Refusal as refusal:
-            if before is None:
-                raise WeightsRefused(str(refusal)) from refusal
-            try:
-                await self._load(*before)
-            except Refusal as error:
-                raise EngineGone(
-                    f"{self._http.url} could load neither new weights ({refusal}) nor those of "
-                    f"before ({error})"
-                ) from error
-            raise WeightsRefused(f"vLLM can't load them: {refusal.why}") from refusal
-        self._serves = (directory, label)
+        """From files; if that fails, it has those of before."""
+        await self._weights.load(directory, label)
+
+    async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
+        """Without files; what fails halfway ends the adapter."""
+        await self._weights.load_tensors(tensors, label)
 
     async def rename_weights(self, label: str) -> None:
-        """Releases without labels have nothing to name."""
-        if self._about.has_labels:
-            await self._name_weights(label)
-        if self._serves is not None:
-            self._serves = (self._serves[0], label)
+        """Tokens are labelled by the new name."""
+        await self._weights.rename(label)
 
     async def load_lora(self, name: str, directory: Path) -> None:
         """From files."""
@@ -320,21 +291,6 @@ class VllmAdapter(Unable):
     async def unload_lora(self, name: str) -> None:
         """Its name is nobody's at once."""
         await self._loras.unload(name)
-
-    async def _load(self, directory: Path, label: str) -> None:
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
-        await self._http.call("POST", "/collective_rpc", body, timeout_s=LOAD_TIMEOUT_S)
-        if self._about.has_labels:
-            await self._name_weights(label)
-
-    async def _name_weights(self, label: str) -> None:
-        await self._control("/update_weight_version", {"new_version": label})
-        if (found := await self._label()) != label:
-            raise EngineGone(f"{self._http.url} calls its weights {found!r}, named {label!r}")
-
-    async def _label(self) -> str:
-        answer = await self._control("/weight_info", method="GET")
-        return str(answer["weight_version"])
 
     async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
         """Give memory back."""
@@ -375,25 +331,3 @@ class VllmAdapter(Unable):
             return await self._http.call(method, path, body, query=query, timeout_s=timeout_s)
         except Refusal as refusal:
             raise EngineGone(f"vLLM refuses to be controlled: {refusal}") from refusal
-
-
-def _refuse_tied(release: Release, model: Path) -> None:
-    """Refuse a model of which vLLM would update all but the head.
-
-    On a CPU it multiplies by a packed copy of the head, which loading the embedding that it is tied
-    to does not touch: the tokens after it are of neither the old weights nor the new.
-
-    Raises:
-        ConfigError: it is such a model, on a CPU.
-    """
-    if release.is_on_cpu and is_tied(model):
-        raise ConfigError(
-            f"vLLM {release.text} on a CPU goes on with the old lm_head of a tied model when it is "
-            f"given new weights; untie {model} (tie_word_embeddings=false in config.json, and "
-            f"lm_head.weight in the files), or use Tidegate's own engine"
-        )
-
-
-def _is_another(started_with: Path, model: Path) -> bool:
-    """Whether the server was started with another directory, as far as that can be seen here."""
-    return started_with.is_dir() and started_with.resolve() != model

@@ -27,6 +27,18 @@ SCALE_OUT = (0, 30)
 REJECTS_WHILE_PAUSED = (0, 33)
 """New requests get a 503 during ``abort`` and ``wait``; before, they were queued."""
 
+TRANSFER = (0, 32)
+"""A trainer is met by an id of NCCL's that ``init_info`` says, and may leave again."""
+
+TRANSFER_ROUTES = (
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/shutdown_weight_transfer_engine",
+    "/get_world_size",
+)
+
 DEV_ROUTES = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/server_info")
 GENERATE = "/inference/v1/generate"
 
@@ -65,6 +77,9 @@ class Release:
     lora_rank_max: int
     """Of adapters that it takes; 0: none, for :attr:`lora_lacks`."""
     lora_lacks: str
+    has_transfer_routes: bool
+    transfer_backend: str
+    """Of its --weight-transfer-config; empty: it was started without."""
 
 
 def read_release(text: str, paths: Collection[str], info: Mapping[str, Any]) -> Release:
@@ -106,6 +121,8 @@ def read_release(text: str, paths: Collection[str], info: Mapping[str, Any]) -> 
         is_on_cpu=config.get("device_config", {}).get("device") == "cpu",
         lora_rank_max=lora_rank_max(config, paths),
         lora_lacks=lora_lacks(config),
+        has_transfer_routes=all(path in paths for path in TRANSFER_ROUTES),
+        transfer_backend=str((config.get("weight_transfer_config") or {}).get("backend", "")),
     )
 
 
@@ -118,6 +135,29 @@ def check_routes(text: str, paths: Collection[str]) -> None:
     lacking = [path for path in (*DEV_ROUTES, GENERATE) if path not in paths]
     if lacking:
         raise ConfigError(f"this vLLM {text} has no {', '.join(lacking)}; {START_IT_SO}")
+
+
+def refuse_transfer(release: Release, url: str) -> None:
+    """Refuse a server that takes no weights by NCCL.
+
+    Raises:
+        ConfigError: it doesn't; says why.
+    """
+    if release.version < TRANSFER or not release.has_transfer_routes:
+        lacks = f"use {TRANSFER[0]}.{TRANSFER[1]} or newer"
+    elif release.is_on_cpu:
+        lacks = "it has no GPU"
+    elif release.transfer_backend != "nccl":
+        lacks = (
+            f"it was started with {release.transfer_backend or 'no'} weight transfer; start it "
+            f"""with --weight-transfer-config '{{"backend": "nccl"}}'"""
+        )
+    else:
+        return
+    raise ConfigError(
+        f"vLLM {release.text} at {url} can't be given weights by nccl: {lacks}. Or leave #weights= "
+        f"out, and it is given files"
+    )
 
 
 def readable_salt(salt: str) -> str:

@@ -4,7 +4,7 @@ It knows no way for their bytes to come, and not what the model has.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,23 +47,6 @@ def announced_tensors(info: Mapping[str, Any]) -> list[Announced]:
         if not isinstance(one.dtype, torch.dtype) or min(one.shape, default=0) < 0:
             raise UpdateError(f"Invalid update_info: {one.name} is no tensor: {one!r}")
     return told
-
-
-def buffers(tensors: Sequence[Announced], buffer_bytes: int) -> Iterator[list[Announced]]:
-    """What comes together when tensors are packed: as many as it takes to exceed a buffer's size.
-
-    Source: vLLM's packed_tensor.py, whose sender and receiver count like this apart.
-    """
-    together: list[Announced] = []
-    size_bytes = 0
-    for one in tensors:
-        together.append(one)
-        size_bytes += one.num_bytes
-        if size_bytes > buffer_bytes:
-            yield together
-            together, size_bytes = [], 0
-    if together:
-        yield together
 
 
 def unpacked(buffer: "torch.Tensor", tensors: Sequence[Announced]) -> "dict[str, torch.Tensor]":

@@ -14,9 +14,7 @@ from typing import Any
 
 from tidegate.orchestrator.vllm_server.failures import UpdateError
 from tidegate.orchestrator.vllm_server.pickled_facts import NotFacts, read_facts
-
-UNIQUE_ID_BYTES = 128
-"""NCCL's NCCL_UNIQUE_ID_BYTES."""
+from tidegate.transport.weight_channels.cuda_nccl import UNIQUE_ID_BYTES
 
 ID_KEY = "broadcast_from/0/0"
 """Where a StatelessProcessGroup of vLLM leaves what its rank 0 broadcasts first."""

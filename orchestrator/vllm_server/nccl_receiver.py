@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 from tidegate.orchestrator.vllm_server.announced import (
     Announced,
     announced_tensors,
-    buffers,
     unpacked,
 )
-from tidegate.orchestrator.vllm_server.failures import UpdateError
-from tidegate.orchestrator.vllm_server.nccl_group import (
-    NcclGroup,
-    nccl_library,
-    receiving_device,
-)
+from tidegate.orchestrator.vllm_server.failures import ServerError, UpdateError
 from tidegate.orchestrator.vllm_server.nccl_meeting import Meeting, read_meeting, unique_id
+from tidegate.transport.weight_channels.cuda_nccl import (
+    Communicator,
+    NcclFailed,
+    nccl_library,
+    own_device,
+    packs,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -42,20 +43,23 @@ class NcclReceiver:
         self, library: ctypes.CDLL | None = None, device: "torch.device | None" = None
     ) -> None:
         self._library, self._device = library, device
-        self._group: NcclGroup | None = None
+        self._group: Communicator | None = None
         self._store: Any = None
         self._meeting: Meeting | None = None
 
     def connect(self, info: Mapping[str, Any]) -> None:
         """Meet the trainer, which is about to join."""
         meeting = read_meeting(info)
-        device = self._device or receiving_device()
-        library = self._library or nccl_library()
+        device = self._device or _receiving_device()
+        library = self._library or _library()
         self.close()
         known, self._store = unique_id(meeting, patience_s=PATIENCE_S)
-        self._group = NcclGroup(
-            library, known, rank=meeting.rank, ranks=meeting.ranks, device=device
-        )
+        try:
+            self._group = Communicator(
+                library, known, rank=meeting.rank, ranks=meeting.ranks, device=device
+            )
+        except NcclFailed as error:
+            raise UpdateError(str(error)) from None
         self._meeting, self._device, self._library = meeting, device, library
 
     def receive(self, info: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
@@ -73,31 +77,31 @@ class NcclReceiver:
             if is_packed:
                 return self._packed(group, told, buffer_bytes)
             return {one.name: self._one(group, one.shape, one.dtype).cpu() for one in told}
-        except UpdateError:
+        except NcclFailed as error:
             self.close()
-            raise
+            raise UpdateError(str(error)) from None
         except RuntimeError as error:  # or the trainer would wait in a broadcast for ever
             self.close()
             raise UpdateError(f"there is no room for what was announced: {error}") from None
 
     def _packed(
-        self, group: NcclGroup, told: list[Announced], buffer_bytes: int
+        self, group: Communicator, told: list[Announced], buffer_bytes: int
     ) -> "dict[str, torch.Tensor]":
         import torch
 
         tensors: dict[str, torch.Tensor] = {}
-        for together in buffers(told, buffer_bytes):
+        for together in packs(told, lambda one: one.num_bytes, buffer_bytes):
             size = sum(one.num_bytes for one in together)
             tensors |= unpacked(self._one(group, (size,), torch.uint8), together)
         return tensors
 
     def _one(
-        self, group: NcclGroup, shape: tuple[int, ...], dtype: "torch.dtype"
+        self, group: Communicator, shape: tuple[int, ...], dtype: "torch.dtype"
     ) -> "torch.Tensor":
         import torch
 
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        group.receive(tensor, patience_s=PATIENCE_S)
+        group.broadcast(tensor, patience_s=PATIENCE_S)
         return tensor
 
     def finished(self) -> None:
@@ -108,3 +112,26 @@ class NcclReceiver:
         group, self._group, self._store = self._group, None, None
         if group is not None:
             group.close()
+
+
+def _library() -> ctypes.CDLL:
+    try:
+        return nccl_library()
+    except NcclFailed as error:
+        raise ServerError(
+            400,
+            f"weights by nccl want NCCL, and {error}; else start the server with "
+            "--weight-transfer gloo or disk",
+        ) from None
+
+
+def _receiving_device() -> "torch.device":
+    device = own_device()
+    if device is None:
+        raise ServerError(
+            400,
+            "weights by nccl want a CUDA device in the server's process, and torch sees none: "
+            "start the server with --weight-transfer gloo, by which trainers broadcast over TCP, "
+            "or disk",
+        )
+    return device

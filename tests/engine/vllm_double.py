@@ -25,7 +25,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.engine.vllm_double_loras import Loras
+from tests.engine.vllm_double_loras import Loras, error_body
+from tests.engine.vllm_double_weights import Transfers
 from tests.served_app import guarded
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner, Row, RowSampling
@@ -66,18 +67,20 @@ class VllmDouble:
             "dev": True,
             "scale_out": True,
             "enable_sleep_mode": False,
+            "weight_transfer": None,
             "model": str(model),
             "body": ["token_ids", "sampling_params", "features", "content_parts"],
         } | config
-        self._path = model
+        self.path = model
         shape = ModelConfig.from_directory(model)
-        self._runner = ModelRunner(
+        self.runner = ModelRunner(
             shape,
             load_directory(model, shape, torch.float32),
             num_blocks=BLOCKS_EACH * REQUESTS_MAX,
             block_tokens=BLOCK_TOKENS,
         )
-        self.loras = Loras(self._runner, config.get("lora_rank_max", 0))
+        self.loras = Loras(self.runner, config.get("lora_rank_max", 0))
+        self.transfers = Transfers(self)
         self._free = list(range(REQUESTS_MAX))
         self.label = "default"
         self.paused = ""
@@ -163,7 +166,8 @@ class VllmDouble:
         if not rows:
             return
         assert not self.sleeping, "an illegal memory access"
-        output = self._runner.step(rows)
+        assert not self.transfers.is_apart, "meta tensors"
+        output = self.runner.step(rows)
         samples = iter(zip(output.token_ids.tolist(), output.logprobs.tolist(), strict=True))
         for one, row in zip(whose, rows, strict=True):
             one.computed += len(row.token_ids)
@@ -241,8 +245,8 @@ class VllmDouble:
             "/openapi.json": self._openapi,
             "/v1/models": self._models,
             "/inference/v1/generate": self._generate,
-        } | (self.loras.routes | dev if self.config["dev"] else {})
-        self._paths = list(routes)
+        } | (self.loras.routes | self.transfers.routes | dev if self.config["dev"] else {})
+        self.paths = list(routes)
         return Starlette(
             routes=[Route(path, its, methods=["GET", "POST"]) for path, its in routes.items()]
         )
@@ -262,7 +266,7 @@ class VllmDouble:
     async def _openapi(self, request: Request) -> Response:
         body: list[str] = self.config["body"]
         schemas: dict[str, Any] = {"GenerateRequest": {"properties": {name: {} for name in body}}}
-        paths: dict[str, Any] = {path: {} for path in self._paths}
+        paths: dict[str, Any] = {path: {} for path in self.paths}
         return JSONResponse({"paths": paths, "components": {"schemas": schemas}})
 
     async def _models(self, request: Request) -> Response:
@@ -283,6 +287,7 @@ class VllmDouble:
                     "cache_config": {"block_size": BLOCK_TOKENS, "num_gpu_blocks": 128},
                     "device_config": {"device": self.config["device"]},
                     "lora_config": self.loras.config,
+                    "weight_transfer_config": self.config["weight_transfer"],
                 }
             }
         )
@@ -333,11 +338,11 @@ class VllmDouble:
         return JSONResponse({"status": "sleeping", "level": int(level)})
 
     def _forget_weights(self) -> None:
-        shape = ModelConfig.from_directory(self._path)
-        garbage = load_directory(self._path, shape, torch.float32)
+        shape = ModelConfig.from_directory(self.path)
+        garbage = load_directory(self.path, shape, torch.float32)
         for tensor in garbage.tensors():
             tensor.zero_()
-        self._runner.swap(garbage)
+        self.runner.swap(garbage)
 
     async def _wake_up(self, request: Request) -> Response:
         tags = request.query_params.getlist("tags")
@@ -357,22 +362,22 @@ class VllmDouble:
         try:
             if self.fails_to_load(path):
                 raise OSError("no such file")
-            shape = ModelConfig.from_directory(self._path)
-            self._runner.swap(load_directory(Path(path), shape, torch.float32))
+            shape = ModelConfig.from_directory(self.path)
+            self.runner.swap(load_directory(Path(path), shape, torch.float32))
             self.loras.read_again()
         except (OSError, TidegateError) as error:
-            return _error(500, f"Call to collective_rpc method failed: {error}")
+            return error_body(500, f"Call to collective_rpc method failed: {error}")
         return JSONResponse({"results": [None]})
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
         if not self.config["scale_out"]:
-            return _error(403, "Scale-out endpoints are disabled. Restart vllm serve with …")
+            return error_body(403, "Scale-out endpoints are disabled. Restart vllm serve with …")
         if self.paused == "new" and self.version >= "0.33":
             self.turned_away += 1
-            return _error(503, "Generation is paused. Please retry after it resumes.")
+            return error_body(503, "Generation is paused. Please retry after it resumes.")
         if any(token >= 96 for token in body["token_ids"]):
-            return _error(400, "Token id 96 is out of vocabulary")
+            return error_body(400, "Token id 96 is out of vocabulary")
         if refused := self.loras.refusal(body):
             return refused
         self.bodies.append(body)
@@ -395,9 +400,3 @@ class VllmDouble:
 def _is_guarded(path: str) -> bool:
     """What controls the server is not."""
     return path.startswith(("/v1", "/v2", "/inference", "/cohere"))
-
-
-def _error(status: int, message: str) -> Response:
-    kind = {403: "PermissionDeniedError", 503: "ServiceUnavailableError"}.get(status, "Bad")
-    said = {"message": message, "type": kind, "param": None, "code": status}
-    return JSONResponse({"error": said}, status)

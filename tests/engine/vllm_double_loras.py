@@ -51,9 +51,11 @@ class Loras:
         """Of a request."""
         salt = body.get("cache_salt", "")
         if len(salt) > 128 or set("@/\\\0") & set(salt):
-            return _error(400, "Parameter 'cache_salt' must be at most 128 characters and must …")
+            return error_body(
+                400, "Parameter 'cache_salt' must be at most 128 characters and must …"
+            )
         if body["model"] not in ("tiny", *self.paths):
-            return _error(404, f"The model `{body['model']}` does not exist.")
+            return error_body(404, f"The model `{body['model']}` does not exist.")
         return None
 
     def read_again(self) -> None:
@@ -66,15 +68,17 @@ class Loras:
         body = await request.json()
         name, path = body["lora_name"], body["lora_path"]
         if name in self.paths:
-            return _error(400, f"The lora adapter '{name}' has already been loaded. If you want …")
+            return error_body(
+                400, f"The lora adapter '{name}' has already been loaded. If you want …"
+            )
         if why := self.fails():
-            return _error(500, f"Call to add_lora method failed: {why}")
+            return error_body(500, f"Call to add_lora method failed: {why}")
         try:
             adapter = self._read(Path(path))
         except FileNotFoundError:
-            return _error(404, f"Loading lora {name} failed: No adapter found for {path}")
+            return error_body(404, f"Loading lora {name} failed: No adapter found for {path}")
         except TidegateError as error:
-            return _error(500, f"Call to add_lora method failed: {error}")
+            return error_body(500, f"Call to add_lora method failed: {error}")
         self.paths[name] = path
         self.loads, self.most = self.loads + 1, max(self.most, len(self.paths))
         self._runner.weights.adapters = dict(self._runner.weights.adapters) | {name: adapter}
@@ -92,11 +96,13 @@ class Loras:
     async def _unload(self, request: Request) -> Response:
         name = (await request.json())["lora_name"]
         if name not in self.paths:
-            return _error(404, f"The lora adapter '{name}' cannot be found.")
+            return error_body(404, f"The lora adapter '{name}' cannot be found.")
         del self.paths[name]  # what runs goes on with it
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
-def _error(status: int, message: str) -> Response:
-    said = {"message": message, "type": "Bad", "param": None, "code": status}
+def error_body(status: int, message: str) -> Response:
+    """As vLLM says what is wrong."""
+    kind = {403: "PermissionDeniedError", 503: "ServiceUnavailableError"}.get(status, "Bad")
+    said = {"message": message, "type": kind, "param": None, "code": status}
     return JSONResponse({"error": said}, status)

@@ -5,7 +5,6 @@ import base64
 import ctypes
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,8 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tidegate.orchestrator.vllm_server.announced import announced_tensors, buffers
+from tests.nccl_double import built
+from tidegate.orchestrator.vllm_server.announced import announced_tensors
 from tidegate.orchestrator.vllm_server.failures import ServerError, UpdateError
 from tidegate.orchestrator.vllm_server.nccl_meeting import (
     read_meeting,
@@ -28,6 +28,7 @@ from tidegate.orchestrator.vllm_server.nccl_meeting import (
     unique_id,
 )
 from tidegate.orchestrator.vllm_server.nccl_receiver import NcclReceiver
+from tidegate.transport.weight_channels.cuda_nccl import packs
 
 WRAPPER = "vllm.distributed.device_communicators.pynccl_wrapper"
 """Where vLLM has the C struct that it pickles."""
@@ -49,13 +50,7 @@ class ncclUniqueId(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("NCCL's double is C, and there is no compiler")
-    built = tmp_path_factory.mktemp("nccl") / "libnccl_double.so"
-    source = Path(__file__).with_name("nccl_double.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", built, source], check=True, timeout=60)
-    return ctypes.CDLL(str(built))
+    return ctypes.CDLL(str(built(tmp_path_factory.mktemp("nccl"))))
 
 
 @pytest.fixture
@@ -206,11 +201,12 @@ def test_a_trainer_is_not_left_waiting_for_a_server_without_room_for_its_tensors
 
 
 def test_what_is_packed_together_exceeds_the_buffer_by_one_tensor_at_most() -> None:
-    told = announced_tensors(announcement(TENSORS))
-    names = [[one.name for one in together] for together in buffers(told, 20)]
-    assert names == [["a"], ["odd", "b", "none", "c"]]
-    assert [len(together) for together in buffers(told, 10**9)] == [len(TENSORS)]
-    assert list(buffers([], 10)) == []
+    def names(buffer_bytes: int) -> list[list[str]]:
+        return list(packs(TENSORS, lambda name: TENSORS[name].nbytes, buffer_bytes))
+
+    assert names(20) == [["a"], ["odd", "b", "none", "c"]]
+    assert names(10**9) == [list(TENSORS)]
+    assert list(packs([], len, 10)) == []
 
 
 class Ran:

@@ -1,8 +1,9 @@
-/* How does a test receive by NCCL without a GPU? By a library with NCCL's calls, its arguments and
- * its order of things, whose memory is the host's and whose wire is a socket. The id begins with
- * that socket's path. Each call is announced and must be the same on both ranks, as in NCCL, where
- * it would hang; here it fails. */
+/* How does a test send and receive by NCCL without a GPU? By a library with NCCL's calls, its
+ * arguments and its order of things, whose memory is the host's and whose wire is a socket. The id
+ * begins with that socket's path, in the folder that NCCL_DOUBLE_FOLDER names. Each call is
+ * announced and must be the same on both ranks, as in NCCL, where it would hang; here it fails. */
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -31,6 +32,20 @@ static int agree(Comm *comm, uint64_t call, uint64_t count, uint64_t type) {
     int code = whole(comm->peer, mine, sizeof mine, 1);
     if (code == SUCCESS) code = whole(comm->peer, theirs, sizeof theirs, 0);
     return code ? code : memcmp(mine, theirs, sizeof mine) ? INVALID_ARGUMENT : SUCCESS;
+}
+
+int ncclGetVersion(int *version) {
+    *version = 22907;
+    return SUCCESS;
+}
+
+int ncclGetUniqueId(ncclUniqueId *id) {
+    static int made;
+    const char *folder = getenv("NCCL_DOUBLE_FOLDER");
+    memset(id, 0, sizeof *id);
+    if (folder == NULL) return SYSTEM_ERROR;
+    snprintf(id->internal, sizeof id->internal, "%s/%d.%d", folder, (int)getpid(), made++);
+    return SUCCESS;
 }
 
 int ncclCommInitRank(Comm **comm, int ranks, ncclUniqueId id, int rank) {
@@ -76,11 +91,27 @@ int ncclAllReduce(const void *from, void *to, size_t count, int type, int op, Co
     return code;
 }
 
+/* Another thread may be in one of its calls, so that nothing is freed. */
 int ncclCommAbort(Comm *comm) {
-    close(comm->peer);
-    free(comm);
+    shutdown(comm->peer, SHUT_RDWR);
     return SUCCESS;
 }
+
+int ncclCommDestroy(Comm *comm) { return ncclCommAbort(comm); }
+
+/* vLLM looks for these, and calls none of them to be given weights. */
+#define NEVER_CALLED(name) int name(void) { return INVALID_ARGUMENT; }
+NEVER_CALLED(ncclReduce)
+NEVER_CALLED(ncclAllGather)
+NEVER_CALLED(ncclReduceScatter)
+NEVER_CALLED(ncclSend)
+NEVER_CALLED(ncclRecv)
+NEVER_CALLED(ncclGroupStart)
+NEVER_CALLED(ncclGroupEnd)
+NEVER_CALLED(ncclCommSuspend)
+NEVER_CALLED(ncclCommResume)
+NEVER_CALLED(ncclCommWindowRegister)
+NEVER_CALLED(ncclCommWindowDeregister)
 
 const char *ncclGetErrorString(int code) {
     return code == INVALID_ARGUMENT ? "invalid argument"

@@ -1,0 +1,248 @@
+"""How are tensors broadcast by NCCL, in a communicator that torch did not make? By its C calls.
+
+torch.distributed meets its peers in a way of its own, and can't join what vLLM's PyNcclCommunicator
+has begun, or waits for; NCCL itself can, given the same id. Rank 0 sends. It knows no trainer, no
+engine and no tensor's name. **NCCL does not encrypt**, so the network must be trusted.
+"""
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tidegate.errors import TidegateError
+
+if TYPE_CHECKING:
+    import torch
+
+LIBRARY = "libnccl.so.2"
+"""As torch's builds for CUDA have loaded it."""
+
+UNIQUE_ID_BYTES = 128
+"""NCCL's NCCL_UNIQUE_ID_BYTES."""
+
+POLL_S = 0.0005
+"""How often is looked whether a broadcast is done: nothing beside models of gigabytes."""
+
+_TYPES = {
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "int64": 4,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
+    "float8_e4m3fn": 10,
+}
+"""ncclDataType_t, by torch's names."""
+
+_SUM = 0
+"""ncclRedOp_t."""
+
+One = TypeVar("One")
+
+
+class NcclFailed(TidegateError):
+    """NCCL isn't there, or one of its calls went wrong; its communicator is of no use then."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_byte * UNIQUE_ID_BYTES),)
+
+
+def nccl_library() -> ctypes.CDLL:
+    """NCCL, as this process has it.
+
+    Raises:
+        NcclFailed: it has none.
+    """
+    for name in (LIBRARY, *_installed()):
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(name)
+    raise NcclFailed(f"there is no {LIBRARY} here: it comes with torch's builds for CUDA")
+
+
+def _installed() -> list[str]:
+    import importlib.util
+
+    try:
+        found = importlib.util.find_spec("nvidia.nccl")
+    except ImportError:  # no package of that family
+        return []
+    folders = list(found.submodule_search_locations or ()) if found is not None else []
+    return [str(Path(folder) / "lib" / LIBRARY) for folder in folders]
+
+
+def own_device() -> "torch.device | None":
+    """The process' own GPU; None if it sees none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def new_unique_id(library: ctypes.CDLL) -> bytes:
+    """What all ranks of a new communicator must know; made by rank 0.
+
+    Raises:
+        NcclFailed: NCCL finds no network to be reached by.
+    """
+    identity = _UniqueId()
+    _check(library, library.ncclGetUniqueId(ctypes.byref(identity)), "ncclGetUniqueId")
+    return bytes(identity)
+
+
+def packs(
+    items: Iterable[One], num_bytes: Callable[[One], int], buffer_bytes: int
+) -> Iterator[list[One]]:
+    """What is sent together when tensors are packed: as many as it takes to exceed a buffer's size.
+
+    Source: vLLM's packed_tensor.py, whose sender and receiver count like this apart.
+    """
+    together: list[One] = []
+    size_bytes = 0
+    for one in items:
+        together.append(one)
+        size_bytes += num_bytes(one)
+        if size_bytes > buffer_bytes:
+            yield together
+            together, size_bytes = [], 0
+    if together:
+        yield together
+
+
+class Communicator:
+    """This process's place in one. Used by one thread at a time, but for :meth:`close`."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        unique_id: bytes,
+        *,
+        rank: int,
+        ranks: int,
+        device: "torch.device",
+    ) -> None:
+        """Join; blocks until all ranks have come, however long that takes.
+
+        Raises:
+            NcclFailed: NCCL says no: two ranks on one GPU, say.
+        """
+        self._library, self._device, self._rank = library, device, rank
+        self._comm = ctypes.c_void_p()
+        self._closing = threading.Lock()
+        identity = _UniqueId()
+        ctypes.memmove(ctypes.addressof(identity), unique_id, UNIQUE_ID_BYTES)
+        comm = ctypes.c_void_p()
+        with self._on_device():
+            code = library.ncclCommInitRank(
+                ctypes.byref(comm), ctypes.c_int(ranks), identity, ctypes.c_int(rank)
+            )
+        _check(library, code, "ncclCommInitRank")
+        self._comm = comm
+        try:
+            self._greet()
+        except BaseException:
+            self.close()
+            raise
+
+    def _greet(self) -> None:
+        """All ranks sum one number first: vLLM's communicators do, to be warm."""
+        import torch
+
+        number = torch.zeros(1, device=self._device)
+        told = torch.empty_like(number)
+        with self._on_device():
+            code = self._library.ncclAllReduce(
+                ctypes.c_void_p(number.data_ptr()),
+                ctypes.c_void_p(told.data_ptr()),
+                ctypes.c_size_t(1),
+                ctypes.c_int(_TYPES["float32"]),
+                ctypes.c_int(_SUM),
+                self._comm,
+                self._stream(),
+            )
+        _check(self._library, code, "ncclAllReduce")
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def broadcast(self, tensor: "torch.Tensor", *, patience_s: float) -> None:
+        """Send a contiguous tensor of the communicator's device, as rank 0; or have it filled.
+
+        Raises:
+            NcclFailed: it was not done in time, or NCCL failed.
+        """
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in _TYPES:
+            raise NcclFailed(f"NCCL broadcasts no {dtype}")
+        if self._comm.value is None:
+            raise NcclFailed("its communicator is closed")
+        there = ctypes.c_void_p(tensor.data_ptr())
+        with self._on_device():
+            code = self._library.ncclBroadcast(
+                there if self._rank == 0 else ctypes.c_void_p(),
+                there,
+                ctypes.c_size_t(tensor.numel()),
+                ctypes.c_int(_TYPES[dtype]),
+                ctypes.c_int(0),
+                self._comm,
+                self._stream(),
+            )
+        _check(self._library, code, "ncclBroadcast")
+        self._wait(patience_s)
+
+    def _wait(self, patience_s: float) -> None:
+        import torch
+
+        if self._device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self._device)
+        deadline_s = time.monotonic() + patience_s
+        while not stream.query():
+            failed = ctypes.c_int()
+            with self._closing:  # of a communicator that is closed, 0 is left in it
+                self._library.ncclCommGetAsyncError(self._comm, ctypes.byref(failed))
+            _check(self._library, failed.value, "a broadcast")
+            if time.monotonic() > deadline_s:
+                self.close()
+                raise NcclFailed(f"the other end took no part for {patience_s:.0f} s")
+            time.sleep(POLL_S)
+        if self._comm.value is None:
+            raise NcclFailed("its communicator was closed in the midst of a broadcast")
+
+    def close(self) -> None:
+        """Leave, in the midst of a broadcast too. Harmless when repeated."""
+        with self._closing:
+            comm, self._comm = self._comm, ctypes.c_void_p()
+        if comm.value is not None:
+            with self._on_device():
+                self._library.ncclCommAbort(comm)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        import torch
+
+        is_cuda = self._device.type == "cuda"
+        return torch.cuda.device(self._device) if is_cuda else contextlib.nullcontext()
+
+    def _stream(self) -> ctypes.c_void_p:
+        import torch
+
+        if self._device.type != "cuda":
+            return ctypes.c_void_p()
+        return ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+
+
+def _check(library: ctypes.CDLL, code: int, what: str) -> None:
+    if code == 0:
+        return
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    told = library.ncclGetErrorString(ctypes.c_int(code))
+    raise NcclFailed(
+        f"NCCL: {what} failed: {(told or b'?').decode(errors='replace')}. Both ends must be on "
+        f"GPUs of their own; NCCL_DEBUG=WARN in their environment says more"
+    )
