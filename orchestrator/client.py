@@ -9,17 +9,20 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.forecast import Forecaster, window_groups
+from tidegate.orchestrator.core.group import Group, kept_rows
+from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.feed.ages import BatchAges
 from tidegate.orchestrator.journal.resuming import Resume, ResumeToken
 from tidegate.orchestrator.loop_watch import LOOK_INTERVAL_S
@@ -233,20 +236,22 @@ class RunClient:
             self._running.recorder.weights(publish.version, publish.state_dict, publish.parts)
 
     def _batch(self, handover: ev.HandOver) -> "Batch":
-        from tidegate.orchestrator.feed.batches import build_batch  # torch: not for who only audits
+        from tidegate.orchestrator.feed.batches import batch_of_rows  # torch: not who only audits
 
         self._batches = handover.number
-        batch = build_batch(handover.groups, handover.trainer_version, handover.number)
+        rows, version = kept_rows(handover.groups), handover.trainer_version
+        batch = batch_of_rows(rows, handover.groups, version, handover.number)
         self._forecast_from(batch)
-        self._note_batch(handover, batch)
+        self._note_batch(handover, batch, rows)
         return batch
 
-    def _note_batch(self, handover: ev.HandOver, batch: "Batch") -> None:
+    def _note_batch(
+        self, handover: ev.HandOver, batch: "Batch", rows: Sequence[tuple[Rollout, Group]]
+    ) -> None:
         scheduler = self._running.scheduler
-        kept = [(row, group.task) for group in handover.groups for row in group.kept]
         ages: dict[str, float] = {}
         if scheduler is not None:
-            ages = self._ages.note([row for row, _ in kept], batch, scheduler.published)
+            ages = self._ages.note([row for row, _ in rows], batch, scheduler.published)
         notes, live = self._running.notes, self._running.live
         if notes is None and self._on_batch is None:
             return
@@ -254,6 +259,7 @@ class RunClient:
         self._told_off_policy = {}
         if notes is not None:
             advantages, version = batch.advantages.tolist(), handover.trainer_version
+            kept = [(row, group.task) for row, group in rows]
             notes.trained(kept, advantages=advantages, consumed_version=version)
             notes.batch(metrics)
         if live is not None:
@@ -278,7 +284,7 @@ class RunClient:
     def _forecast_from(self, batch: "Batch") -> None:
         scheduler = self._running.scheduler
         self._forecaster.note_batch(
-            (batch.weight_versions >= 0).sum(1).numpy(),
+            np.count_nonzero(batch.weight_versions.numpy() >= 0, axis=1),
             batch.group_ids.numpy(),
             batch.staleness.numpy(),
             batch.rollout_ids.numpy(),

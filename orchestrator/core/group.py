@@ -1,5 +1,6 @@
 """What is a group? The rollouts of one prompt, and where it stands among the others."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -81,25 +82,37 @@ class Group:
     @property
     def num_kept(self) -> int:
         """Rollouts that were not discarded, whatever their branches."""
-        kept = 0
-        for rollout in self.rollouts:
-            if rollout.branch_of is None and rollout.state is not DISCARDED:
-                kept += 1
-        return kept
+        return self.kept_and_oldest()[0]
 
     @property
     def oldest_version(self) -> int | None:
         """The oldest weights that sampled one of its kept tokens."""
-        oldest = None  # in one pass: it is asked of every running group at each publish
+        return self.kept_and_oldest()[1]
+
+    def kept_and_oldest(self) -> tuple[int, int | None]:
+        """:attr:`num_kept` and :attr:`oldest_version`, in one pass: each group is asked for both at
+        its end, and for one at each publish until then."""
+        kept, oldest = 0, None
         for rollout in self.rollouts:
-            if rollout.state is not DISCARDED:
-                for turn in rollout.turns:
-                    for run in turn.runs:
-                        if oldest is None or run.version < oldest:
-                            oldest = run.version
-        return oldest
+            if rollout.state is DISCARDED:
+                continue
+            if rollout.branch_of is None:
+                kept += 1
+            for turn in rollout.turns:
+                for run in turn.runs:
+                    version = run.version
+                    if oldest is None or version < oldest:
+                        oldest = version
+        return kept, oldest
 
     @property
     def newest_version(self) -> int:
         """The newest weights that sampled one of its tokens; 0 if there are none."""
         return max((v for r in self.rollouts if (v := r.newest_version) is not None), default=0)
+
+
+def kept_rows(groups: Sequence[Group]) -> list[tuple[Rollout, Group]]:
+    """What a batch of these groups is made of, those of a group side by side."""
+    return [
+        (row, group) for group in groups for row in group.rollouts if row.state is not DISCARDED
+    ]

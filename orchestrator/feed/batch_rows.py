@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from tidegate.errors import BadFrame
-from tidegate.orchestrator.feed.batches import NOT_SAMPLED, Batch, PackedBatch, Shard
+from tidegate.orchestrator.feed.batches import Batch, PackedBatch, Shard
+from tidegate.orchestrator.feed.version_runs import NOT_SAMPLED
 from tidegate.policies.sharding import split_rows
 
 TOKEN_COLUMNS = {

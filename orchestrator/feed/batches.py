@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.group import Group, kept_rows
 from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.feed.version_runs import NOT_SAMPLED, VersionRuns
 from tidegate.orchestrator.weights.sharded import own_part, whole
 from tidegate.policies.advantages import group_relative_advantages
 from tidegate.transport.weight_channels import NamedBuffer
-
-NOT_SAMPLED = -1
-"""``weight_versions`` where a token was given, or is padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +101,21 @@ class Batch:
 
 def build_batch(groups: Sequence[Group], trainer_version: int, number: int = 0) -> Batch:
     """Lay out the rollouts of a batch as tensors."""
-    rows = [(rollout, group) for group in groups for rollout in group.kept]
+    return batch_of_rows(kept_rows(groups), groups, trainer_version, number)
+
+
+def batch_of_rows(
+    rows: Sequence[tuple[Rollout, Group]],
+    groups: Sequence[Group],
+    trainer_version: int,
+    number: int,
+) -> Batch:
+    """The same, for who knows the groups' :func:`kept_rows` already."""
     rollouts = [rollout for rollout, _ in rows]
     contexts = [rollout.token_ids for rollout in rollouts]
-    lengths = np.array([len(context) for context in contexts], dtype=np.int64)
-    packed = _pack(rollouts, contexts, lengths)
+    lengths = np.array(list(map(len, contexts)), dtype=np.int64)
+    sampled = VersionRuns(rollouts, lengths)
+    packed = _pack(rollouts, contexts, lengths, sampled)
     is_token = np.arange(lengths.max(initial=0)) < lengths[:, None]  # [R, T]
 
     def padded(values: torch.Tensor, fill: int) -> torch.Tensor:
@@ -115,21 +123,25 @@ def build_batch(groups: Sequence[Group], trainer_version: int, number: int = 0) 
         out[is_token] = values.numpy()
         return torch.from_numpy(out)
 
-    roots = [row if row.branch_of is None else row.root for row in rollouts]
+    weight_versions = padded(packed.weight_versions, NOT_SAMPLED)
+    rewards = _floats([rollout.reward or 0.0 for rollout in rollouts])
+    group_ids = _ints([rollout.group_id for rollout in rollouts])
     return Batch(
         token_ids=padded(packed.token_ids, 0),
         attention_mask=torch.from_numpy(is_token),
-        loss_mask=padded(packed.loss_mask, 0),
+        loss_mask=torch.from_numpy(weight_versions.numpy() >= sampled.oldest_trainable),
         logprobs=padded(packed.logprobs, 0),
-        weight_versions=padded(packed.weight_versions, NOT_SAMPLED),
-        rewards=_floats([rollout.reward or 0.0 for rollout in rollouts]),
-        advantages=_advantages(rows, groups),
-        group_ids=_ints([rollout.group_id for rollout in rollouts]),
-        staleness=_staleness(packed, lengths, trainer_version),
+        weight_versions=weight_versions,
+        rewards=rewards,
+        advantages=_advantages(rollouts, groups, rewards, group_ids),
+        group_ids=group_ids,
+        staleness=torch.from_numpy(sampled.staleness(trainer_version)),
         trainer_version=trainer_version,
         packed=packed,
-        tasks=tuple(group.task for _, group in rows),
-        rollout_ids=_ints([root.rollout_id for root in roots]),
+        tasks=tuple([group.task for _, group in rows]),
+        rollout_ids=_ints(
+            [row.rollout_id if row.branch_of is None else row.root.rollout_id for row in rollouts]
+        ),
         turn_rewards=_turn_rewards(rollouts, is_token.shape),
         number=number,
     )
@@ -144,31 +156,27 @@ def _floats(values: list[float]) -> torch.Tensor:
     return torch.from_numpy(np.array(values, dtype=np.float32))
 
 
-def _staleness(
-    packed: PackedBatch, lengths: "np.ndarray[tuple[int], np.dtype[np.int64]]", trainer_version: int
+def _advantages(
+    rollouts: Sequence[Rollout],
+    groups: Sequence[Group],
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Of each row's oldest trained token; 0 where there is none."""
-    staleness = np.zeros(len(lengths), dtype=np.int64)
-    trained = np.where(packed.loss_mask.numpy(), packed.weight_versions.numpy(), trainer_version)
-    has_tokens = lengths > 0  # reduceat has no answer for an empty row
-    starts = packed.cu_seqlens.numpy()[:-1][has_tokens]
-    if len(starts):
-        staleness[has_tokens] = trainer_version - np.minimum.reduceat(trained, starts)
-    return torch.from_numpy(staleness)
-
-
-def _advantages(rows: Sequence[tuple[Rollout, Group]], groups: Sequence[Group]) -> torch.Tensor:
     """Within each group, of whole rollouts, however many rows each has; so it is with the rest of
     a group that was split, which is compared with all of it."""
-    roots = [(row, group.group_id) for row, group in rows if row.branch_of is None]
+    roots = [place for place, row in enumerate(rollouts) if row.branch_of is None]
+    has_branches = len(roots) < len(rollouts)
+    if has_branches:
+        rewards, group_ids = rewards[roots], group_ids[roots]
     others = [(reward, group.group_id) for group in groups for reward in group.sibling_rewards]
-    rewards = [row.reward or 0.0 for row, _ in roots] + [reward for reward, _ in others]
-    ids = [group_id for _, group_id in roots] + [group_id for _, group_id in others]
-    advantages = group_relative_advantages(_floats(rewards), _ints(ids))
-    if len(roots) == len(rows):
-        return advantages[: len(rows)]
-    places = {root.rollout_id: place for place, (root, _) in enumerate(roots)}
-    return advantages[torch.tensor([places[row.root.rollout_id] for row, _ in rows])]
+    if others:
+        rewards = torch.cat((rewards, _floats([reward for reward, _ in others])))
+        group_ids = torch.cat((group_ids, _ints([group_id for _, group_id in others])))
+    advantages = group_relative_advantages(rewards, group_ids)[: len(roots)]
+    if not has_branches:
+        return advantages
+    places = {rollouts[row].rollout_id: place for place, row in enumerate(roots)}
+    return advantages[[places[row.root.rollout_id] for row in rollouts]]
 
 
 def _turn_rewards(rollouts: Sequence[Rollout], shape: tuple[int, ...]) -> torch.Tensor | None:
@@ -190,12 +198,12 @@ def _pack(
     rollouts: Sequence[Rollout],
     contexts: "Sequence[array[int]]",
     lengths: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+    sampled: VersionRuns,
 ) -> PackedBatch:
     """In numpy, which takes a tenth of torch's time for thousands of small pieces."""
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths)))
     tokens = int(cu_seqlens[-1])
-    oldest_trainable = max((rollout.oldest_trainable for rollout in rollouts), default=0)
-    weight_versions = _versions(rollouts, lengths.tolist())
+    weight_versions = sampled.of_tokens()
     token_ids = np.frombuffer(b"".join(contexts), dtype=np.int32)
     # Who asked for the contexts has had all filed that was held back.
     joined_logprobs = bytearray().join([rollout.filed_logprobs for rollout in rollouts])
@@ -205,37 +213,10 @@ def _pack(
         position_ids=torch.from_numpy(np.arange(tokens) - np.repeat(cu_seqlens[:-1], lengths)),
         cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
         row_ids=torch.from_numpy(np.repeat(np.arange(len(rollouts)), lengths)),
-        loss_mask=torch.from_numpy(weight_versions >= oldest_trainable),
+        loss_mask=torch.from_numpy(weight_versions >= sampled.oldest_trainable),
         logprobs=torch.from_numpy(logprobs),
         weight_versions=torch.from_numpy(weight_versions),
     )
-
-
-def _versions(
-    rollouts: Sequence[Rollout], lengths: Sequence[int]
-) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
-    """Who sampled each token of all rows: told by where that changes, as there are far fewer."""
-    versions: list[int] = []
-    starts: list[int] = []
-    offset = 0
-    for rollout, length in zip(rollouts, lengths, strict=True):
-        given_from = 0  # in this row
-        for turn in rollout.turns:
-            if not turn.runs:
-                continue  # given up before a token
-            if turn.start > given_from:
-                starts.append(offset + given_from)
-                versions.append(NOT_SAMPLED)
-            for run in turn.runs:
-                starts.append(offset + turn.start + run.start)
-                versions.append(run.version)
-            given_from = turn.start + turn.filed
-        if length > given_from:
-            starts.append(offset + given_from)
-            versions.append(NOT_SAMPLED)
-        offset += length
-    bounds = np.array([*starts, offset], dtype=np.int64)
-    return np.repeat(np.array(versions, dtype=np.int32), bounds[1:] - bounds[:-1])
 
 
 def named_buffers(state_dict: Mapping[str, torch.Tensor]) -> list[NamedBuffer]:

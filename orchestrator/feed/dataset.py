@@ -11,7 +11,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.feed.batch_rows import TURN_REWARDS, batch_columns
-from tidegate.orchestrator.feed.batches import NOT_SAMPLED, Batch
+from tidegate.orchestrator.feed.batches import Batch
+from tidegate.orchestrator.feed.version_runs import NOT_SAMPLED
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.remote.faces import SyncRemoteRollouts

@@ -2,7 +2,8 @@ import torch
 
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
-from tidegate.orchestrator.feed.batches import NOT_SAMPLED, build_batch, named_buffers
+from tidegate.orchestrator.feed.batches import build_batch, named_buffers
+from tidegate.orchestrator.feed.version_runs import NOT_SAMPLED
 from tidegate.transport.messages import SamplingParams
 
 
