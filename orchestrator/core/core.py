@@ -11,7 +11,9 @@ from tidegate.orchestrator.core import left_out
 from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.groups import GroupBook
 from tidegate.orchestrator.core.handed_batches import HandedBatches
+from tidegate.orchestrator.core.invariants import check
 from tidegate.orchestrator.core.prompts import Prompts
+from tidegate.orchestrator.core.resumption import resume
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
@@ -45,6 +47,8 @@ class Core:
         """The live version for which groups' floors were worked out last."""
         self._asked_in_vain: object = None
         """What the policy was asked last, if it said no: the same question has the same answer."""
+        self._places_known = 0
+        """Tasks that may arrive before it must be worked out anew how many: each asks."""
         self.is_paused = False
         """Whether engines stand still until the next version is live."""
         self.is_restoring = False
@@ -103,30 +107,22 @@ class Core:
         Raises:
             AssertionError: one is broken; a bug of ours, never of the user's.
         """
-        for ledger in (self.ledger, self.evaluation_ledger):
-            snapshot = ledger.snapshot()
-            assert snapshot.error == 0, f"ledger is off by {snapshot.error} tokens: {snapshot}"
-        limit = self.policy.outstanding_groups_ceiling
-        assert self.outstanding_groups <= limit, f"{self.outstanding_groups} groups > {limit}"
-        oldest, bound = max(self.trained.staleness, default=0), self.policy.guaranteed_bound
-        assert bound is None or oldest <= bound, f"trained at staleness {oldest}, not {bound}"
-        running = (r for r, g in self.groups.running.values() if not g.is_evaluation)
-        in_flight = sum(rollout.sampled_tokens for rollout in running)
-        assert in_flight == self.ledger.in_flight, f"{in_flight} != {self.ledger.in_flight}"
+        check(self)
 
     # ------------------------------------------------------------ changing
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
         """Take in one event and say what to do about it."""
         # Each rollout has these four; to match a class costs ten times as much as to name it.
-        if type(event) is ev.StepArrived:
-            return self._on_step(event)
         if type(event) is ev.TurnAsked:
             return self.groups.ask_turn(event)
         if type(event) is ev.EpisodeReturned:
             return self._on_returned(event)
         if type(event) is ev.TaskArrived:
             return self._admit(event)
+        if type(event) is ev.StepArrived:
+            return self._on_step(event)
+        self._places_known = 0
         return self._handle_others(event)
 
     def _handle_others(self, event: ev.Event) -> list[ev.Command]:
@@ -169,7 +165,7 @@ class Core:
                 left_out.leave_out(self.handed[number], rows, reason, self.groups, self.trained)
                 return []
             case ev.Resumed():
-                return self._resume(event)
+                return resume(self, event)
             case ev.OffPolicynessMeasured(ess=ess, kl=kl):
                 measured = OffPolicyness(effective_sample_size=ess, mismatch_kl=kl)
                 self.policy = self.policy.observed(measured)
@@ -187,13 +183,16 @@ class Core:
     # ------------------------------------------------------------ admission
 
     def _admit(self, event: ev.TaskArrived) -> list[ev.Command]:
-        if not self.capacity_groups:
+        if not self._places_known:
+            self._places_known = self.capacity_groups
+        if not self._places_known:
             raise TidegateError(
                 f"a task arrived with {self.outstanding_groups} groups outstanding of "
                 f"{self.policy.outstanding_groups_max} allowed; ask capacity_groups first"
             )
+        self._places_known -= 1
         key = self.tasks.take(event.key)
-        if self.prompts.pass_over(event.digest):
+        if self.prompts.histories and self.prompts.pass_over(event.digest):
             return self._hand_over()
         is_retaken = event.key is not None
         return self.groups.admit(event.task, key, event.digest, is_retaken=is_retaken)
@@ -209,9 +208,10 @@ class Core:
     def _on_returned(self, event: ev.EpisodeReturned) -> list[ev.Command]:
         revision = self.groups.revision
         commands = self.groups.finish(event)
+        self._places_known = 0  # a policy may admit by rounds, and count those that have ended
         if self.groups.revision == revision and not self.policy.splits_groups:
             return commands  # others of its group go on: no batch can have become possible
-        return commands + self._hand_over()
+        return commands + self._hand_over() if self.batches_asked else commands
 
     # ------------------------------------------------------------ batches
 
@@ -345,61 +345,6 @@ class Core:
         if not self.handed.num_groups:
             commands += self._go_on()
         return commands + self._hand_over()
-
-    # ------------------------------------------------------------ after a crash
-
-    def _resume(self, event: ev.Resumed) -> list[ev.Command]:
-        """Go back to what the trainer's checkpoint knows of, and wait for everybody to return.
-
-        Batches after the checkpoint are undone, to be handed over again as they were. If weights
-        were published that the checkpoint has not seen, they are lost: the run goes on under a
-        number that nothing was sampled with, and what those weights sampled is given up.
-        """
-        self.batches_asked = 0
-        self.are_tasks_exhausted = False
-        self.is_restoring, self.is_paused, self.awaited = True, False, {}
-        commands = self.groups.end_evaluations()
-        first_lost = self.handed.first_lost_version(event.batches)
-        self.turns.resume()
-        for batch in self.handed.take_back(event.batches):
-            self.trained.batches -= 1
-            left_out.take_back(batch, self.groups, self.trained)
-        self.handed.make_safe(event.batches, event.offer)
-        self.tasks.resume(event.offer)
-        if first_lost is not None:
-            self.trainer_version += 1
-            self.handed.roll_back(self.trainer_version)
-            self.turns.recall(self.trainer_version)
-            self.handed.release(self.turns.live_version)
-        for group in list(self.groups.in_order):
-            if group in self.groups:  # else it was given up with the one it is a rest of
-                commands += self._resume_group(group, event.offer, first_lost)
-        while self.outstanding_groups > self.policy.outstanding_groups_ceiling:
-            commands += self._roll_back(self.groups.newest)
-        for group in self.groups.in_order:
-            if group.key is not None and group.key.offer == event.offer:
-                self.awaited.setdefault(group.key, []).append(group)
-        return commands
-
-    def _resume_group(self, group: Group, offer: int, first_lost: int | None) -> list[ev.Command]:
-        """Give a group up if it can't go on, or must not be trained any more."""
-        assert group.key is not None
-        if group.key.offer > offer:
-            return self.groups.give_up_group(group, "rolled_back")  # its iterator comes anew
-        if group.key.offer < offer and group.running:
-            return self.groups.give_up_group(group, "task_gone")
-        if first_lost is not None and group.newest_version >= first_lost:
-            return self._roll_back(group)
-        return []
-
-    def _roll_back(self, group: Group) -> list[ev.Command]:
-        """Give a group up, and take its task anew when it is found."""
-        assert group.key is not None
-        commands: list[ev.Command] = []
-        if not group.is_rest:  # else the others of its group were trained, or are given up too
-            self.tasks.put_back(group.key)
-            commands += [c for g in self.groups.rests_of(group) for c in self._roll_back(g)]
-        return commands + self.groups.give_up_group(group, "rolled_back")
 
     def _on_task_found(self, task: object, key: TaskKey) -> list[ev.Command]:
         """A resumed run's iterator has come to a task that was taken before."""

@@ -3,8 +3,7 @@
 It moves tokens between the ledger's accounts; when a group may start or is trained, others say.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable
+from collections import Counter
 
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.discards import Discards
@@ -20,6 +19,7 @@ from tidegate.orchestrator.core.rollout import (
     Turn,
 )
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
+from tidegate.orchestrator.core.waiting_groups import WaitingGroups
 from tidegate.orchestrator.turns.turns import TurnBook
 from tidegate.policies.filters import GroupFilter
 
@@ -33,12 +33,13 @@ EVALUATION_PRIORITY = -1
 """Evaluation waits for no training rollout: it is short, and somebody waits for its figure."""
 
 
-class GroupBook:
+class GroupBook(WaitingGroups):
     """All groups that are running or buffered, and the ledger of their tokens."""
 
     def __init__(
         self, turns: TurnBook, prompts: Prompts, tasks: TakenTasks, *, group_size: int
     ) -> None:
+        super().__init__()
         self._turns = turns
         self._tasks = tasks
         self._prompts = prompts
@@ -49,74 +50,18 @@ class GroupBook:
         self.evaluation_ledger = Ledger()
         self.discarded_rollouts: Counter[str] = Counter()
         self.discards = Discards()
-        self._waiting: dict[int, Group] = {}
-        """Running and buffered ones by id, in the order of admission."""
-        self._ended: dict[int, Group] = {}
-        """Of those, the buffered ones, in the order in which they ended."""
-        self.revision = 0
-        """Counts what a policy could see change: groups that come, end and go, and their floors."""
         self.rollout_ends = 0
         """Counts rollouts that came to an end of their own."""
-        self._rests = 0
-        """Of those waiting, the rests of groups that were split."""
-        self._going: OrderedDict[int, Group] = OrderedDict()
-        """And the running ones, in the order of admission."""
         self.running: dict[int, tuple[Rollout, Group]] = {}
         """Rollouts whose episode is going on, by id; an evaluation's too."""
         self.next_rollout_id = 0
         self.next_group_id = 0
         turns.unwanted = self._discard_refused
 
-    # ------------------------------------------------------------ what a policy sees
-
-    @property
-    def newest(self) -> Group:
-        """The group admitted last; there must be one."""
-        return self._waiting[next(reversed(self._waiting))]
-
-    @property
-    def in_order(self) -> Collection[Group]:
-        """Running and buffered groups, in the order of admission."""
-        return self._waiting.values()
-
-    @property
-    def ended(self) -> Collection[Group]:
-        """Buffered ones, in the order in which they ended."""
-        return self._ended.values()
-
-    @property
-    def oldest_running(self) -> Group | None:
-        """Of the running ones, the one admitted first."""
-        return next(iter(self._going.values()), None)
-
-    @property
-    def places(self) -> int:
-        """Groups that admission counts: all but rests."""
-        return len(self._waiting) - self._rests
-
     @property
     def returned_tasks(self) -> int:
         """Tasks of groups that were given up, to be taken again."""
         return len(self._tasks.requeued)
-
-    @property
-    def running_groups(self) -> int:
-        """Groups with at least one episode going on."""
-        return len(self._going)
-
-    def raise_floors(self, live_version: int) -> None:
-        """From now on no turn starts under weights older than these."""
-        self.revision += 1
-        for group in self._going.values():
-            if group.version_floor < live_version:
-                group.version_floor = _floor(group, live_version)
-
-    def restore(self, groups: Iterable[Group], *, ended: Iterable[int]) -> None:
-        """These are all there are, in the order of admission; and some have ended, in an order."""
-        self._waiting = {group.group_id: group for group in groups}
-        self._ended = {group_id: self._waiting[group_id] for group_id in ended}
-        self._going = OrderedDict((i, g) for i, g in self._waiting.items() if g.running)
-        self._rests = sum(group.is_rest for group in self._waiting.values())
 
     # ------------------------------------------------------------ start
 
@@ -127,8 +72,7 @@ class GroupBook:
         group = Group(self.next_group_id, task, key, digest, is_retaken=is_retaken)
         self.next_group_id += 1
         group.version_floor = self._turns.live_version
-        self._waiting[group.group_id] = self._going[group.group_id] = group
-        self.revision += 1
+        self._add(group)
         return self._start(group, self.group_size)
 
     def evaluate(self, task: object, index: int) -> list[ev.Command]:
@@ -215,17 +159,16 @@ class GroupBook:
         rollout, group = self.running[event.rollout_id]
         commands: list[ev.Command] = []
         rows = self._end_rows(rollout, group, commands)
-        for row in rows:
-            row.reward = event.reward
-            if group.is_evaluation:
-                row.state = RolloutState.EVALUATED
-                self.evaluation_ledger.discard_running(row.sampled_tokens, "evaluated")
-            else:
-                row.state = FINISHED
-                self.ledger.finish(row.sampled_tokens)
         if group.is_evaluation:
-            records = [ev.Record(row, group.task) for row in rows]
-            return [*commands, ev.EndEvaluation(rollout), *records]
+            commands.append(ev.EndEvaluation(rollout))
+            for row in rows:
+                row.reward, row.state = event.reward, RolloutState.EVALUATED
+                self.evaluation_ledger.discard_running(row.sampled_tokens, "evaluated")
+                commands.append(ev.Record(row, group.task))
+            return commands
+        for row in rows:
+            row.reward, row.state = event.reward, FINISHED
+            self.ledger.finish(row.sampled_tokens)
         return commands + self._rollout_ended(group)
 
     def _end_rows(
@@ -262,13 +205,14 @@ class GroupBook:
         self.rollout_ends += 1
         group.running -= 1
         reason = None if self._keeps_all else self._judge(group)
-        if not group.running:
-            self._end(group)
-            is_rest = group.split_from is not None
-            needed = 1 if is_rest else min(KEPT_ROLLOUTS_MIN, self.group_size)
-            if group.num_kept < needed:
-                reason = "group_too_small"
+        if not group.running and self._end(group) < self._needed(group):
+            reason = "group_too_small"
         return [] if reason is None else self.give_up_group(group, reason)
+
+    def _needed(self, group: Group) -> int:
+        """Rollouts without which a group can't be trained."""
+        is_rest = group.split_from is not None  # others of its group were
+        return 1 if is_rest or self.group_size < KEPT_ROLLOUTS_MIN else KEPT_ROLLOUTS_MIN
 
     def _judge(self, group: Group) -> str | None:
         """Why the filter rejects a group, one of whose rollouts has just ended."""
@@ -279,12 +223,12 @@ class GroupBook:
             self._prompts.note(group.digest, own)
         return reason
 
-    def _end(self, group: Group) -> None:
-        """Its last episode has ended."""
-        self.revision += 1
-        group.version_floor = _floor(group, self._turns.live_version)
-        del self._going[group.group_id]
-        self._ended[group.group_id] = group
+    def _end(self, group: Group) -> int:
+        """Its last episode has ended; how many rollouts were kept."""
+        kept, oldest = group.kept_and_oldest()
+        group.version_floor = self._turns.live_version if oldest is None else oldest
+        self._note_end(group)
+        return kept
 
     # ------------------------------------------------------------ giving up
 
@@ -380,13 +324,6 @@ class GroupBook:
         self._waiting[part.group_id] = self._ended[part.group_id] = part
         return part
 
-    def __contains__(self, group: Group) -> bool:
-        return group.group_id in self._waiting
-
-    def rests_of(self, group: Group) -> list[Group]:
-        """What was parted from a group and still waits."""
-        return [g for g in self._waiting.values() if g.split_from == group.group_id]
-
     def take_back(self, groups: list[Group]) -> None:
         """What the trainer made of these was lost with it; they wait again."""
         for rollout in (rollout for group in groups for rollout in group.kept):
@@ -395,24 +332,4 @@ class GroupBook:
             self.ledger.take_back(rollout.sampled_tokens)
             rollout.state = FINISHED
             rollout.oldest_trainable = 0
-        self.revision += 1
-        self._rests += sum(group.is_rest for group in groups)
-        waiting = {**self._waiting, **{group.group_id: group for group in groups}}
-        self._waiting = dict(sorted(waiting.items()))
-        self._ended = {**{group.group_id: group for group in groups}, **self._ended}
-
-    def _forget(self, group: Group) -> None:
-        """It waits no more."""
-        self.revision += 1
-        del self._waiting[group.group_id]
-        self._rests -= group.split_from is not None
-        self._going.pop(group.group_id, None)
-        self._ended.pop(group.group_id, None)
-
-
-def _floor(group: Group, live_version: int) -> int:
-    """No token of a group is older, nor will be: turns start under live weights or newer."""
-    oldest = group.oldest_version
-    if oldest is None:
-        return live_version
-    return min(oldest, live_version) if group.running else oldest
+        self._put_back(groups)

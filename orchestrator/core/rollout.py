@@ -106,7 +106,8 @@ class Turn:
         """What the context was given beside tokens since the turn before."""
         if media:
             rollout.may_have_media = True
-        rollout.settle()
+        if rollout.turns:
+            rollout.settle()
         self.start = len(rollout.filed_token_ids)
         """Index in the rollout's context of the first output token."""
         self.filed = 0

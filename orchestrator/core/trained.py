@@ -19,17 +19,21 @@ class TrainedCounts:
     def count(self, rows: list[Rollout], trainer_version: int, times: int) -> None:
         """These were handed over (1), or that was undone (-1); a branch is none of its own."""
         by_oldest: dict[int, int] = {}  # to set a Counter's item takes thrice as long
+        rollouts = mixed = 0
         for rollout in rows:
             if rollout.branch_of is not None:
                 continue
-            self.rollouts += times
+            rollouts += 1
             versions = _of_all_rows(rollout) if rollout.branches else rollout.trained_versions()
             if versions is not None:
                 oldest, is_mixed = versions
-                by_oldest[oldest] = by_oldest.get(oldest, 0) + times
-                self.mixed_version += times * is_mixed
+                by_oldest[oldest] = by_oldest.get(oldest, 0) + 1
+                if is_mixed:
+                    mixed += 1
+        self.rollouts += times * rollouts
+        self.mixed_version += times * mixed
         for oldest, count in by_oldest.items():
-            self.staleness[trainer_version - oldest] += count
+            self.staleness[trainer_version - oldest] += times * count
         self.staleness = +self.staleness  # without those that were undone
 
 

@@ -1,0 +1,110 @@
+"""Which groups run or wait to be trained, and in which order? What a policy may look at.
+
+It knows their ids and the floors of their versions; not how rollouts end, nor what they cost.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+
+from tidegate.orchestrator.core.group import Group
+
+
+class WaitingGroups:
+    """Groups from their admission until they are trained or given up."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Group] = {}
+        """Running and buffered ones by id, in the order of admission."""
+        self._ended: dict[int, Group] = {}
+        """Of those, the buffered ones, in the order in which they ended."""
+        self._going: OrderedDict[int, Group] = OrderedDict()
+        """And the running ones, in the order of admission."""
+        self._rests = 0
+        """Of those waiting, the rests of groups that were split."""
+        self.revision = 0
+        """Counts what a policy could see change: groups that come, end and go, and their floors."""
+
+    # ------------------------------------------------------------ looking
+
+    @property
+    def newest(self) -> Group:
+        """The group admitted last; there must be one."""
+        return self._waiting[next(reversed(self._waiting))]
+
+    @property
+    def in_order(self) -> Collection[Group]:
+        """Running and buffered groups, in the order of admission."""
+        return self._waiting.values()
+
+    @property
+    def ended(self) -> Collection[Group]:
+        """Buffered ones, in the order in which they ended."""
+        return self._ended.values()
+
+    @property
+    def oldest_running(self) -> Group | None:
+        """Of the running ones, the one admitted first."""
+        return next(iter(self._going.values()), None)
+
+    @property
+    def places(self) -> int:
+        """Groups that admission counts: all but rests."""
+        return len(self._waiting) - self._rests
+
+    @property
+    def running_groups(self) -> int:
+        """Groups with at least one episode going on."""
+        return len(self._going)
+
+    def rests_of(self, group: Group) -> list[Group]:
+        """What was parted from a group and still waits."""
+        return [g for g in self._waiting.values() if g.split_from == group.group_id]
+
+    def __contains__(self, group: Group) -> bool:
+        return group.group_id in self._waiting
+
+    # ------------------------------------------------------------ changing
+
+    def raise_floors(self, live_version: int) -> None:
+        """From now on no turn starts under weights older than these."""
+        self.revision += 1
+        for group in self._going.values():
+            if group.version_floor < live_version:
+                oldest = group.oldest_version  # its turns start under live weights or newer
+                group.version_floor = live_version if oldest is None else min(oldest, live_version)
+
+    def restore(self, groups: Iterable[Group], *, ended: Iterable[int]) -> None:
+        """These are all there are, in the order of admission; and some have ended, in an order."""
+        self._waiting = {group.group_id: group for group in groups}
+        self._ended = {group_id: self._waiting[group_id] for group_id in ended}
+        self._going = OrderedDict((i, g) for i, g in self._waiting.items() if g.running)
+        self._rests = sum(group.is_rest for group in self._waiting.values())
+
+    def _add(self, group: Group) -> None:
+        """It runs from now on, as the newest."""
+        self._waiting[group.group_id] = self._going[group.group_id] = group
+        self.revision += 1
+
+    def _note_end(self, group: Group) -> None:
+        """Its last episode has ended."""
+        self.revision += 1
+        del self._going[group.group_id]
+        self._ended[group.group_id] = group
+
+    def _forget(self, group: Group) -> None:
+        """It waits no more."""
+        self.revision += 1
+        group_id = group.group_id
+        del self._waiting[group_id]
+        if group.split_from is not None:
+            self._rests -= 1
+        if self._ended.pop(group_id, None) is None:
+            self._going.pop(group_id, None)
+
+    def _put_back(self, groups: list[Group]) -> None:
+        """These wait again, as ended before all others that have."""
+        self.revision += 1
+        self._rests += sum(group.is_rest for group in groups)
+        by_id = {group.group_id: group for group in groups}
+        self._waiting = dict(sorted({**self._waiting, **by_id}.items()))
+        self._ended = {**by_id, **self._ended}
