@@ -58,8 +58,9 @@ class Deadlines(Generic[About]):
 
     def begin(self, task: Task, about: About) -> None:
         """From now on, this task's time runs."""
-        loop = task.get_loop()
-        due_s = self._now_s(loop) + self._timeout_s
+        loop, stood_still_at_s = task.get_loop(), self._stood_still_at_s
+        # As _now_s, whose call costs as much again: each episode comes by here.
+        due_s = (loop.time() if stood_still_at_s is None else stood_still_at_s) + self._timeout_s
         self._due_s[task] = (due_s, about)
         if self._timer is None or self._timer.when() > due_s:
             self._call_by(due_s, loop)

@@ -271,8 +271,8 @@ class Episode(ScoringEpisode):
             TurnRefused: no engine could ever serve this, e.g. the context is too long.
             RuntimeError: a turn of this episode is being generated, or the context is empty.
         """
-        self._refuse_if_over()
         if messages is not None:
+            self._refuse_if_over()
             return await self.conversation.generate(
                 messages,
                 tools,
@@ -285,11 +285,7 @@ class Episode(ScoringEpisode):
                 timeout_s=timeout_s,
                 **options,
             )
-        self._is_reserved = False
-        if self._is_generating:
-            raise RuntimeError("an episode takes one turn at a time; await the first generate()")
-        if not (self._rollout.filed_token_ids if self._past is None else self._past.tokens):
-            raise RuntimeError("the context is empty; append a prompt first")
+        self._refuse_turn()
         sampling = sampling_params(
             self._defaults.max_tokens if max_tokens is None else max_tokens,
             self._defaults.temperature if temperature is None else temperature,
@@ -298,19 +294,9 @@ class Episode(ScoringEpisode):
             self._model.stop_token_ids if stop_token_ids is None else stop_token_ids,
             options,
         )
-        return await self._sample(self._completed(sampling, options), timeout_s)
-
-    def _completed(self, sampling: SamplingParams, options: SamplingOptions) -> SamplingParams:
-        """With the run's adapter and the turn's own seed, where the episode names none."""
-        if self._defaults.adapter and "adapter" not in options:
-            sampling = _replace(sampling, adapter=self._defaults.adapter)
-        if "seed" not in options:
-            sampling = _replace(sampling, seed=self._next_seed())
-        return sampling
-
-    async def _sample(self, sampling: SamplingParams, timeout_s: float | None) -> GeneratedTurn:
+        sampling = self._completed(sampling, options)
         self._is_generating = True
-        try:
+        try:  # here, for a coroutine of its own would be stepped with each of the turn's steps
             if self._generating.is_over_budget(self._rollout):
                 await self.park()
             coming = self._next_turn(sampling)
@@ -324,6 +310,23 @@ class Episode(ScoringEpisode):
         generated = GeneratedTurn(turn, self._model.tokenizer)
         self._turns.append(generated)
         return generated
+
+    def _refuse_turn(self) -> None:
+        """Unless one can be generated now."""
+        self._refuse_if_over()
+        self._is_reserved = False
+        if self._is_generating:
+            raise RuntimeError("an episode takes one turn at a time; await the first generate()")
+        if not (self._rollout.filed_token_ids if self._past is None else self._past.tokens):
+            raise RuntimeError("the context is empty; append a prompt first")
+
+    def _completed(self, sampling: SamplingParams, options: SamplingOptions) -> SamplingParams:
+        """With the run's adapter and the turn's own seed, where the episode names none."""
+        if self._defaults.adapter and "adapter" not in options:
+            sampling = _replace(sampling, adapter=self._defaults.adapter)
+        if "seed" not in options:
+            sampling = _replace(sampling, seed=self._next_seed())
+        return sampling
 
     async def _within(self, timeout_s: float, coming: Awaitable[Turn]) -> Turn:
         clock = asyncio.timeout(timeout_s)
@@ -364,7 +367,10 @@ class Episode(ScoringEpisode):
     def turn_rewards(self) -> list[TurnsRewarded]:
         """What single turns were rewarded with, of this row and its branches."""
         given: list[TurnsRewarded] = []
-        rewards = [(turn.number, r) for turn in self._turns if (r := turn.given_reward) is not None]
+        rewards: list[tuple[int, float]] = []
+        for turn in self._turns:
+            if turn.given_reward is not None:
+                rewards.append((turn.number, turn.given_reward))
         if rewards:
             given.append(TurnsRewarded(self._rollout.rollout_id, tuple(rewards)))
         for branch in self.branches:

@@ -148,7 +148,17 @@ class SteppedTask(asyncio.Future[None]):
             else:
                 self._fut_waiter = None
                 waits_for = self._context.run(self._coro.send, None)
-            self._wait_for(waits_for)
+            if (
+                type(waits_for) is SteppedFuture
+                and waits_for.waiter is None
+                and not self._must_cancel
+                and waits_for._asyncio_future_blocking
+            ):  # as mostly, and as below
+                waits_for._asyncio_future_blocking = False
+                self._fut_waiter = waits_for
+                waits_for.waiter = self
+            else:
+                self._wait_for(waits_for)
             return
         except StopIteration as returned:
             value = returned.value
