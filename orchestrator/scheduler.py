@@ -75,8 +75,8 @@ class Scheduler:
         self.fleet, self.control = self.engines.fleet, self.engines.control
         self.scores = self.engines.scores
         failure = self.control.publisher.take_failure
-        self._desk = BatchDesk(self._waiting, self.handle, self.when_safe, failure)
-        self._offers = Offers(lambda: self.core, self.handle, wants_tasks=self._wants_tasks)
+        self._desk = BatchDesk(self._waiting, self.handle_one, self.when_safe, failure)
+        self._offers = Offers(lambda: self.core, self.handle_one, wants_tasks=self._wants_tasks)
         self._parking = Parking(
             live_version=lambda: self.core.turns.live_version,
             is_starved=lambda: self.core.batches_asked > 0,
@@ -89,7 +89,7 @@ class Scheduler:
             self._settings,
             model,
             self._waiting,
-            self.handle,
+            self.handle_one,
             self.fail,
             self.engines.sessions.over,
             parking=self._parking,
@@ -165,14 +165,14 @@ class Scheduler:
         self.fleet.newest_version = self.core.trainer_version
         if self._resume is None:
             return
-        self.handle([self._resume])
+        self.handle_one(self._resume)
         self.fleet.newest_version = self.core.trainer_version
         now_s = asyncio.get_running_loop().time()
         self.fleet.resume(self.core.turns.streams, list(self.core.turns.engines), now_s)
         if self._settings.resume_partial_rollouts:
             return
         for rollout in self.core.running_rollouts:
-            self.handle([ev.RolloutCut(rollout.rollout_id, 0, 0, "restarted")])
+            self.handle_one(ev.RolloutCut(rollout.rollout_id, 0, 0, "restarted"))
 
     async def wait_for_engines(self, count: int) -> None:
         """Return once ``count`` engines have joined."""
@@ -198,32 +198,39 @@ class Scheduler:
         """Settle what is unfinished as discarded; nothing may be asked any more."""
         self.stop_journal()
         self.engines.sessions.close()
-        self.handle([ev.RunEnded()])
+        self.handle_one(ev.RunEnded())
         self.engines.send(())
 
     # ------------------------------------------------------------ events and commands
 
     def handle(self, events: Iterable[ev.Event], episode: EpisodeFunction | None = None) -> None:
         """Feed events to the core and carry out its commands, in order."""
-        may_free_places = False
         for event in events:
-            if type(event) not in FREES_NO_PLACE:
-                may_free_places = True
-                if type(event) is ev.VersionPublished:
-                    self.fleet.newest_version = event.version
-                    self.published.note(asyncio.get_running_loop().time(), event.version)
-                elif type(event) is ev.EngineJoined or type(event) is ev.EngineLeft:
-                    self.engines.note(event)
-            if self._journal is not None:
-                self._journal.log(event)
-            for command in self.core.handle(event):
-                self._commands.carry_out(command, episode)
+            self.handle_one(event, episode)
+
+    def handle_one(self, event: ev.Event, episode: EpisodeFunction | None = None) -> None:
+        """As :meth:`handle`; each rollout has three of its own."""
+        may_free_places = type(event) not in FREES_NO_PLACE
+        if may_free_places and type(event) is not ev.EpisodeReturned:
+            self._note(event)
+        if self._journal is not None:
+            self._journal.log(event)
+        for command in self.core.handle(event):
+            self._commands.carry_out(command, episode)
         if may_free_places and not self._wants_tasks.is_set() and self.core.capacity_groups:
             self._wants_tasks.set()
         if self._parking.parked:
             self._parking.look()
         if self._journal is not None:
             self._journal.compact_if_due()
+
+    def _note(self, event: ev.Event) -> None:
+        """What the shell has a part in itself; not of the commonest events."""
+        if type(event) is ev.VersionPublished:
+            self.fleet.newest_version = event.version
+            self.published.note(asyncio.get_running_loop().time(), event.version)
+        elif type(event) is ev.EngineJoined or type(event) is ev.EngineLeft:
+            self.engines.note(event)
 
     def when_safe(self, action: Callable[[], None]) -> None:
         """Do this once no crash can undo what has been handled so far."""
@@ -240,7 +247,7 @@ class Scheduler:
 
     async def make_safe(self, batches: int, offer: int) -> None:
         """The trainer's checkpoint holds what it made of the first ``batches`` batches."""
-        self.handle([ev.BatchesSafe(batches, offer)])
+        self.handle_one(ev.BatchesSafe(batches, offer))
         await self.wait_until_safe()
 
     async def wait_until_safe(self) -> None:
@@ -275,5 +282,5 @@ class Scheduler:
             futures.append(future)
             rollout_id = self.core.groups.next_rollout_id
             self._waiting.evaluations[rollout_id] = future
-            self.handle([ev.EvaluationAsked(task, index)], episode)
+            self.handle_one(ev.EvaluationAsked(task, index), episode)
         return [await future for future in futures]

@@ -11,7 +11,7 @@ import math
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +118,7 @@ class EpisodeRunner:
         settings: RunSettings,
         model: ModelFiles,
         waiting: Waiting,
-        handle: Callable[[Iterable[ev.Event]], None],
+        handle: Callable[[ev.Event], None],
         on_error: Callable[[BaseException], None],
         on_over: Callable[[Rollout], None] = lambda rollout: None,
         *,
@@ -187,16 +187,17 @@ class EpisodeRunner:
             CancelledError: it was stopped already.
             EpisodeError: no other episode is to begin.
         """
-        if task.rollout.rollout_id in self.left.stubborn:
+        rollout = task.rollout
+        if rollout.rollout_id in self.left.stubborn:
             raise asyncio.CancelledError
         if self._broken is not None:
             raise self._broken
-        episode = Episode(task.rollout, self._model, self, self._defaults)
-        self._deadlines.begin(task, (task.rollout, episode))
+        episode = Episode(rollout, self._model, self, self._defaults)
+        self._deadlines.begin(task, (rollout, episode))
         if self._budget_s is not None:
             self._give_budget(task, self._budget_s)
         if self._diary is not None:
-            self._diary.begins(task.rollout)
+            self._diary.begins(rollout)
         return episode
 
     def ended(self, task: "EpisodeTask", value: object, error: BaseException | None) -> None:
@@ -205,20 +206,23 @@ class EpisodeRunner:
         Raises:
             EpisodeError: it was one failure too many.
         """
-        number = task.rollout.rollout_id
+        rollout, stubborn = task.rollout, self.left.stubborn
+        number = rollout.rollout_id
         try:
             event = self._said(task, value, error)
-            task.rollout.ended_s = self._loop.time()
+            rollout.ended_s = self._loop.time()
             # Cancelled for its rollout was given up, or for the run ends: what it says is void.
-            if event is not None and not (number in self.left.stubborn or self._is_ending):
+            if event is not None and not (number in stubborn or self._is_ending):
                 assert task.episode is not None
-                self._handle((*task.episode.turn_rewards(), event))
+                for rewarded in task.episode.turn_rewards():
+                    self._handle(rewarded)
+                self._handle(event)
         finally:
             if self._diary is not None:
-                self._diary.ends(task.rollout, "failed" if error is not None else "returned")
-            self.left.stubborn.discard(number)
+                self._diary.ends(rollout, "failed" if error is not None else "returned")
+            stubborn.discard(number)
             del self._going[number]
-            self._on_over(task.rollout)
+            self._on_over(rollout)
 
     def _said(
         self, task: "EpisodeTask", value: object, error: BaseException | None
@@ -228,7 +232,13 @@ class EpisodeRunner:
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 raise error
             return None
-        reward = _reward(value) if error is None else error
+        reward: float | BaseException
+        if error is not None:
+            reward = error
+        elif type(value) is float and value - value == 0.0:  # as most are, and finite
+            reward = value
+        else:
+            reward = _reward(value)
         event: ev.Event
         if isinstance(reward, float):
             self._deadlines.end(task)
@@ -256,11 +266,10 @@ class EpisodeRunner:
     def _settle(self, rollout: Rollout, episode: Episode) -> None:
         episode.end()
         self.left.ended.append(weakref.ref(episode))
-        numbers = [rollout.rollout_id]
-        if episode.branches:  # its rollout has left those rows out that have no tokens
-            numbers = [row.rollout_id for row in episode.rows]
-        for number in numbers:
-            if left := self._waiting.turns.pop(number, None):
+        # Its rollout has left those rows out that have no tokens; the episode still knows them.
+        for row in episode.rows if episode.branches else (rollout,):
+            left = self._waiting.turns.pop(row.rollout_id, None)
+            if left is not None:
                 fail(left, RunClosed(EPISODE_IS_OVER))
 
     def _give_up(self, episode_of: tuple[Rollout, Episode]) -> None:
@@ -274,7 +283,7 @@ class EpisodeRunner:
             self._count_failure(rollout, TimeoutError("it took too long, and won't be cancelled"))
         except EpisodeError as error:
             self._broken = error
-        self._handle([ev.EpisodeFailed(rollout.rollout_id, "episode_timeout")])
+        self._handle(ev.EpisodeFailed(rollout.rollout_id, "episode_timeout"))
 
     def _count_failure(self, rollout: Rollout, error: BaseException) -> None:
         self._failures_in_a_row += 1
@@ -295,7 +304,7 @@ class EpisodeRunner:
         if self.left.stubborn:
             self._refuse_if_given_up(rollout)
         future = self.rejoin(rollout)
-        self._handle((ev.TurnAsked(rollout.rollout_id, sampling, media),))
+        self._handle(ev.TurnAsked(rollout.rollout_id, sampling, media))
         return future
 
     def rejoin(self, rollout: Rollout) -> "SteppedFuture[Turn]":
@@ -359,7 +368,7 @@ class EpisodeRunner:
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         """Another row for this one's episode, with nothing in it yet."""
         self._refuse_if_given_up(rollout)
-        self._handle([ev.RolloutForked(rollout.rollout_id, reason)])
+        self._handle(ev.RolloutForked(rollout.rollout_id, reason))
         if self._forked is None:
             raise RunClosed(EPISODE_IS_OVER)
         row, self._forked = self._forked, None
@@ -376,10 +385,10 @@ class EpisodeRunner:
     def give_up_turn(self, rollout: Rollout) -> None:
         """Who asked for this rollout's turn doesn't wait for it any more."""
         self._waiting.turns.pop(rollout.rollout_id, None)
-        self._handle([ev.TurnGivenUp(rollout.rollout_id)])
+        self._handle(ev.TurnGivenUp(rollout.rollout_id))
 
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """Forget what the rollout's context holds beyond so many turns and tokens."""
         if rollout.root.rollout_id in self.left.stubborn:
             return  # it is settled
-        self._handle([ev.RolloutCut(rollout.rollout_id, turns, tokens, "went_another_way")])
+        self._handle(ev.RolloutCut(rollout.rollout_id, turns, tokens, "went_another_way"))

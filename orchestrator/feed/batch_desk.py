@@ -6,7 +6,7 @@ handed over would be counted as trained under the version before. It decides abo
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 from tidegate.errors import TidegateError
@@ -23,7 +23,7 @@ class BatchDesk:
     def __init__(
         self,
         waiting: Waiting,
-        handle: Callable[[Iterable[ev.Event]], None],
+        handle: Callable[[ev.Event], None],
         when_safe: Callable[[Callable[[], None]], None],
         take_failure: Callable[[], TidegateError | None],
     ) -> None:
@@ -46,14 +46,14 @@ class BatchDesk:
         future: asyncio.Future[Batch] = asyncio.get_running_loop().create_future()
         self._futures.append(future)
         if not self._is_held:
-            self._handle([ev.BatchAsked()])
+            self._handle(ev.BatchAsked())
         try:
             return await future
         except asyncio.CancelledError:
             if future in self._futures:
                 self._futures.remove(future)
                 if not self._is_held:
-                    self._handle([ev.BatchNotWanted()])
+                    self._handle(ev.BatchNotWanted())
             elif not future.cancelled() and future.exception() is None:
                 self._undelivered.append(future.result())
             raise  # if it is cancelled, and handed over by now, _deliver keeps the batch
@@ -62,12 +62,13 @@ class BatchDesk:
         """Ask the core for no batch for now; or ask for all that trainers wait for."""
         if not is_held and self._futures and (failure := self._take_failure()) is not None:
             if not self._is_held:
-                self._handle([ev.BatchNotWanted()])
+                self._handle(ev.BatchNotWanted())
             fail(self._futures.popleft(), failure)
         if is_held != self._is_held:
             self._is_held = is_held
             wish: ev.Event = ev.BatchNotWanted() if is_held else ev.BatchAsked()
-            self._handle([wish] * len(self._futures))
+            for _ in tuple(self._futures):
+                self._handle(wish)
 
     def hand_over(self, batch: ev.HandOver) -> None:
         """There is one for whoever waits longest."""

@@ -5,7 +5,7 @@ keeps the episode that it was given with.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
@@ -21,7 +21,7 @@ class Offers:
     def __init__(
         self,
         core: Callable[[], Core],
-        handle: Callable[[Iterable[ev.Event], EpisodeFunction | None], None],
+        handle: Callable[[ev.Event, EpisodeFunction | None], None],
         *,
         wants_tasks: asyncio.Event,
     ) -> None:
@@ -59,7 +59,7 @@ class Offers:
             is_journalled=is_journalled,
         )
         self._feeding = group.create_task(feed.run(), name="tasks")
-        self._handle([ev.TasksOffered()], None)
+        self._handle(ev.TasksOffered(), None)
         used = {g.key.offer for g in core.groups.in_order if g.key is not None}
         used |= {key.offer for key in core.tasks.requeued} | self._source.offers
         self._episodes = {o: each for o, each in self._episodes.items() if o in used}

@@ -5,7 +5,7 @@ core's to say; what a task is, nobody's here.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from tidegate.errors import ResumeMismatch
 from tidegate.orchestrator.core import events as ev
@@ -25,7 +25,7 @@ class TaskFeed:
         self,
         core: Core,
         source: TaskSource,
-        handle: Callable[[Iterable[ev.Event], EpisodeFunction | None], None],
+        handle: Callable[[ev.Event, EpisodeFunction | None], None],
         episode_of: Callable[[TaskKey | None], EpisodeFunction | None],
         *,
         wants_tasks: asyncio.Event,
@@ -54,27 +54,28 @@ class TaskFeed:
 
     async def _take(self) -> None:
         taken = places = 0
-        core, is_async = self._core, self.source.is_async
+        core, source = self._core, self.source
+        is_async, newest = source.is_async, self._episode_of(None)
         while places or (places := core.capacity_groups):
             prefers_returned = core.policy.prefers_returned(core.groups)
             if is_async:
-                task = await self.source.next(prefers_returned=prefers_returned)
+                task = await source.next(prefers_returned=prefers_returned)
                 if task is not None and not core.capacity_groups:  # there was some before the wait
-                    self.source.give_back(task)
+                    source.give_back(task)
                     return
             else:
-                task = self.source.next_nowait(prefers_returned=prefers_returned)
+                task = source.next_nowait(prefers_returned=prefers_returned)
             if task is None:
-                self._handle([ev.TasksExhausted()], None)
+                self._handle(ev.TasksExhausted(), None)
                 return
             places = 0 if is_async else places - 1  # it was waited for: ask again
             digest = task_digest(task.task) if self._wants_digests else b""
             arrived = ev.TaskArrived(task.task, task.key, digest)
-            self._handle([arrived], self._episode_of(task.key))
+            self._handle(arrived, newest if task.key is None else self._episode_of(task.key))
             taken += 1
-            if self.source.has_ended():
+            if source.has_ended():
                 places = 0
-                self._handle([ev.TasksExhausted()], None)
+                self._handle(ev.TasksExhausted(), None)
             elif taken % TASKS_PER_TURN == 0:
                 places = 0
                 await asyncio.sleep(0)
@@ -86,7 +87,7 @@ class TaskFeed:
             task = await self.source.next_new()
             key = TaskKey(self._core.tasks.offer, index)
             self._check(task, key, count)
-            self._handle([ev.TaskFound(task, key)], self._episode_of(key))
+            self._handle(ev.TaskFound(task, key), self._episode_of(key))
             if index % TASKS_PER_TURN == 0:
                 await asyncio.sleep(0)
 

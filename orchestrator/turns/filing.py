@@ -115,15 +115,17 @@ def _added(steady: SteadySteps, event: StepArrived, tokens_each: int) -> StepOut
 def _file_each(rows: list[Submission], event: StepArrived, tokens_each: int) -> StepOutcome:
     """The same number of tokens in each row, and every one is wanted: an engine's usual step."""
     split = splitter(len(rows), 4 * tokens_each).unpack
-    version, evaluation_rows = event.version, 0
+    version, engine, evaluation_rows = event.version, event.engine, 0
     for row, token_ids, logprobs in zip(
         rows, split(event.token_ids), split(event.logprobs), strict=True
     ):
-        if row.version != version:
-            row.begin_run(event)
+        turn = row.turn
+        if row.version != version:  # as begin_run, whose call costs as much again
+            row.version = version
+            turn.begin_run(version, engine)
         row.token_ids.frombytes(token_ids)
         row.logprobs.frombytes(logprobs)
-        row.turn.filed += tokens_each
+        turn.filed += tokens_each
         if row.is_evaluation:
             evaluation_rows += 1
     evaluation_tokens = tokens_each * evaluation_rows

@@ -49,6 +49,10 @@ class Outbox:
 
     def _send_turns(self, engine: str, turns: list[SubmitTurn]) -> None:
         if len(turns) > 1 and self._takes_turns_together(engine):
+            context_bytes = sum([len(turn.token_ids) for turn in turns])
+            if len(turns) <= TURNS_TOGETHER_MAX and context_bytes <= CONTEXT_BYTES_TOGETHER_MAX:
+                self._send_part(engine, turns)
+                return
             for part in _parts(turns):
                 self._send_part(engine, part)
             return

@@ -204,7 +204,8 @@ class TurnBook:
         handle = self.next_handle
         self.next_handle = (handle + 1) & 0xFFFFFFFF
         rollout, sampling = turn.rollout, turn.sampling
-        rollout.settle()
+        if turn.held_back is not None:
+            rollout.settle()
         length = turn.filed
         submission = self.engines[name].submissions[handle] = Submission(turn, priority, length)
         turn.place = (name, handle)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
 
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
@@ -19,10 +18,9 @@ async def fed(tasks: Tasks) -> list[ev.Event]:
     events: list[ev.Event] = [ev.TasksOffered()]
     core.handle(events[0])
 
-    def handle(happened: Iterable[ev.Event], episode: EpisodeFunction | None) -> None:
-        for event in happened:
-            events.append(event)
-            core.handle(event)
+    def handle(event: ev.Event, episode: EpisodeFunction | None) -> None:
+        events.append(event)
+        core.handle(event)
 
     wants_tasks = asyncio.Event()
     feed = TaskFeed(
