@@ -79,7 +79,7 @@ class BatchAges:
         last_s = np.repeat(last_s, sizes)
         of_rollouts = RowsOfRollouts(batch.rollout_ids.numpy())
         last_s = of_rollouts.first(last_s)
-        is_trained = of_rollouts.highest(batch.loss_mask.numpy().any(1))
+        is_trained = of_rollouts.highest(np.asarray(batch.loss_mask.numpy().any(1)))
         counts = ~np.isnan(last_s) & is_trained
         staleness = of_rollouts.highest(batch.staleness.numpy())[counts]
         if not len(staleness):
