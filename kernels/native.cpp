@@ -59,14 +59,15 @@ template <typename T> void gate(const T* gate_up, T* out, int64_t rows, int64_t 
 
 // A head of x turned by its token's angles: the halves are the two coordinates of D/2 points.
 template <typename T>
-void turn(const T* x, const T* cosines, const T* sines, T* out, int64_t head_dim) {
-    const int64_t half = head_dim / 2;
+void turn(const T* __restrict x, const T* __restrict cosines, const T* __restrict sines,
+          T* __restrict out, int64_t half) {
+    T* __restrict out_b = out + half;  // the compiler doesn't see by itself that halves are apart
     for (int64_t i = 0; i < half; i++) {
         const float a = widen(x[i]), b = widen(x[i + half]);
         const float ac = rounded<T>(a * widen(cosines[i]));
         const float bc = rounded<T>(b * widen(cosines[i + half]));
         narrow(std::fma(b, widen(sines[i]), ac), &out[i]);
-        narrow(std::fma(a, widen(sines[i + half]), bc), &out[i + half]);
+        narrow(std::fma(a, widen(sines[i + half]), bc), &out_b[i]);
     }
 }
 
@@ -88,7 +89,7 @@ void rotate_and_write(const T* qkv, const T* qk_norm, const T* table, const int6
             }
             T* key = block + ((h - heads) * block_tokens + offsets[t]) * head_dim;
             T* out = h < heads ? query + (t * heads + h) * head_dim : key;
-            turn(x, cosines, cosines + head_dim, out, head_dim);
+            turn(x, cosines, cosines + head_dim, out, head_dim / 2);
         }
         const T* values = row + (heads + kv_heads) * head_dim;
         for (int64_t h = 0; h < kv_heads; h++) {
