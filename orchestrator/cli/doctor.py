@@ -23,11 +23,20 @@ def doctor(
         Path | None,
         typer.Option(help="The directory of the weights it serves: compare log-probs and tokens."),
     ] = None,
+    update: Annotated[
+        bool,
+        typer.Option(
+            "--update",
+            help="Also give it other weights (--model's with noise, written beside it), and its "
+            "own again. Only while nobody else uses it.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Examine an engine before training on what it says; status 1 if something is wrong.
 
-    vLLM, SGLang, or a Tidegate run by its vLLM-compatible server. Changes nothing there.
+    vLLM, SGLang, or a Tidegate run by its vLLM-compatible server. Without --update it changes
+    nothing there.
     """
     from rich.console import Console
 
@@ -35,7 +44,9 @@ def doctor(
     from tidegate.orchestrator.doctor.measuring import examined, measure
 
     with Console(stderr=True).status("looking who is there") as status:
-        measured = measure(examined(url), model, progress=lambda doing: status.update(doing))
+        measured = measure(
+            examined(url), model, updates=update, progress=lambda doing: status.update(doing)
+        )
     found = findings(measured)
     is_ill = any(finding.verdict == Verdict.FAIL for finding in found)
     if as_json:

@@ -5,6 +5,7 @@ vllm.py and sglang.py say how; nothing here knows what an answer means.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from tidegate.orchestrator.doctor.measurements import Identity
@@ -52,6 +53,14 @@ class ExaminedEngine(Protocol):
 
     def tokenize(self, text: str) -> list[int] | None:
         """Its tokens for ``text``, without special ones; None if it has no way to tell."""
+        ...
+
+    def load_weights(self, directory: Path, *, clears_cache: bool) -> str | None:
+        """Have it serve the weights of ``directory``; None, or why it refuses to.
+
+        Raises:
+            EngineLost: it doesn't answer.
+        """
         ...
 
     def cached_tokens_total(self) -> int | None:

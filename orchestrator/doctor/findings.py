@@ -14,7 +14,9 @@ from tidegate.orchestrator.doctor.measurements import (
     PrefixCache,
     Repeats,
     TokenizerCheck,
+    WeightUpdate,
 )
+from tidegate.orchestrator.doctor.update_findings import update_findings
 
 GAP_RATIO_TOLERANCE = 0.2
 """bfloat16 logits round to 3 digits, so the ratio of gaps of a nat or two strays by some percent;
@@ -67,7 +69,12 @@ def findings(measured: Measurements) -> list[Finding]:
         _mismatch(kind, measured.mismatch),
         _tokenizer(measured.tokenizer),
         *_repeats(kind, measured.repeats),
-        *_prefix_cache(kind, measured.cache),
+        *_prefix_cache(kind, measured.cache, measured.update),
+        *(
+            []
+            if measured.update is None
+            else update_findings(kind, measured.update, measured.mismatch)
+        ),
     ]
 
 
@@ -253,7 +260,9 @@ def _batch(kind: EngineKind, repeats: Repeats) -> Finding:
     )
 
 
-def _prefix_cache(kind: EngineKind, cache: PrefixCache) -> list[Finding]:
+def _prefix_cache(
+    kind: EngineKind, cache: PrefixCache, update: WeightUpdate | None
+) -> list[Finding]:
     if cache.again_tokens is None:
         says = "it doesn't tell how many tokens of a prompt were cached"
         return [
@@ -267,18 +276,22 @@ def _prefix_cache(kind: EngineKind, cache: PrefixCache) -> list[Finding]:
     if not cache.again_tokens:
         says = "off, or forgets a prompt at once: every turn is prefilled from its beginning"
         return [Finding(check="prefix cache", verdict=Verdict.NOTE, says=says)]
-    return [_cache_is_on(kind, cache), *_salt(kind, cache)]
+    is_on = _cache_is_on(kind, cache, is_updated=update is not None)
+    return [is_on, *_salt(kind, cache)]
 
 
-def _cache_is_on(kind: EngineKind, cache: PrefixCache) -> Finding:
+def _cache_is_on(kind: EngineKind, cache: PrefixCache, *, is_updated: bool) -> Finding:
     found = f"on: {cache.again_tokens} tokens of a prompt sent again were there"
     if cache.difference <= MEAN_ROUNDED_NATS:
         says = f"{found}, and log-probs within {cache.difference:.2g} nats of the first time's"
+        if is_updated or kind == "tidegate":
+            return Finding(check="prefix cache", verdict=Verdict.OK, says=says)
         return Finding(
             check="prefix cache",
             verdict=Verdict.OK,
-            says=f"{says}. Over a weight update it keeps old weights' KV",
-            remedy=SALT_REMEDIES[kind] if kind != "tidegate" else "",
+            says=f"{says}. Engines of its kind keep old weights' KV over an update, unless told "
+            f"otherwise: --update finds out",
+            remedy=SALT_REMEDIES[kind],
         )
     return Finding(
         check="prefix cache",

@@ -79,6 +79,32 @@ class TokenizerCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Distance:
+    """An answer's log-probs against those of two sets of weights; mean differences, in nats."""
+
+    from_new: float
+    """Of the weights that it should have answered by."""
+    from_old: float
+    """Of those before."""
+    between: float
+    """Of the one set from the other, on the same tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """A prompt whose KV was cached, sent again after updates."""
+
+    refused: str | None = None
+    """Why it took no new weights; then there is no more."""
+    cleared: Distance | None = None
+    """After an update that has its cache cleared."""
+    kept: Distance | None = None
+    """After one, back to its own weights, that hasn't."""
+    salted: Distance | None = None
+    """After the same, with another salt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
     """All there is to judge."""
 
@@ -92,3 +118,5 @@ class Measurements:
     """None without a model directory to compare with."""
     tokenizer: TokenizerCheck | None
     """None without one, or where the engine has no way to tokenize."""
+    update: WeightUpdate | None
+    """None unless its weights were to be changed."""

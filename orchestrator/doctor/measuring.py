@@ -1,7 +1,8 @@
 """What does an engine answer when it is asked on purpose? Some thirty short requests.
 
-It measures and doesn't judge. Nothing it sends changes the engine: no update, no pause, no cleared
-cache, no token id that isn't the model's (one such ends an SGLang server).
+It measures and doesn't judge. Nothing it sends changes the engine, unless its weights are to be
+updated: no pause, no cleared cache, no token id that isn't the model's (one such ends an SGLang
+server).
 """
 
 import secrets
@@ -12,7 +13,12 @@ from typing import TYPE_CHECKING
 from tidegate.errors import ConfigError, EngineLost
 from tidegate.orchestrator.doctor.examined import Answer, ExaminedEngine, Question
 from tidegate.orchestrator.doctor.http import Http
-from tidegate.orchestrator.doctor.measurements import Measurements, Mismatch, TokenizerCheck
+from tidegate.orchestrator.doctor.measurements import (
+    Measurements,
+    Mismatch,
+    TokenizerCheck,
+    WeightUpdate,
+)
 from tidegate.orchestrator.doctor.probes import (
     OUTPUT_TOKENS,
     logprob_mode,
@@ -20,6 +26,7 @@ from tidegate.orchestrator.doctor.probes import (
     repeats_of,
 )
 from tidegate.orchestrator.doctor.sglang import ExaminedSglang, identify_sglang
+from tidegate.orchestrator.doctor.updating import weight_update
 from tidegate.orchestrator.doctor.vllm import ExaminedVllm, identify_vllm
 
 if TYPE_CHECKING:
@@ -62,14 +69,25 @@ def measure(
     engine: ExaminedEngine,
     model: Path | None = None,
     *,
+    updates: bool = False,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Measurements:
     """Ask all there is to ask; ``model`` is the directory of the weights it serves.
 
+    Args:
+        engine: whom.
+        model: what to compare with.
+        updates: give it other weights, and its own again: for ``model``'s sake nobody else
+            should use it meanwhile.
+        progress: is told what is being done.
+
     Raises:
-        EngineLost: it refuses to generate, or stops answering.
+        EngineLost: it refuses to generate, stops answering, or won't have its weights again.
         AuditError: ``model`` can't be loaded.
+        ConfigError: weights are to be updated, and there is no ``model``, or no room beside it.
     """
+    if updates and model is None:
+        raise ConfigError("--update needs --model: the weights that it is to serve again at last")
     reference = None
     if model is not None:
         progress("loading the model to compare with")
@@ -87,17 +105,42 @@ def measure(
     progress("asking again")
     repeats = repeats_of(engine, prompt, greedy)
     progress("looking at its prefix cache")
-    cache = prefix_cache(engine, drawn_prompt(engine, reference, _long_prompt_tokens(engine)))
+    cache = prefix_cache(engine, _long_prompt(engine, reference))
     progress("comparing")
+    mismatch = None if reference is None else _mismatch(engine, prompt, greedy, reference)
+    tokenizer = None if reference is None else _tokenizer(engine, reference)
+    update = None
+    if updates and model is not None and reference is not None:
+        update = _update(engine, model, reference, progress)
     return Measurements(
         identity=engine.identity,
         logprobs=mode,
         repeats=repeats,
         cache=cache,
         weight_spans=greedy.has_weight_spans,
-        mismatch=None if reference is None else _mismatch(engine, prompt, greedy, reference),
-        tokenizer=None if reference is None else _tokenizer(engine, reference),
+        mismatch=mismatch,
+        tokenizer=tokenizer,
+        update=update,
     )
+
+
+def _update(
+    engine: ExaminedEngine,
+    model: Path,
+    reference: "Reference",
+    progress: Callable[[str], None],
+) -> WeightUpdate:
+    from tidegate.orchestrator.doctor.altered import altered  # torch, too
+
+    progress("altering the model's weights")
+    with altered(model) as directory:
+        return weight_update(
+            engine,
+            _long_prompt(engine, reference),
+            served=(model, reference),
+            other=(directory, _load(directory)),
+            progress=progress,
+        )
 
 
 def _load(model: Path) -> "Reference":
@@ -117,9 +160,10 @@ def drawn_prompt(
     return tuple(secrets.choice(known) for _ in range(tokens))
 
 
-def _long_prompt_tokens(engine: ExaminedEngine) -> int:
+def _long_prompt(engine: ExaminedEngine, reference: "Reference | None") -> tuple[int, ...]:
     context = engine.identity.context_tokens_max or 4 * LONG_PROMPT_TOKENS
-    return max(1, min(LONG_PROMPT_TOKENS, context - 2 * OUTPUT_TOKENS))
+    tokens = max(1, min(LONG_PROMPT_TOKENS, context - 2 * OUTPUT_TOKENS))
+    return drawn_prompt(engine, reference, tokens)
 
 
 def _mismatch(

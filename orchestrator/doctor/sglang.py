@@ -3,6 +3,7 @@
 What the answers mean for training is decided in findings.py.
 """
 
+from pathlib import Path
 from typing import Any
 
 from tidegate.errors import EngineLost
@@ -75,6 +76,19 @@ class ExaminedSglang:
         if not reply.is_ok or not isinstance(reply.body, dict):
             return None
         return [int(token) for token in reply.body["tokens"]]
+
+    def load_weights(self, directory: Path, *, clears_cache: bool) -> str | None:
+        """From disk."""
+        body = {
+            "model_path": str(directory),
+            "flush_cache": clears_cache,
+            "abort_all_requests": False,
+        }
+        reply = self._http.post("/update_weights_from_disk", body)
+        told = reply.body if isinstance(reply.body, dict) else {}
+        if reply.is_ok and told.get("success", True):
+            return None
+        return str(told.get("message", reply.body))
 
     def cached_tokens_total(self) -> int | None:
         """Not needed: every answer says it of itself."""

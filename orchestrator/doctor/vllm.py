@@ -6,6 +6,7 @@ training is decided in findings.py.
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tidegate.errors import EngineLost
@@ -14,6 +15,7 @@ from tidegate.orchestrator.doctor.http import Http, Reply
 from tidegate.orchestrator.doctor.measurements import EngineKind, Identity
 
 GENERATE = "/inference/v1/generate"
+RPC = "/collective_rpc"
 HTTP_FORBIDDEN = 403
 
 _HITS = re.compile(r"^vllm:prefix_cache_hits_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
@@ -96,6 +98,22 @@ class ExaminedVllm:
         if not reply.is_ok or not isinstance(reply.body, dict):
             return None
         return [int(token) for token in reply.body["tokens"]]
+
+    def load_weights(self, directory: Path, *, clears_cache: bool) -> str | None:
+        """From files, while nothing runs; in the query, for a pause ignores its body."""
+        pause = f"/pause?mode=abort&clear_cache={str(clears_cache).lower()}"
+        paused = self._http.post(pause, {})
+        if not paused.is_ok:  # an update beside requests that run hangs it for ever
+            return f"{pause} answers {paused.status}: {paused.body}"
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+        try:
+            reply = self._http.post(RPC, body)
+        finally:
+            resumed = self._http.post("/resume", {})
+        for path, answer in ((RPC, reply), ("/resume", resumed)):
+            if not answer.is_ok:
+                return f"{path} answers {answer.status}: {answer.body}"
+        return None
 
     def cached_tokens_total(self) -> int | None:
         """Sum of its counters of prefix cache hits, over its engines."""

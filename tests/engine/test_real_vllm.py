@@ -26,6 +26,9 @@ from tidegate.engine.adapters.adapter import ScoreRequest
 from tidegate.engine.adapters.loras import PEFT_PREFIX, HostAdapter
 from tidegate.engine.adapters.vllm import make_adapter
 from tidegate.errors import ConfigError, WeightsRefused
+from tidegate.orchestrator.doctor.finding import Verdict
+from tidegate.orchestrator.doctor.findings import findings
+from tidegate.orchestrator.doctor.measuring import examined, measure
 from tidegate.transport.messages import KvPolicy, PauseMode
 
 PYTHON = os.environ.get("TIDEGATE_VLLM_PYTHON")
@@ -198,6 +201,33 @@ async def test_a_tied_model_is_refused_on_a_cpu(server: Server, tmp_path: Path) 
             await adapter.open("v0")
     finally:
         await adapter.close()
+
+
+def test_the_doctor_finds_an_update_sound_and_gives_it_its_own_weights_again(
+    server: Server,
+) -> None:
+    measured = measure(examined(server.url), server.model, updates=True)
+    found = {one.check: one for one in findings(measured)}
+    assert found["weight update"].verdict == Verdict.OK, found
+    assert "a salt of its own" in found["cache over an update"].says
+    again = measure(examined(server.url), server.model)
+    assert again.mismatch is not None
+    assert again.mismatch.mean < 1e-4
+
+
+def test_the_doctor_finds_the_tied_head_that_an_update_leaves_old(tmp_path: Path) -> None:
+    model = make_model_directory(tmp_path / "model", tied=True)
+    server = start(model, tmp_path / "log")
+    try:
+        wait_for(server, tmp_path / "log")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TIDEGATE_ENGINE_KEY", KEY)
+            measured = measure(examined(server.url), model, updates=True)
+    finally:
+        server.kill()
+    [found] = [one for one in findings(measured) if one.check == "weight update"]
+    assert found.verdict == Verdict.FAIL
+    assert "untie it" in found.remedy
 
 
 async def test_turns_go_on_elsewhere_when_the_server_is_killed(

@@ -1,0 +1,75 @@
+"""What are other weights for a model, to see whether an engine takes them? Its own, with noise.
+
+Files in, files out: nothing here knows of servers, or of what an engine makes of them.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tidegate.errors import ConfigError
+
+NOISE = 0.3
+"""Of each tensor's own standard deviation: every layer's KV changes, and no logit overflows."""
+
+SEED = 7
+
+
+@contextmanager
+def altered(model: Path) -> Iterator[Path]:
+    """A directory beside ``model`` with other weights of its shape, removed at the end.
+
+    Beside it, for there the engine most likely sees it by the same path. It takes as much room
+    as the model's weights.
+
+    Raises:
+        ConfigError: it can't be written, or ``model`` has no weights in safetensors.
+    """
+    model = model.resolve()
+    if not list(model.glob("*.safetensors")):
+        raise ConfigError(f"{model} has no *.safetensors: weights can't be altered without")
+    try:
+        directory = Path(tempfile.mkdtemp(prefix="doctor-", dir=model.parent))
+    except OSError as error:
+        raise ConfigError(
+            f"altered weights go beside the model, and {model.parent} can't be written to: "
+            f"{error.strerror}. Put a copy of the model where it can, and serve that"
+        ) from None
+    try:
+        directory.chmod(0o755)  # the engine may be another user's
+        try:
+            _write(model, directory)
+        except OSError as error:
+            raise ConfigError(f"altered weights can't be written to {directory}: {error}") from None
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _write(model: Path, directory: Path) -> None:
+    generator = torch.Generator().manual_seed(SEED)
+    for path in sorted(model.iterdir()):
+        if path.suffix == ".safetensors":
+            save_file(_noisy(path, generator), directory / path.name, metadata={"format": "pt"})
+        elif path.is_file():
+            shutil.copyfile(path, directory / path.name)
+
+
+def _noisy(path: Path, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    tensors = {}
+    with safe_open(path, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118 - no mapping
+            tensor = opened.get_tensor(name)
+            # Norms' weights are one-dimensional and all but constant: noise would be nothing there.
+            if tensor.is_floating_point() and tensor.dim() > 1:
+                noise = torch.randn(tensor.shape, generator=generator)
+                scale = NOISE * float(tensor.float().std())
+                tensor = (tensor.float() + scale * noise).to(tensor.dtype)
+            tensors[name] = tensor
+    return tensors
