@@ -21,6 +21,7 @@ from tidegate.transport.addresses import check_listener, refuse_living_listener
 from tidegate.transport.doorkeeper import Doorkeeper
 from tidegate.transport.drain_budget import DrainBudget
 from tidegate.transport.limits import ENGINE_FRAME_BYTES_MAX, cut
+from tidegate.transport.looks import LOOK_INTERVAL_S, Looks
 from tidegate.transport.messages import Complaint, Message
 from tidegate.transport.more_frames import more_frames
 from tidegate.transport.patience import Patience
@@ -47,21 +48,6 @@ FRAMES_PER_DRAIN = 1024
 
 BYTES_PER_DRAIN = 16 * 1024 * 1024
 """The same for large messages: some milliseconds of copying, and the most that a batch may take."""
-
-BUSY_WAKEUPS = 16
-BUSY_WITHIN_S = 0.032
-"""After so many wakeups within such a time, more than 500 a second, messages are looked for by the
-clock: to be woken for one costs as much as to take in the tokens of a hundred turns."""
-
-WAKEUPS_PER_SEND = 4
-"""Unless more is sent than this: somebody may wait for the answers. Acknowledgements are fewer."""
-
-LOOK_INTERVAL_S = 0.004
-"""By the clock: well below a decode step of most models, and four messages at a time where there
-are a thousand a second."""
-
-VAIN_LOOKS_MAX = 3
-"""In a row that bring nothing, or to which answers are sent; then the descriptor wakes again."""
 
 UNREAD_MESSAGES_MAX = 1024 * 1024
 """Waiting for one peer. No run gives an engine so many turns at once."""
@@ -100,8 +86,8 @@ class RouterSocket:
         self._scheduled: asyncio.Handle | None = None
         self._clock: asyncio.TimerHandle | None = None
         """While messages are looked for by the clock; else the descriptor wakes."""
-        self._wakeups = self._sends = self._vain_looks = 0
-        self._counted_since_s = 0.0
+        self._is_next_look_far = False
+        self._looks = Looks()
         self._frames = self._bytes = self._malformed = 0
         self._patience = Patience(answers_max=COMPLAINTS_PER_S_MAX, interval_s=1.0)
         try:
@@ -123,7 +109,7 @@ class RouterSocket:
             BadFrame: the message is larger than its kind may be.
         """
         frame = sendable(message)
-        self._sends += 1
+        self._looks.sends += 1
         try:
             send(self._socket, peer, MORE_FOLLOWS)
             send(self._socket, frame, NO_WAIT)
@@ -136,6 +122,9 @@ class RouterSocket:
             # messages have arrived. One look per turn of the loop makes up for all its sends.
             if self._clock is None:
                 self._schedule_drain()
+            elif self._is_next_look_far:
+                self._clock.cancel()
+                self._look_in(LOOK_INTERVAL_S)  # it may be answered
         return True
 
     def complain(self, peer: bytes, why: str) -> None:
@@ -196,28 +185,28 @@ class RouterSocket:
         """The descriptor wakes; if it does so on and on, the clock takes over."""
         loop = self._loop
         assert loop is not None
-        now_s = loop.time()
-        if now_s - self._counted_since_s > BUSY_WITHIN_S:
-            self._wakeups, self._sends, self._counted_since_s = 0, 0, now_s
-        self._wakeups += 1
-        if self._wakeups >= max(BUSY_WAKEUPS, WAKEUPS_PER_SEND * self._sends):
+        interval_s = self._looks.woken(loop.time())
+        if interval_s is not None:
             loop.remove_reader(self._socket.FD)
-            self._wakeups = self._vain_looks = 0
-            self._clock = loop.call_later(LOOK_INTERVAL_S, self._on_clock)
+            self._look_in(interval_s)
         self._drain()
 
+    def _look_in(self, interval_s: float) -> None:
+        assert self._loop is not None
+        self._is_next_look_far = interval_s > LOOK_INTERVAL_S
+        self._clock = self._loop.call_later(interval_s, self._on_clock)
+
     def _on_clock(self) -> None:
-        """Look by the clock, until there is nothing for some looks."""
-        before = self._frames, self._malformed
-        has_sent, self._sends = self._sends > 0, 0
+        """Look by the clock, for as long as that pays."""
+        before = self._frames + self._malformed
+        self._is_next_look_far = False
         try:
             self._drain()
         finally:  # the callback may raise, or detach
             if self._loop is not None:
-                is_empty = (self._frames, self._malformed) == before
-                self._vain_looks = self._vain_looks + 1 if is_empty or has_sent else 0
-                if self._vain_looks < VAIN_LOOKS_MAX:
-                    self._clock = self._loop.call_later(LOOK_INTERVAL_S, self._on_clock)
+                interval_s = self._looks.looked(self._frames + self._malformed - before)
+                if interval_s is not None:
+                    self._look_in(interval_s)
                 else:
                     self._clock = None
                     self._loop.add_reader(self._socket.FD, self._on_readable)

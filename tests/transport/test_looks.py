@@ -1,0 +1,136 @@
+"""Is a socket read by the clock just where nobody waits for what it brings?"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+
+from tests.transport.conftest import WAIT_S
+from tidegate.transport.dealer import DealerSocket
+from tidegate.transport.looks import (
+    BUSY_WAKEUPS,
+    BUSY_WITHIN_S,
+    LOOK_INTERVAL_S,
+    QUIET_LOOK_INTERVAL_S,
+    VAIN_LOOKS_MAX,
+    Looks,
+)
+from tidegate.transport.messages import Ack, Resumed, encode
+from tidegate.transport.router import RouterSocket
+
+
+def by_the_clock() -> Looks:
+    """Looks of a stream of a thousand messages a second, at the end of its first wakeups."""
+    looks = Looks()
+    firsts = [looks.woken(1.0 + 0.001 * index) for index in range(BUSY_WAKEUPS)]
+    assert firsts == [None] * (BUSY_WAKEUPS - 1) + [LOOK_INTERVAL_S]
+    return looks
+
+
+def test_wakeups_that_are_far_between_or_answered_stay_wakeups() -> None:
+    slow, answered = Looks(), Looks()
+    for index in range(4 * BUSY_WAKEUPS):
+        assert slow.woken(2 * index * BUSY_WITHIN_S / BUSY_WAKEUPS) is None
+        answered.sends += 1
+        assert answered.woken(0.001 * index) is None
+
+
+def test_a_stream_that_nobody_answers_is_looked_for_less_often() -> None:
+    looks = by_the_clock()
+    assert [looks.looked(16) for _ in range(9)] == [QUIET_LOOK_INTERVAL_S] * 9
+
+
+def test_a_stream_that_is_answered_now_and_then_is_looked_for_at_short_intervals() -> None:
+    looks = by_the_clock()
+    for _ in range(9):
+        looks.sends = 4
+        assert looks.looked(16) == LOOK_INTERVAL_S
+
+
+@pytest.mark.parametrize(("messages", "sends"), [(0, 0), (16, 5)])
+def test_the_descriptor_wakes_again_where_nothing_comes_or_much_is_answered(
+    messages: int, sends: int
+) -> None:
+    looks = by_the_clock()
+    told = []
+    for _ in range(VAIN_LOOKS_MAX):
+        looks.sends = sends
+        told.append(looks.looked(messages))
+    assert told == [LOOK_INTERVAL_S] * (VAIN_LOOKS_MAX - 1) + [None]
+
+
+@dataclass(eq=False)
+class Timer:
+    """What a loop was asked to call later."""
+
+    among: "list[Timer]"
+    delay_s: float
+    callback: Callable[[], None]
+
+    def cancel(self) -> None:
+        """It won't be called; harmless if it was."""
+        if self in self.among:
+            self.among.remove(self)
+
+
+class HandDriven:
+    """An event loop whose timers and readers a test calls."""
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], None] | None = None
+        self.timers: list[Timer] = []
+
+    def time(self) -> float:
+        """It stands still."""
+        return 1.0
+
+    def add_reader(self, descriptor: int, callback: Callable[[], None]) -> None:
+        """For one descriptor."""
+        self.wake = callback
+
+    def remove_reader(self, descriptor: int) -> None:
+        """Of the same."""
+        self.wake = None
+
+    def call_soon(self, callback: Callable[[], None]) -> Any:
+        """Never."""
+        return self._timer(0.0, callback)
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Any:
+        """When the test says."""
+        return self._timer(delay_s, callback)
+
+    def _timer(self, delay_s: float, callback: Callable[[], None]) -> Any:
+        timer = Timer(self.timers, delay_s, callback)
+        self.timers.append(timer)
+        return timer
+
+    def fire(self) -> float:
+        """Call the one timer there is; its delay."""
+        [timer] = self.timers
+        self.timers.clear()
+        timer.callback()
+        return timer.delay_s
+
+
+def test_what_is_sent_into_a_quiet_stream_has_its_answer_looked_for_sooner(
+    router: RouterSocket,
+) -> None:
+    dealer, loop = DealerSocket(router.address, b"engine-0"), HandDriven()
+    seen: list[bytes] = []
+    router.attach(cast(asyncio.AbstractEventLoop, loop), lambda b: seen.extend(f for _, f in b))
+    for _ in range(BUSY_WAKEUPS):
+        assert loop.wake is not None
+        loop.wake()
+    dealer.send(Resumed())
+    assert router._socket.poll(round(1000 * WAIT_S))
+    assert loop.fire() == LOOK_INTERVAL_S
+    assert seen == [encode(Resumed())]
+    assert [timer.delay_s for timer in loop.timers] == [QUIET_LOOK_INTERVAL_S]
+
+    assert router.send(b"engine-0", Ack(seq=0))
+    assert [timer.delay_s for timer in loop.timers] == [LOOK_INTERVAL_S]
+    router.detach()
+    dealer.close()
