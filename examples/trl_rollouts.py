@@ -2,10 +2,12 @@
 
     pip install -e '.[trl]' requests aiohttp  # after a torch for CPUs
     python -m examples.trl_rollouts --model DIR --steps 4
+    torchrun --nproc-per-node 2 -m examples.trl_rollouts --model DIR --steps 4
 
 TRL's AsyncGRPOTrainer trains; prompts, episodes, rewards, staleness and weights are the run's. What
 differs from trl_async_grpo.py: engines go on while weights travel, and no token is older than the
-bound, whatever TRL drops. Completions are rewarded for the letter `e`. With `--run ADDRESS` the run
+bound, whatever TRL drops. Of several ranks the first has the run, as only it is asked for rows.
+Completions are rewarded for the letter `e`. With `--run ADDRESS` the run
 is another process' (`await run.listen(ADDRESS, tasks=…, episode=…)`), and this one trains alone.
 """
 
@@ -13,6 +15,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,32 +54,42 @@ def main() -> None:
     run_on_cpu()
     seen = StalenessSeen()
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
-        run, worker = _rollouts(arguments, stack)
+        config = _config(arguments, arguments.checkpoints or scratch)
+        is_first = config.process_index == 0
+        run, worker = _rollouts(arguments, config, stack) if is_first else (None, object())
         trainer = AsyncGRPOTrainer(
             model=str(arguments.model),
-            args=_config(arguments, arguments.checkpoints or scratch),
+            args=config,
             train_dataset=Dataset.from_list(list(itertools.islice(tasks(), len(QUESTIONS)))),
             processing_class=AutoTokenizer.from_pretrained(arguments.model),
             rollout_worker=worker,
             weight_transfer=worker,
         )
-        seen.watch(trainer)
+        if run is not None:
+            seen.watch(trainer)
         trainer.train(resume_from_checkpoint=arguments.resume)
+        if run is None:
+            return
         ledger = run.statistics().ledger
         told = _told(trainer, seen) | {
             "run_version": run.version,
-            "tokens": {"generated": ledger.generated, "trained": ledger.trained},
+            "rollouts": run.statistics().trained_rollouts,
+            "tokens": {
+                "generated": ledger.generated,
+                "trained": ledger.trained,
+                "discarded": ledger.discarded,
+            },
         }
     print(json.dumps(told))
 
 
 def _rollouts(
-    arguments: argparse.Namespace, stack: contextlib.ExitStack
+    arguments: argparse.Namespace, config: AsyncGRPOConfig, stack: contextlib.ExitStack
 ) -> "tuple[tidegate.SyncRollouts | tidegate.SyncRemoteRollouts, tidegate.TRLRollouts]":
     """A run, of this process or another one's, and what TRL takes it for."""
     if arguments.run is not None:
         remote = stack.enter_context(tidegate.connect_sync(arguments.run))
-        return remote, tidegate.TRLRollouts(remote)  # it has its tasks and episodes
+        return remote, tidegate.TRLRollouts(remote, args=config)  # it has its tasks and episodes
     run = stack.enter_context(
         tidegate.serve_sync(
             model=arguments.model,
@@ -86,7 +99,7 @@ def _rollouts(
             groups_per_batch=GROUPS_PER_BATCH,
         )
     )
-    return run, tidegate.TRLRollouts(run, tasks(), episode=solve)
+    return run, tidegate.TRLRollouts(run, tasks(), episode=solve, args=config)
 
 
 def _told(trainer: Any, seen: StalenessSeen) -> dict[str, Any]:
@@ -101,18 +114,24 @@ def _told(trainer: Any, seen: StalenessSeen) -> dict[str, Any]:
         "first_kl": history[0]["kl"],
         "ratios": [entry["ratio"] for entry in history],
         "mean_length": history[0]["completions/mean_length"],
+        "trained_tokens": sum(entry["batch/trained_tokens_per_step"] for entry in history),
+        "dropped": {
+            "stale": sum(entry.get("sample/dropped_stale_total", 0) for entry in history),
+            "oversize": sum(entry.get("batch/dropped_oversize_total", 0) for entry in history),
+        },
     }
 
 
 def _config(arguments: argparse.Namespace, scratch: str) -> AsyncGRPOConfig:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun's
     return AsyncGRPOConfig(
         output_dir=scratch,
         max_steps=arguments.steps,
-        max_staleness=MAX_STALENESS,  # as it is taken; TRL drops what is older
+        max_staleness=MAX_STALENESS if arguments.max_staleness is None else arguments.max_staleness,
         num_generations=GROUP_SIZE,
-        per_device_train_batch_size=GROUP_SIZE * GROUPS_PER_BATCH,
+        per_device_train_batch_size=(arguments.step_rows or GROUP_SIZE * GROUPS_PER_BATCH) // ranks,
         gradient_accumulation_steps=1,
-        token_budget=0,  # rows by number, as the run's batches have them
+        token_budget=arguments.token_budget,
         learning_rate=arguments.learning_rate,
         logging_steps=1,
         dtype="float32",
@@ -133,6 +152,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--run", help="the address of a run that listens, in another process")
     parser.add_argument("--checkpoints", help="a directory to save TRL's checkpoints in")
     parser.add_argument("--resume", help="one of TRL's checkpoints to go on from")
+    parser.add_argument("--step-rows", type=int, help="of one of TRL's steps; as the run's batches")
+    parser.add_argument("--max-staleness", type=int, help="of TRL, which drops what is older")
+    parser.add_argument(
+        "--token-budget",
+        type=int,
+        default=0,
+        help="tokens of TRL's rows; 0: so many rows as a batch of the run has",
+    )
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     return parser.parse_args()
 

@@ -1,8 +1,10 @@
 """How does TRL's AsyncGRPOTrainer train on a run? As its rollout worker and its weight transfer.
 
     with tidegate.serve_sync(model=path, engines=2, max_staleness=1) as run:
-        worker = tidegate.TRLRollouts(run, tasks, episode=solve)
-        AsyncGRPOTrainer(model=path, rollout_worker=worker, weight_transfer=worker, …).train()
+        worker = tidegate.TRLRollouts(run, tasks, episode=solve, args=config)
+        AsyncGRPOTrainer(
+            model=path, args=config, rollout_worker=worker, weight_transfer=worker, …
+        ).train()
 
 What TRL calls a queue is the run itself: a row is handed over when the trainer asks for one, so
 none gets older on its way. It computes no rewards and no loss, and starts no run.
@@ -10,12 +12,12 @@ none gets older on its way. It computes no rewards and no loss, and starts no ru
 
 import queue
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import ConfigError, RunClosed
 from tidegate.orchestrator.feed.tasks import Tasks
+from tidegate.orchestrator.trl_rows import Row, TRLArguments, TRLRows
 from tidegate.orchestrator.vllm_server.model_info import read_model_info
 
 if TYPE_CHECKING:
@@ -36,7 +38,8 @@ class TRLRollouts:
     and `weight_sync_steps`. TRL's data loader asks for one micro-batch ahead of what it trains on:
     no token older than the run's `max_staleness` plus 1 is trained on, and `max_staleness` of the
     run must be at least 1. Rewards and advantages are the run's; TRL's `reward_funcs` are not
-    asked. Pauses do nothing: engines go on while weights travel.
+    asked. Pauses do nothing: engines go on while weights travel. Rows that TRL would drop, or has
+    not come to at its end, are discarded.
     """
 
     def __init__(
@@ -45,13 +48,20 @@ class TRLRollouts:
         tasks: Tasks | None = None,
         *,
         episode: "EpisodeFunction | str | None" = None,
+        args: TRLArguments,
     ) -> None:
         """``tasks`` and ``episode`` are those of the run's ``batches()``; let tasks be endless. A
-        remote run may have its own.
+        remote run may have its own. ``args`` are the trainer's: they say which rows it drops.
 
         Raises:
             ConfigError: TRL is missing, or the run can't hand over what TRL asks for.
         """
+        if args.process_index:
+            raise ConfigError(
+                f"TRL asks its first rank for rows, and this is rank {args.process_index}: give "
+                "the others' trainers rollout_worker=None and any weight_transfer but None, and "
+                "start no run there"
+            )
         settings = getattr(run, "settings", None)  # a remote run's are elsewhere
         if settings is not None and settings.policy is None and settings.max_staleness < 1:
             raise ConfigError(
@@ -72,9 +82,10 @@ class TRLRollouts:
         self._sample = _sample_class()
         self._given: dict[str, Any] = {"episode": episode} if episode is not None else {}
         self._tasks = () if tasks is None else (tasks,)
-        self.rollout_buffer = _Rows(self)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
-        """What TRL logs beside its own: completions' mean length, a batch at a time."""
+        """What TRL logs beside its own: completions' mean length, a batch at a time, and rows
+        discarded in its place."""
+        self.rollout_buffer = TRLRows(run, args, more=self._next_rows, log_metric=self._log_metric)
         self._batches: Iterator[Batch] | None = None
         self._versions_ahead = 0
         """TRL's number of the weights served, less the run's."""
@@ -89,10 +100,12 @@ class TRLRollouts:
     def stop(self) -> None:
         """Ask for no more batches. The run goes on until its own end."""
         self._batches = None
+        self.rollout_buffer.end()
 
     def update_model_version(self, model_version: int) -> None:
         """TRL calls the newest weights so."""
         self._versions_ahead = model_version - self._run.version
+        self.rollout_buffer.synced(model_version)
 
     def check_health(self, stale_after_s: float) -> None:
         """Raise what the run failed of, or that tasks are used up; ``stale_after_s`` is the run's
@@ -122,7 +135,10 @@ class TRLRollouts:
 
     # ------------------------------------------------------------ rows
 
-    def next_rows(self) -> "list[Any]":
+    def _log_metric(self, name: str, value: float) -> None:
+        self.metrics_queue.put_nowait({name: value})
+
+    def _next_rows(self) -> list[Row]:
         """The next batch's rows as TRL's samples; none once the tasks are used up."""
         if self._batches is None:
             raise RunClosed("TRL asked for rollouts before start() or after stop()")
@@ -132,38 +148,8 @@ class TRLRollouts:
         lengths = batch.loss_mask.sum(1)
         told = (float(lengths.sum()), float(len(lengths)))
         self.metrics_queue.put_nowait({"completions/mean_length": told})
-        return _samples(self._sample, batch, self._versions_ahead)
-
-
-class _Rows:
-    """What TRL takes for a queue of samples: the run's batches, row by row, when asked for."""
-
-    def __init__(self, worker: TRLRollouts) -> None:
-        self._worker = worker
-        self._rows: deque[Any] = deque()
-        self.is_over = False
-        """Whether the tasks are used up."""
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """The next row. It waits for a batch however long it takes: a run that fails says so.
-
-        Raises:
-            queue.Empty: the tasks are used up.
-        """
-        if not self._rows:
-            self._rows.extend(self._worker.next_rows())
-        if not self._rows:
-            self.is_over = True
-            raise queue.Empty
-        return self._rows.popleft()
-
-    def put_nowait(self, item: object) -> NoReturn:
-        """Rows come from the run alone."""
-        raise ConfigError("the rows of a Tidegate run come from its engines; nothing can be put")
-
-    def qsize(self) -> int:
-        """Of the batch in hand."""
-        return len(self._rows)
+        samples = _samples(self._sample, batch, self._versions_ahead)
+        return [Row(sample, batch.number, place) for place, sample in enumerate(samples)]
 
 
 def _samples(sample: Any, batch: "Batch", versions_ahead: int) -> "list[Any]":

@@ -108,7 +108,43 @@ def test_trls_trainer_trains_on_a_run_in_the_place_of_its_own_rollout_worker(mod
     assert told["first_ratio"] == pytest.approx(1.0, abs=1e-3)
     assert told["first_kl"] == pytest.approx(0.0, abs=1e-4)
     assert 0 < told["mean_length"] <= 24
+    assert told["rollouts"] == 4 * 8
     assert told["tokens"]["generated"] >= told["tokens"]["trained"] > 0
+    assert told["tokens"]["trained"] == told["trained_tokens"]  # as TRL counts them
+    assert told["tokens"]["discarded"]["not_trained"] > 0  # a micro-batch that it never came to
+
+
+LIMITS = {
+    # Half a batch of the run for each version: rows of the other half are too old by its third.
+    "too_stale": ["--step-rows", "4"],
+    "too_long": ["--token-budget", "50"],
+}
+
+
+@pytest.mark.parametrize("reason", LIMITS)
+def test_what_counts_as_trained_is_what_trls_trainer_trains_on_by_its_own_limits(
+    model: Path, reason: str
+) -> None:
+    script = ("-m", "examples.trl_rollouts", "--model", str(model), "--engines", "1")
+    told = run_in_trls_python(*script, "--steps", "4", *LIMITS[reason])
+    assert told["steps"] == 4
+    assert told["tokens"]["trained"] == told["trained_tokens"]
+    assert told["tokens"]["discarded"][reason] > 0
+    dropped = told["dropped"]["stale" if reason == "too_stale" else "oversize"]
+    assert dropped > 0  # TRL logs them as its own
+
+
+def test_two_ranks_of_trls_trainer_train_on_the_run_of_the_first(model: Path) -> None:
+    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    port = ("--master-port", str(free_port()))
+    script = ("-m", "examples.trl_rollouts", "--model", str(model), "--engines", "1")
+    told = run_in_trls_python(*ranks, *port, *script, "--steps", "3")
+    assert (told["steps"], told["versions"], told["run_version"]) == (3, 4, 4)
+    assert max(int(age) for age in told["staleness"]) <= 1
+    assert told["first_ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert told["first_kl"] == pytest.approx(0.0, abs=1e-4)
+    assert told["tokens"]["trained"] == told["trained_tokens"]
+    assert told["rollouts"] == 3 * 8
 
 
 async def solve(episode: tidegate.Episode, task: dict[str, Any]) -> float:

@@ -157,7 +157,7 @@ class SyncRemoteRollouts(RemoteRun):
         self._ack(state).result()
 
     def discard(
-        self, batch: "Batch", rows: Sequence[SupportsIndex], *, reason: str = NOT_TRAINED
+        self, batch: "Batch | int", rows: Sequence[SupportsIndex], *, reason: str = NOT_TRAINED
     ) -> None:
         """As :meth:`~tidegate.Rollouts.discard`; each rank says it of its own part."""
         self._discard(batch, rows, reason).result()
@@ -294,7 +294,7 @@ class RemoteRollouts(RemoteRun):
         await asyncio.wrap_future(self._ack(state))
 
     async def discard(
-        self, batch: "Batch", rows: Sequence[SupportsIndex], *, reason: str = NOT_TRAINED
+        self, batch: "Batch | int", rows: Sequence[SupportsIndex], *, reason: str = NOT_TRAINED
     ) -> None:
         """As :meth:`SyncRemoteRollouts.discard`."""
         await asyncio.wrap_future(self._discard(batch, rows, reason))

@@ -224,7 +224,7 @@ class RemoteRun:
         told = _state(state)
         return self._control("ack", batches=told.batches, journal=told.journal)
 
-    def _discard(self, batch: "Batch", rows: Sequence[SupportsIndex], reason: str) -> Pending:
+    def _discard(self, batch: "Batch | int", rows: Sequence[SupportsIndex], reason: str) -> Pending:
         told = left_out_rows(batch, rows, reason)
         return self._control("discard", batch=told.batch, rows=told.rows, reason=told.reason)
 
