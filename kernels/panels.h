@@ -46,6 +46,7 @@ inline Lanes spread(float x) { return x - Lanes{}; }
 
 constexpr int PANEL = 2 * LANES;
 constexpr int64_t BLOCK_INPUTS = 512;  // of a panel 32 KB in float32: in a near cache
+constexpr int64_t CACHE_LINE = 64;     // bytes: a step's weights of a panel are two at the most
 constexpr int64_t BLOCK_TOKENS = 128;  // their activations stay in the L2 cache
 
 template <typename V, typename S> inline V load(const S* from) {
@@ -153,7 +154,8 @@ void add_tile(const typename Arithmetic<W>::Input* x, int64_t x_stride, const W*
         Lanes weights[2 * PANELS];
         for (int p = 0; p < PANELS; p++)
             A::weights(panels + p * panel_stride + k * PANEL, weights[2 * p], weights[2 * p + 1]);
-        __builtin_prefetch(ahead, 0, 2);
+        __builtin_prefetch(ahead);
+        if (ahead_step > CACHE_LINE) __builtin_prefetch(ahead + CACHE_LINE);
         ahead += ahead_step;
         for (int r = 0; r < ROWS; r++) {
             const Lanes input = A::input(x + r * x_stride + k);
