@@ -63,20 +63,25 @@ class HttpEngine:
         key = server_keys.key_of(self.url)
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._aiohttp = aiohttp
-        self._session: Any = None
+        self._sessions: dict[bool, Any] = {}
+        """By whether they keep connections for another request."""
 
-    def _open(self) -> Any:
-        if self._session is None:
+    def _open(self, *, keeps: bool) -> Any:
+        """A server ends a connection after an error of its own, or when it is idle, and says
+        nothing: the control call after would break on it, and a sound engine be given up. So
+        each of those has its own; streams, of which there are many, share theirs."""
+        if keeps not in self._sessions:
             timeout = self._aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-            self._session = self._aiohttp.ClientSession(
-                connector=self._aiohttp.TCPConnector(limit=0), timeout=timeout
+            connector = self._aiohttp.TCPConnector(limit=0, force_close=not keeps)
+            self._sessions[keeps] = self._aiohttp.ClientSession(
+                connector=connector, timeout=timeout
             )
-        return self._session
+        return self._sessions[keeps]
 
     async def close(self) -> None:
         """Close all connections; requests under way are aborted by it."""
-        if self._session is not None:
-            await self._session.close()
+        for session in self._sessions.values():
+            await session.close()
 
     async def call(
         self,
@@ -96,7 +101,7 @@ class HttpEngine:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._request(method, path, body, query) as response,
+                self._request(method, path, body, query, keeps=False) as response,
             ):
                 data = await response.read()
         except TimeoutError:
@@ -120,7 +125,7 @@ class HttpEngine:
             EngineGone: the connection broke.
         """
         try:
-            async with self._request("POST", path, body, None) as response:
+            async with self._request("POST", path, body, None, keeps=True) as response:
                 if response.status != 200:
                     raise self._refusal(path, response.status, await response.read())
                 rest = b""
@@ -171,10 +176,12 @@ class HttpEngine:
         path: str,
         body: object,
         query: Mapping[str, str] | Sequence[tuple[str, str]] | None,
+        *,
+        keeps: bool,
     ) -> AsyncIterator[Any]:
         data = None if body is None else msgspec.json.encode(body)
         headers = self._headers | ({} if data is None else {"Content-Type": "application/json"})
-        async with self._open().request(
+        async with self._open(keeps=keeps).request(
             method, self.url + path, data=data, params=query, headers=headers
         ) as response:
             yield response
