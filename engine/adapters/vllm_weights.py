@@ -44,7 +44,8 @@ class VllmWeights:
         """
         if way not in WAYS:
             raise ConfigError(
-                f"vLLM at {http.url} can't be given weights by {way!r}; ways are {', '.join(WAYS)}"
+                f"vLLM at {http.url} can't be given weights by {way!r}; #weights= may name "
+                f"{', '.join(WAYS)}"
             )
         self._http, self._model, self._way = http, model, way
         self._has_labels = False

@@ -184,7 +184,7 @@ async def test_a_server_that_takes_no_weights_by_nccl_is_left_alone_and_why_is_s
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = models.directories[0]
-    with pytest.raises(ConfigError, match="ways are disk, nccl"):
+    with pytest.raises(ConfigError, match="may name disk, nccl"):
         make_adapter("http://127.0.0.1:8000", model, weights="http")
     assert "use 0.32 or newer" in await refusal(model, version="0.30.1")
     untied = make_model_directory(tmp_path / "untied", tied=False)
