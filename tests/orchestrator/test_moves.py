@@ -279,6 +279,7 @@ class AnyMovingRun(AnyRun):
         self.engines_made = 1
         self.batches_asked = 0
         self.has_rolled_back = False
+        self.left_out = {}
 
 
 AnyMovingRun.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
