@@ -42,7 +42,9 @@ class Commands:
             self.sessions.submitted(command.engine, command.message.session)
         elif type(command) is ev.EndTurn:
             turn = command.turn
-            resolve(self.waiting.turns.pop(turn.rollout.rollout_id, None), turn)
+            future = self.waiting.turns.pop(turn.rollout.rollout_id, None)
+            if future is not None and not future.done():
+                future.set_result(turn)
         elif type(command) is ev.StartEpisode:
             assert episode is not None
             self.episodes.begin(command.rollout, command.task, episode)

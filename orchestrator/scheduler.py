@@ -213,16 +213,17 @@ class Scheduler:
         may_free_places = type(event) not in FREES_NO_PLACE
         if may_free_places and type(event) is not ev.EpisodeReturned:
             self._note(event)
-        if self._journal is not None:
-            self._journal.log(event)
+        journal, carry_out = self._journal, self._commands.carry_out
+        if journal is not None:
+            journal.log(event)
         for command in self.core.handle(event):
-            self._commands.carry_out(command, episode)
+            carry_out(command, episode)
         if may_free_places and not self._wants_tasks.is_set() and self.core.capacity_groups:
             self._wants_tasks.set()
         if self._parking.parked:
             self._parking.look()
-        if self._journal is not None:
-            self._journal.compact_if_due()
+        if journal is not None:
+            journal.compact_if_due()
 
     def _note(self, event: ev.Event) -> None:
         """What the shell has a part in itself; not of the commonest events."""

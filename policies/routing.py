@@ -12,9 +12,9 @@ of one's own is one method::
 What it costs must not grow with the engines: so ask for the least loaded, or for a few by name.
 """
 
-import heapq
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
 ENTRIES_PER_NAME = 4
@@ -42,17 +42,18 @@ class EngineLoads:
 
     def set(self, name: str, turns: int, capacity: float) -> None:
         """This name may be chosen, and has this load now."""
-        if name not in self._loads:
+        loads, heap = self._loads, self._heap
+        if name not in loads:
             insort(self.names, name)
-        load = self._loads[name] = turns / capacity
+        load = loads[name] = turns / capacity
         self._capacities[name] = capacity
-        if self._heap and self._heap[0][1] == name:  # outdated by this one: mostly it was chosen
-            heapq.heapreplace(self._heap, (load, name))
+        if heap and heap[0][1] == name:  # outdated by this one: mostly it was chosen
+            heapreplace(heap, (load, name))
             return
-        heapq.heappush(self._heap, (load, name))
-        if len(self._heap) > ENTRIES_PER_NAME * len(self._loads) + 16:
-            self._heap = [(load, name) for name, load in self._loads.items()]
-            heapq.heapify(self._heap)
+        heappush(heap, (load, name))
+        if len(heap) > ENTRIES_PER_NAME * len(loads) + 16:
+            self._heap = [(load, name) for name, load in loads.items()]
+            heapify(self._heap)
 
     def discard(self, name: str) -> None:
         """This name may not be chosen any more; nothing happens if it couldn't be."""
@@ -67,7 +68,7 @@ class EngineLoads:
             load, name = heap[0]
             if self._loads.get(name) == load:
                 return name
-            heapq.heappop(heap)
+            heappop(heap)
         return None
 
     def load(self, name: str) -> float:

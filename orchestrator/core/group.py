@@ -39,7 +39,7 @@ class Group:
     """Whether its task was taken before, by a group that was given up."""
     split_from: int | None = None
     """Of a rest: the group that it belonged to."""
-    sibling_rewards: list[float] = field(default_factory=list)
+    sibling_rewards: Sequence[float] = ()
     """Of a rest: what the others of its group were rewarded with."""
 
     is_evaluation: bool = field(init=False)

@@ -5,66 +5,17 @@ tokens, observations, in the order the model saw them) is one growing array, so 
 gets is exactly what the engine read and wrote.
 """
 
-import itertools
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from math import nan
 from typing import Protocol
 
-from msgspec import Struct
-
+from tidegate.orchestrator.core.provenance import TurnPrefill, VersionRun, VersionSpan, spans_of
 from tidegate.orchestrator.core.token_arrays import token_array
 from tidegate.orchestrator.turns.token_details import TurnDetails
 from tidegate.transport.media import Media
-from tidegate.transport.messages import KvSpan, SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class KvRange:
-    """The oldest and newest weights that computed the KV a token attended to."""
-
-    oldest: int
-    newest: int
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """Provenance of a turn's output tokens ``[start, end)``."""
-
-    version: int
-    """The weights that sampled them."""
-    start: int
-    end: int
-    engine: str
-    kv: KvRange | None
-    """Whose weights computed the KV they attended to; None where the engine can't tell."""
-
-    @property
-    def kv_label(self) -> str:
-        """``fresh``, ``mixed(oldest, newest)`` or ``unknown``."""
-        if self.kv is None:
-            return "unknown"
-        if self.kv.oldest == self.kv.newest == self.version:
-            return "fresh"
-        return f"mixed({self.kv.oldest}, {self.kv.newest})"
-
-
-class VersionRun(Struct, frozen=True, gc=False):
-    """From output token ``start`` of its turn on, ``version`` sampled, on ``engine``."""
-
-    version: int
-    start: int
-    engine: str
-
-
-class TurnPrefill(Struct, frozen=True, gc=False):
-    """From output token ``at`` on, the KV of everything before was computed as ``spans`` say."""
-
-    at: int
-    spans: tuple[KvSpan, ...]
-    """Over the context positions ``[0, turn.start + at)``, gapless."""
+from tidegate.transport.messages import SamplingParams
 
 
 class HeldBack(Protocol):
@@ -81,8 +32,6 @@ class Turn:
     """One generation call within a rollout: a slice of its context, and who produced it."""
 
     __slots__ = (
-        "_engine",
-        "_version",
         "details",
         "filed",
         "finish_reason",
@@ -125,9 +74,6 @@ class Turn:
         wants_details = sampling.top_logprobs or sampling.raw_logprobs
         self.details = TurnDetails(sampling) if wants_details else None
         """What it asked to be told of its tokens, if anything."""
-        self._version = -1
-        """Of the last run; -1 before the first."""
-        self._engine = ""
 
     @classmethod
     def restored(
@@ -146,8 +92,6 @@ class Turn:
         turn = cls(rollout, sampling, media)
         turn.start, turn.filed, turn.finish_reason = start, length, finish_reason
         turn.runs, turn.prefills = list(runs), list(prefills)
-        if runs:
-            turn._version, turn._engine = runs[-1].version, runs[-1].engine
         return turn
 
     @property
@@ -176,11 +120,12 @@ class Turn:
 
     def begin_run(self, version: int, engine: str) -> None:
         """The next token is sampled by ``version`` on ``engine``."""
-        if version != self._version or engine != self._engine:
-            held_back = self.held_back  # as in length: each turn comes by here
-            start = self.filed if held_back is None else self.filed + held_back.tokens_each
-            self.runs.append(VersionRun(version, start, engine))
-            self._version, self._engine = version, engine
+        runs = self.runs
+        if runs and runs[-1].version == version and runs[-1].engine == engine:
+            return
+        held_back = self.held_back  # as in length: each turn comes by here
+        start = self.filed if held_back is None else self.filed + held_back.tokens_each
+        runs.append(VersionRun(version, start, engine))
 
     def take_back(self) -> int:
         """Leave its context as it was before this turn, the newest; so many tokens are gone."""
@@ -188,35 +133,11 @@ class Turn:
         del rollout.token_ids[self.start :], rollout.logprobs[self.start :]
         self.filed, self.held_back = 0, None
         self.runs, self.prefills, self.details = [], (), None
-        self._version, self._engine = -1, ""
         return tokens
 
     def spans(self) -> list[VersionSpan]:
         """Provenance of the output tokens, as maximal runs with one answer."""
-        return list(_spans(self))
-
-
-def _spans(turn: Turn) -> Iterator[VersionSpan]:
-    """Cut the turn where the version, the engine or the KV history changes.
-
-    A pass begins with a prefill, whose spans give the range of KV versions; every token sampled
-    then widens it by its own version, for the position it was sampled from is computed with it.
-    """
-    starts = {run.start: run for run in turn.runs}
-    prefills = {prefill.at: prefill for prefill in turn.prefills}
-    cuts = sorted({*starts, *(at for at in prefills if at < turn.length), turn.length})
-    run: VersionRun | None = None
-    kv: KvRange | None = None
-    for start, end in itertools.pairwise(cuts):
-        run = starts.get(start, run)
-        if run is None:
-            raise AssertionError(f"output token {start} has no version")
-        if start in prefills:
-            versions = [span.version for span in prefills[start].spans]
-            kv = KvRange(min(versions), max(versions)) if versions else None
-        if kv is not None:
-            kv = KvRange(min(kv.oldest, run.version), max(kv.newest, run.version))
-        yield VersionSpan(run.version, start, end, run.engine, kv)
+        return list(spans_of(self.runs, self.prefills, self.length))
 
 
 class RolloutState(StrEnum):

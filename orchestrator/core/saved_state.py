@@ -7,7 +7,8 @@ import msgspec
 
 from tidegate.orchestrator.core.discards import SavedDiscards
 from tidegate.orchestrator.core.group import TaskKey
-from tidegate.orchestrator.core.rollout import RolloutState, TurnPrefill, VersionRun
+from tidegate.orchestrator.core.provenance import TurnPrefill, VersionRun
+from tidegate.orchestrator.core.rollout import RolloutState
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import SamplingParams
 

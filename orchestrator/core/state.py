@@ -85,7 +85,7 @@ def _group(group: Group) -> SavedGroup:
         group.version_floor,
         group.is_retaken,
         group.split_from,
-        group.sibling_rewards,
+        [*group.sibling_rewards],
     )
 
 

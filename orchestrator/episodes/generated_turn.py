@@ -9,7 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.core.rollout import Turn, VersionSpan
+from tidegate.orchestrator.core.provenance import VersionSpan
+from tidegate.orchestrator.core.rollout import Turn
 
 REWARD_TYPES = (float, int)
 """Told apart first, for looking for a method takes longer."""

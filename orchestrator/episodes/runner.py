@@ -100,6 +100,8 @@ class EpisodeTask(SteppedTask):
 
 def _reward(value: object) -> float | BaseException:
     """What an episode has returned, or what is wrong with that."""
+    if type(value) is float and value - value == 0.0:  # as most are, and finite
+        return value
     try:
         return checked_reward(value)
     except Exception as error:  # noqa: BLE001 - a user's type may raise anything
@@ -228,17 +230,12 @@ class EpisodeRunner:
         self, task: "EpisodeTask", value: object, error: BaseException | None
     ) -> ev.Event | None:
         """What a task's end means to its rollout; nothing, if it never began."""
-        if task.episode is None:  # it never began
+        episode = task.episode
+        if episode is None:  # it never began
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 raise error
             return None
-        reward: float | BaseException
-        if error is not None:
-            reward = error
-        elif type(value) is float and value - value == 0.0:  # as most are, and finite
-            reward = value
-        else:
-            reward = _reward(value)
+        reward = _reward(value) if error is None else error
         event: ev.Event
         if isinstance(reward, float):
             self._deadlines.end(task)
@@ -249,7 +246,7 @@ class EpisodeRunner:
         else:
             raise reward
         if not self._is_ending:  # else a resumed run goes on with what is unfinished
-            self._settle(task.rollout, task.episode)
+            self._settle(task.rollout, episode)
         return event
 
     def _failed(self, task: "EpisodeTask", error: BaseException) -> ev.Event:

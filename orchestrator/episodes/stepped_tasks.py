@@ -143,11 +143,14 @@ class SteppedTask(asyncio.Future[None]):
         failure: BaseException | None = None
         _enter_task(loop, self)  # type: ignore[arg-type]
         try:
-            if self._coro is None or self._error is not None or self._must_cancel:
-                waits_for = self._begin_or_throw()
+            if self._error is not None or self._must_cancel:
+                waits_for = self._throw()
             else:
-                self._fut_waiter = None
-                waits_for = self._context.run(self._coro.send, None)
+                self._fut_waiter, run = None, self._context.run
+                coro = self._coro
+                if coro is None:
+                    coro = self._coro = run(self.begin)
+                waits_for = run(coro.send, None)
             if (
                 type(waits_for) is SteppedFuture
                 and waits_for.waiter is None
@@ -175,19 +178,15 @@ class SteppedTask(asyncio.Future[None]):
             _set_result(self, None)
             self._coro = self._fut_waiter = None
 
-    def _begin_or_throw(self) -> Any:
+    def _throw(self) -> Any:
         error, self._error, self._fut_waiter = self._error, None, None
         if self._must_cancel:
             self._must_cancel = False
             error = self._cancelled_error()
-        coro, run = self._coro, self._context.run
-        if error is not None:
-            if coro is None:
-                raise error
-            return run(coro.throw, error)
-        if coro is None:
-            coro = self._coro = run(self.begin)
-        return run(coro.send, None)
+        assert error is not None
+        if self._coro is None:
+            raise error
+        return self._context.run(self._coro.throw, error)
 
     def _wait_for(self, awaited: Any) -> None:
         if awaited is None:  # as asyncio.sleep(0) does

@@ -47,6 +47,8 @@ class OpenSessions:
 
     def submitted(self, engine: str, session: int) -> None:
         """A turn of this session was sent there."""
+        if not self._keepers and not self._engines:
+            return  # nobody keeps any
         before = self._engines.get(session)
         if before == engine:
             return

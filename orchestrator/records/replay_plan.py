@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from tidegate.orchestrator.core.rollout import KvRange, TurnPrefill, VersionSpan
+from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
 from tidegate.orchestrator.records.trajectories import RecordedRollout, RecordedTurn
 from tidegate.transport.messages import KvSpan
 from tidegate.transport.sampling import Processor

@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tidegate.errors import AuditError
-from tidegate.orchestrator.core.rollout import KvRange, Rollout, Turn, TurnPrefill, VersionSpan
+from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
+from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.media_parts import recorded
 from tidegate.transport.messages import KvSpan, SamplingParams
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from tidegate.orchestrator.core.rollout import KvRange, Turn, TurnPrefill
+from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill
+from tidegate.orchestrator.core.rollout import Turn
 from tidegate.transport.messages import KvSpan, SubmitTurn
 
 STOP_TOKEN = 1

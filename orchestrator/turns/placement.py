@@ -56,10 +56,12 @@ class Placement:
 
     def rank(self, name: str, live_version: int) -> None:
         """An engine's turns, weights or speed have changed."""
-        if self._open is None:
+        loads = self._open
+        if loads is None:
             return
         engine = self._engines[name]
-        loads = self._open_reserved if name in self._reserved else self._open
+        if self._reserved and name in self._reserved:
+            loads = self._open_reserved
         if engine.weight_version >= live_version and not engine.is_away:
             loads.set(name, len(engine.submissions), engine.max_running_turns * engine.speed)
         else:
@@ -108,7 +110,9 @@ class Placement:
 
     def choose(self, turn: Turn, number: int, live_version: int) -> str | None:
         """Whom a turn goes to that is on no engine; None if there is nobody."""
-        loads = self._loads(live_version)
+        loads = self._open
+        if loads is None:
+            loads = self._loads(live_version)
         if turn.rollout.may_have_media and turn.rollout.media:
             loads = self._loads_for_media(turn, live_version)
             return loads.least() if self._is_by_load else self._routed(turn, number, loads)

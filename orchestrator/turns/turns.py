@@ -19,7 +19,8 @@ from tidegate.orchestrator.core.events import (
     StepArrived,
     Submit,
 )
-from tidegate.orchestrator.core.rollout import Rollout, Turn, TurnPrefill
+from tidegate.orchestrator.core.provenance import TurnPrefill
+from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.turns.filing import Filing, StepOutcome, Submission
 from tidegate.orchestrator.turns.placement import Placement, PlacementRules
 from tidegate.transport.media import MediaKind

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import torch
 import transformers
 
-from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn, TurnPrefill
+from tidegate.orchestrator.core.provenance import TurnPrefill
+from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.records.recording import RunRecorder
 from tidegate.transport.messages import KvSpan, SamplingParams
 from tidegate.transport.sampling import Processor, TokenBias

@@ -11,14 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tidegate.errors import AuditError, ConfigError, RunClosed
-from tidegate.orchestrator.core.rollout import (
-    KvRange,
-    Rollout,
-    RolloutState,
-    Turn,
-    TurnPrefill,
-    VersionSpan,
-)
+from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
+from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.records.recording import RunRecorder, read_trajectories, weights_path
 from tidegate.orchestrator.records.trace import MERGE_GAP_US, Trace, read_trace
 from tidegate.orchestrator.statistics import LedgerSnapshot, RunStatistics

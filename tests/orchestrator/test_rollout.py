@@ -1,6 +1,7 @@
 import pytest
 
-from tidegate.orchestrator.core.rollout import Rollout, Turn, TurnPrefill
+from tidegate.orchestrator.core.provenance import TurnPrefill
+from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.transport.messages import KvSpan, SamplingParams
 
 

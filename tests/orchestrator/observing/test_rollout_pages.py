@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.orchestrator.chat_templates import chat_tokenizer
-from tidegate.orchestrator.core.rollout import KvRange, VersionSpan
+from tidegate.orchestrator.core.provenance import KvRange, VersionSpan
 from tidegate.orchestrator.observing.rollout_pages import (
     TOKENS_SHOWN_MAX,
     rollout_page,
