@@ -156,6 +156,7 @@ class SteppedTask(asyncio.Future[None]):
                 and waits_for.waiter is None
                 and not self._must_cancel
                 and waits_for._asyncio_future_blocking
+                and waits_for.get_loop() is loop
             ):  # as mostly, and as below
                 waits_for._asyncio_future_blocking = False
                 self._fut_waiter = waits_for

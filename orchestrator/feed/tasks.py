@@ -93,7 +93,7 @@ class TaskSource:
         Known early, the end of tasks is told apart from a batch that waits for a publish. Of an
         async one nothing is known before it is asked.
         """
-        if self._next is None and self._async is None and not self._returned:
+        if not self._returned and self._next is None and self._async is None:
             task = next(self._sync, NO_MORE)
             if task is NO_MORE:
                 return True

@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import pytest
@@ -196,11 +197,13 @@ def test_it_is_told_what_is_no_future_or_one_of_another_loop() -> None:
             return str(told.value)
 
         of = rounds()
-        tasks = [Noted(of, lambda: work(Odd())), Noted(of, lambda: work(stranger.create_future()))]
+        odd: list[Awaitable[object]] = [Odd(), stranger.create_future(), stepped_future(stranger)]
+        tasks = [Noted(of, partial(work, each)) for each in odd]
         await asyncio.wait(tasks)
         stranger.close()
         assert "bad yield: 'something odd'" in tasks[0].value
         assert "different loop" in tasks[1].value
+        assert "different loop" in tasks[2].value
 
     run(main)
 
