@@ -21,7 +21,7 @@ from tidegate.engine.adapters.http import HttpEngine, Refusal
 from tidegate.engine.adapters.sglang_server import Server
 from tidegate.errors import ConfigError, EngineGone, WeightsRefused
 from tidegate.transport.addresses import listening_host, own_address_towards
-from tidegate.transport.weight_channels.collective import Member, Round, join_group, open_store
+from tidegate.transport.weight_channels.collective import Group, Round, join_group, open_store
 
 WAYS = ("disk", "http", "gloo", "nccl")
 """What may follow ``#weights=`` in its URL."""
@@ -182,7 +182,7 @@ class Broadcasts:
         self._backend = backend
         self._numbers = itertools.count()
         self._group = ""
-        self._member: Member | None = None
+        self._member: Group | None = None
 
     async def send(self, bucket: Bucket, about: dict[str, Any]) -> None:
         """The request says what comes, and is answered when it is there."""
@@ -203,7 +203,7 @@ class Broadcasts:
         )
         await self._both(asking, sending)
 
-    async def _join(self) -> Member:
+    async def _join(self) -> Group:
         """A new group each time, for the name of one that failed is taken."""
         parts = urlsplit(self._http.url)
         host = parts.hostname or ""
@@ -257,11 +257,11 @@ class Broadcasts:
                 await self._http.call("POST", path, body, timeout_s=LEAVE_TIMEOUT_S)
             self._group = ""
         if self._member is not None:
-            self._member.close()
+            self._member.leave()
             self._member = None
 
 
-def _join(store: Any, group: str, backend: str, size: int, own_host: str) -> Member:
+def _join(store: Any, group: str, backend: str, size: int, own_host: str) -> Group:
     """Where torch's own way of making a group looks for the others, by these prefixes."""
     dist: Any = torch.distributed
     place = dist.PrefixStore(f"{group}/", dist.PrefixStore(group, store))
@@ -270,10 +270,6 @@ def _join(store: Any, group: str, backend: str, size: int, own_host: str) -> Mem
     return join_group(round_, place, own_host=own_host)
 
 
-def _broadcast(member: Member, bucket: Bucket) -> None:
-    dist: Any = torch.distributed
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
+def _broadcast(group: Group, bucket: Bucket) -> None:
     for _, tensor in bucket:
-        there = tensor.detach().contiguous().to(member.device)
-        member.group.broadcast([there], options).wait()
+        group.broadcast(tensor.detach().contiguous().to(group.device))

@@ -1,10 +1,12 @@
 """Do weights arrive by torch.distributed while engines come, go and die?"""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,11 +15,20 @@ import pytest
 from tidegate.errors import WeightsRefused
 from tidegate.transport.messages import UpdateWeights, encode
 from tidegate.transport.security import make_keys, read_engine_keys, read_orchestrator_keys
-from tidegate.transport.weight_channels import Home, NamedBuffer, collective, receiver
+from tidegate.transport.weight_channels import (
+    Home,
+    NamedBuffer,
+    collective,
+    collective_sender,
+    receiver,
+)
 from tidegate.transport.weight_channels.collective import PIECE_BYTES
 from tidegate.transport.weight_channels.collective_sender import CollectiveSender
 
 WAIT_S = 100.0
+
+FOR_EVER_S = 1000.0
+"""Longer than any test waits."""
 
 HOME = Home("tcp://127.0.0.1:5555")
 """Nobody listens there; weights come from beside it."""
@@ -42,10 +53,16 @@ class Engine:
         self._end = receiver(weights.init(), home)
         self._thread = ThreadPoolExecutor(1)
 
-    def fetch(self, update: UpdateWeights) -> "Future[dict[str, bytes]]":
+    def fetch(
+        self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
+    ) -> "Future[dict[str, bytes]]":
         return self._thread.submit(
-            lambda: {spec.name: bytes(view) for spec, view in self._end.tensors(update)}
+            lambda: {spec.name: bytes(view) for spec, view in self._end.tensors(update, is_wanted)}
         )
+
+    def fetch_one(self, update: UpdateWeights) -> "Future[str]":
+        """The first tensor, and no more."""
+        return self._thread.submit(lambda: next(self._end.tensors(update))[0].name)
 
     def close(self) -> None:
         self._thread.submit(self._end.close).result(WAIT_S)
@@ -93,7 +110,7 @@ def test_one_that_comes_late_gets_the_newest_and_what_is_kept(weights: Collectiv
     late.close()
 
 
-DOOMED = """
+SELF_SIGNALLED = """
 import os, sys
 from tidegate.transport.messages import decode_from_orchestrator
 from tidegate.transport.weight_channels import Home, receiver
@@ -101,21 +118,114 @@ from tidegate.transport.weight_channels import Home, receiver
 init, update = (decode_from_orchestrator(bytes.fromhex(line)) for line in sys.argv[1:])
 arriving = receiver(init, Home("tcp://127.0.0.1:5555")).tensors(update)
 next(arriving)
-os.kill(os.getpid(), 9)
+print("in", flush=True)
+os.kill(os.getpid(), SIGNAL)
 """
+
+
+def start(code: str, weights: CollectiveSender, update: UpdateWeights) -> "subprocess.Popen[str]":
+    """Another process, which fetches ``update``."""
+    arguments = [encode(weights.init()).hex(), encode(update).hex()]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdin=pipe, stdout=pipe, text=True
+    )
+
+
+def start_one_that_signals_itself(
+    number: signal.Signals, weights: CollectiveSender, update: UpdateWeights
+) -> "subprocess.Popen[str]":
+    """Another process, which does so in the midst of ``update``."""
+    return start(SELF_SIGNALLED.replace("SIGNAL", str(int(number))), weights, update)
 
 
 def test_a_round_that_a_member_dies_in_is_done_again_without_it(weights: CollectiveSender) -> None:
     survivor = Engine(weights)
     [update] = weights.write(1, sent := tensors(1, 4 * PIECE_BYTES))
-    doomed = subprocess.Popen(
-        [sys.executable, "-c", DOOMED, encode(weights.init()).hex(), encode(update).hex()]
-    )
+    doomed = start_one_that_signals_itself(signal.SIGKILL, weights, update)
     wait_for_two(weights)
     assert survivor.fetch(update).result(WAIT_S) == as_bytes(sent)
     assert doomed.wait(WAIT_S) == -9
+    doomed.communicate()
     assert weights.rounds == 2
     survivor.close()
+
+
+PATIENT = f"""
+import sys, zlib
+from tidegate.transport.messages import decode_from_orchestrator
+from tidegate.transport.weight_channels import Home, collective, receiver
+
+collective.ROUND_TIMEOUT_S = {FOR_EVER_S}
+init, update = (decode_from_orchestrator(bytes.fromhex(line)) for line in sys.argv[1:])
+for spec, view in receiver(init, Home("tcp://127.0.0.1:5555")).tensors(update):
+    print(zlib.crc32(view), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_one_that_stops_in_the_midst_of_a_round_holds_nobody_up(
+    weights: CollectiveSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective_sender, "GATHER_S", 2.0)  # that both are in the round
+    impatient = Engine(weights)
+    [update] = weights.write(1, sent := tensors(1, 4 * PIECE_BYTES))
+    # A process, which can be killed: this one would have to wait for gloo at its end.
+    patient = start(PATIENT, weights, update)
+    try:
+        wait_for_two(weights)
+        assert impatient.fetch_one(update).result(WAIT_S) == "w0"
+        assert patient.stdout is not None
+        with ThreadPoolExecutor(1) as reading:
+            lines = [reading.submit(patient.stdout.readline) for _ in sent]
+            try:
+                got = [int(line.result(WAIT_S)) for line in lines]
+            finally:
+                patient.kill()
+        assert got == [zlib.crc32(tensor.data) for tensor in sent]
+        assert weights.rounds == 2
+    finally:
+        patient.kill()
+        patient.communicate()
+        impatient.close()
+
+
+def test_one_that_hangs_in_a_round_holds_up_neither_who_gives_it_up_nor_the_next_version(
+    weights: CollectiveSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective, "ROUND_TIMEOUT_S", FOR_EVER_S)
+    monkeypatch.setattr(collective_sender, "GATHER_S", 2.0)  # that both are in the round
+    engine = Engine(weights)
+    [update] = weights.write(1, tensors(1, 8 * PIECE_BYTES))
+    hanging = start_one_that_signals_itself(signal.SIGSTOP, weights, update)
+    wait_for_two(weights)
+    given_up = threading.Event()
+    partly = engine.fetch(update, lambda: not given_up.is_set())
+    assert hanging.stdout is not None
+    assert hanging.stdout.readline() == "in\n"
+    given_up.set()
+    assert set(partly.result(WAIT_S)) <= {"w0"}
+    [newer] = weights.write(2, sent := tensors(3))
+    assert engine.fetch(newer).result(WAIT_S) == as_bytes(sent)
+    hanging.kill()  # who waits for it in torch goes on, so that this process can end
+    hanging.communicate()
+    engine.close()
+
+
+def test_one_that_gave_up_before_a_round_has_no_place_in_it(
+    weights: CollectiveSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective_sender, "GATHER_S", 1.0)
+    monkeypatch.setattr(collective, "ROUND_TIMEOUT_S", FOR_EVER_S)
+    first, second = Engine(weights), Engine(weights)
+    wait_for_two(weights)
+    [update] = weights.write(1, sent := tensors(3))
+    answers = iter([True, True, True])
+    assert first.fetch(update, lambda: next(answers, False)).result(WAIT_S) == {}
+    assert second.fetch(update).result(WAIT_S) == as_bytes(sent)
+    assert weights.rounds == 1
+    first.close()
+    second.close()
 
 
 def wait_for_two(weights: CollectiveSender) -> None:

@@ -5,7 +5,8 @@ It knows one sender; not who else is in a round.
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -24,20 +25,17 @@ from tidegate.transport.weight_channels.base import Home, views
 from tidegate.transport.weight_channels.collective import (
     ATTEMPTS_MAX,
     PIECE_BYTES,
+    POLL_S,
     ROUND_TIMEOUT_S,
     Join,
     Member,
     Round,
     decode_round,
     encode,
-    join_group,
     open_store,
     own_gpu,
 )
 from tidegate.transport.zeromq import new_socket
-
-POLL_S = 0.1
-"""How long it goes unnoticed that nobody wants the weights any more, before a round."""
 
 ANSWER_TIMEOUT_S = 3 * ROUND_TIMEOUT_S
 """For a place in a round; one before it may fail slowly."""
@@ -65,7 +63,8 @@ class CollectiveReceiver:
         self._own_host = listening_host(own)
         self._gpu = own_gpu()
         self._buffer: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
-        self._store: Any = None
+        self._is_written_to = False
+        """Whether some of a version given up may still come, into the buffer."""
         self._member: Member | None = None
         self._socket = new_socket(zmq.DEALER, self._address)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -79,7 +78,8 @@ class CollectiveReceiver:
     ) -> Iterator[tuple[TensorSpec, memoryview]]:
         """Views of the buffer, each as soon as it is complete."""
         nbytes = max((spec.offset + spec.nbytes for spec in update.tensors), default=0)
-        if nbytes > len(self._buffer):
+        if nbytes > len(self._buffer) or self._is_written_to:
+            self._is_written_to = False
             self._buffer = np.empty(nbytes, np.uint8)
         shown = views(update.tensors, self._buffer.data[:nbytes])
         return self._fetched(shown, _Arriving(update.location, nbytes), is_wanted)
@@ -95,16 +95,18 @@ class CollectiveReceiver:
         arriving: "_Arriving",
         is_wanted: Callable[[], bool],
     ) -> Iterator[tuple[TensorSpec, memoryview]]:
-        for spec, view in shown:
-            while arriving.have_bytes < spec.offset + spec.nbytes:
-                if not is_wanted():
-                    self._leave()  # others see the round fail, who want it no more than we do
-                    return
-                if not self._advance(arriving, is_wanted):
-                    return
-            yield spec, view
-        if not arriving.is_used_up:  # padding, which the others wait for us to take
-            self._advance(arriving, is_wanted)
+        try:
+            for spec, view in shown:
+                while arriving.have_bytes < spec.offset + spec.nbytes:
+                    if not is_wanted() or not self._advance(arriving, is_wanted):
+                        return
+                yield spec, view
+            if not arriving.is_used_up:  # padding, which the others wait for us to take
+                self._advance(arriving, is_wanted)
+        finally:
+            if not arriving.is_used_up:
+                self._leave()
+                self._socket.send(encode(Join("")))  # so that others go on without us
 
     def _advance(self, arriving: "_Arriving", is_wanted: Callable[[], bool]) -> bool:
         """Take one piece, in a round if need be; False if nobody wants it any more."""
@@ -117,7 +119,12 @@ class CollectiveReceiver:
                 self._join(arriving.round)
             assert self._member is not None
             end = min(arriving.at + PIECE_BYTES, arriving.round.nbytes)
-            self._member.broadcast(self._buffer[arriving.at : end])
+            group, piece = arriving.round.group, self._buffer[arriving.at : end]
+            if not self._member.broadcast(piece, lambda: is_wanted() and not self._is_over(group)):
+                self._is_written_to = True
+                if not is_wanted():
+                    return False
+                raise RuntimeError("another member has left")
             arriving.at = end
             arriving.have_bytes = max(arriving.have_bytes, end)
         except RuntimeError as error:
@@ -144,6 +151,7 @@ class CollectiveReceiver:
                     f"{self._address} has offered no round of weights for {ANSWER_TIMEOUT_S:g} s; "
                     f"is the orchestrator alive, and are this engine's keys allowed?"
                 )
+        self._socket.send(encode(Join("")))
         return None
 
     def _told(self, arriving: "_Arriving") -> Round | None:
@@ -151,7 +159,7 @@ class CollectiveReceiver:
             told = decode_round(self._socket.recv_multipart()[0])
         except BadFrame as error:
             raise WeightsRefused(str(error)) from error
-        if told.location != arriving.location:
+        if told.location != arriving.location or (told.size == 0 and not told.refusal):
             return None  # of an attempt given up
         if told.refusal:
             raise WeightsRefused(f"weights can't be fetched: {told.refusal}")
@@ -162,15 +170,23 @@ class CollectiveReceiver:
             )
         return told
 
+    def _is_over(self, group: str) -> bool:
+        """Whether the sender has said that the round of this group has failed."""
+        while self._socket.poll(0):
+            with suppress(BadFrame):  # who asks again, and hears it then
+                told = decode_round(self._socket.recv_multipart()[0])
+                if told.group == group and told.size == 0:
+                    return True
+        return False
+
     def _join(self, round_: Round) -> None:
         if self._member is not None and self._member.name == round_.group:
             return
         self._leave()
-        if self._store is None:
-            reached = self._address if self._address.startswith("tcp:") else LOOPBACK
-            host, _, port = at_host_of(reached, round_.store)[6:].rpartition(":")
-            self._store = open_store(host.strip("[]"), int(port))
-        self._member = join_group(round_, self._store, own_host=self._own_host)
+        reached = self._address if self._address.startswith("tcp:") else LOOPBACK
+        host, _, port = at_host_of(reached, round_.store)[6:].rpartition(":")
+        store = partial(open_store, host.strip("[]"), int(port))
+        self._member = Member(round_, store, own_host=self._own_host)
 
     def _leave(self) -> None:
         member, self._member = self._member, None

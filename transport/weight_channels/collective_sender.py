@@ -24,11 +24,10 @@ from tidegate.transport.weight_channels.collective import (
     Round,
     decode_join,
     encode,
-    join_group,
     open_store,
     own_gpu,
 )
-from tidegate.transport.weight_channels.zmq_sender import ZmqSender
+from tidegate.transport.weight_channels.zmq_sender import Place, ZmqSender
 
 TICK_MS = 50
 """How often is looked whether a round is due, while somebody waits for one."""
@@ -58,7 +57,11 @@ class CollectiveSender(ZmqSender):
         self._known: dict[bytes, float] = {}
         """Receivers, and when each was heard of last."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights round")
-        self._running: Future[None] | None = None
+        self._running: Future[Round | None] | None = None
+        """What it comes to is told to its members."""
+        self._is_left = False
+        """Whether a member of the round has said that it is out of it."""
+        self._is_closed = False
         self.rounds = 0
         """So many were begun."""
         super().__init__(address, keys=keys)
@@ -69,6 +72,7 @@ class CollectiveSender(ZmqSender):
 
     def close(self) -> None:
         """Stop serving; members of a round that runs see it fail. Harmless if repeated."""
+        self._is_closed = True
         super().close()
         self._leave()
         self._pool.shutdown(wait=False)
@@ -78,9 +82,11 @@ class CollectiveSender(ZmqSender):
     def _serve(self) -> None:
         try:
             while True:
-                if not self._asked or self._socket.poll(TICK_MS):
+                is_quiet = not self._asked and self._running is None
+                if is_quiet or self._socket.poll(TICK_MS):
                     peer, *frames = self._socket.recv_multipart()
                     self._answer(peer, frames)
+                self._end_if_over()
                 self._begin_if_due()
         except zmq.ContextTerminated:
             pass
@@ -93,13 +99,24 @@ class CollectiveSender(ZmqSender):
             super()._answer(peer, frames)
             return
         self._known[peer] = now_s = time.monotonic()
-        if join.location:
-            if not self._asked:
-                self._first_asked_s = now_s
-            self._asked[peer] = join
+        if not join.location:
+            self._asked.pop(peer, None)
+            self._is_left |= peer in self._members
+            return
+        if not self._asked:
+            self._first_asked_s = now_s
+        self._asked[peer] = join
+
+    def _end_if_over(self) -> None:
+        if self._running is None or not self._running.done():
+            return
+        failed, self._running = self._running.result(), None
+        if failed is not None:
+            for peer in self._members:
+                self._socket.send_multipart([peer, encode(failed)])
 
     def _begin_if_due(self) -> None:
-        if not self._asked or (self._running is not None and not self._running.done()):
+        if not self._asked or self._running is not None:
             return
         now_s = time.monotonic()
         known = {peer for peer, heard_s in self._known.items() if now_s - heard_s < LOST_AFTER_S}
@@ -140,7 +157,8 @@ class CollectiveSender(ZmqSender):
         for peer, told in zip(peers, rounds[1:], strict=True):
             self._socket.send_multipart([peer, encode(told)])
         self.rounds += 1
-        self._running = self._pool.submit(self._broadcast, rounds[0], place.buffer)
+        self._is_left = False
+        self._running = self._pool.submit(self._broadcast, rounds[0], place)
 
     def _backend(self, asked: dict[bytes, Join]) -> str:
         """nccl refuses two members on one GPU."""
@@ -162,18 +180,30 @@ class CollectiveSender(ZmqSender):
 
     # ------------------------------------------------------------ the round's thread
 
-    def _broadcast(self, round_: Round, buffer: Any) -> None:
+    def _broadcast(self, round_: Round, place: Place) -> Round | None:
+        """Send it to all; what they are told if that failed."""
+        member = self._member
+        if member is None or member.name != round_.group:
+            host = None if self._host == "0.0.0.0" else self._host
+            member = self._member = Member(round_, lambda: self._store, own_host=host)
         try:
-            member = self._member
-            if member is None or member.name != round_.group:
-                host = None if self._host == "0.0.0.0" else self._host
-                member = self._member = join_group(round_, self._store, own_host=host)
             for start in range(round_.start, round_.nbytes, PIECE_BYTES):
-                piece = buffer[start : min(start + PIECE_BYTES, round_.nbytes)]
-                member.broadcast(piece)
+                piece = place.buffer[start : min(start + PIECE_BYTES, round_.nbytes)]
+                if not member.broadcast(piece, lambda: self._is_served(place)):
+                    break
                 self.sent_bytes += len(piece)
-        except RuntimeError:  # somebody is gone, and the others ask again
-            self._leave()
+            else:
+                return None
+        except RuntimeError:
+            pass  # somebody is gone, and the others ask again
+        self._leave()
+        return Round(round_.location, group=round_.group)
+
+    def _is_served(self, place: Place) -> bool:
+        with self._lock:
+            served = (other.location for other in self._places)
+            is_over = self._is_closed or self._is_left
+            return not is_over and place.location in served
 
 
 def _store(host: str) -> tuple[Any, int]:

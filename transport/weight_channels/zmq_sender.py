@@ -44,7 +44,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """One version in a buffer."""
 
     version: int
@@ -65,7 +65,7 @@ class ZmqSender:
         self._private: PrivateDirectory | None = None
         self._id = uuid.uuid4().hex
         self._writes = 0
-        self._places: list[_Place] = []
+        self._places: list[Place] = []
         """What is being served: the newest version, and those kept beside it."""
         self._spare: Bytes = np.empty(0, np.uint8)
         """A buffer that may be written over."""
@@ -106,7 +106,7 @@ class ZmqSender:
         # The same version may be written twice, and must not be taken for what it was.
         location = f"{self._id}/{self._writes}"
         with self._lock:
-            self._places = [*kept.values(), _Place(version, location, target, nbytes)]
+            self._places = [*kept.values(), Place(version, location, target, nbytes)]
         return [UpdateWeights(version=version, location=location, tensors=specs)]
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class ZmqSender:
             self.sent_bytes += chunk.nbytes
 
 
-def _objection(fetch: Fetch, place: _Place | None) -> str | None:
+def _objection(fetch: Fetch, place: Place | None) -> str | None:
     """Why what is asked for can't be had."""
     if place is None:
         return f"{fetch.location!r} is not here, or not any more"
