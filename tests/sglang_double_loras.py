@@ -44,9 +44,12 @@ class Loras:
         if config["r"] > self._settings["max_lora_rank"]:
             rank = config["r"]
             return self._answer(f"LoRA adapter {name} with rank {rank} is incompatible with the …")
+        tensors = load_file(path / "adapter_model.safetensors")
+        if half := _half_of_a_matrix(set(tensors)):  # it ends at the first request instead
+            return self._answer(f"Cannot find target module name for {half}")
         self.paths[name] = str(path)
         self.loads, self.most = self.loads + 1, max(self.most, len(self.paths))
-        self._deltas[name] = _deltas(load_file(path / "adapter_model.safetensors"), config)
+        self._deltas[name] = _deltas(tensors, config)
         return self._answer(None)
 
     async def _unload(self, body: dict[str, Any]) -> Response:
@@ -97,3 +100,13 @@ def _deltas(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Deltas:
             key = name.removeprefix(PEFT_PREFIX).replace(".lora_A.", ".")
             found[key] = scale * (wide @ narrow)
     return found
+
+
+def _half_of_a_matrix(names: set[str]) -> str | None:
+    """A tensor of a projection whose matrix it would have all of."""
+    for name in sorted(names):
+        for parts in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            mine = next((part for part in parts if f".{part}." in name), None)
+            if mine is not None and not {name.replace(mine, part) for part in parts} <= names:
+                return name
+    return None

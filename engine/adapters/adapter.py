@@ -59,6 +59,9 @@ class Capabilities:
     """At which its memory can be given back; see :mod:`tidegate.transport.sleep_messages`."""
     lora_rank_max: int = 0
     """Of LoRA adapters, which it loads from files beside its weights; 0: it takes none."""
+    lora_fills_matrices: bool = False
+    """Whether an adapter of a query, key or value projection must have all three, and one of a gate
+    or up projection both: it has one matrix for them."""
     lora_lacks: str = ""
     """Why it takes none, or how to start it so that it does."""
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tidegate.engine.adapters.adapter import Capabilities
 from tidegate.engine.adapters.loras import HostAdapter
 from tidegate.engine.models.checkpoint import read_tensors
-from tidegate.engine.weights.lora import check_adapter
+from tidegate.engine.weights.lora import PARTS, check_adapter
 from tidegate.engine.weights.weight_store import Place, WeightStore
 from tidegate.errors import WeightsRefused
 
@@ -64,7 +64,22 @@ class HostWeights(WeightStore):
                 f"{able.engine} takes LoRA adapters of rank {able.lora_rank_max} at most, and this "
                 f"one has {adapter.rank}; start it with a larger --max-lora-rank"
             )
-        return adapter
+        return HostAdapter(self._filled(tensors), scale) if able.lora_fills_matrices else adapter
+
+    def _filled(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """With zeros for projections that lie in one matrix with those of the adapter."""
+        filled = dict(tensors)
+        for name, narrow in tensors.items():
+            module, letter = name.removesuffix(".weight").split(".lora_")
+            parts = next((p for p in PARTS.values() if module.endswith(p)), ())
+            prefix = next((module.removesuffix(p) for p in parts if module.endswith(p)), "")
+            for other in parts if letter == "A" else ():
+                own = self.by_name.get(f"{prefix}{other}.weight")
+                if own is not None and f"{prefix}{other}.lora_A.weight" not in filled:
+                    wide = narrow.new_zeros((own.shape[0], narrow.shape[0]))
+                    filled[f"{prefix}{other}.lora_A.weight"] = torch.zeros_like(narrow)
+                    filled[f"{prefix}{other}.lora_B.weight"] = wide
+        return filled
 
 
 def read_host_weights(model: Path, able: Capabilities) -> HostWeights:

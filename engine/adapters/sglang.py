@@ -129,6 +129,8 @@ class SglangAdapter:
             takes_tensors=self._way is not None,
             sleep_levels=server.sleep_levels,
             lora_rank_max=0 if self._way is not None else server.lora_rank_max,
+            # One of an up projection alone is loaded, and ends the server at its first request.
+            lora_fills_matrices=True,
             lora_lacks=START_IT_SO,
         )
 

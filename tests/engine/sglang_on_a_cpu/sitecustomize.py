@@ -66,4 +66,25 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+class _Unpinned(importlib.abc.MetaPathFinder):
+    """Its LoRA asks for pinned memory whatever the device, and a CPU alone has none."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        if fullname != "sglang.srt.lora":
+            return
+        import torch
+
+        def unpinned(make: Any) -> Any:
+            def made(*args: Any, pin_memory: bool = False, **options: Any) -> Any:
+                return make(*args, **options)
+
+            return made
+
+        for name in ("arange", "empty", "tensor", "zeros"):
+            setattr(torch, name, unpinned(getattr(torch, name)))
+        torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+        sys.meta_path.remove(self)
+
+
+sys.meta_path.insert(0, _Unpinned())
 sys.meta_path.append(_Finder())  # last: what is installed is not stubbed
