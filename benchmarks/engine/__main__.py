@@ -11,9 +11,12 @@ that takes more than five minutes is ended and left out. What an abort and a sec
     tokens_per_s         the same by wall time: on a busy machine it says little
     roofline_share       of a step of all requests: the time that the machine needs to read the
                          weights, or to multiply by them, whichever is longer, by what it took
-    update_stall_steps   by how many steps the longest time from one step to the next exceeds the
-                         median, while weights are published, staged and swapped; and the same
-                         without an update, for other processes stall steps, too
+    overhead_share       of the CPU time of a step of all requests, that outside of kernels: Python,
+                         dispatch, messages; see :mod:`benchmarks.engine.steps`
+    update_stall_steps   by how many steps the longest from one step to the next exceeds the median,
+                         while weights are published, staged and swapped; and the same without an
+                         update. Not counted is what other processes have of the machine's cores;
+                         ``update_stall_wall_steps`` counts it. Medians of rounds by turns
 
 Peers are `transformers`, with continuous batching and as one static batch, llama.cpp
 and vLLM's CPU build, if ``LLAMA_PYTHON`` and ``VLLM_PYTHON`` name Pythons that have them: see
@@ -52,6 +55,8 @@ CANNOT_RUN = {("vllm-cpu", "tiny")}
 """It refuses heads of 16."""
 
 TRANSFORMERS = "benchmarks.engine.transformers_peer"
+
+STEPS = "benchmarks.engine.steps"
 
 PEER_TIMEOUT_S = 300.0
 """A process that takes longer says nothing more by going on. Without bfloat16 instructions torch
@@ -132,16 +137,17 @@ def measure(case: Case, runs: int, peers: list[str], device: str) -> Iterator[Ro
         asked.write_text(dump(requests(SHAPES[case.model], case.concurrent)))
         to_run = commands(case, model, asked, peers, device)
         taken = measure_all(to_run, runs)
-        updated = sample([*to_run["tidegate"], "--update"])
+        steps = sample([sys.executable, "-m", STEPS, str(model), str(asked), "--device", device])
     yield from speed_rows(case, taken)
     if device == CPU:
         step_us = statistics.median(one["full_step_us"] for one in taken["tidegate"])
         machine = Machine.measured(case.dtype)
         limit_us = machine.step_us(SHAPES[case.model], case.dtype, case.concurrent)
         yield case.row("roofline_share", limit_us / step_us, "of 1", "machine", None)
-    undisturbed = statistics.median(one["stall_steps"] for one in taken["tidegate"])
-    yield case.row("update_stall_steps", updated["stall_steps"], "steps", "one decode step", None)
-    yield case.row("update_stall_steps", undisturbed, "steps", "without an update", None)
+        yield case.row("overhead_share", steps["overhead_share"], "of 1", "one decode step", None)
+    for name in ("update_stall_steps", "update_stall_wall_steps"):
+        yield case.row(name, steps[name], "steps", "one decode step", None)
+        yield case.row(name, steps["without_" + name], "steps", "without an update", None)
 
 
 def measure_all(to_run: dict[str, list[str]], runs: int) -> dict[str, list[Measured]]:

@@ -1,10 +1,8 @@
 """How fast does our engine answer? A real worker process, driven over its wire.
 
-``python -m benchmarks.engine.ours MODEL REQUESTS [--update]`` prints one JSON object: tokens, and
-the CPU and wall time that the worker's process took for them, its I/O threads included. Then the
-same prompts get answers of one length, so that all run in many a step: how long such a step takes,
-and the longest from one's start to the next's beyond that, with ``--update`` while weights are
-published, staged and swapped.
+``python -m benchmarks.engine.ours MODEL REQUESTS`` prints one JSON object: tokens, and the CPU and
+wall time that the worker's process took for them, its I/O threads included. Then the same prompts
+get answers of one length, so that all run in many a step: how long such a step takes.
 """
 
 import argparse
@@ -17,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import IO
 
@@ -85,13 +82,14 @@ class Driver:
         """To the engine."""
         self._socket.send(self._peer, message)
 
-    async def publish(self, model: Path) -> None:
+    async def publish(self, model: Path, version: int = 1) -> None:
         """All four phases of a weight update, through shared memory."""
         channel = sender("shm", None)
         try:
             self.say(channel.init())
-            await self.stage(1, channel, model)
-            self.say(FinishWeightUpdate(version=1, pause_mode="keep", kv_policy="keep"))
+            self.live.clear()
+            await self.stage(version, channel, model)
+            self.say(FinishWeightUpdate(version=version, pause_mode="keep", kv_policy="keep"))
             await self.live.wait()
         finally:
             channel.close()
@@ -143,16 +141,14 @@ class Driver:
                 raise SystemExit(f"the engine refuses: {message}")
 
 
-def measure(
-    model: Path, requests: Sequence[Request], *, update: bool, device: str = "cpu"
-) -> dict[str, float]:
+def measure(model: Path, requests: Sequence[Request], device: str = "cpu") -> dict[str, float]:
     """Start a worker, have it answer, and end it."""
     socket = RouterSocket(None, name="benchmark")
     with tempfile.TemporaryFile("w+") as errors:
         started = [*command(socket.address, model, len(requests)), "--device", device]
         worker = subprocess.Popen(started, stderr=errors)
         try:
-            return asyncio.run(drive(socket, worker, errors, requests, model if update else None))
+            return asyncio.run(drive(socket, worker, errors, requests))
         finally:
             worker.kill()
             worker.wait()
@@ -164,7 +160,6 @@ async def drive(
     worker: subprocess.Popen[bytes],
     errors: IO[str],
     requests: Sequence[Request],
-    published: Path | None,
 ) -> dict[str, float]:
     """Warm up on some of the requests, then have all of them answered."""
     driver = Driver(socket)
@@ -183,10 +178,9 @@ async def drive(
     }
     driver.steps.clear()
     driver.submit([Request(one.prompt, FULL_TOKENS) for one in requests], seed=2000)
-    if published is not None:
-        await driver.publish(published)
     await until(driver.finished, worker, errors)
-    return measured | _steps(driver.steps, len(requests))
+    full = [step.busy_us for step in driver.steps if len(step.turns) // 4 == len(requests)]
+    return measured | {"full_step_us": statistics.median(full)}
 
 
 def command(address: str, model: Path, concurrent: int) -> list[str]:
@@ -213,28 +207,15 @@ def cpu_s(worker: subprocess.Popen[bytes]) -> float:
     return float(sum(times.user + times.system for times in all_times))
 
 
-def _steps(steps: Sequence[Step], concurrent: int) -> dict[str, float]:
-    """How long a step of all takes, and by how many of them the longest pause exceeds one."""
-    full = [step for step in steps if len(step.turns) // 4 == concurrent]
-    starts = [step.started_us for step in full]
-    apart = [after - before for before, after in pairwise(starts)]
-    usual = statistics.median(apart)
-    return {
-        "full_step_us": statistics.median(step.busy_us for step in full),
-        "stall_steps": (max(apart) - usual) / usual,
-    }
-
-
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("requests", type=Path)
-    parser.add_argument("--update", action="store_true", help="publish weights meanwhile")
     parser.add_argument("--device", default="cpu", help="as the worker's")
     options = parser.parse_args()
     requests = load(options.requests.read_text())
-    measured = measure(options.model, requests, update=options.update, device=options.device)
+    measured = measure(options.model, requests, options.device)
     print(json.dumps(measured))
 
 

@@ -1,0 +1,172 @@
+"""Where does a step's time go, and by how much does a weight update stall it?
+
+``python -m benchmarks.engine.steps MODEL REQUESTS`` prints one JSON object, of rounds of answers of
+one length: in every other one weights are published, staged and swapped. What is looked at is a
+:mod:`benchmarks.engine.watched_worker`, from each step's beginning to the next's, and only steps in
+which every turn decodes. Medians.
+
+    overhead_share             of the CPU time of the stepping thread, that outside of kernels:
+                               compiled functions, less what a call that computes nothing takes,
+                               and torch's products. So planning, dispatch, columns, messages.
+                               Kernels are timed in every other step, the rest is of the others
+    update_stall_steps         by how many steps the longest of a round with an update exceeds the
+                               usual one, less what its thread, ready to run, waited for a core:
+                               so other processes don't count, nor a copy that takes their turn
+    update_stall_wall_steps    the same by wall time
+    without_update_stall_…     both, of the rounds without an update
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from benchmarks.engine.ours import FULL_TOKENS, Driver, command, until
+from benchmarks.engine.shapes import Request, load
+from benchmarks.engine.watched_worker import Mark
+from tidegate.transport.messages import Shutdown
+from tidegate.transport.sockets import RouterSocket
+
+ROUNDS_MAX = 24
+"""Half of them with an update."""
+
+ROUNDS_MIN = 6
+
+ENOUGH_S = 120.0
+"""Once there are as many rounds as there must be, none begins after so long."""
+
+WATCHED = "benchmarks.engine.watched_worker"
+
+
+class Round(NamedTuple):
+    """Answers of one length to all requests; by the monotonic clock, in ns."""
+
+    began: int
+    ended: int
+    is_updated: bool
+
+
+class Step(NamedTuple):
+    """From one step's beginning to the next's, in ns."""
+
+    wall: int
+    served: int
+    """Without the time for which its thread was ready to run, and had to wait for a core."""
+    cpu: int
+    """Of its thread."""
+    kernels: int | None
+    """Of it; None of a step whose kernels were not timed."""
+
+
+def measure(model: Path, requests: Sequence[Request], device: str) -> dict[str, float]:
+    """Start a worker, have it answer round after round, and read what it noted."""
+    socket = RouterSocket(None, name="benchmark")
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile("w+") as errors:
+        noted = Path(directory) / "marks.json"
+        started = [*command(socket.address, model, len(requests)), "--device", device]
+        started[2:3] = [WATCHED, str(noted)]
+        worker = subprocess.Popen(started, stderr=errors)
+        try:
+            rounds = asyncio.run(_drive(socket, worker, errors, requests, model))
+            worker.wait()
+        finally:
+            worker.kill()
+            worker.wait()
+            socket.close()
+        marks = [Mark(*mark) for mark in json.loads(noted.read_text())]
+    return told([(one, full_steps(marks, one, len(requests))) for one in rounds])
+
+
+async def _drive(
+    socket: RouterSocket,
+    worker: subprocess.Popen[bytes],
+    errors: IO[str],
+    requests: Sequence[Request],
+    model: Path,
+) -> list[Round]:
+    """Every other round with an update, after one to warm up."""
+    driver = Driver(socket)
+    await until(driver.greeted, worker, errors)
+    rounds: list[Round] = []
+    enough_at_s = time.monotonic() + ENOUGH_S
+    for number in range(ROUNDS_MAX + 1):
+        if number > ROUNDS_MIN and number % 2 and time.monotonic() > enough_at_s:
+            break
+        began_ns = time.monotonic_ns()
+        driver.submit([Request(one.prompt, FULL_TOKENS) for one in requests], seed=1000 * number)
+        is_updated = number > 0 and number % 2 == 0
+        if is_updated:
+            await driver.publish(model, version=number)
+        is_in_time = not driver.finished.is_set()  # or the update came after the answers
+        await until(driver.finished, worker, errors)
+        if number > 0 and is_in_time:
+            rounds.append(Round(began_ns, time.monotonic_ns(), is_updated))
+    driver.say(Shutdown())
+    return rounds
+
+
+def full_steps(marks: Sequence[Mark], one: Round, turns: int) -> list[Step]:
+    """The steps of a round in which every turn decodes, and no other step came between."""
+    return [
+        Step(
+            after.at - mark.at,
+            after.at - mark.at - (after.unserved - mark.unserved),
+            after.cpu - mark.cpu,
+            after.kernels - mark.kernels if mark.is_timed else None,
+        )
+        for mark, after in pairwise(marks)
+        if mark.rows == mark.tokens == after.rows == after.tokens == turns
+        and one.began <= mark.at
+        and after.at <= one.ended
+    ]
+
+
+def told(rounds: Sequence[tuple[Round, Sequence[Step]]]) -> dict[str, float]:
+    """What the module's docstring says."""
+    still = [steps for one, steps in rounds if steps and not one.is_updated]
+    updated = [steps for one, steps in rounds if steps and one.is_updated]
+    kernels = [step.kernels for steps in still for step in steps if step.kernels is not None]
+    untimed = [step.cpu for steps in still for step in steps if step.kernels is None]
+    return {
+        "overhead_share": 1 - statistics.median(kernels) / statistics.median(untimed),
+        "update_stall_steps": _stall([[step.served for step in steps] for steps in updated]),
+        "update_stall_wall_steps": _stall([[step.wall for step in steps] for steps in updated]),
+        "without_update_stall_steps": _stall([[step.served for step in steps] for steps in still]),
+        "without_update_stall_wall_steps": _stall(
+            [[step.wall for step in steps] for steps in still]
+        ),
+        "updates": float(len(updated)),
+    }
+
+
+def _stall(rounds: Sequence[Sequence[int]]) -> float:
+    """By how many usual steps the longest of a round exceeds one."""
+    if not rounds:
+        return float("nan")  # no update came before the answers ended
+    usual_ns = [statistics.median(steps) for steps in rounds]
+    longest_ns = [max(steps) for steps in rounds]
+    pairs = zip(longest_ns, usual_ns, strict=True)
+    return statistics.median((longest - usual) / usual for longest, usual in pairs)
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("requests", type=Path)
+    parser.add_argument("--device", default="cpu", help="as the worker's")
+    options = parser.parse_args()
+    requests = load(options.requests.read_text())
+    sys.stdout.write(json.dumps(measure(options.model, requests, options.device)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Does the engine's benchmark count as overhead and as stall what is one, and nothing else?"""
+
+import pytest
+
+from benchmarks.engine.steps import Round, full_steps, told
+from benchmarks.engine.watched_worker import Mark
+
+TURNS = 4
+
+
+def marks(*lengths: tuple[int, int, int]) -> list[Mark]:
+    """Of full steps one after another: how long, how long without a core, how long in kernels."""
+    found = [Mark(0, 0, 0, 0, True, TURNS, TURNS)]
+    for wall, unserved, kernels in lengths:
+        last = found[-1]
+        found.append(
+            Mark(
+                at=last.at + wall,
+                cpu=last.cpu + wall - unserved,
+                unserved=last.unserved + unserved,
+                kernels=last.kernels + (kernels if last.is_timed else 0),
+                is_timed=not last.is_timed,
+                rows=TURNS,
+                tokens=TURNS,
+            )
+        )
+    return found
+
+
+def test_what_other_processes_take_is_a_stall_by_wall_time_only() -> None:
+    usual, preempted, slow = (100, 0, 80), (900, 800, 80), (250, 0, 80)
+    one = Round(0, 10_000, is_updated=True)
+    other = one._replace(is_updated=False)
+    updated = full_steps(marks(usual, slow, usual, usual), one, TURNS)
+    still = full_steps(marks(usual, preempted, usual, usual), other, TURNS)
+
+    said = told([(one, updated), (other, still)])
+
+    assert said["update_stall_steps"] == pytest.approx(1.5)
+    assert said["without_update_stall_steps"] == 0
+    assert said["without_update_stall_wall_steps"] == pytest.approx(8)
+    assert said["overhead_share"] == pytest.approx(0.2)
+
+
+def test_steps_with_prefills_fewer_turns_or_of_another_round_are_left_out() -> None:
+    first, second, third, fourth = marks((100, 0, 0), (100, 0, 0), (100, 0, 0))
+    one = Round(0, 10_000, is_updated=False)
+
+    assert len(full_steps([first, second, third, fourth], one, TURNS)) == 3
+    assert not full_steps([first, second._replace(rows=3), third], one, TURNS)
+    assert not full_steps([first, second._replace(tokens=20), third], one, TURNS)
+    assert len(full_steps([first, second, third, fourth], one._replace(began=100), TURNS)) == 2
+    assert len(full_steps([first, second, third, fourth], one._replace(ended=200), TURNS)) == 2
