@@ -154,22 +154,24 @@ class ModelRunner:
         """
         if not rows:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
-        logits, scores = self._compute(rows)
+        sampling = [row.sampling for row in rows if row.sampling is not None]
+        logits, scores = self._compute(rows, len(sampling))
         if logits is None:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32), scores=scores)
-        output = self._sample(logits, [row.sampling for row in rows if row.sampling is not None])
+        output = self._sample(logits, sampling)
         return replace(output, scores=scores) if scores else output
 
     @torch.inference_mode()
     def assist(self, rows: Sequence[Row]) -> None:
         """Do this rank's part of a step that another rank samples; for a part of a model only."""
-        self._compute(rows)
+        self._compute(rows, sum(row.sampling is not None for row in rows))
 
-    def _compute(self, rows: Sequence[Row]) -> tuple[torch.Tensor | None, Sequence[RowScore]]:
-        """The logits [S, V] to sample from, if any are asked for, and what is scored."""
+    def _compute(
+        self, rows: Sequence[Row], sampled: int
+    ) -> tuple[torch.Tensor | None, Sequence[RowScore]]:
+        """The logits [S, V] to sample so many rows from, if any, and what is scored."""
         plan = self._plan(rows)
         hidden = forward(self.weights, self._caches, plan)
-        sampled = sum(row.sampling is not None for row in rows)
         scoring = [row.scoring for row in rows if row.scoring is not None]
         scores = score_rows(self.weights, hidden[sampled:], scoring) if scoring else ()
         return head_logits(self.weights, hidden[:sampled]) if sampled else None, scores

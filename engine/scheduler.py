@@ -5,7 +5,7 @@ sampled. Same calls in, same answers out. Who runs at all, and in which blocks, 
 how a step's tokens are handed out, the planner's.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from tidegate.engine.cache.seats import Seats
 from tidegate.engine.drafts.drafts import DraftSource, Speculation
@@ -229,6 +229,7 @@ class Scheduler:
         self._budget.succeed()
         sampled: list[int] = output.token_ids.tolist()
         failures = failures_of(output, self.version)
+        is_sound = not failures and not output.details
         rows = SampledRows()
         scores = iter(output.scores)
         place = 0
@@ -241,17 +242,12 @@ class Scheduler:
                 continue
             if turn.computed < turn.length:
                 continue
-            end = place + 1 + turn.drafted
-            if place in failures:
-                self._refuse(turn, failures[place])
+            if is_sound and not turn.drafted and not turn.is_prefilling:  # nearly every row
+                if rows.add_next(turn, place, sampled[place]) != RUNNING:
+                    self._finish(turn, is_whole=True)
+                place += 1
             else:
-                sound = next((n for n in range(place, end) if n in failures), end)
-                accepted = rows.add(turn, place, sampled[place:sound], self.version)
-                if output.details:
-                    told = [output.details.get(n) for n in range(place, place + accepted.tokens)]
-                    rows.tell(turn.handle, told)
-                self._go_on(turn, accepted, end - place - 1)
-            place = end
+                place = self._take(turn, rows, place, output, failures)
         if place != len(sampled):
             raise AssertionError(f"{len(sampled)} tokens sampled for {place} rows")
         return rows.columns(output, self.version) if rows.handles else None
@@ -315,6 +311,27 @@ class Scheduler:
         return self._seats.waiting_turns > 0 and self._gate.turns_start
 
     # ------------------------------------------------------------ completing
+
+    def _take(
+        self,
+        turn: TurnState,
+        rows: SampledRows,
+        place: int,
+        output: StepOutput,
+        failures: Mapping[int, str],
+    ) -> int:
+        """Have a turn take what was sampled for it from ``place`` on; return the next one's."""
+        end = place + 1 + turn.drafted
+        if place in failures:
+            self._refuse(turn, failures[place])
+            return end
+        sound = next((n for n in range(place, end) if n in failures), end)
+        accepted = rows.add(turn, place, output.token_ids[place:sound].tolist(), self.version)
+        if output.details:
+            told = [output.details.get(n) for n in range(place, place + accepted.tokens)]
+            rows.tell(turn.handle, told)
+        self._go_on(turn, accepted, end - place - 1)
+        return end
 
     def _go_on(self, turn: TurnState, accepted: AcceptedTokens, drafted: int) -> None:
         """A turn has taken in its tokens."""

@@ -97,6 +97,15 @@ class SampledRows:
         self.kept.extend(range(place, place + accepted.tokens))
         return accepted
 
+    def add_next(self, turn: TurnState, place: int, token_id: int) -> int:
+        """As ``add`` for a turn that goes on decoding and guesses nothing; its finish code."""
+        finish = turn.append(token_id)
+        self.handles.append(turn.handle)
+        self.finish.append(finish)
+        self.counts.append(1)
+        self.kept.append(place)
+        return finish
+
     def tell(self, handle: int, told: Sequence[RowDetails | None]) -> None:
         """Add what the turn wants to know of its tokens, if anything."""
         known = [one for one in told if one is not None]
