@@ -307,9 +307,8 @@ class Episode(ScoringEpisode):
                 raise
         finally:
             self._is_generating = False
-        generated = GeneratedTurn(turn, self._model.tokenizer)
-        self._turns.append(generated)
-        return generated
+        self._turns.append(GeneratedTurn(turn, self._model.tokenizer))
+        return self._turns[-1]
 
     def _refuse_turn(self) -> None:
         """Unless one can be generated now."""
