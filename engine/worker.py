@@ -222,6 +222,8 @@ def _rank_arguments(arguments: argparse.Namespace, limits: EngineLimits) -> list
         "num-blocks": limits.num_blocks,
         "block-tokens": limits.block_tokens,
     }
+    if arguments.quantize is not None:
+        given["quantize"] = arguments.quantize
     flags = ["--deterministic"] if arguments.deterministic else []
     return [*(f"--{name}={value}" for name, value in given.items()), *flags]
 

@@ -11,18 +11,22 @@ Micikevicius et al. 2022, arXiv:2209.05433, section 3. Letters: T tokens, N outp
 import torch
 import torch.nn.functional as F
 
-from tidegate.kernels.int8_matrix import SMALLEST_STEP, RoundedRows
+from tidegate.kernels.int8_matrix import RoundedRows, rows_beside, steps_of
 from tidegate.kernels.weight_matrix import COPY_ELEMENTS, Rows
 
 LARGEST = 448.0
 """Of e4m3 without infinities."""
 
 
-def rounded(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round ``weights`` [N, K] to e4m3; the numbers [N, K], and each output's step [N]."""
-    wide = weights.float()
-    steps = (wide.abs().amax(-1) / LARGEST).clamp_min(SMALLEST_STEP)
-    return (wide / steps[:, None]).to(torch.float8_e4m3fn), steps
+def rounded(
+    weights: torch.Tensor, whole: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round ``weights`` [N, K] to e4m3; the numbers [N, K], and each output's step [N].
+
+    Where they are some columns of ``whole`` [N, *], steps are those of all of it.
+    """
+    steps = steps_of(weights if whole is None else whole, LARGEST)
+    return (weights.float() / steps[:, None]).to(torch.float8_e4m3fn), steps
 
 
 class Fp8Matrix:
@@ -60,10 +64,13 @@ class Fp8Matrix:
         """As published, but for the rounding: [N, K]."""
         return self.take(torch.arange(self.shape[0]))
 
-    def put(self, first: int, source: torch.Tensor) -> None:
-        """Put ``source`` [R, K], of any dtype, into the rows from ``first`` on."""
-        for part in torch.split(source.detach(), self._rows_at_once):
-            self.put_rounded(first, *rounded(part))
+    def put(self, first: int, source: torch.Tensor, whole: torch.Tensor | None = None) -> None:
+        """Put ``source`` [R, K], of any dtype, into the rows from ``first`` on.
+
+        Where it is some columns of ``whole`` [R, *], it is rounded as those were with all of it.
+        """
+        for part, outputs in rows_beside(source, whole):
+            self.put_rounded(first, *rounded(part, outputs))
             first += part.shape[0]
 
     def put_rounded(self, first: int, numbers: torch.Tensor, steps: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ Letters in shapes: T tokens, N outputs, K inputs.
 """
 
 import ctypes
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -26,11 +27,30 @@ SMALLEST_STEP = 1e-30
 """Of outputs all of whose weights are zero: what they are divided by must not be."""
 
 
-def quantized(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round ``weights`` [N, K] to a byte each; the bytes [N, K], and each output's step [N]."""
-    wide = weights.float()
-    steps = (wide.abs().amax(-1) / LEVELS).clamp_min(SMALLEST_STEP)
-    return (wide / steps[:, None]).round_().to(torch.int8), steps
+def quantized(
+    weights: torch.Tensor, whole: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round ``weights`` [N, K] to a byte each; the bytes [N, K], and each output's step [N].
+
+    Where they are some columns of ``whole`` [N, *], steps are those of all of it.
+    """
+    steps = steps_of(weights if whole is None else whole, LEVELS)
+    return (weights.float() / steps[:, None]).round_().to(torch.int8), steps
+
+
+def steps_of(weights: torch.Tensor, levels: float) -> torch.Tensor:
+    """Each output's step [N]: the largest of its ``weights`` [N, K], by ``levels``."""
+    return (weights.float().abs().amax(-1) / levels).clamp_min(SMALLEST_STEP)
+
+
+def rows_beside(
+    source: torch.Tensor, whole: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The rows of ``source`` [R, K], each beside that of ``whole`` [R, *], or else itself; so many
+    at a time as stay in the processor's caches while they are rounded."""
+    source, whole = source.detach(), (source if whole is None else whole).detach()
+    at_once = max(1, COPY_ELEMENTS // whole.shape[1])
+    return zip(torch.split(source, at_once), torch.split(whole, at_once), strict=True)
 
 
 class Int8Matrix:
@@ -75,11 +95,13 @@ class Int8Matrix:
         """As published, but for the rounding: [N, K]."""
         return self.take(torch.arange(self.shape[0]))
 
-    def put(self, first: int, source: torch.Tensor) -> None:
-        """Put ``source`` [R, K], of any dtype, into the rows from ``first`` on."""
-        inputs = self.shape[1]
-        for part in torch.split(source.detach(), max(1, COPY_ELEMENTS // inputs)):
-            self.put_rounded(first, *quantized(part))
+    def put(self, first: int, source: torch.Tensor, whole: torch.Tensor | None = None) -> None:
+        """Put ``source`` [R, K], of any dtype, into the rows from ``first`` on.
+
+        Where it is some columns of ``whole`` [R, *], it is rounded as those were with all of it.
+        """
+        for part, outputs in rows_beside(source, whole):
+            self.put_rounded(first, *quantized(part, outputs))
             first += part.shape[0]
 
     def put_rounded(self, first: int, numbers: torch.Tensor, steps: torch.Tensor) -> None:
@@ -149,7 +171,7 @@ class _Rounded(Protocol):
     shape: tuple[int, int]
     storage: torch.Tensor
 
-    def put(self, first: int, source: torch.Tensor) -> None: ...
+    def put(self, first: int, source: torch.Tensor, whole: torch.Tensor | None = None) -> None: ...
 
     def put_rounded(self, first: int, numbers: torch.Tensor, steps: torch.Tensor) -> None: ...
 
@@ -164,11 +186,12 @@ class RoundedRows:
     def __init__(self, matrix: _Rounded, first: int, count: int) -> None:
         self._matrix, self._first, self._count = matrix, first, count
 
-    def copy_(self, source: torch.Tensor, /) -> None:
-        """Round ``source``, and put it there."""
+    def copy_(self, source: torch.Tensor, /, whole: torch.Tensor | None = None) -> None:
+        """Round ``source``, and put it there; where it is some columns of ``whole``, to the bit
+        what they are of that when it is rounded."""
         if tuple(source.shape) != (self._count, self._matrix.shape[1]):
             raise ValueError(f"{list(source.shape)} is not the shape of {self._count} rows")
-        self._matrix.put(self._first, source)
+        self._matrix.put(self._first, source, whole)
 
     def take_over(self, other: "RoundedRows", /) -> None:
         """Put what ``other`` holds there, as it is: told in bfloat16 and rounded again, an output

@@ -229,12 +229,6 @@ def run_settings(**values: object) -> RunSettings:
             "engines=0 starts none, and without an address no other can connect; give an address, "
             "such as 'ipc:///tmp/run' or 'tcp://127.0.0.1:5555'"
         )
-    if settings.quantize is not None and settings.tensor_parallel > 1:
-        raise ConfigError(
-            f"quantize={settings.quantize!r} and tensor_parallel={settings.tensor_parallel} don't "
-            f"go together: an output's weights are rounded by the largest of them, and each rank "
-            f"has some of them only; leave one out"
-        )
     if settings.quantize == "fp8" and settings.deterministic:
         raise ConfigError(
             "quantize='fp8' and deterministic=True don't go together: products of fp8 weights are "

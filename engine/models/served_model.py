@@ -141,11 +141,6 @@ class OwnModel:
         shard: Shard = WHOLE,
         group: "RankGroup | None" = None,
     ) -> None:
-        if quantize is not None and not shard.is_whole:
-            raise ConfigError(
-                f"quantize={quantize!r} rounds an output's weights by the largest of them, and of "
-                f"tensor_parallel={shard.ranks} ranks each has some of them only; leave one out"
-            )
         if quantize == "fp8" and is_deterministic:
             raise ConfigError(
                 "deterministic: products of fp8 weights are torch's, whose sums depend on the "

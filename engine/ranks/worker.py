@@ -60,6 +60,7 @@ def _serve(arguments: argparse.Namespace, connection: Connection) -> None:
         arguments.model,
         arguments.dtype,
         is_deterministic=arguments.deterministic,
+        quantize=arguments.quantize,
         shard=shard,
         group=group,
     )
@@ -89,6 +90,7 @@ def _parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--home", required=True, help="the orchestrator's address")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantize")
     parser.add_argument("--deterministic", action="store_true")
     return parser.parse_args()
 

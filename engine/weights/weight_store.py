@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from tidegate.errors import WeightsRefused
+from tidegate.kernels.int8_matrix import RoundedRows
 from tidegate.kernels.weight_matrix import Rows, storages, take_over
 
 LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -43,6 +44,16 @@ class Place:
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """What of a published tensor goes there."""
         return tensor if self.part is None else self.part.of(tensor)
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Copy there what of a published tensor goes there."""
+        part = self.cut(tensor)
+        by_inputs = self.part is not None and self.part.dim == 1
+        for target in self.targets:
+            if by_inputs and isinstance(target, RoundedRows):
+                target.copy_(part, tensor)  # whose other columns are in an output's step, too
+            else:
+                target.copy_(part)
 
 
 class WeightStore:
@@ -110,14 +121,12 @@ class WeightStore:
                 f"{name} is {tensor.dtype}; publish float32, bfloat16, float16 or float64"
             )
         with torch.no_grad():
-            part = place.cut(tensor)
-            if not _is_finite(part):
+            if not _is_finite(place.cut(tensor)):
                 raise WeightsRefused(
                     f"{name} holds what is no number (NaN, or infinite): the train step before "
                     f"this publish went wrong. Take it back, and publish the weights of before"
                 )
-            for target in place.targets:
-                target.copy_(part)
+            place.fill(tensor)
         self._loaded.update(place.covers or (name,))
 
     @property

@@ -19,6 +19,7 @@ from tidegate.engine.ranks.team import Team
 from tidegate.engine.runner import ModelRunner
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore
+from tidegate.engine.weights.weights import Quantization
 from tidegate.errors import ModelError, RankLost
 from tidegate.transport import rank_messages as rank
 
@@ -63,6 +64,7 @@ class RankedEngine:
         ranks: int,
         *,
         deterministic: bool,
+        quantize: Quantization | None,
         lacks_room: bool,
         reloads_late: bool,
     ) -> None:
@@ -70,7 +72,7 @@ class RankedEngine:
         self._reloads_late = reloads_late
         self.runners: dict[int, ModelRunner] = {}
         """By rank."""
-        self._is_deterministic = deterministic
+        self._is_deterministic, self._quantize = deterministic, quantize
         self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
         connections, threads = [], []
         for number in range(1, ranks):
@@ -96,6 +98,7 @@ class RankedEngine:
             shard=shard,
             group=group,
             is_deterministic=self._is_deterministic,
+            quantize=self._quantize,
         )
         runner = model.make_runner(num_blocks=128, block_tokens=8)
         assert isinstance(runner, ModelRunner)
@@ -126,6 +129,7 @@ def ranked_engine(
     ranks: int = 2,
     *,
     deterministic: bool = False,
+    quantize: Quantization | None = None,
     lacks_room: bool = False,
     reloads_late: bool = False,
 ) -> Iterator[RankedEngine]:
@@ -134,7 +138,12 @@ def ranked_engine(
     All but rank 0 may lack room for an update, or fail once to read the model directory again.
     """
     engine = RankedEngine(
-        path, ranks, deterministic=deterministic, lacks_room=lacks_room, reloads_late=reloads_late
+        path,
+        ranks,
+        deterministic=deterministic,
+        quantize=quantize,
+        lacks_room=lacks_room,
+        reloads_late=reloads_late,
     )
     try:
         yield engine

@@ -13,14 +13,18 @@ from tests.engine.orchestra import named_buffers
 from tests.engine.ranked import RankedEngine, ranked_engine
 from tests.engine.test_staging import answers
 from tests.models import make_model_directory
+from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.engine.models.model_config import ModelConfig
-from tidegate.engine.models.served_model import open_model
+from tidegate.engine.models.served_model import ServedModel, open_model
 from tidegate.engine.ranks.ranks import Ranks
 from tidegate.engine.ranks.shards import Shard
 from tidegate.engine.runner import Row, RowSampling, Runner
 from tidegate.engine.scoring import RowScoring
 from tidegate.engine.weights.staging import Live
+from tidegate.engine.weights.weight_store import WeightStore
+from tidegate.engine.weights.weights import Quantization, fill_from_directory
 from tidegate.errors import ConfigError
+from tidegate.kernels.weight_matrix import published
 from tidegate.transport.messages import (
     Adapter,
     Message,
@@ -61,8 +65,9 @@ def make_turns(adapters: Sequence[str] = ("",)) -> list[DrivenTurn]:
     ]
 
 
-def one_rank(path: Path) -> Runner:
-    return open_model(path, "float32").make_runner(num_blocks=128, block_tokens=8)
+def one_rank(path: Path, quantize: Quantization | None = None) -> Runner:
+    model = open_model(path, "float32", quantize=quantize)
+    return model.make_runner(num_blocks=128, block_tokens=8)
 
 
 def assert_alike(alone: list[DrivenTurn], together: list[DrivenTurn]) -> None:
@@ -80,6 +85,54 @@ def test_ranks_together_sample_what_one_alone_does(name: str, tmp_path: Path) ->
     with ranked_engine(path, ranks) as engine:
         drive(engine.runner, together, new_tokens=6)
     assert_alike(alone, together)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["biases", "experts", "four-ranks-two-kv-heads"])
+def test_ranks_that_round_sample_what_one_alone_does_that_rounds(
+    name: str, quantize: Quantization, tmp_path: Path
+) -> None:
+    model_type, ranks, fields = MODELS[name]
+    path = make_model_directory(tmp_path, model_type, **fields)
+    alone, together = make_turns(), make_turns()
+    drive(one_rank(path, quantize), alone, new_tokens=6)
+    with ranked_engine(path, ranks, quantize=quantize) as engine:
+        drive(engine.runner, together, new_tokens=6)
+    assert_alike(alone, together)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rank_holds_its_slice_of_the_rounded_whole_to_the_bit_also_of_parts_laid_over_it(
+    name: str, quantize: Quantization, tmp_path: Path
+) -> None:
+    model_type, ranks, fields = MODELS[name]
+    paths = [
+        make_model_directory(tmp_path / str(seed), model_type, seed=seed, **fields)
+        for seed in (0, 1)
+    ]
+    whole = two_versions(open_model(paths[0], "float32", quantize=quantize), paths)
+    for number in range(ranks):
+        shard = Shard(number, ranks)
+        model = open_model(paths[0], "float32", quantize=quantize, shard=shard)
+        for tensor, place in two_versions(model, paths)._places.items():
+            if "_proj" not in tensor:
+                continue
+            for mine in place.targets:  # none, of other ranks' experts
+                [its] = whole._places[tensor].targets
+                assert torch.equal(published(mine), place.cut(published(its))), tensor
+
+
+def two_versions(model: ServedModel, paths: list[Path]) -> WeightStore:
+    """The first layer of the second directory, laid over the first directory."""
+    before, after = model.allocate(), model.allocate()
+    fill_from_directory(before, paths[0])
+    after.start()
+    for name, tensor in read_tensors(paths[1]):
+        if ".layers.0." in name:
+            after.load(name, tensor)
+    after.complete_from(before)
+    return after
 
 
 def test_ranks_together_tell_of_given_tokens_what_transformers_does(tmp_path: Path) -> None:
@@ -100,11 +153,14 @@ def test_ranks_together_tell_of_given_tokens_what_transformers_does(tmp_path: Pa
     assert score.top_ids.tolist() == logprobs.topk(3, -1).indices.tolist()
 
 
-def test_two_deterministic_ranks_give_a_turn_the_same_bits_in_every_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_two_deterministic_ranks_give_a_turn_the_same_bits_in_every_batch(
+    quantize: Quantization | None, tmp_path: Path
+) -> None:
     path = make_model_directory(tmp_path, "qwen3")
     together = make_turns()
     alone = [make_turns()[n] for n in range(len(together))]
-    with ranked_engine(path, deterministic=True) as engine:
+    with ranked_engine(path, deterministic=True, quantize=quantize) as engine:
         drive(engine.runner, together, new_tokens=4)
         for turn in alone:
             turn.chunks = (2,)
