@@ -94,6 +94,19 @@ class _Tally:
             rollouts = unsure = self.tasks.pop(least)[0]
         self.tasks[task] = (rollouts + 1, unsure)
 
+    def take_back(self, tokens: int, task: TaskKey | None) -> None:
+        """One that was counted is not discarded after all."""
+        self.rollouts -= 1
+        self.tokens -= tokens
+        self.lengths[length_bucket(tokens)] -= 1
+        if task is None or task not in self.tasks:  # others have taken its place
+            return
+        rollouts, unsure = self.tasks[task]
+        if rollouts > 1:
+            self.tasks[task] = (rollouts - 1, min(unsure, rollouts - 1))
+        else:
+            del self.tasks[task]
+
     def snapshot(self, generated_tokens: int) -> DiscardStatistics:
         most = sorted(self.tasks.items(), key=lambda item: -item[1][0])[:TASKS_TOLD]
         return DiscardStatistics(
@@ -141,6 +154,15 @@ class _Block:
         self.trained_tokens = max(0, self.trained_tokens - tokens)
         return True
 
+    def put_back(self, tokens: int) -> bool:
+        """That was undone; False if all of its length that are counted here count as trained."""
+        bucket = length_bucket(tokens)
+        if self.trained[bucket] == self.generated[bucket]:
+            return False
+        self.trained[bucket] += 1
+        self.trained_tokens += tokens
+        return True
+
 
 class Discards:
     """The books of what was discarded, and of the lengths of what was trained beside it."""
@@ -163,6 +185,17 @@ class Discards:
         self._tally(reason).count(tokens, task)
         for block in self._blocks:
             if block.leave_out(tokens):
+                return
+
+    def take_back(self, rollout: Rollout, reason: str, task: TaskKey | None) -> None:
+        """One that was left out comes to the trainer again: a crash has undone its batch."""
+        tokens = rollout.tokens_of_all_rows
+        tally = self._tally(reason)
+        tally.take_back(tokens, task)
+        if not tally.rollouts:
+            del self._tallies[reason]
+        for block in self._blocks:
+            if block.put_back(tokens):
                 return
 
     def _tally(self, reason: str) -> _Tally:

@@ -6,6 +6,7 @@ the batch that they were in, and neither why they were left out nor when the tra
 
 from collections.abc import Iterable
 
+from tidegate.orchestrator.core.group import TaskKey
 from tidegate.orchestrator.core.groups import GroupBook
 from tidegate.orchestrator.core.handed_batches import HandedBatch
 from tidegate.orchestrator.core.rollout import Rollout
@@ -29,7 +30,7 @@ def leave_out(
         row.discard_reason = reason
         groups.ledger.leave_out(row.sampled_tokens - row.masked_tokens, reason)
     trained.count([root for root in roots if _is_trained(root)], batch.trainer_version, 1)
-    keys = {group.group_id: group.key for group in batch.groups}
+    keys = _keys(batch)
     for root in roots:
         if (why := root.discard_reason) is not None and not _is_trained(root):
             groups.discarded_rollouts[why] += 1
@@ -40,14 +41,21 @@ def take_back(batch: HandedBatch, groups: GroupBook, trained: TrainedCounts) -> 
     """A batch is undone, to be handed over again: whole, whatever was left out of it."""
     roots = [row for row in batch.rows if row.branch_of is None]
     trained.count([root for root in roots if _is_trained(root)], batch.trainer_version, -1)
+    keys = _keys(batch)
     for root in roots:
         if (why := root.discard_reason) is not None and not _is_trained(root):
             groups.discarded_rollouts[why] -= 1
+            groups.discards.take_back(root, why, keys[root.group_id])
     for row in batch.rows:
         if row.discard_reason is not None:
             groups.ledger.leave_out(row.masked_tokens - row.sampled_tokens, row.discard_reason)
             row.discard_reason = None
     groups.take_back(batch.groups)
+
+
+def _keys(batch: HandedBatch) -> dict[int, TaskKey | None]:
+    """Which task each group is of."""
+    return {group.group_id: group.key for group in batch.groups}
 
 
 def _roots(rows: Iterable[Rollout]) -> list[Rollout]:

@@ -74,6 +74,26 @@ def test_a_batch_that_comes_again_after_a_crash_comes_whole(driver: Driver) -> N
     assert core.trained.rollouts == 4
 
 
+@pytest.mark.parametrize("is_left_out_again", [True, False])
+def test_what_a_crash_undoes_is_not_told_of_as_discarded_twice(
+    driver: Driver, is_left_out_again: bool
+) -> None:
+    one_batch(driver)
+    driver.do(ev.RowsDiscarded(1, (0, 3), "too_long"))
+    driver.die_and_resume(0, snapshot=True)
+    discards = driver.core.groups.discards
+    assert discards.by_reason(generated_tokens=10) == {}
+    driver.do(ev.BatchAsked())
+    bias = discards.length_bias()
+    assert bias is not None
+    assert bias.survival == {1: 1.0, 2: 1.0, 4: 1.0}
+    if is_left_out_again:
+        driver.do(ev.RowsDiscarded(1, (0, 3), "too_long"))
+        told = discards.by_reason(generated_tokens=10)["too_long"]
+        assert (told.rollouts, told.tokens, told.lengths) == (2, 5, {1: 1, 4: 1})
+        assert sum(task.rollouts for task in told.tasks) == 2
+
+
 def test_a_crash_after_the_checkpoint_leaves_out_what_was_left_out(driver: Driver) -> None:
     one_batch(driver)
     driver.do(ev.RowsDiscarded(1, (0, 3), "too_long"))
