@@ -59,14 +59,14 @@ def left_out_rows(
     """Those of a batch, or of a rank's part of one; of a number, places in the whole batch.
 
     Raises:
-        ConfigError: the reason is no name, or the part has no such rows.
+        ConfigError: the reason is no name, the rows are no numbers, or the part has none such.
     """
     if not REASON.fullmatch(reason):
         raise ConfigError(
             "a reason for leaving rows out is up to 40 small letters, digits and underscores, got "
             f"{reason!r}"
         )
-    places = tuple(map(operator.index, rows))
+    places = tuple(map(_place, rows))
     if isinstance(batch, int):
         return LeftOutRows(batch, places, reason)
     count = len(batch.rewards)
@@ -74,6 +74,19 @@ def left_out_rows(
         raise ConfigError(
             f"batch {batch.number} has {count} rows here, from 0; left out: {list(places)}"
         )
-    if batch.shard is not None:
-        places = tuple(batch.shard.rows[place] for place in places)
-    return LeftOutRows(batch.number, places, reason)
+    if batch.shard is None:
+        return LeftOutRows(batch.number, places, reason)
+    if len(batch.shard.rows) != count:
+        raise ConfigError(
+            f"batch {batch.number} has {count} rows here, and says of {len(batch.shard.rows)} "
+            "where they are in the whole batch: give the part that the run gave, and its own rows"
+        )
+    return LeftOutRows(batch.number, tuple(batch.shard.rows[place] for place in places), reason)
+
+
+def _place(row: SupportsIndex) -> int:
+    """A row's number. A mask's True would be taken for 1."""
+    dtype = getattr(row, "dtype", None)
+    if isinstance(row, bool) or (dtype is not None and str(dtype).endswith("bool")):
+        raise ConfigError(f"rows to leave out are numbers from 0, not a mask; got {row}")
+    return operator.index(row)

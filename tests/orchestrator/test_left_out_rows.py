@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import tidegate
 from tests.orchestrator.driver import Driver
@@ -12,7 +14,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.discards import Discards
 from tidegate.orchestrator.core.handed_batches import KEPT_BATCHES
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.feed.batch_rows import shards
+from tidegate.orchestrator.feed.batch_rows import rows_of, shards
 from tidegate.orchestrator.feed.batches import build_batch
 from tidegate.orchestrator.feed.left_out_rows import left_out_rows
 from tidegate.orchestrator.simulation.serve import ServeInTests
@@ -243,3 +245,22 @@ def test_of_a_part_the_places_are_those_in_the_whole_batch(driver: Driver) -> No
     places = [part.shard.rows[1] for part in parts if part.shard is not None]
     assert told == places
     assert len(set(told)) == 2
+
+
+@pytest.mark.parametrize("mask", [[False, True], torch.tensor([False, True]), np.ones(2, bool)])
+def test_a_mask_is_not_taken_for_rows(mask: Any) -> None:
+    with pytest.raises(ConfigError, match="numbers from 0, not a mask"):
+        left_out_rows(1, mask)
+
+
+@pytest.mark.parametrize("rows", [[3, 1], torch.tensor([3, 1]), np.array([3, 1])])
+def test_rows_are_numbers_of_any_kind(rows: Any) -> None:
+    assert left_out_rows(1, rows).rows == (3, 1)
+
+
+def test_of_a_part_that_does_not_tell_where_its_rows_are_none_is_left_out(driver: Driver) -> None:
+    """As of a rank's part that was cut into smaller ones, or came from an older run."""
+    one_batch(driver)
+    part, _ = shards(build_batch(driver.batches[0].groups, 0, 1), 2)
+    with pytest.raises(ConfigError, match="has 1 rows here, and says of 2 where they are"):
+        left_out_rows(rows_of(part, [1]), [0])
