@@ -126,8 +126,8 @@ class Broadcasts:
         """Do both; where one fails the other would wait for it for long, or for ever."""
         doing = in_daemon(work)
         try:
-            await asyncio.wait({asking, doing}, return_when=asyncio.FIRST_EXCEPTION)
-            if not asking.done():  # this end failed, and the server may know why
+            await asyncio.wait({asking, doing}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done() and doing.exception() is not None:  # the server may know why
                 await asyncio.wait({asking}, timeout=LEAVE_TIMEOUT_S)
                 if not asking.done():
                     doing.result()

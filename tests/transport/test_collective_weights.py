@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tidegate.errors import WeightsRefused
@@ -228,14 +229,33 @@ def test_one_that_gave_up_before_a_round_has_no_place_in_it(
     second.close()
 
 
+def test_one_that_refuses_its_place_in_a_round_says_so(weights: CollectiveSender) -> None:
+    """Else those who took theirs would wait for it."""
+    engine = Engine(weights)
+    [update] = weights.write(1, sent := tensors(8))
+    [whole] = update.tensors
+    half = msgspec.structs.replace(whole, shape=[4], nbytes=4)
+    with pytest.raises(
+        WeightsRefused, match="would send 8 bytes of weights where the update has 4"
+    ):
+        engine.fetch(msgspec.structs.replace(update, tensors=[half])).result(WAIT_S)
+    wait_until(lambda: weights._is_left)
+    assert engine.fetch(update).result(WAIT_S) == as_bytes(sent)
+    engine.close()
+
+
 def wait_for_two(weights: CollectiveSender) -> None:
     """Until the other process has asked, which waits for us by then."""
+    wait_until(lambda: len(weights._known) == 2)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
     pause = threading.Event()
     for _ in range(4000):
-        if len(weights._known) == 2:
+        if is_so():
             return
         pause.wait(0.01)
-    raise AssertionError("the other process never asked")
+    raise AssertionError("it never came to that")
 
 
 def test_requests_are_made_with_the_runs_keys(tmp_path: Path) -> None:
