@@ -147,6 +147,19 @@ async def test_a_server_that_says_no_before_a_broadcast_is_not_waited_for(models
                 await adapter.load_tensors(tensors_of(models, 1), "v1")
 
 
+async def test_a_server_that_says_it_took_part_and_did_not_is_not_waited_for(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_nccl, "LEAVE_TIMEOUT_S", 0.2)
+    with VllmDouble(models.directories[0], weight_transfer=BACKEND) as double:
+        double.transfers.stays_away = True
+        adapter = make_adapter(double.url, models.directories[0], weights="nccl")
+        async with asyncio.timeout(30):
+            with pytest.raises(ConfigError, match="says that it took part, and it didn't"):
+                await adapter.open("v0")
+        await adapter.close()
+
+
 async def test_a_server_that_has_left_says_so_itself(models: Models) -> None:
     async with vllm(models.directories[0]) as (_, adapter, _):
         await adapter.pause("abort")
