@@ -138,8 +138,18 @@ class CollectiveReceiver:
         return True
 
     def _asked(self, arriving: "_Arriving", is_wanted: Callable[[], bool]) -> Round | None:
-        """Ask for a place in a round, and wait for it."""
+        """Ask for a place in a round, and wait for it; who takes none says so, for else the others
+        wait for it in the round."""
+        told = None
         self._socket.send(encode(Join(arriving.location, arriving.have_bytes, self._gpu)))
+        try:
+            told = self._answer(arriving, is_wanted)
+        finally:
+            if told is None:
+                self._socket.send(encode(Join("")))
+        return told
+
+    def _answer(self, arriving: "_Arriving", is_wanted: Callable[[], bool]) -> Round | None:
         give_up_s = time.monotonic() + ANSWER_TIMEOUT_S
         while is_wanted():
             if self._socket.poll(round(POLL_S * 1000)):
@@ -151,7 +161,6 @@ class CollectiveReceiver:
                     f"{self._address} has offered no round of weights for {ANSWER_TIMEOUT_S:g} s; "
                     f"is the orchestrator alive, and are this engine's keys allowed?"
                 )
-        self._socket.send(encode(Join("")))
         return None
 
     def _told(self, arriving: "_Arriving") -> Round | None:
