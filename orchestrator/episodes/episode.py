@@ -30,6 +30,7 @@ from tidegate.orchestrator.episodes.recollection import Recollection
 from tidegate.orchestrator.episodes.sampling_options import SamplingOptions, sampling_params
 from tidegate.orchestrator.episodes.scoring import ScoringEpisode
 from tidegate.orchestrator.episodes.turn_seeds import mixed, turn_seed
+from tidegate.orchestrator.episodes.turn_timeout import within
 from tidegate.orchestrator.weights.model_files import ModelFiles
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
@@ -301,7 +302,9 @@ class Episode(ScoringEpisode):
                 await self.park()
             coming = self._next_turn(sampling)
             try:
-                turn = await (coming if timeout_s is None else self._within(timeout_s, coming))
+                if timeout_s is not None:
+                    coming = within(timeout_s, coming, self._rollout)
+                turn = await coming
             except (asyncio.CancelledError, TurnTimeout):
                 self._generating.give_up_turn(self._rollout)
                 raise
@@ -326,16 +329,6 @@ class Episode(ScoringEpisode):
         if "seed" not in options:
             sampling = _replace(sampling, seed=self._next_seed())
         return sampling
-
-    async def _within(self, timeout_s: float, coming: Awaitable[Turn]) -> Turn:
-        clock = asyncio.timeout(timeout_s)
-        try:
-            async with clock:
-                return await coming
-        except TimeoutError:
-            if not clock.expired():
-                raise
-            raise TurnTimeout(timeout_s=timeout_s, tokens=self._rollout.turns[-1].length) from None
 
     def _next_turn(self, sampling: SamplingParams) -> Awaitable[Turn]:
         media: tuple[Media, ...] = ()

@@ -8,7 +8,6 @@ the journalling and the codec are the real ones.
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from tidegate.errors import NothingLeftToHappen, PublishNeeded
@@ -24,6 +23,7 @@ from tidegate.orchestrator.simulation.episodes import SimulatedEpisodes
 from tidegate.orchestrator.simulation.faults import ALL_FAULTS, FaultKind
 from tidegate.orchestrator.simulation.host import EngineHost
 from tidegate.orchestrator.simulation.journal import SimulatedStore
+from tidegate.orchestrator.simulation.lives_report import Checkpoint, LivesReport, Trained
 from tidegate.orchestrator.simulation.model import check_turn
 from tidegate.orchestrator.simulation.scenario import Scenario, draw_scenario
 from tidegate.orchestrator.simulation.simulation import engine_hosts, model_of_no_words, silent_log
@@ -49,46 +49,6 @@ HEADER = JournalHeader(
     rules={},
     seed=0,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """One task, and the life that it was trained in: once more gives other weights."""
-
-    task: int
-    life: int
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """What a trainer has on its disk."""
-
-    trained: tuple[Trained, ...] = ()
-    """In the order of training."""
-    batches: int = 0
-    last_group: int = -1
-    left_out_tokens: int = 0
-    """In rows that it had and did not train on."""
-
-
-@dataclass(slots=True)
-class LivesReport:
-    """How one seed went."""
-
-    seed: int
-    failure: str | None = None
-    lives: int = 0
-    batches_again: int = 0
-    """Handed over once more, because the checkpoint had not seen them."""
-    left_out_tokens: int = 0
-    """In rows that the trainer had and did not train on, as far as its checkpoint knows."""
-    rollbacks: int = 0
-    """Resumes that found weights newer than the checkpoint."""
-    rejoined_turns: int = 0
-    """Turns that episodes, begun again, found going on."""
-    discarded: Counter[str] = field(default_factory=Counter)
-    """Rollouts, by reason."""
-    digest: str = ""
 
 
 class SlowTasks(AsyncIterator[int]):

@@ -16,7 +16,8 @@ from typing import TypeVar
 
 from tidegate.orchestrator.simulation.faults import FaultKind
 from tidegate.orchestrator.simulation.hardships import Hardship
-from tidegate.orchestrator.simulation.lives import LivesReport, simulate_lives
+from tidegate.orchestrator.simulation.lives import simulate_lives
+from tidegate.orchestrator.simulation.lives_report import LivesReport
 from tidegate.orchestrator.simulation.shrinking import shrink
 from tidegate.orchestrator.simulation.simulation import SimulationReport, simulate
 
