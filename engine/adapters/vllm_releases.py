@@ -137,8 +137,8 @@ def check_routes(text: str, paths: Collection[str]) -> None:
         raise ConfigError(f"this vLLM {text} has no {', '.join(lacking)}; {START_IT_SO}")
 
 
-def refuse_transfer(release: Release, url: str) -> None:
-    """Refuse a server that takes no weights by NCCL.
+def refuse_transfer(release: Release, url: str, backend: str) -> None:
+    """Refuse a server that takes no weights by ``backend``, ``nccl`` or ``ipc``.
 
     Raises:
         ConfigError: it doesn't; says why.
@@ -147,16 +147,16 @@ def refuse_transfer(release: Release, url: str) -> None:
         lacks = f"use {TRANSFER[0]}.{TRANSFER[1]} or newer"
     elif release.is_on_cpu:
         lacks = "it has no GPU"
-    elif release.transfer_backend != "nccl":
+    elif release.transfer_backend != backend:
         lacks = (
             f"it was started with {release.transfer_backend or 'no'} weight transfer; start it "
-            f"""with --weight-transfer-config '{{"backend": "nccl"}}'"""
+            f"""with --weight-transfer-config '{{"backend": "{backend}"}}'"""
         )
     else:
         return
     raise ConfigError(
-        f"vLLM {release.text} at {url} can't be given weights by nccl: {lacks}. Or leave #weights= "
-        f"out, and it is given files"
+        f"vLLM {release.text} at {url} can't be given weights by {backend}: {lacks}. Or leave "
+        f"#weights= out, and it is given files"
     )
 
 

@@ -14,13 +14,15 @@ import torch
 
 from tidegate.engine.adapters.host_weights import is_tied
 from tidegate.engine.adapters.http import HttpEngine, Refusal
+from tidegate.engine.adapters.vllm_ipc import SharedBuffers
 from tidegate.engine.adapters.vllm_nccl import Broadcasts
 from tidegate.engine.adapters.vllm_releases import Release, refuse_transfer
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.errors import ConfigError, EngineGone, WeightsRefused
+from tidegate.transport.weight_channels.cuda_memory import CudaGpu as gpu_of
 from tidegate.transport.weight_channels.cuda_nccl import NcclFailed, nccl_library, own_device
 
-WAYS = ("disk", "nccl", "nccl-unpacked")
+WAYS = ("disk", "nccl", "nccl-unpacked", "ipc")
 """What may follow ``#weights=`` in its URL."""
 
 LOAD_TIMEOUT_S = 600.0
@@ -49,7 +51,7 @@ class VllmWeights:
             )
         self._http, self._model, self._way = http, model, way
         self._has_labels = False
-        self._broadcasts: Broadcasts | None = None
+        self._sender: Broadcasts | SharedBuffers | None = None
         self._serves: tuple[Path, str] | None = None
         """The directory whose weights it has, and their label; of weights from files only."""
 
@@ -67,13 +69,23 @@ class VllmWeights:
         _refuse_tied(release, self._model)
         if not self.takes_tensors:
             return
-        refuse_transfer(release, self._http.url)
+        refuse_transfer(release, self._http.url, self._backend)
         if own_device() is None:
-            raise ConfigError(
-                f"weights can't go to {self._http.url} by nccl, for this process sees no GPU: "
-                f"start the adapter where one is free that no worker of the server's has, or leave "
-                f"#weights= out, and files are read"
+            wanted = (
+                "its worker's is seen"
+                if self._backend == "ipc"
+                else "one is free that no worker of the server's has"
             )
+            raise ConfigError(
+                f"weights can't go to {self._http.url} by {self._backend}, for this process sees "
+                f"no GPU: start the adapter where {wanted}, or leave #weights= out, and files are "
+                f"read"
+            )
+
+    @property
+    def _backend(self) -> str:
+        """As --weight-transfer-config names it."""
+        return self._way.removesuffix("-unpacked")
 
     async def open(self, release: Release, label: str) -> None:
         """Have it compute with the model directory's weights, called ``label``.
@@ -85,7 +97,7 @@ class VllmWeights:
         self._has_labels = release.has_labels
         if self.takes_tensors:
             await self._settle()
-            self._broadcasts = await self._join()
+            self._sender = await self._join()
             own = await asyncio.to_thread(lambda: dict(read_tensors(self._model)))
             await self.load_tensors(own, label)
             return
@@ -99,8 +111,8 @@ class VllmWeights:
 
     async def close(self) -> None:
         """Let go of what weights came by."""
-        if self._broadcasts is not None:
-            await self._broadcasts.close()
+        if self._sender is not None:
+            await self._sender.close()
 
     # ------------------------------------------------------------ files
 
@@ -130,23 +142,25 @@ class VllmWeights:
 
     # ------------------------------------------------------------ tensors
 
-    async def _join(self) -> Broadcasts:
+    async def _join(self) -> Broadcasts | SharedBuffers:
         device = own_device()
         assert device is not None, "refuse() comes first"
+        size = await self._http.call("GET", "/get_world_size")
+        sender = self._new_sender(device, int(size["world_size"]))
+        await sender.join()
+        return sender
+
+    def _new_sender(self, device: torch.device, workers: int) -> Broadcasts | SharedBuffers:
+        if self._backend == "ipc":
+            return SharedBuffers(self._http, workers=workers, gpu=gpu_of(device))
         try:
             library = nccl_library()
         except NcclFailed as error:
             raise ConfigError(f"weights can't go to {self._http.url} by nccl: {error}") from error
-        size = await self._http.call("GET", "/get_world_size")
-        broadcasts = Broadcasts(
-            self._http,
-            workers=int(size["world_size"]),
-            library=library,
-            device=device,
-            is_packed=self._way == "nccl",
+        is_packed = self._way == "nccl"
+        return Broadcasts(
+            self._http, workers=workers, library=library, device=device, is_packed=is_packed
         )
-        await broadcasts.join()
-        return broadcasts
 
     async def _settle(self) -> None:
         """End the update that an adapter has left which died, and put half-loaded layers together.
@@ -163,12 +177,12 @@ class VllmWeights:
 
     async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
         """Without files. There is no way back: what fails halfway ends the adapter."""
-        assert self._broadcasts is not None, "takes_tensors was not declared"
+        assert self._sender is not None, "takes_tensors was not declared"
         try:
             await self._phase("/start_weight_update")
         except Refusal as error:
             raise WeightsRefused(f"vLLM begins no update of its weights: {error.why}") from error
-        await self._broadcasts.send(tensors)
+        await self._sender.send(tensors)
         try:
             await self._phase("/finish_weight_update", {"weight_version": label})
         except Refusal as error:

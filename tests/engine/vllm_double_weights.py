@@ -1,7 +1,7 @@
-"""How does the double of vLLM take weights by NCCL? In four phases, as 0.32.0's source has them.
+"""How does the double of vLLM take weights by NCCL or IPC? In the four phases of 0.32.0's source.
 
-Its one worker is rank 1, by calls of NCCL's own names. A layer that was given some of its weights
-counts them until an update is finished, and what it is given twice is too much.
+By NCCL its one worker is rank 1, by calls of NCCL's own names. A layer that was given some of its
+weights counts them until an update is finished, and what it is given twice is too much.
 """
 
 import asyncio
@@ -14,9 +14,12 @@ from starlette.responses import JSONResponse, Response
 
 from tests.engine import vllm_double
 from tests.engine.vllm_double_loras import error_body
+from tests.host_gpu import HostGpu
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.weights.weights import load_directory
-from tidegate.errors import TidegateError
+from tidegate.errors import TidegateError, WeightsRefused
+from tidegate.orchestrator.vllm_server.ipc_receiver import read_handles
+from tidegate.transport.messages import SharedMemory
 from tidegate.transport.weight_channels.cuda_nccl import (
     Communicator,
     NcclFailed,
@@ -46,6 +49,8 @@ class Transfers:
     def __init__(self, double: "vllm_double.VllmDouble") -> None:
         self._double = double
         self._group: Communicator | None = None
+        self.gpu = HostGpu()
+        """The worker's own."""
         self._init: dict[str, Any] = {}
         self._is_active = False
         self.is_apart = False
@@ -59,6 +64,7 @@ class Transfers:
         self.refuses_updates = False
         self.stays_away = False
         """It says that it has met the trainer, and hasn't."""
+        self.workers = 1
 
     @property
     def routes(self) -> dict[str, Any]:
@@ -72,10 +78,13 @@ class Transfers:
         }
 
     async def _world_size(self, request: Request) -> Response:
-        return JSONResponse({"world_size": 1})
+        return JSONResponse({"world_size": self.workers})
 
     async def _connect(self, request: Request) -> Response:
         info = (await request.json())["init_info"]
+        if self._double.config["weight_transfer"]["backend"] == "ipc":
+            self._init = info
+            return JSONResponse({"message": "Weight transfer initialized"})
         if unknown := set(info) - INIT_FIELDS:
             return failed(f"Invalid init_info for NCCLWeightTransferEngine: {unknown}")
         self._init = info
@@ -105,20 +114,20 @@ class Transfers:
     async def _update(self, request: Request) -> Response:
         if not self._is_active:
             return failed("start_weight_update must be called before update_weights.")
-        if self._group is None:
+        if self._group is None and "rank_offset" in self._init:
             return self._broken("NCCL weight transfer not initialized.")
         if self.refuses_updates:
             return self._broken("CUDA out of memory.")
         info = (await request.json())["update_info"]
         try:
-            for name, tensor in await asyncio.to_thread(self._received, self._group, info):
+            for name, tensor in await asyncio.to_thread(self._received, info):
                 if name == self.fails_at:
                     self.fails_at = None
                     return self._broken(f"There is no module or parameter named {name!r}")
                 if name in self._given:
                     return self._broken(f"a layer has more than its elements: {name}")
                 self._given[name] = tensor
-        except NcclFailed as error:
+        except (NcclFailed, WeightsRefused) as error:
             return self._broken(str(error))
         return JSONResponse({"message": "Weights updated"})
 
@@ -126,7 +135,25 @@ class Transfers:
         self._is_active = False
         return failed(why)
 
-    def _received(
+    def _received(self, info: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+        return self._mapped(info) if self._group is None else self._broadcast(self._group, info)
+
+    def _mapped(self, info: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+        """Out of the one buffer that the handle leads to, each at the end of the one before."""
+        handles = read_handles(info["ipc_handles_pickled"])
+        assert isinstance(handles, dict)
+        if self.gpu.uuid not in handles:
+            raise WeightsRefused(f"IPC handle not found for GPU UUID {self.gpu.uuid}.")
+        told = handles[self.gpu.uuid]
+        assert (told.size, told.dtype) == ((told.storage_bytes,), torch.uint8)
+        where = (told.memory, told.storage_bytes, told.storage_offset_bytes)
+        memory = SharedMemory(self.gpu.uuid, *where, told.counter, told.counter_offset)
+        sizes = info["tensor_sizes"]
+        parts = torch.split(self.gpu.open(memory)[: sum(sizes)], sizes)
+        rows = zip(info["names"], info["dtype_names"], info["shapes"], parts, strict=True)
+        return [(n, p.clone().view(getattr(torch, d)).view(shape)) for n, d, shape, p in rows]
+
+    def _broadcast(
         self, group: Communicator, info: dict[str, Any]
     ) -> list[tuple[str, torch.Tensor]]:
         rows = zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
