@@ -69,7 +69,7 @@ def _noisy(path: Path, generator: torch.Generator) -> dict[str, torch.Tensor]:
             # Norms' weights are one-dimensional and all but constant: noise would be nothing there.
             if tensor.is_floating_point() and tensor.dim() > 1:
                 noise = torch.randn(tensor.shape, generator=generator)
-                scale = NOISE * float(tensor.float().std())
+                scale = NOISE * float(tensor.float().std(correction=0))  # of one number: 0
                 tensor = (tensor.float() + scale * noise).to(tensor.dtype)
             tensors[name] = tensor
     return tensors

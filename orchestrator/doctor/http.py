@@ -16,6 +16,9 @@ from tidegate.transport import server_keys
 REQUEST_TIMEOUT_S = 120.0
 """An engine's first request may compile kernels; a hung one should not hang its doctor."""
 
+LOAD_TIMEOUT_S = 600.0
+"""To read a model's weights from disk: of a large one many minutes, as engines' adapters allow."""
+
 UNAUTHORIZED = 401
 
 _KIND = re.compile(r"[a-z]+\+https?://")
@@ -62,19 +65,20 @@ class Http:
             EngineLost: nobody answers there.
             ConfigError: it wants a key.
         """
-        return self._ask("GET", path, None)
+        return self._ask("GET", path, None, self._timeout_s)
 
-    def post(self, path: str, body: object) -> Reply:
-        """POST ``body`` as JSON.
+    def post(self, path: str, body: object, *, timeout_s: float | None = None) -> Reply:
+        """POST ``body`` as JSON; None: the deadline of all requests.
 
         Raises:
             EngineLost: nobody answers there.
             ConfigError: it wants a key.
         """
-        return self._ask("POST", path, json.dumps(body).encode())
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return self._ask("POST", path, json.dumps(body).encode(), timeout_s)
 
-    def _ask(self, method: str, path: str, body: bytes | None) -> Reply:
-        connection = self._connect(self._netloc, timeout=self._timeout_s)
+    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Reply:
+        connection = self._connect(self._netloc, timeout=timeout_s)
         try:
             headers = {} if body is None else {"Content-Type": "application/json"}
             connection.request(method, self._prefix + path, body, self._headers | headers)

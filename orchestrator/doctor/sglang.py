@@ -8,7 +8,7 @@ from typing import Any
 
 from tidegate.errors import EngineLost
 from tidegate.orchestrator.doctor.examined import Answer, Question
-from tidegate.orchestrator.doctor.http import Http
+from tidegate.orchestrator.doctor.http import LOAD_TIMEOUT_S, Http
 from tidegate.orchestrator.doctor.measurements import Identity
 
 SETTINGS = (
@@ -84,7 +84,7 @@ class ExaminedSglang:
             "flush_cache": clears_cache,
             "abort_all_requests": False,
         }
-        reply = self._http.post("/update_weights_from_disk", body)
+        reply = self._http.post("/update_weights_from_disk", body, timeout_s=LOAD_TIMEOUT_S)
         told = reply.body if isinstance(reply.body, dict) else {}
         if reply.is_ok and told.get("success", True):
             return None

@@ -65,10 +65,14 @@ def _load(engine: ExaminedEngine, directory: Path, *, clears_cache: bool = True)
 
 
 def _give_back(engine: ExaminedEngine, directory: Path, *, clears_cache: bool) -> None:
-    if (refused := _load(engine, directory, clears_cache=clears_cache)) is not None:
+    try:
+        why = _load(engine, directory, clears_cache=clears_cache)
+    except EngineLost as error:
+        why = str(error)
+    if why is not None:
         raise EngineLost(
-            f"it can't be given its own weights again, of {directory.resolve()}: {refused}. Start "
-            f"it anew: what it serves now is not its model"
+            f"it can't be given its own weights again, of {directory.resolve()}: {why}. Start it "
+            f"anew: what it serves now is not its model"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tidegate.errors import EngineLost
 from tidegate.orchestrator.doctor.examined import Answer, Question
-from tidegate.orchestrator.doctor.http import Http, Reply
+from tidegate.orchestrator.doctor.http import LOAD_TIMEOUT_S, Http, Reply
 from tidegate.orchestrator.doctor.measurements import EngineKind, Identity
 
 GENERATE = "/inference/v1/generate"
@@ -107,7 +107,7 @@ class ExaminedVllm:
             return f"{pause} answers {paused.status}: {paused.body}"
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         try:
-            reply = self._http.post(RPC, body)
+            reply = self._http.post(RPC, body, timeout_s=LOAD_TIMEOUT_S)
         finally:
             resumed = self._http.post("/resume", {})
         for path, answer in ((RPC, reply), ("/resume", resumed)):

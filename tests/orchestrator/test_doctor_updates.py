@@ -1,5 +1,6 @@
 """Does the doctor see what becomes of an engine's weights and cache over an update?"""
 
+import asyncio
 import json
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import tidegate
 from tests.models import make_model_directory
@@ -17,6 +18,7 @@ from tests.served_app import served
 from tests.sglang_double import SglangDouble, make_app
 from tidegate.errors import ConfigError, EngineLost
 from tidegate.orchestrator.cli import main
+from tidegate.orchestrator.doctor import sglang as doctor_sglang
 from tidegate.orchestrator.doctor.altered import altered
 from tidegate.orchestrator.doctor.finding import Finding, Verdict
 from tidegate.orchestrator.doctor.findings import findings
@@ -174,6 +176,32 @@ def test_an_engine_that_will_not_have_its_own_weights_again_is_an_error(model: P
         with pytest.raises(EngineLost, match=r"its own weights again.*Start\s+it anew"):
             measure(examined(url), model, updates=True)
     assert list(model.parent.iterdir()) == [model]
+
+
+def test_an_engine_that_falls_silent_over_its_own_weights_is_to_be_started_anew(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sglang(model) as (double, url):
+        update, loads = double.posts["/update_weights_from_disk"], []
+
+        async def silent_from_the_third_on(body: dict[str, Any]) -> Any:
+            loads.append(body)
+            if len(loads) == 2:
+                monkeypatch.setattr(doctor_sglang, "LOAD_TIMEOUT_S", 0.2)
+            if len(loads) > 2:
+                await asyncio.sleep(2)
+            return await update(body)
+
+        double.posts["/update_weights_from_disk"] = silent_from_the_third_on
+        with pytest.raises(EngineLost, match=r"timed out.*Start\s+it anew"):
+            measure(examined(url), model, updates=True)
+    assert list(model.parent.iterdir()) == [model]
+
+
+def test_a_matrix_of_one_number_is_left_as_it_is(tmp_path: Path) -> None:
+    save_file({"scale": torch.ones(1, 1)}, tmp_path / "model.safetensors")
+    with altered(tmp_path) as directory:
+        assert torch.equal(load_file(directory / "model.safetensors")["scale"], torch.ones(1, 1))
 
 
 def test_altered_weights_have_the_models_files_names_and_types(tmp_path: Path) -> None:
