@@ -2,8 +2,9 @@
 //
 // Each panel lies in a place of its own. If all of its weights are numbers of bfloat16, which is so
 // where they were published in it, it lies there as those: half the bytes to read, and the
-// processor's own instructions for them; products are exact either way, and sums are float32. Behind
-// the places stands of each panel whether it is such a one: 1, or 0.
+// processor's own instructions for them; products are exact either way, and sums are float32, though
+// such instructions take what is below 1.2e-38 for 0. Behind the places stands of each panel whether
+// it is such a one: 1, or 0.
 //
 // Letters in shapes: T tokens, N outputs, K inputs.
 

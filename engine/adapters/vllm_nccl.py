@@ -77,7 +77,7 @@ class Broadcasts:
             }
             asking = self._ask("/init_weight_transfer_engine", {"init_info": info}, JOIN_TIMEOUT_S)
             self._communicator = await self._both(asking, partial(self._meet, identity))
-        except NcclFailed as error:
+        except (NcclFailed, RuntimeError) as error:  # torch's: of a GPU without room, say
             raise ConfigError(f"weights can't go to {self._http.url} by nccl: {error}") from error
 
     def _meet(self, identity: bytes) -> Communicator:
@@ -100,7 +100,7 @@ class Broadcasts:
         asking = self._ask("/update_weights", {"update_info": info}, SEND_TIMEOUT_S)
         try:
             await self._both(asking, partial(self._broadcast, communicator, tensors))
-        except (Refusal, NcclFailed) as error:
+        except (Refusal, NcclFailed, RuntimeError) as error:
             raise EngineGone(
                 f"vLLM may have taken some of the weights, and then not all: {error}; nobody knows "
                 f"what it computes with"

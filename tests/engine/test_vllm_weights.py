@@ -160,6 +160,17 @@ async def test_a_server_that_says_it_took_part_and_did_not_is_not_waited_for(
         await adapter.close()
 
 
+async def test_tensors_that_this_end_can_not_send_end_the_engine(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_nccl, "LEAVE_TIMEOUT_S", 0.2)
+    async with vllm(models.directories[0]) as (_, adapter, _):
+        await adapter.pause("abort")
+        nowhere = {name: tensor.to("meta") for name, tensor in tensors_of(models, 1).items()}
+        with pytest.raises(EngineGone, match="nobody knows what it computes with"):
+            await adapter.load_tensors(nowhere, "v1")
+
+
 async def test_a_server_that_has_left_says_so_itself(models: Models) -> None:
     async with vllm(models.directories[0]) as (_, adapter, _):
         await adapter.pause("abort")
