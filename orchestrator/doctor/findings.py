@@ -14,7 +14,6 @@ from tidegate.orchestrator.doctor.measurements import (
     PrefixCache,
     Repeats,
     TokenizerCheck,
-    WeightUpdate,
 )
 from tidegate.orchestrator.doctor.update_findings import update_findings
 
@@ -69,7 +68,7 @@ def findings(measured: Measurements) -> list[Finding]:
         _mismatch(kind, measured.mismatch),
         _tokenizer(measured.tokenizer),
         *_repeats(kind, measured.repeats),
-        *_prefix_cache(kind, measured.cache, measured.update),
+        *_prefix_cache(kind, measured.cache, is_updated=measured.is_updated),
         *(
             []
             if measured.update is None
@@ -260,9 +259,7 @@ def _batch(kind: EngineKind, repeats: Repeats) -> Finding:
     )
 
 
-def _prefix_cache(
-    kind: EngineKind, cache: PrefixCache, update: WeightUpdate | None
-) -> list[Finding]:
+def _prefix_cache(kind: EngineKind, cache: PrefixCache, *, is_updated: bool) -> list[Finding]:
     if cache.again_tokens is None:
         says = "it doesn't tell how many tokens of a prompt were cached"
         return [
@@ -276,7 +273,7 @@ def _prefix_cache(
     if not cache.again_tokens:
         says = "off, or forgets a prompt at once: every turn is prefilled from its beginning"
         return [Finding(check="prefix cache", verdict=Verdict.NOTE, says=says)]
-    is_on = _cache_is_on(kind, cache, is_updated=update is not None)
+    is_on = _cache_is_on(kind, cache, is_updated=is_updated)
     return [is_on, *_salt(kind, cache)]
 
 

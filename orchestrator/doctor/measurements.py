@@ -94,6 +94,8 @@ class Distance:
 class WeightUpdate:
     """A prompt whose KV was cached, sent again after updates."""
 
+    is_left_out: bool = False
+    """It serves other weights than the model's, so there are none to go back to."""
     refused: str | None = None
     """Why it took no new weights; then there is no more."""
     cleared: Distance | None = None
@@ -120,3 +122,8 @@ class Measurements:
     """None without one, or where the engine has no way to tokenize."""
     update: WeightUpdate | None
     """None unless its weights were to be changed."""
+
+    @property
+    def is_updated(self) -> bool:
+        """Whether its weights were changed."""
+        return self.update is not None and self.update.cleared is not None

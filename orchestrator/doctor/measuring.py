@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tidegate.errors import ConfigError, EngineLost
 from tidegate.orchestrator.doctor.examined import Answer, ExaminedEngine, Question
+from tidegate.orchestrator.doctor.findings import MEAN_ROUNDED_NATS
 from tidegate.orchestrator.doctor.http import Http
 from tidegate.orchestrator.doctor.measurements import (
     Measurements,
@@ -110,8 +111,14 @@ def measure(
     mismatch = None if reference is None else _mismatch(engine, prompt, greedy, reference)
     tokenizer = None if reference is None else _tokenizer(engine, reference)
     update = None
-    if updates and model is not None and reference is not None:
-        update = _update(engine, model, reference, progress)
+    if updates and model is not None and reference is not None and mismatch is not None:
+        # At its end an engine has the model's weights: they must be those that it has now.
+        is_left_out = mismatch.mean > MEAN_ROUNDED_NATS
+        update = (
+            WeightUpdate(is_left_out=True)
+            if is_left_out
+            else _update(engine, model, reference, progress)
+        )
     return Measurements(
         identity=engine.identity,
         logprobs=mode,

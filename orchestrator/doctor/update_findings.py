@@ -44,6 +44,14 @@ def update_findings(
     kind: EngineKind, update: WeightUpdate, mismatch: Mismatch | None
 ) -> list[Finding]:
     """Whether it takes new weights, and what its cache does then."""
+    if update.is_left_out:
+        return [
+            _finding(
+                Verdict.FAIL,
+                "left out: it doesn't serve --model's weights, which it would have at the end",
+                "pass --model the directory of the weights it serves now",
+            )
+        ]
     if update.refused is not None:
         return [
             _finding(

@@ -219,6 +219,19 @@ def test_altered_weights_have_the_models_files_names_and_types(tmp_path: Path) -
     assert not directory.exists()
 
 
+def test_an_engine_that_serves_other_weights_than_the_models_keeps_them(
+    model: Path, tmp_path: Path
+) -> None:
+    trained = make_model_directory(tmp_path / "trained", seed=1)
+    with sglang(trained) as (double, url):
+        del double.posts["/update_weights_from_disk"]
+        measured = measure(examined(url), model, updates=True)
+    assert not measured.is_updated
+    found = told(measured)
+    assert found["weight update"].verdict == Verdict.FAIL
+    assert found["weight update"].says.startswith("left out")
+
+
 def test_there_is_no_update_without_the_weights_to_go_back_to(model: Path) -> None:
     with sglang(model) as (_, url), pytest.raises(ConfigError, match="--update needs --model"):
         measure(examined(url), updates=True)
