@@ -324,7 +324,7 @@ class Run:
             finally:
                 for engine in scheduler.fleet.engines:
                     scheduler.fleet.send(engine, Shutdown())
-                await engines.stop()
+                engines.stop()
 
     async def _engines_joined(self, scheduler: Scheduler) -> None:
         wanted = max(1, self.settings.engines_started)

@@ -124,7 +124,7 @@ class RayEngines:
         for actor in list(self._actors.values()):
             self._ray.kill(actor)
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """End all, and give their places back."""
         self._is_over = True
         for timer in self._timers:

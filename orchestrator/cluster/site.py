@@ -39,7 +39,7 @@ class Engines(Protocol):
         """The last resort, from any thread."""
         ...
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """End all of them and wait for it."""
         ...
 

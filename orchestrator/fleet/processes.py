@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from tidegate.orchestrator.config import RunSettings
@@ -183,27 +183,15 @@ class LocalEngines:
         for process in list(self._processes.values()):
             process.kill()
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """End all of them and wait for it; those that don't end when told to are killed."""
         for timer in self._pending.values():
             timer.cancel()
         for process in self._processes.values():
             process.unwatch(self._loop)
-        await end_all(list(self._processes.values()))
-
-
-async def end_all(processes: Sequence[EngineProcess]) -> None:
-    """End processes that nobody watches, and wait for it, in a thread: many take seconds, for which
-    the loop would be called stuck. Cancelled, it leaves that to the thread, which a loop's end
-    waits for."""
-    for process in processes:
-        process.stop()
-
-    def join() -> None:
-        for process in processes:
+            process.stop()
+        for process in self._processes.values():
             process.join()
-
-    await asyncio.to_thread(join)
 
 
 def engine_command(settings: RunSettings, name: str, address: str) -> list[str]:
