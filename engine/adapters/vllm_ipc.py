@@ -72,7 +72,11 @@ class SharedBuffers:
             except BaseException:
                 self._gpu.unshare(memory)  # vLLM counts itself out when an update is finished
                 raise
-        except (Refusal, WeightsRefused) as error:
+        except (
+            Refusal,
+            WeightsRefused,
+            RuntimeError,
+        ) as error:  # torch's: of a GPU that fails, say
             raise EngineGone(
                 f"vLLM may have taken some of the weights, and then not all: {error}; nobody knows "
                 f"what it computes with"

@@ -300,11 +300,8 @@ class Episode(ScoringEpisode):
         try:  # here, for a coroutine of its own would be stepped with each of the turn's steps
             if self._generating.is_over_budget(self._rollout):
                 await self.park()
-            coming = self._next_turn(sampling)
             try:
-                if timeout_s is not None:
-                    coming = within(timeout_s, coming, self._rollout)
-                turn = await coming
+                turn = await self._next_turn(sampling, timeout_s)
             except (asyncio.CancelledError, TurnTimeout):
                 self._generating.give_up_turn(self._rollout)
                 raise
@@ -330,7 +327,11 @@ class Episode(ScoringEpisode):
             sampling = _replace(sampling, seed=self._next_seed())
         return sampling
 
-    def _next_turn(self, sampling: SamplingParams) -> Awaitable[Turn]:
+    def _next_turn(self, sampling: SamplingParams, timeout_s: float | None) -> Awaitable[Turn]:
+        coming = self._asked(sampling)
+        return coming if timeout_s is None else within(timeout_s, coming, self._rollout)
+
+    def _asked(self, sampling: SamplingParams) -> Awaitable[Turn]:
         media: tuple[Media, ...] = ()
         if self._given_media:  # they are the turn's
             media, self._given_media = tuple(self._given_media), []
