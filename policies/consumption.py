@@ -38,14 +38,9 @@ class Window:
 
 def in_admission_order(waiting: Waiting[G], groups: int) -> list[G] | None:
     """The groups admitted first, once all of them have ended."""
-    if len(waiting.ended) < groups:
-        return None
-    head: list[G] = []
-    for group in itertools.islice(waiting.in_order, groups):
-        if group.running:
-            return None  # soon seen, while an old straggler keeps all from being handed over
-        head.append(group)
-    return head
+    if waiting.ended_ahead < groups:
+        return None  # a straggler keeps all that have ended behind it from being handed over
+    return list(itertools.islice(waiting.in_order, groups))
 
 
 def in_window(waiting: Waiting[G], groups: int, window: Window) -> list[G] | None:

@@ -60,6 +60,10 @@ class Waiting(Protocol[G_co]):
         """Of those that have not ended, the one admitted first."""
 
     @property
+    def ended_ahead(self) -> int:
+        """How many were admitted before that one; all that have ended if none is running."""
+
+    @property
     def places(self) -> int:
         """Groups that admission counts: all but rests."""
 

@@ -321,6 +321,7 @@ class GroupBook(WaitingGroups):
             rollout.group_id = group.group_id
         self._rests += 1
         self._waiting[group.group_id] = self._going[group.group_id] = group
+        self._join_line(group.group_id)
         self._waiting[part.group_id] = self._ended[part.group_id] = part
         return part
 

@@ -3,7 +3,7 @@
 It knows their ids and the floors of their versions; not how rollouts end, nor what they cost.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable
 
 from tidegate.orchestrator.core.group import Group
@@ -19,6 +19,10 @@ class WaitingGroups:
         """Of those, the buffered ones, in the order in which they ended."""
         self._going: OrderedDict[int, Group] = OrderedDict()
         """And the running ones, in the order of admission."""
+        self._line: deque[int] = deque()
+        """Ids in the order of admission, from the oldest running one on; some are gone."""
+        self._ahead: set[int] = set()
+        """Ids of those waiting that have left the line: all that were admitted before it."""
         self._rests = 0
         """Of those waiting, the rests of groups that were split."""
         self.revision = 0
@@ -45,6 +49,18 @@ class WaitingGroups:
     def oldest_running(self) -> Group | None:
         """Of the running ones, the one admitted first."""
         return next(iter(self._going.values()), None)
+
+    @property
+    def ended_ahead(self) -> int:
+        """Of those that have ended, the ones admitted before the oldest running one.
+
+        Each is looked at once: what ends behind a straggler costs nothing until that has ended.
+        """
+        line, going = self._line, self._going
+        while line and line[0] not in going:
+            if (group_id := line.popleft()) in self._waiting:
+                self._ahead.add(group_id)
+        return len(self._ahead)
 
     @property
     def places(self) -> int:
@@ -79,10 +95,12 @@ class WaitingGroups:
         self._ended = {group_id: self._waiting[group_id] for group_id in ended}
         self._going = OrderedDict((i, g) for i, g in self._waiting.items() if g.running)
         self._rests = sum(group.is_rest for group in self._waiting.values())
+        self._line_up()
 
     def _add(self, group: Group) -> None:
         """It runs from now on, as the newest."""
         self._waiting[group.group_id] = self._going[group.group_id] = group
+        self._join_line(group.group_id)
         self.revision += 1
 
     def _note_end(self, group: Group) -> None:
@@ -96,6 +114,7 @@ class WaitingGroups:
         self.revision += 1
         group_id = group.group_id
         del self._waiting[group_id]
+        self._ahead.discard(group_id)
         if group.split_from is not None:
             self._rests -= 1
         if self._ended.pop(group_id, None) is None:
@@ -108,3 +127,15 @@ class WaitingGroups:
         by_id = {group.group_id: group for group in groups}
         self._waiting = dict(sorted({**self._waiting, **by_id}.items()))
         self._ended = {**by_id, **self._ended}
+        self._line_up()
+
+    def _join_line(self, group_id: int) -> None:
+        """It is the newest. Of ids that are gone the line keeps fewer than of others."""
+        self._line.append(group_id)
+        if len(self._line) > 2 * len(self._waiting) + 16:
+            self._line = deque(i for i in self._line if i in self._waiting)
+
+    def _line_up(self) -> None:
+        """All that wait stand in line again."""
+        self._line = deque(self._waiting)
+        self._ahead.clear()

@@ -1,6 +1,7 @@
 """The promises under any order of events: hypothesis drives the core, every step is checked."""
 
 from collections import Counter
+from itertools import takewhile
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -192,6 +193,14 @@ class AnyRun(RuleBasedStateMachine):
     def a_connection_breaks(self, which: int) -> None:
         names = sorted(self.driver.engines)
         self.driver.come_back(names[which % len(names)])
+
+    @rule()
+    def ended_groups_ahead_of_the_oldest_straggler_are_counted_right(self) -> None:
+        """Now and then: what was counted before counts on."""
+        groups = self.driver.core.groups
+        in_order = sorted(groups.in_order, key=lambda group: group.group_id)
+        ahead = takewhile(lambda group: not group.running, in_order)
+        assert groups.ended_ahead == len(list(ahead))
 
     # ------------------------------------------------------------ what must hold
 

@@ -1,3 +1,4 @@
+import itertools
 import random
 from collections import OrderedDict
 from collections.abc import Collection
@@ -54,6 +55,11 @@ class Queue:
     @property
     def oldest_running(self) -> Job | None:
         return next((job for job in self.jobs.values() if job.running), None)
+
+    @property
+    def ended_ahead(self) -> int:
+        ended = itertools.takewhile(lambda job: not job.running, self.jobs.values())
+        return sum(1 for _ in ended)
 
 
 def queue_of(groups: int) -> Queue:
@@ -163,6 +169,20 @@ def test_a_straggler_with_time_left_is_overtaken_and_one_without_is_waited_for()
     assert policy.select(queue, groups=2, trainer_version=1) is None  # group 0 is due now
     queue.jobs[0].running, queue.done[0] = 0, queue.jobs[0]
     assert [j.group_id for j in policy.select(queue, groups=2, trainer_version=1) or []] == [0, 1]
+
+
+def test_nothing_is_looked_through_that_ended_behind_a_straggler_in_the_order_of_admission() -> (
+    None
+):
+    class Unread(Queue):
+        @property
+        def in_order(self) -> Collection[Job]:
+            raise AssertionError("each end of thousands would look through all of them")
+
+        ended_ahead = 1
+
+    policy = BoundedStaleness(max_staleness=1, groups_per_batch=2)
+    assert policy.select(Unread(), groups=2, trainer_version=0) is None
 
 
 def test_so_many_of_a_version_are_trained_early_as_later_batches_have_no_room_for() -> None:
