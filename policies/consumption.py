@@ -5,7 +5,6 @@ W the window, n a group's place in the order of admission.
 """
 
 import itertools
-from collections import Counter
 from dataclasses import dataclass
 
 from tidegate.errors import ConfigError
@@ -88,6 +87,8 @@ def by_deadline(
     needed = _needed_by_floor(waiting, groups, groups_per_batch, due_floor)
     if not needed:
         return in_completion_order(waiting, groups)
+    if any(_ended_by(waiting, floor) < count for floor, count in needed):
+        return None  # before thousands that wait with it are looked through
     chosen: dict[int, G] = {}
     for floor, count in needed:
         for group in waiting.ended:
@@ -95,8 +96,6 @@ def by_deadline(
                 break
             if group.version_floor <= floor:
                 chosen[group.group_id] = group
-        if len(chosen) < count:
-            return None
     for group in waiting.ended:
         if len(chosen) >= groups:
             break
@@ -111,6 +110,11 @@ def split_at_deadline(waiting: Waiting[G], groups: int, *, due_floor: int) -> li
     its others have sampled would come of age while they wait to be compared. Where fewer than half
     have ended, it is left for later, and masked.
     """
+    due_running = sum(
+        n - waiting.ended_floors.get(f, 0) for f, n in waiting.floors.items() if f <= due_floor
+    )
+    if len(waiting.ended) + due_running < groups:
+        return None
     due: list[G] = []
     others: list[G] = []
     rests: list[G] = []
@@ -133,12 +137,16 @@ def _needed_by_floor(
     waiting: Waiting[G], groups: int, groups_per_batch: int, due_floor: int
 ) -> list[tuple[int, int]]:
     """(version floor, how many groups of it or older the batch must hold), where that is any."""
-    by_floor = Counter(group.version_floor for group in waiting.in_order)
     needed: list[tuple[int, int]] = []
     due = 0
-    for floor in sorted(by_floor):
-        due += by_floor[floor]
+    for floor in sorted(waiting.floors):
+        due += waiting.floors[floor]
         count = min(groups, due - max(0, floor - due_floor) * groups_per_batch)
         if count > (needed[-1][1] if needed else 0):
             needed.append((floor, count))
     return needed
+
+
+def _ended_by(waiting: Waiting[G], floor: int) -> int:
+    """Groups that have ended and are of this version or older."""
+    return sum(groups for version, groups in waiting.ended_floors.items() if version <= floor)

@@ -7,7 +7,7 @@ replayable.
 Symbols: η ``max_staleness``, B ``groups_per_batch``, v the trainer's version.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, Self, TypeVar
@@ -62,6 +62,14 @@ class Waiting(Protocol[G_co]):
     @property
     def ended_ahead(self) -> int:
         """How many were admitted before that one; all that have ended if none is running."""
+
+    @property
+    def floors(self) -> Mapping[int, int]:
+        """Versions, and of how many groups each is the :attr:`~WaitingGroup.version_floor`."""
+
+    @property
+    def ended_floors(self) -> Mapping[int, int]:
+        """The same of those that have ended."""
 
     @property
     def places(self) -> int:

@@ -226,8 +226,7 @@ class GroupBook(WaitingGroups):
     def _end(self, group: Group) -> int:
         """Its last episode has ended; how many rollouts were kept."""
         kept, oldest = group.kept_and_oldest()
-        group.version_floor = self._turns.live_version if oldest is None else oldest
-        self._note_end(group)
+        self._note_end(group, self._turns.live_version if oldest is None else oldest)
         return kept
 
     # ------------------------------------------------------------ giving up
@@ -319,10 +318,7 @@ class GroupBook(WaitingGroups):
         group.rollouts = [r for r in group.rollouts if r.rollout_id in self.running]
         for rollout in group.rollouts:
             rollout.group_id = group.group_id
-        self._rests += 1
-        self._waiting[group.group_id] = self._going[group.group_id] = group
-        self._join_line(group.group_id)
-        self._waiting[part.group_id] = self._ended[part.group_id] = part
+        self._add_split(part, rest=group)
         return part
 
     def take_back(self, groups: list[Group]) -> None:

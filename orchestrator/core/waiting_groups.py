@@ -3,8 +3,8 @@
 It knows their ids and the floors of their versions; not how rollouts end, nor what they cost.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Iterable, Mapping
 
 from tidegate.orchestrator.core.group import Group
 
@@ -23,6 +23,10 @@ class WaitingGroups:
         """Ids in the order of admission, from the oldest running one on; some are gone."""
         self._ahead: set[int] = set()
         """Ids of those waiting that have left the line: all that were admitted before it."""
+        self._floors: Counter[int] = Counter()
+        """How many of those waiting no token of which is older than this version."""
+        self._ended_floors: Counter[int] = Counter()
+        """And of the buffered ones."""
         self._rests = 0
         """Of those waiting, the rests of groups that were split."""
         self.revision = 0
@@ -63,6 +67,16 @@ class WaitingGroups:
         return len(self._ahead)
 
     @property
+    def floors(self) -> Mapping[int, int]:
+        """Versions, and of how many groups each is the floor."""
+        return self._floors
+
+    @property
+    def ended_floors(self) -> Mapping[int, int]:
+        """The same of those that have ended."""
+        return self._ended_floors
+
+    @property
     def places(self) -> int:
         """Groups that admission counts: all but rests."""
         return len(self._waiting) - self._rests
@@ -87,7 +101,9 @@ class WaitingGroups:
         for group in self._going.values():
             if group.version_floor < live_version:
                 oldest = group.oldest_version  # its turns start under live weights or newer
-                group.version_floor = live_version if oldest is None else min(oldest, live_version)
+                floor = live_version if oldest is None else min(oldest, live_version)
+                _move(self._floors, group.version_floor, floor)
+                group.version_floor = floor
 
     def restore(self, groups: Iterable[Group], *, ended: Iterable[int]) -> None:
         """These are all there are, in the order of admission; and some have ended, in an order."""
@@ -95,17 +111,29 @@ class WaitingGroups:
         self._ended = {group_id: self._waiting[group_id] for group_id in ended}
         self._going = OrderedDict((i, g) for i, g in self._waiting.items() if g.running)
         self._rests = sum(group.is_rest for group in self._waiting.values())
-        self._line_up()
+        self._count_anew()
 
     def _add(self, group: Group) -> None:
         """It runs from now on, as the newest."""
         self._waiting[group.group_id] = self._going[group.group_id] = group
+        self._floors[group.version_floor] += 1
         self._join_line(group.group_id)
         self.revision += 1
 
-    def _note_end(self, group: Group) -> None:
-        """Its last episode has ended."""
+    def _add_split(self, part: Group, *, rest: Group) -> None:
+        """A running group was parted: one has ended, the other runs, as the newest."""
+        self._rests += 1
+        self._add(rest)
+        self._waiting[part.group_id] = self._ended[part.group_id] = part
+        self._floors[part.version_floor] += 1
+        self._ended_floors[part.version_floor] += 1
+
+    def _note_end(self, group: Group, version_floor: int) -> None:
+        """Its last episode has ended, and this is its oldest version."""
         self.revision += 1
+        _move(self._floors, group.version_floor, version_floor)
+        group.version_floor = version_floor
+        self._ended_floors[version_floor] += 1
         del self._going[group.group_id]
         self._ended[group.group_id] = group
 
@@ -117,8 +145,11 @@ class WaitingGroups:
         self._ahead.discard(group_id)
         if group.split_from is not None:
             self._rests -= 1
+        _take(self._floors, group.version_floor)
         if self._ended.pop(group_id, None) is None:
             self._going.pop(group_id, None)
+        else:
+            _take(self._ended_floors, group.version_floor)
 
     def _put_back(self, groups: list[Group]) -> None:
         """These wait again, as ended before all others that have."""
@@ -127,7 +158,7 @@ class WaitingGroups:
         by_id = {group.group_id: group for group in groups}
         self._waiting = dict(sorted({**self._waiting, **by_id}.items()))
         self._ended = {**by_id, **self._ended}
-        self._line_up()
+        self._count_anew()
 
     def _join_line(self, group_id: int) -> None:
         """It is the newest. Of ids that are gone the line keeps fewer than of others."""
@@ -135,7 +166,23 @@ class WaitingGroups:
         if len(self._line) > 2 * len(self._waiting) + 16:
             self._line = deque(i for i in self._line if i in self._waiting)
 
-    def _line_up(self) -> None:
-        """All that wait stand in line again."""
+    def _count_anew(self) -> None:
+        """Derive from what waits all that is counted as it changes."""
         self._line = deque(self._waiting)
         self._ahead.clear()
+        self._floors = Counter(group.version_floor for group in self._waiting.values())
+        self._ended_floors = Counter(group.version_floor for group in self._ended.values())
+
+
+def _take(counts: Counter[int], version: int) -> None:
+    """One less; versions that none has are forgotten."""
+    counts[version] -= 1
+    if not counts[version]:
+        del counts[version]
+
+
+def _move(counts: Counter[int], version: int, to: int) -> None:
+    """One is of another version."""
+    if version != to:
+        _take(counts, version)
+        counts[to] += 1

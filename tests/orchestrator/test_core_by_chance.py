@@ -195,12 +195,14 @@ class AnyRun(RuleBasedStateMachine):
         self.driver.come_back(names[which % len(names)])
 
     @rule()
-    def ended_groups_ahead_of_the_oldest_straggler_are_counted_right(self) -> None:
+    def what_is_counted_of_groups_is_what_they_are(self) -> None:
         """Now and then: what was counted before counts on."""
         groups = self.driver.core.groups
         in_order = sorted(groups.in_order, key=lambda group: group.group_id)
         ahead = takewhile(lambda group: not group.running, in_order)
         assert groups.ended_ahead == len(list(ahead))
+        assert groups.floors == Counter(group.version_floor for group in in_order)
+        assert groups.ended_floors == Counter(group.version_floor for group in groups.ended)
 
     # ------------------------------------------------------------ what must hold
 

@@ -1,8 +1,9 @@
 import itertools
 import random
-from collections import OrderedDict
-from collections.abc import Collection
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -55,6 +56,14 @@ class Queue:
     @property
     def oldest_running(self) -> Job | None:
         return next((job for job in self.jobs.values() if job.running), None)
+
+    @property
+    def floors(self) -> Mapping[int, int]:
+        return Counter(job.version_floor for job in self.in_order)
+
+    @property
+    def ended_floors(self) -> Mapping[int, int]:
+        return Counter(job.version_floor for job in self.ended)
 
     @property
     def ended_ahead(self) -> int:
@@ -171,18 +180,40 @@ def test_a_straggler_with_time_left_is_overtaken_and_one_without_is_waited_for()
     assert [j.group_id for j in policy.select(queue, groups=2, trainer_version=1) or []] == [0, 1]
 
 
-def test_nothing_is_looked_through_that_ended_behind_a_straggler_in_the_order_of_admission() -> (
-    None
-):
-    class Unread(Queue):
-        @property
-        def in_order(self) -> Collection[Job]:
-            raise AssertionError("each end of thousands would look through all of them")
+class Unread(Queue):
+    """Two jobs have ended, and one of old weights has not: nobody may look through them."""
 
-        ended_ahead = 1
+    ended_ahead = 0
+    floors = {0: 1, 1: 2}  # noqa: RUF012
+    ended_floors = {1: 2}  # noqa: RUF012
 
-    policy = BoundedStaleness(max_staleness=1, groups_per_batch=2)
-    assert policy.select(Unread(), groups=2, trainer_version=0) is None
+    @property
+    def in_order(self) -> Collection[Job]:
+        raise AssertionError("each end of thousands would look through all of them")
+
+    @property
+    def ended(self) -> Collection[Job]:
+        return Unlistable((1, 2))
+
+
+class Unlistable(tuple[Any, ...]):
+    """May be counted."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("each end of thousands would look through all of them")
+
+
+@pytest.mark.parametrize("order", ["admission", "completion"])
+def test_what_has_ended_is_not_looked_through_while_a_straggler_is_waited_for(order: Order) -> None:
+    policy = BoundedStaleness(max_staleness=1, groups_per_batch=2, order=order)
+    assert policy.select(Unread(), groups=2, trainer_version=1) is None
+
+
+def test_stragglers_that_are_due_are_counted_before_groups_are_looked_through() -> None:
+    policy = BoundedStaleness(
+        max_staleness=1, groups_per_batch=4, order="completion", on_deadline="split"
+    )
+    assert policy.select(Unread(), groups=4, trainer_version=1) is None
 
 
 def test_so_many_of_a_version_are_trained_early_as_later_batches_have_no_room_for() -> None:
