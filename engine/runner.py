@@ -15,9 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tidegate.engine.models.model import AttentionPlan, StepPlan, forward, head_logits
+from tidegate.engine.models.layer_kinds import LayerKinds, dense_layers
+from tidegate.engine.models.model import (
+    AttentionPlan,
+    DenseStep,
+    StepPlan,
+    forward,
+    head_logits,
+)
 from tidegate.engine.models.model_config import ModelConfig
-from tidegate.engine.models.rope_tables import make_rope_table
 from tidegate.engine.sampling.sampling import RowSampling as RowSampling
 from tidegate.engine.sampling.sampling import StepOutput as StepOutput
 from tidegate.engine.sampling.sampling import sample_apart, sample_rows
@@ -34,6 +40,7 @@ from tidegate.kernels.attention import (
     scratch_elements,
     write_index,
 )
+from tidegate.kernels.layers import Layers
 from tidegate.kernels.native import LastTokens, Native, Places
 
 ATTENDS_SINGLY = 0
@@ -131,7 +138,10 @@ class ModelRunner:
         positions = min(config.context_tokens_max, num_blocks * block_tokens)
         self._native = native
         self._is_deterministic = is_deterministic
-        self._layers = _LayerKinds(config, positions, weights.dtype)
+        self._kinds = LayerKinds(config, positions, weights.dtype)
+        self._dense: Layers | None = None
+        self._dense_of: Weights | None = None
+        """Whose layers those are, if they are any's."""
         self._layout: StepLayout | None = None
         self._tables = BlockTables()
 
@@ -193,21 +203,52 @@ class ModelRunner:
         block = tables[layout.row_of_token, block]
         groups = [
             self._groups(layout, starts, positions, tables, window)
-            for window in self._layers.windows
+            for window in self._kinds.windows
         ]
         places = Places(*map(torch.from_numpy, (positions, block, offset)))
         is_native = self._native is not None
         token_ids = np.concatenate([row.token_ids for row in ordered], dtype=np.int64)
+        dense = self._dense_step(layout, groups[0])
         return StepPlan(
             token_ids=torch.from_numpy(token_ids),
-            attention=self._layers.plan(None if is_native else places.positions, groups),
+            attention=self._attention(None if is_native else places.positions, groups),
             places=places,
             write_index=None if is_native else write_index(block, offset, self._shape),
-            scratch=self._scratch_for([group for kind in groups for group in kind]),
+            scratch=self._scratch_for([group for kind in groups for group in kind], dense),
             sampled=layout.asked,
             native=self._native,
             adapters=[AdapterTokens(self.weights.adapters[n], its) for n, its in layout.adapters],
+            dense=dense,
         )
+
+    def _dense_step(
+        self, layout: StepLayout, groups: Sequence[RowGroup | LastTokens]
+    ) -> DenseStep | None:
+        """How a step of these groups goes through all layers at once, if it can."""
+        if self._native is None or layout.adapters or len(groups) > 1:
+            return None
+        if self._dense_of is not self.weights:
+            self._dense = dense_layers(self.weights, self._caches, self._kinds)
+            self._dense_of = self.weights
+        group = groups[0]
+        if self._dense is None or not isinstance(group, LastTokens):
+            return None
+        return DenseStep(self._dense, group)
+
+    def _attention(
+        self,
+        positions: torch.Tensor | None,
+        groups: Sequence[Sequence[RowGroup | LastTokens]],
+    ) -> list[AttentionPlan]:
+        """Each layer's plan for tokens at ``positions`` [T]; ``groups`` are those of each kind.
+
+        Without positions, with the rotations of all there are.
+        """
+        plans = [
+            AttentionPlan(table if positions is None else table.index_select(0, positions), its)
+            for table, its in zip(self._kinds.rotations, groups, strict=True)
+        ]
+        return [plans[kind] for kind in self._kinds.of_layers]
 
     def _layout_of(self, rows: Sequence[Row]) -> StepLayout:
         """That of the last step, if these rows have the sizes that those had."""
@@ -257,38 +298,15 @@ class ModelRunner:
             )
         return groups
 
-    def _scratch_for(self, groups: Sequence[RowGroup | LastTokens]) -> torch.Tensor:
+    def _scratch_for(
+        self, groups: Sequence[RowGroup | LastTokens], dense: DenseStep | None
+    ) -> torch.Tensor:
         """The scratch memory, kept from step to step, grown where this one needs more."""
-        gathered = [group for group in groups if isinstance(group, RowGroup)]
-        needed = scratch_elements(gathered, self._caches[0])
+        if dense is None:
+            gathered = [group for group in groups if isinstance(group, RowGroup)]
+            needed = scratch_elements(gathered, self._caches[0])
+        else:
+            needed = dense.layers.scratch_elements(dense.group.end_token)
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed, dtype=self._scratch.dtype)
         return self._scratch
-
-
-class _LayerKinds:
-    """The kinds of attention that a model's layers have; a step is planned once for each."""
-
-    def __init__(self, config: ModelConfig, positions: int, dtype: torch.dtype) -> None:
-        kinds = list(dict.fromkeys(layer.attention for layer in config.layers))
-        self.windows = [kind.window_tokens for kind in kinds]
-        self._rotations = [
-            make_rope_table(kind.rope, head_dim=config.head_dim, positions=positions, dtype=dtype)
-            for kind in kinds
-        ]
-        self._of_layers = [kinds.index(layer.attention) for layer in config.layers]
-
-    def plan(
-        self,
-        positions: torch.Tensor | None,
-        groups: Sequence[Sequence[RowGroup | LastTokens]],
-    ) -> list[AttentionPlan]:
-        """Each layer's plan for tokens at ``positions`` [T]; ``groups`` are those of each kind.
-
-        Without positions, with the rotations of all there are.
-        """
-        plans = [
-            AttentionPlan(table if positions is None else table.index_select(0, positions), its)
-            for table, its in zip(self._rotations, groups, strict=True)
-        ]
-        return [plans[kind] for kind in self._of_layers]

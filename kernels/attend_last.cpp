@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "functions.h"
 #include "numbers.h"
 
 #if defined(__AVX2__) || defined(__AVX512F__)

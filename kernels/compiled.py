@@ -22,11 +22,17 @@ import torch
 
 COMPILER = os.environ.get("CXX", "g++")
 
-SOURCE_NAMES = ("native.cpp", "attend_last.cpp", "weight_matrix.cpp", "exact_matrix.cpp")
+SOURCE_NAMES = (
+    "native.cpp",
+    "attend_last.cpp",
+    "weight_matrix.cpp",
+    "exact_matrix.cpp",
+    "layers.cpp",
+)
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in SOURCE_NAMES)
 
-HEADER_NAMES = ("numbers.h", "panels.h", "packing.h", "products.h")
+HEADER_NAMES = ("numbers.h", "panels.h", "packing.h", "products.h", "functions.h")
 
 HEADERS = tuple(Path(__file__).with_name(name) for name in HEADER_NAMES)
 

@@ -73,7 +73,7 @@ void pack(const float* from, const Places& places, int64_t first, int64_t rows) 
 }
 
 void multiply(const bfloat16* x, const Places& places, const float* bias, float* out,
-              int64_t tokens, bool adds, int64_t threads) {
+              int64_t tokens, bool adds, int64_t threads_max) {
     const Matrix matrix = places.matrix;
     std::vector<Arithmetic<bfloat16>::Input> half_room;
     std::vector<float> whole_room;
@@ -81,7 +81,7 @@ void multiply(const bfloat16* x, const Places& places, const float* bias, float*
     const float* wholes = as_inputs(x, tokens, matrix.inputs, whole_room);
     const Panels<bfloat16> half{(const bfloat16*)places.packed, 2 * places.stride(), nullptr};
     const Panels<float> whole{places.packed, places.stride(), nullptr};
-    share_panels(matrix.outputs, threads, [=](int64_t panel, int64_t end_panel) {
+    share_panels(tokens, matrix, threads_max, [=](int64_t panel, int64_t end_panel) {
         while (panel < end_panel) {
             const float is_half = places.is_half(panel);
             int64_t end = panel + 1;
@@ -99,10 +99,10 @@ void multiply(const bfloat16* x, const Places& places, const float* bias, float*
 
 extern "C" int64_t tg_multiply_exact(const void* x, void* packed, const void* bias, void* out,
                                      int64_t tokens, int64_t outputs, int64_t inputs,
-                                     int64_t adds, int64_t threads) {
+                                     int64_t adds, int64_t threads_max) {
     return lacks_memory([&] {
         multiply((const bfloat16*)x, Places{(float*)packed, {outputs, inputs}},
-                 (const float*)bias, (float*)out, tokens, adds != 0, threads);
+                 (const float*)bias, (float*)out, tokens, adds != 0, threads_max);
     });
 }
 

@@ -35,6 +35,10 @@ class ExactMatrix(PackedMatrix):
         # What fills the last panel up is multiplied as well; behind it stands how each panel lies.
         self.storage[outputs // panel * panel * stored :] = 0.0
 
+    @property
+    def panels(self) -> None:
+        """They are not all of one type."""
+
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """The outputs [T, N], float32, of ``x`` [T, K], bfloat16, with ``bias`` [N], float32."""
         out = self.storage.new_empty((x.shape[0], self.shape[0]))

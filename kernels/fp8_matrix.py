@@ -32,6 +32,8 @@ def rounded(
 class Fp8Matrix:
     """One that is multiplied by activations of ``dtype``, and told of in it."""
 
+    panels = None
+
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
         self.shape = (outputs, inputs)
         self.dtype = dtype

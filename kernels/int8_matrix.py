@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from tidegate.kernels.compiled import INT, POINTER, function, library
-from tidegate.kernels.weight_matrix import COPY_ELEMENTS, THREAD_PRODUCTS, Rows
+from tidegate.kernels.weight_matrix import COPY_ELEMENTS, Panels, Rows
 
 LEVELS = 127
 """On each side of zero: with -128 the range would not be symmetric."""
@@ -69,6 +69,11 @@ class Int8Matrix:
         self._weights = self.storage[: rows * inputs].view(torch.int8)
         self._steps = self.storage[weight_bytes:].view(torch.float32)
         self._functions = None if functions is None else _Functions(functions, dtype)
+
+    @property
+    def panels(self) -> Panels | None:
+        """Where its weights are; None where torch multiplies by them."""
+        return None if self._functions is None else Panels(self._weights, self._steps)
 
     def rows(self, first: int, count: int) -> Rows:
         """Where the rows ``[first, first + count)`` go."""
@@ -133,8 +138,7 @@ class Int8Matrix:
         if self._functions is None:
             self._multiply_by_torch(x, out, bias, adds=adds)
             return
-        tokens, (outputs, inputs) = x.shape[0], self.shape
-        worth = tokens * outputs * inputs // THREAD_PRODUCTS
+        outputs, inputs = self.shape
         x = x.contiguous()  # held while it is read: its address alone holds nothing
         self._functions.multiply(
             x.data_ptr(),
@@ -142,11 +146,11 @@ class Int8Matrix:
             self._steps.data_ptr(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
-            tokens,
+            x.shape[0],
             outputs,
             inputs,
             adds,
-            min(torch.get_num_threads(), worth) if worth > 1 else 1,
+            torch.get_num_threads(),
         )
 
     def _multiply_by_torch(

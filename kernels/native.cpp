@@ -14,6 +14,7 @@
 #include <cstring>
 #include <vector>
 
+#include "functions.h"
 #include "numbers.h"
 
 namespace {

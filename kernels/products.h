@@ -121,9 +121,15 @@ inline const bfloat16* as_inputs(const bfloat16* from, int64_t tokens, int64_t i
     return room.data();
 }
 
-// Let threads share panels: ``multiply_some(panel, end_panel)``.
-template <typename F> void share_panels(int64_t outputs, int64_t threads, F multiply_some) {
-    const int64_t panels = (outputs + PANEL - 1) / PANEL;
+// Multiply-adds that are worth a thread: its start takes 15 us, and these about 100.
+constexpr int64_t THREAD_PRODUCTS = 1 << 22;
+
+// Let threads, at most so many, share panels: ``multiply_some(panel, end_panel)``.
+template <typename F>
+void share_panels(int64_t tokens, Matrix matrix, int64_t threads_max, F multiply_some) {
+    const int64_t panels = (matrix.outputs + PANEL - 1) / PANEL;
+    const int64_t worth = tokens * matrix.outputs * matrix.inputs / THREAD_PRODUCTS;
+    const int64_t threads = std::max<int64_t>(1, std::min(threads_max, worth));
     const auto multiply_part = [=](int64_t part) {
         multiply_some(panels * part / threads, panels * (part + 1) / threads);
     };

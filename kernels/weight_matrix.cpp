@@ -5,6 +5,7 @@
 //
 // Letters in shapes: T tokens, N outputs, K inputs.
 
+#include "functions.h"
 #include "packing.h"
 #include "products.h"
 
@@ -12,11 +13,11 @@ namespace {
 
 template <typename W, typename T>
 void multiply(const T* x, const W* packed, const float* scales, const T* bias, T* out,
-              int64_t tokens, Matrix matrix, bool adds, int64_t threads) {
+              int64_t tokens, Matrix matrix, bool adds, int64_t threads_max) {
     std::vector<typename Arithmetic<W>::Input> room;
     const auto* inputs = as_inputs(x, tokens, matrix.inputs, room);
     const Panels<W> all{packed, stored_inputs<W>(matrix.inputs) * PANEL, scales};
-    share_panels(matrix.outputs, threads, [=](int64_t panel, int64_t end_panel) {
+    share_panels(tokens, matrix, threads_max, [=](int64_t panel, int64_t end_panel) {
         multiply_panels(inputs, all, matrix, bias, adds, out, tokens, panel, end_panel);
     });
 }
@@ -45,15 +46,15 @@ extern "C" int64_t tg_panel_outputs() { return PANEL; }
 
 FOR_BOTH(tg_multiply,
          (const void* x, const void* packed, const void* bias, void* out, int64_t tokens,
-          int64_t outputs, int64_t inputs, int64_t adds, int64_t threads),
+          int64_t outputs, int64_t inputs, int64_t adds, int64_t threads_max),
          multiply((const T*)x, (const T*)packed, nullptr, (const T*)bias, (T*)out, tokens,
-                  Matrix{outputs, inputs}, adds != 0, threads))
+                  Matrix{outputs, inputs}, adds != 0, threads_max))
 
 FOR_BOTH(tg_multiply_int8,
          (const void* x, const void* packed, const void* scales, const void* bias, void* out,
-          int64_t tokens, int64_t outputs, int64_t inputs, int64_t adds, int64_t threads),
+          int64_t tokens, int64_t outputs, int64_t inputs, int64_t adds, int64_t threads_max),
          multiply((const T*)x, (const int8_t*)packed, (const float*)scales, (const T*)bias,
-                  (T*)out, tokens, Matrix{outputs, inputs}, adds != 0, threads))
+                  (T*)out, tokens, Matrix{outputs, inputs}, adds != 0, threads_max))
 
 FOR_BOTH(tg_pack,
          (const void* from, void* packed, int64_t first, int64_t rows, int64_t inputs),

@@ -13,7 +13,7 @@ Letters in shapes: T tokens, N outputs, K inputs.
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,6 @@ TILES = "amx_bf16"
 
 COPY_ELEMENTS = 1 << 18
 """Converted at once while packing, about: 1 MB of float32 stays in the caches."""
-
-THREAD_PRODUCTS = 1 << 22
-"""Multiply-adds that are worth a thread: its start takes 15 us, and these about 100."""
 
 ARGUMENTS: dict[str, list[Any]] = {
     "tg_multiply": [POINTER] * 4 + [INT] * 5,
@@ -74,6 +71,14 @@ def storages(rows: Rows) -> list[torch.Tensor]:
     return [rows] if isinstance(rows, torch.Tensor) else rows.storages()
 
 
+class Panels(NamedTuple):
+    """Weights as weight_matrix.cpp multiplies activations of the matrix's dtype by them."""
+
+    weights: torch.Tensor
+    scales: torch.Tensor | None
+    """[N], float32, of weights in int8."""
+
+
 class Matrix(Protocol):
     """A weight matrix [N, K]. What it is multiplied by has its dtype."""
 
@@ -81,6 +86,10 @@ class Matrix(Protocol):
     dtype: torch.dtype
     storage: torch.Tensor
     """All of its memory, for whoever moves or saves that; what lies where is the matrix's own."""
+
+    @property
+    def panels(self) -> Panels | None:
+        """Where they are, for as long as it lives; None where others multiply by it."""
 
     def rows(self, first: int, count: int) -> Rows:
         """Where the rows ``[first, first + count)`` go."""
@@ -102,6 +111,8 @@ class Matrix(Protocol):
 
 class PlainMatrix:
     """One that lies as published, and is multiplied by torch."""
+
+    panels = None
 
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
         self.shape = (outputs, inputs)
@@ -154,6 +165,11 @@ class PackedMatrix:
         filled_rows = outputs // panel * panel if stored == inputs else 0
         self.storage[filled_rows * stored :] = 0.0
 
+    @property
+    def panels(self) -> Panels | None:
+        """Where its weights are."""
+        return Panels(self.storage, None)
+
     def rows(self, first: int, count: int) -> Rows:
         """Where the rows ``[first, first + count)`` go."""
         return _PackedRows(self, first, count)
@@ -194,19 +210,18 @@ class PackedMatrix:
     def _multiply(
         self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, adds: bool
     ) -> None:
-        tokens, (outputs, inputs) = x.shape[0], self.shape
-        worth = tokens * outputs * inputs // THREAD_PRODUCTS
+        outputs, inputs = self.shape
         x = x.contiguous()  # held while it is read: its address alone holds nothing
         self._multiply_by(
             x.data_ptr(),
             self.storage.data_ptr(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
-            tokens,
+            x.shape[0],
             outputs,
             inputs,
             adds,
-            min(torch.get_num_threads(), worth) if worth > 1 else 1,
+            torch.get_num_threads(),
         )
 
 

@@ -9,7 +9,7 @@ Letters in shapes: T tokens of a step, S of them to sample after or to score, H 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.weights.lora import AdapterTokens, add_low_rank
 from tidegate.engine.weights.weights import Weights
 from tidegate.kernels.attention import RowGroup, attend, write_kv
+from tidegate.kernels.layers import Layers
 from tidegate.kernels.native import HEAD_DIMS, LastTokens, Native, Places, native
 from tidegate.kernels.norm import rms_norm, rms_norm_plus_one
 from tidegate.kernels.rope import apply_rope
@@ -44,6 +45,15 @@ class AttentionPlan:
     """In the order of their tokens, which together are all T."""
 
 
+class DenseStep(NamedTuple):
+    """A step that goes through all layers in one call."""
+
+    layers: Layers
+    """Those of the step's weights, with the caches that it writes to."""
+    group: LastTokens
+    """All of its tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """The index tensors of one step: computed once, used in every layer."""
@@ -56,12 +66,14 @@ class StepPlan:
     write_index: torch.Tensor | None
     """None for compiled code, which writes by ``places``."""
     scratch: torch.Tensor
-    """Memory for :func:`~tidegate.kernels.attention.attend`."""
+    """Memory for :func:`~tidegate.kernels.attention.attend`, or a dense step."""
     sampled: torch.Tensor
     """[S] the tokens whose hidden states are asked for: to sample after them, or to score."""
     native: Native | None
     """Compiled code for this model, or torch's."""
     adapters: Sequence[AdapterTokens] = ()
+    dense: DenseStep | None = None
+    """How it goes through all layers at once; None: through one after another."""
 
 
 def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) -> torch.Tensor:
@@ -73,6 +85,34 @@ def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) ->
     hidden = weights.embed(plan.token_ids)
     if config.embedding_scale != 1.0:  # rounded first, as transformers does
         hidden *= torch.tensor(config.embedding_scale, dtype=hidden.dtype)
+    if plan.dense is None:
+        _add_layers(hidden, weights, caches, plan)
+    else:
+        plan.dense.layers.add_(hidden, plan.places, plan.dense.group, plan.scratch)
+    return _norm(hidden.index_select(0, plan.sampled), weights.final_norm, config, plan.native)
+
+
+def native_for(config: ModelConfig, dtype: torch.dtype) -> Native | None:
+    """Compiled code for a model that has nothing which it can't compute, on a machine that has it.
+
+    Soft caps, windows, experts and norms after blocks are no matter: torch has a part in those.
+    """
+    plain = config.activation == "silu" and not config.norm_adds_one
+    return native(dtype) if plain and config.head_dim in HEAD_DIMS else None
+
+
+def head_logits(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
+    """The logits [S, V], in float32, of normed hidden states [S, H]."""
+    logits = weights.logits(hidden)
+    cap = weights.config.logits_soft_cap
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _add_layers(
+    hidden: torch.Tensor, weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan
+) -> None:
+    """Add to ``hidden`` [T, H] what layer after layer makes of it."""
+    config = weights.config
     activate = ACTIVATIONS[config.activation]
     group = weights.group
     layers = zip(weights.layers, caches, plan.attention, strict=True)
@@ -110,23 +150,6 @@ def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) ->
             low_rank,
             group,
         )
-    return _norm(hidden.index_select(0, plan.sampled), weights.final_norm, config, plan.native)
-
-
-def native_for(config: ModelConfig, dtype: torch.dtype) -> Native | None:
-    """Compiled code for a model that has nothing which it can't compute, on a machine that has it.
-
-    Soft caps, windows, experts and norms after blocks are no matter: torch has a part in those.
-    """
-    plain = config.activation == "silu" and not config.norm_adds_one
-    return native(dtype) if plain and config.head_dim in HEAD_DIMS else None
-
-
-def head_logits(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-    """The logits [S, V], in float32, of normed hidden states [S, H]."""
-    logits = weights.logits(hidden)
-    cap = weights.config.logits_soft_cap
-    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def _attention(

@@ -1,0 +1,38 @@
+// Which compiled functions does tg_layers call, one after another? Those of the other files.
+//
+// They are declared here for both ends, so that the compiler sees that these agree.
+// kernels/native.py, weight_matrix.py and int8_matrix.py say what the arguments are.
+
+#pragma once
+
+#include <cstdint>
+
+#define DECLARE_FOR_BOTH(NAME, ARGUMENTS)                                                          \
+    extern "C" int64_t NAME##_float32 ARGUMENTS;                                                   \
+    extern "C" int64_t NAME##_bfloat16 ARGUMENTS;
+
+DECLARE_FOR_BOTH(tg_norm, (const void* x, const void* weight, void* out, int64_t rows, int64_t n,
+                           float epsilon))
+
+DECLARE_FOR_BOTH(tg_gate, (const void* gate_up, void* out, int64_t rows, int64_t inner))
+
+DECLARE_FOR_BOTH(tg_rotate_and_write,
+                 (const void* qkv, const void* qk_norm, const void* table,
+                  const int64_t* positions, const int64_t* blocks, const int64_t* offsets,
+                  void* query, void* cache, int64_t tokens, int64_t heads, int64_t kv_heads,
+                  int64_t head_dim, int64_t block_tokens, float epsilon))
+
+DECLARE_FOR_BOTH(tg_attend_last,
+                 (const void* query, const void* cache, const int64_t* tables,
+                  const int64_t* lengths, void* out, int64_t rows, int64_t heads,
+                  int64_t kv_heads, int64_t head_dim, int64_t block_tokens, int64_t row_blocks,
+                  float scale, int64_t window, float soft_cap))
+
+DECLARE_FOR_BOTH(tg_multiply,
+                 (const void* x, const void* packed, const void* bias, void* out, int64_t tokens,
+                  int64_t outputs, int64_t inputs, int64_t adds, int64_t threads_max))
+
+DECLARE_FOR_BOTH(tg_multiply_int8,
+                 (const void* x, const void* packed, const void* scales, const void* bias,
+                  void* out, int64_t tokens, int64_t outputs, int64_t inputs, int64_t adds,
+                  int64_t threads_max))

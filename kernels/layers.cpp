@@ -1,0 +1,141 @@
+// How does a step go through all of a model's dense layers in one call?
+//
+// By the functions of the other files, called in the order and with the arguments in which
+// engine/models/model.py calls them one by one: so its numbers are theirs to the bit. What is saved
+// is a way through Python for each of them, nine a layer. kernels/layers.py says what the arguments
+// are; kernels/compiled.py builds this file.
+//
+// Letters in shapes: T tokens, H hidden, A query heads, K KV heads, D head_dim, I inner size.
+
+#include <algorithm>
+#include <cstdint>
+#include <new>
+
+#include "functions.h"
+#include "numbers.h"
+
+namespace {
+
+struct Product {
+    const void *weights, *scales, *bias;  // scales of weights in int8 only
+    int64_t outputs, inputs;
+};
+
+struct Layer {
+    const void *input_norm, *qk_norm, *mlp_norm, *rotations;
+    void* cache;
+    Product qkv, output, gate_up, down;
+    int64_t window;
+};
+
+struct Sizes {
+    int64_t layers, hidden, heads, kv_heads, head_dim, block_tokens, inner;
+    float epsilon, scale, soft_cap;
+};
+
+struct Step {
+    const int64_t *positions, *blocks, *offsets, *tables, *lengths;
+    int64_t tokens, row_blocks, threads_max;
+};
+
+template <typename T> struct Functions;
+
+#define FUNCTIONS_OF(T, DTYPE)                                                                     \
+    template <> struct Functions<T> {                                                              \
+        static constexpr auto norm = tg_norm_##DTYPE;                                              \
+        static constexpr auto gate = tg_gate_##DTYPE;                                              \
+        static constexpr auto rotate_and_write = tg_rotate_and_write_##DTYPE;                      \
+        static constexpr auto attend_last = tg_attend_last_##DTYPE;                                \
+        static constexpr auto multiply = tg_multiply_##DTYPE;                                      \
+        static constexpr auto multiply_int8 = tg_multiply_int8_##DTYPE;                            \
+    }
+
+FUNCTIONS_OF(float, float32);
+FUNCTIONS_OF(bfloat16, bfloat16);
+
+inline void must(int64_t lacked_memory) {
+    if (lacked_memory) throw std::bad_alloc();
+}
+
+template <typename T>
+void multiply(const T* x, const Product& by, T* out, bool adds, const Step& step) {
+    using F = Functions<T>;
+    if (by.scales)
+        must(F::multiply_int8(x, by.weights, by.scales, by.bias, out, step.tokens, by.outputs,
+                              by.inputs, adds, step.threads_max));
+    else
+        must(F::multiply(x, by.weights, by.bias, out, step.tokens, by.outputs, by.inputs, adds,
+                         step.threads_max));
+}
+
+// What lies between products, in memory that every layer uses again.
+template <typename T> struct Room {
+    T *narrow, *wide, *inner;
+
+    Room(T* from, const Sizes& sizes, int64_t tokens) {
+        narrow = from;
+        wide = narrow + narrow_size(sizes, tokens);
+        inner = wide + wide_size(sizes, tokens);
+    }
+
+    static int64_t elements(const Sizes& sizes, int64_t tokens) {
+        return narrow_size(sizes, tokens) + wide_size(sizes, tokens) +
+               lines(std::max(sizes.heads * sizes.head_dim, sizes.inner) * tokens);
+    }
+
+  private:
+    static int64_t lines(int64_t n) { return (n + 63) / 64 * 64; }  // whole ones, of any dtype
+    static int64_t narrow_size(const Sizes& sizes, int64_t tokens) {
+        return lines(std::max(sizes.hidden, sizes.heads * sizes.head_dim) * tokens);
+    }
+    static int64_t wide_size(const Sizes& sizes, int64_t tokens) {
+        const int64_t qkv = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim;
+        return lines(std::max(qkv, 2 * sizes.inner) * tokens);
+    }
+};
+
+// One layer, added to ``hidden`` [T, H].
+template <typename T>
+void add_layer(const Layer& layer, const Sizes& sizes, const Step& step, const Room<T>& room,
+               T* hidden) {
+    using F = Functions<T>;
+    const auto norm = [&](const void* weight) {
+        must(F::norm(hidden, weight, room.narrow, step.tokens, sizes.hidden, sizes.epsilon));
+    };
+    norm(layer.input_norm);
+    multiply(room.narrow, layer.qkv, room.wide, false, step);
+    must(F::rotate_and_write(room.wide, layer.qk_norm, layer.rotations, step.positions,
+                             step.blocks, step.offsets, room.inner, layer.cache, step.tokens,
+                             sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.block_tokens,
+                             sizes.epsilon));
+    must(F::attend_last(room.inner, layer.cache, step.tables, step.lengths, room.narrow,
+                        step.tokens, sizes.heads, sizes.kv_heads, sizes.head_dim,
+                        sizes.block_tokens, step.row_blocks, sizes.scale, layer.window,
+                        sizes.soft_cap));
+    multiply(room.narrow, layer.output, hidden, true, step);
+    norm(layer.mlp_norm);
+    multiply(room.narrow, layer.gate_up, room.wide, false, step);
+    must(F::gate(room.wide, room.inner, step.tokens, sizes.inner));
+    multiply(room.inner, layer.down, hidden, true, step);
+}
+
+template <typename T>
+void add_layers(const Layer* layers, const Sizes& sizes, const Step& step, T* scratch, T* hidden) {
+    const Room<T> room(scratch, sizes, step.tokens);
+    for (int64_t n = 0; n < sizes.layers; n++) add_layer(layers[n], sizes, step, room, hidden);
+}
+
+}  // namespace
+
+extern "C" int64_t tg_layers_room(const void* sizes, int64_t tokens) {
+    return Room<float>::elements(*(const Sizes*)sizes, tokens);
+}
+
+FOR_BOTH(tg_layers,
+         (const void* layers, const void* sizes, const int64_t* positions, const int64_t* blocks,
+          const int64_t* offsets, const int64_t* tables, const int64_t* lengths, void* scratch,
+          void* hidden, int64_t tokens, int64_t row_blocks, int64_t threads_max),
+         add_layers((const Layer*)layers, *(const Sizes*)sizes,
+                    Step{positions, blocks, offsets, tables, lengths, tokens, row_blocks,
+                         threads_max},
+                    (T*)scratch, (T*)hidden))

@@ -1,0 +1,196 @@
+"""How is a step sent through all dense layers of a model in one call of compiled code?
+
+layers.cpp calls the functions of :mod:`~tidegate.kernels.native` and
+:mod:`~tidegate.kernels.weight_matrix` in the order in which a model would, so the numbers are
+theirs to the bit; what is saved is nine ways through Python a layer. It computes steps in which
+every token attends by itself, as where all rows decode. Which models are such, it doesn't know.
+
+Letters in shapes: T tokens, H hidden, A query heads, K KV heads, D head_dim, I inner size, P
+positions.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from tidegate.kernels.compiled import FLOAT, INT, POINTER, function, library
+from tidegate.kernels.native import LastTokens, Places
+from tidegate.kernels.weight_matrix import Matrix
+
+
+class Projection(NamedTuple):
+    """A matrix [N, K] that has panels, and its bias [N]."""
+
+    matrix: Matrix
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseLayer:
+    """All that one layer computes with. Tensors are contiguous, on the CPU, of one dtype."""
+
+    input_norm: torch.Tensor
+    """[H]"""
+    qkv: Projection
+    """[(A + 2K) * D, H]"""
+    qk_norm: torch.Tensor | None
+    """[A + K, D]"""
+    rotations: torch.Tensor
+    """[P, 2, D], of :func:`tidegate.kernels.rope.rope_table`."""
+    cache: torch.Tensor
+    """[blocks, 2, K, block_tokens, D]"""
+    window_tokens: int | None
+    """So many positions are seen; None: all."""
+    output: Projection
+    """[H, A * D]"""
+    mlp_norm: torch.Tensor
+    """[H]"""
+    gate_up: Projection
+    """[2I, H]"""
+    down: Projection
+    """[H, I]"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What all layers have in common."""
+
+    num_heads: int
+    """A"""
+    norm_epsilon: float
+    attention_scale: float
+    """Of the products of queries and keys."""
+    attention_soft_cap: float | None
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (
+        ("weights", POINTER),
+        ("scales", POINTER),
+        ("bias", POINTER),
+        ("outputs", INT),
+        ("inputs", INT),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("input_norm", POINTER),
+        ("qk_norm", POINTER),
+        ("mlp_norm", POINTER),
+        ("rotations", POINTER),
+        ("cache", POINTER),
+        ("qkv", _Product),
+        ("output", _Product),
+        ("gate_up", _Product),
+        ("down", _Product),
+        ("window", INT),
+    )
+
+
+class _Sizes(ctypes.Structure):
+    _fields_ = (
+        ("layers", INT),
+        ("hidden", INT),
+        ("heads", INT),
+        ("kv_heads", INT),
+        ("head_dim", INT),
+        ("block_tokens", INT),
+        ("inner", INT),
+        ("epsilon", FLOAT),
+        ("scale", FLOAT),
+        ("soft_cap", FLOAT),
+    )
+
+
+class Layers:
+    """Where everything is that some layers, one after another, compute with.
+
+    Tensors are held, for what compiled code has of them are addresses. What is written to them is
+    computed with from the next step on.
+    """
+
+    def __init__(self, layers: Sequence[DenseLayer], traits: Traits) -> None:
+        functions, first = library(), layers[0]
+        assert functions is not None  # or no matrix had panels
+        _, _, kv_heads, block_tokens, head_dim = first.cache.shape
+        self._held = layers
+        self._layers = (_Layer * len(layers))(*map(_layer, layers))
+        self._sizes = _Sizes(
+            len(layers),
+            first.input_norm.shape[0],
+            traits.num_heads,
+            kv_heads,
+            head_dim,
+            block_tokens,
+            first.down.matrix.shape[1],
+            traits.norm_epsilon,
+            traits.attention_scale,
+            traits.attention_soft_cap or 0.0,
+        )
+        at = ctypes.addressof(self._layers), ctypes.addressof(self._sizes)
+        self._at_layers, self._at_sizes = at
+        dtype = first.input_norm.dtype
+        self._add = function(functions, "tg_layers", [POINTER] * 9 + [INT] * 3, dtype)
+        self._room = functions["tg_layers_room"]
+        self._room.argtypes, self._room.restype = [POINTER, INT], INT
+
+    def scratch_elements(self, tokens: int) -> int:
+        """How much scratch memory a step of so many tokens takes."""
+        return int(self._room(self._at_sizes, tokens))
+
+    def add_(
+        self, hidden: torch.Tensor, places: Places, group: LastTokens, scratch: torch.Tensor
+    ) -> None:
+        """Add to ``hidden`` [T, H] what the layers make of it, and write keys and values.
+
+        Args:
+            hidden: contiguous, embedded.
+            places: of the tokens.
+            group: all of them; its window is not looked at, for each layer has its own.
+            scratch: at least :meth:`scratch_elements`, of the layers' dtype, overwritten.
+        """
+        positions, blocks, offsets = places
+        self._add(
+            self._at_layers,
+            self._at_sizes,
+            positions.data_ptr(),
+            blocks.data_ptr(),
+            offsets.data_ptr(),
+            group.tables.data_ptr(),
+            group.lengths.data_ptr(),
+            scratch.data_ptr(),
+            hidden.data_ptr(),
+            hidden.shape[0],
+            group.tables.stride(0),
+            torch.get_num_threads(),
+        )
+
+
+def _layer(layer: DenseLayer) -> _Layer:
+    return _Layer(
+        input_norm=layer.input_norm.data_ptr(),
+        qk_norm=_at(layer.qk_norm),
+        mlp_norm=layer.mlp_norm.data_ptr(),
+        rotations=layer.rotations.data_ptr(),
+        cache=layer.cache.data_ptr(),
+        qkv=_product(layer.qkv),
+        output=_product(layer.output),
+        gate_up=_product(layer.gate_up),
+        down=_product(layer.down),
+        window=layer.window_tokens or 0,
+    )
+
+
+def _product(projection: Projection) -> _Product:
+    panels = projection.matrix.panels
+    assert panels is not None  # whoever makes layers of it
+    at = panels.weights.data_ptr(), _at(panels.scales), _at(projection.bias)
+    return _Product(*at, *projection.matrix.shape)
+
+
+def _at(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
