@@ -126,9 +126,9 @@ class FuzzedFleet:
                 sampling = SamplingParams(max_tokens=64)
                 self._events.append(ev.TurnAsked(rollout.rollout_id, sampling))
             case ev.EndTurn(turn=turn):
-                self._events.append(ev.EpisodeReturned(turn.rollout.rollout_id, 1.0))
+                self._events.append(ev.EpisodeReturned(turn.rollout_id, 1.0))
             case ev.FailTurn(turn=turn):
-                self._events.append(ev.EpisodeFailed(turn.rollout.rollout_id, "refused"))
+                self._events.append(ev.EpisodeFailed(turn.rollout_id, "refused"))
             case ev.HandOver(groups=groups):
                 for rollout in (rollout for group in groups for rollout in group.kept):
                     self._check_rollout(rollout)

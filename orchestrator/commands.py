@@ -42,7 +42,7 @@ class Commands:
             self.sessions.submitted(command.engine, command.message.session)
         elif type(command) is ev.EndTurn:
             turn = command.turn
-            future = self.waiting.turns.pop(turn.rollout.rollout_id, None)
+            future = self.waiting.turns.pop(turn.rollout_id, None)
             if future is not None and not future.done():
                 future.set_result(turn)
         elif type(command) is ev.StartEpisode:
@@ -58,7 +58,7 @@ class Commands:
             case ev.StopEpisode(rollout=rollout):
                 self.episodes.stop(rollout)
             case ev.FailTurn(turn=turn, message=why):
-                fail(self.waiting.turns.pop(turn.rollout.rollout_id, None), TurnRefused(why))
+                fail(self.waiting.turns.pop(turn.rollout_id, None), TurnRefused(why))
             case ev.Cancel(engine=engine, handle=handle):
                 self.outbox.post(engine, CancelTurn(turn=handle))
             case ev.EndEvaluation(rollout=rollout):

@@ -51,10 +51,17 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-YOUNG_OBJECTS_MAX = 50_000
+YOUNG_OBJECTS_MIN = 50_000
 """More objects made than let go, and garbage is looked for: 2 ms of looking. Rollouts are let go
 without it, so what is looked at in vain, each time that a batch of them begins, are those that run.
 Python's own 700 made that a sixth of all that a rollout cost."""
+
+YOUNG_OBJECTS_PER_ROLLOUT = 10
+"""Or so many for each rollout that may be outstanding, if that is more: as many as are made of half
+of them. With 100,000 that took an eighth of what they cost, and 0.3 s at a time now and then."""
+
+YOUNG_OBJECTS_CEILING = 2_000_000
+"""However many those are: what users' code leaves behind in cycles is to be found at some time."""
 
 EPISODES_END_TIMEOUT_S = 15.0
 """An episode that was cancelled has so long to clean up; then the run ends without it."""
@@ -225,7 +232,7 @@ class Run:
         # on. What there is by now hardly ever becomes garbage; so it is set aside till the end.
         gc.freeze()
         thresholds = gc.get_threshold()
-        gc.set_threshold(max(YOUNG_OBJECTS_MAX, thresholds[0]), *thresholds[1:])
+        gc.set_threshold(max(_young_objects_max(self.settings), thresholds[0]), *thresholds[1:])
         try:
             uvloop.run(self._serve())
         except asyncio.CancelledError:
@@ -341,6 +348,13 @@ class Run:
                 or f"not there after {timeout_s:.0f} s; raise engine_start_timeout_s if loading "
                 f"this model takes longer",
             ) from None
+
+
+def _young_objects_max(settings: RunSettings) -> int:
+    """How many objects more may be made than let go before garbage is looked for."""
+    groups = settings.staleness_policy().outstanding_groups_ceiling
+    wanted = YOUNG_OBJECTS_PER_ROLLOUT * groups * settings.group_size
+    return min(max(YOUNG_OBJECTS_MIN, wanted), YOUNG_OBJECTS_CEILING)
 
 
 def _cause(error: BaseException) -> BaseException:

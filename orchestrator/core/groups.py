@@ -177,6 +177,8 @@ class GroupBook(WaitingGroups):
         """A rollout goes on no more, nor do its branches: those that count for something."""
         del self.running[rollout.rollout_id]
         commands += self._turns.cancel(rollout)
+        for turn in rollout.turns:
+            del turn.rollout
         if not rollout.branches:
             return [rollout]
         rows = [rollout]
@@ -185,6 +187,8 @@ class GroupBook(WaitingGroups):
             commands += self._turns.cancel(branch)
             # What was appended after its last turn nobody has sampled from, and no event tells of.
             branch.cut(turns=len(branch.turns), tokens=branch.sampled_end)
+            for turn in branch.turns:
+                del turn.rollout
             if branch.sampled_tokens:
                 rows.append(branch)
             else:

@@ -34,13 +34,17 @@ class Turn:
     __slots__ = (
         "details",
         "filed",
+        "filed_logprobs",
+        "filed_token_ids",
         "finish_reason",
         "held_back",
         "media",
+        "number",
         "place",
         "prefills",
         "reward",
         "rollout",
+        "rollout_id",
         "runs",
         "sampling",
         "start",
@@ -50,14 +54,21 @@ class Turn:
         self, rollout: "Rollout", sampling: SamplingParams, media: tuple[Media, ...] = ()
     ) -> None:
         self.rollout = rollout
+        """What it belongs to; deleted once that has ended. Else each would keep the other, until
+        garbage is collected: rollouts are the most of what there is to collect."""
+        self.rollout_id = rollout.rollout_id
+        self.number = len(rollout.turns)
+        """Which turn of its rollout it is, from 0."""
+        self.filed_token_ids = rollout.filed_token_ids
+        self.filed_logprobs = rollout.filed_logprobs
         self.sampling = sampling
         self.media = media
         """What the context was given beside tokens since the turn before."""
         if media:
             rollout.may_have_media = True
-        if rollout.turns:
+        if self.number:
             rollout.settle()
-        self.start = len(rollout.filed_token_ids)
+        self.start = len(self.filed_token_ids)
         """Index in the rollout's context of the first output token."""
         self.filed = 0
         """Output tokens that are in the rollout's context."""
@@ -100,15 +111,26 @@ class Turn:
         held_back = self.held_back
         return self.filed if held_back is None else self.filed + held_back.tokens_each
 
+    def settle(self) -> None:
+        """File what is held back of it."""
+        if self.held_back is not None:
+            self.held_back.settle()
+
+    def token_ids_from(self, index: int) -> "array[int]":
+        """The output tokens from this one on, copied."""
+        self.settle()
+        return self.filed_token_ids[self.start + index : self.start + self.filed]
+
     @property
     def token_ids(self) -> "array[int]":
         """The output tokens so far, copied."""
-        return self.rollout.token_ids[self.start : self.start + self.length]
+        return self.token_ids_from(0)
 
     @property
     def logprobs(self) -> "array[float]":
         """Their log-probabilities under the distribution they were drawn from, copied."""
-        return self.rollout.logprobs[self.start : self.start + self.length]
+        self.settle()
+        return self.filed_logprobs[self.start : self.start + self.filed]
 
     def append(self, token_id: int, logprob: float, version: int, engine: str) -> None:
         """Take in one sampled token."""

@@ -136,7 +136,7 @@ def _turns(core: Core) -> SavedTurns:
         engines=[_engine(name, engine) for name, engine in sorted(book.engines.items())],
         live_version=book.live_version,
         next_handle=book.next_handle,
-        waiting=[(turn.rollout.rollout_id, priority) for turn, priority in book.waiting.items()],
+        waiting=[(turn.rollout_id, priority) for turn, priority in book.waiting.items()],
         streams=book.streams,
         media_taken=sorted(book.media_taken),
     )
@@ -144,7 +144,7 @@ def _turns(core: Core) -> SavedTurns:
 
 def _engine(name: str, engine: EngineTurns) -> SavedEngine:
     submissions = [
-        SavedSubmission(handle, s.turn.rollout.rollout_id, s.priority, s.sampled_before)
+        SavedSubmission(handle, s.turn.rollout_id, s.priority, s.sampled_before)
         for handle, s in engine.submissions.items()
     ]
     return SavedEngine(
@@ -289,7 +289,8 @@ def _loaded_rollout(saved: SavedRollout, group: Group) -> Rollout:
     rollout.state = saved.state
     rollout.discard_reason = saved.discard_reason
     rollout.oldest_trainable = saved.oldest_trainable
-    rollout.turns += [_loaded_turn(turn, rollout) for turn in saved.turns]
+    for turn in saved.turns:
+        rollout.turns.append(_loaded_turn(turn, rollout))
     return rollout
 
 

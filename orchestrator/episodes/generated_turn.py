@@ -39,9 +39,7 @@ class GeneratedTurn:
 
     def token_ids_from(self, start: int) -> list[int]:
         """Those from this one on, for whoever has read the others."""
-        turn = self._turn
-        first = turn.start + start
-        return turn.rollout.token_ids[first : turn.start + turn.length].tolist()
+        return self._turn.token_ids_from(start).tolist()
 
     @cached_property
     def logprobs(self) -> list[float]:
@@ -97,7 +95,7 @@ class GeneratedTurn:
     @property
     def number(self) -> int:
         """Which turn of its row it is, from 0."""
-        return self._turn.rollout.turns.index(self._turn)
+        return self._turn.number
 
     def __repr__(self) -> str:
         return f"GeneratedTurn({self.text!r}, finish_reason={self.finish_reason!r})"

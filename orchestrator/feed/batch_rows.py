@@ -104,8 +104,6 @@ def laid_out(facts: BatchFacts, columns: Mapping[str, torch.Tensor]) -> Batch:
     cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
     longest = int(lengths.max()) if len(lengths) else 0
     is_token = torch.arange(longest) < lengths[:, None]  # [R, T]
-    total = int(cu_seqlens[-1])
-    row_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
 
     def padded(values: torch.Tensor, fill: int) -> torch.Tensor:
         out = torch.full(is_token.shape, fill, dtype=values.dtype)
@@ -114,9 +112,7 @@ def laid_out(facts: BatchFacts, columns: Mapping[str, torch.Tensor]) -> Batch:
 
     packed = PackedBatch(
         token_ids=columns["token_ids"].to(torch.int64),
-        position_ids=torch.arange(total) - cu_seqlens[:-1][row_ids],
         cu_seqlens=cu_seqlens.to(torch.int32),
-        row_ids=row_ids,
         loss_mask=columns["loss_mask"],
         logprobs=columns["logprobs"],
         weight_versions=columns["weight_versions"],

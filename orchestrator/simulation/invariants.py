@@ -305,7 +305,7 @@ class Watch:
         staleness = self._published - min(span.version for span in spans)
         bound = self._scenario.staleness_bound
         assert bound is None or staleness <= bound, (
-            f"{turn.rollout.rollout_id}: staleness {staleness} > {bound}"
+            f"{turn.rollout_id}: staleness {staleness} > {bound}"
         )
         self.oldest_staleness = max(self.oldest_staleness, staleness)
         if bound and staleness == bound:

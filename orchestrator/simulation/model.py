@@ -77,7 +77,8 @@ def check_turn(turn: Turn, content_of: Callable[[int], int] = int) -> None:
     length = min(output_tokens(turn.sampling.seed), turn.sampling.max_tokens)
     is_whole = turn.length == length or (turn.finish_reason == "cancelled" and turn.length < length)
     assert is_whole, f"{turn.length} tokens of {length}, {turn.finish_reason}"
-    context, logprobs = turn.rollout.token_ids, turn.rollout.logprobs
+    turn.settle()
+    context, logprobs = turn.filed_token_ids, turn.filed_logprobs
     prefills = {prefill.at: prefill for prefill in turn.prefills}
     state, kv = 0, KvRange(0, 0)
     for index, tag in enumerate(_tags(turn)):
@@ -92,7 +93,7 @@ def check_turn(turn: Turn, content_of: Callable[[int], int] = int) -> None:
         engine = tag.engine
         told = sample(state, seed=turn.sampling.seed, index=index, content=content, engine=engine)
         given = Sampled(context[position], logprobs[position])
-        where = f"rollout {turn.rollout.rollout_id}, output token {index}"
+        where = f"rollout {turn.rollout_id}, output token {index}"
         assert told == given, f"{where} tagged {tag} would be {told}, but it is {given}"
         assert tag.kv == kv, f"{where} tagged {tag} attended to KV of {kv}"
 

@@ -71,6 +71,9 @@ def test_packed_and_padded_hold_the_same_rows() -> None:
         padded = getattr(batch, name)[batch.attention_mask]
         assert torch.equal(padded, getattr(packed, name)), name
     assert torch.equal(packed.position_ids[4:11], torch.arange(7))
+    assert packed.position_ids.dtype == packed.row_ids.dtype == torch.int64
+    assert packed.row_ids.tolist() == [0] * 4 + [1] * 7 + [2] * 3
+    assert packed.row_ids is packed.row_ids  # made once
 
 
 def test_a_state_dict_becomes_its_bytes_and_tied_tensors_travel_once() -> None:

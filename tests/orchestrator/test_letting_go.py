@@ -1,0 +1,95 @@
+"""What is let go of as soon as nobody wants it, with no look for garbage?"""
+
+import gc
+import weakref
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.orchestrator.driver import step
+from tidegate.orchestrator import run
+from tidegate.orchestrator.config import RunSettings
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.core.rules import Rules
+from tidegate.policies.asynchrony import BoundedStaleness
+from tidegate.transport.messages import STOP, SamplingParams
+
+
+def new_core() -> Core:
+    """Of a run that trains one rollout at a time, and need survive no crash."""
+    policy = BoundedStaleness(max_staleness=0, groups_per_batch=1)
+    core = Core(Rules(policy=policy, group_size=1))
+    core.handle(ev.TasksOffered())
+    core.handle(ev.EngineJoined("a", 0, 4))
+    return core
+
+
+def begin(core: Core) -> Rollout:
+    """A rollout in its turn."""
+    [command] = core.handle(ev.TaskArrived("task"))
+    assert isinstance(command, ev.StartEpisode)
+    command.rollout.extend([1, 2])
+    core.handle(ev.TurnAsked(command.rollout.rollout_id, SamplingParams(max_tokens=2)))
+    return command.rollout
+
+
+def train_one(core: Core, version: int) -> "weakref.ref[array[int]]":
+    """From its task to the version made from it; what tells whether it is still there."""
+    rollout = begin(core)
+    core.handle(step("a", version - 1, [(core.turns.next_handle - 1, [5], STOP)]))
+    core.handle(ev.EpisodeReturned(rollout.rollout_id, 1.0))
+    assert core.handle(ev.BatchAsked())
+    core.handle(ev.VersionPublished(version))
+    core.handle(ev.EngineSwapped("a", version))
+    return weakref.ref(rollout.filed_token_ids)
+
+
+def test_a_rollout_whose_batch_nobody_asks_about_any_more_is_gone_at_once() -> None:
+    core = new_core()
+    gc.disable()
+    try:
+        trained = [train_one(core, version) for version in range(1, 5)]
+        assert [tokens() is None for tokens in trained] == [True, True, False, False]
+    finally:
+        gc.enable()
+
+
+def test_a_rollout_that_is_given_up_in_its_turn_is_gone_at_once() -> None:
+    core = new_core()
+    gc.disable()
+    try:
+        rollout = begin(core)
+        core.handle(ev.EpisodeFailed(rollout.rollout_id, "episode_error"))
+        tokens = weakref.ref(rollout.filed_token_ids)
+        del rollout
+        assert tokens() is None
+    finally:
+        gc.enable()
+
+
+def test_a_turn_that_somebody_keeps_has_its_tokens_when_its_rollout_is_gone() -> None:
+    core = new_core()
+    rollout = begin(core)
+    core.handle(step("a", 0, [(core.turns.next_handle - 1, [5, 6], STOP)]))
+    [turn] = rollout.turns
+    core.handle(ev.EpisodeReturned(rollout.rollout_id, 1.0))
+    assert (turn.number, turn.rollout_id) == (0, rollout.rollout_id)
+    del rollout
+    assert turn.token_ids.tolist() == [5, 6]
+    assert turn.logprobs.tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "young_objects"),
+    [(512, 50_000), (100_000, 1_000_000), (10_000_000, 2_000_000)],
+)
+def test_garbage_is_looked_for_the_less_often_the_more_rollouts_may_run(
+    tmp_path: Path, rollouts: int, young_objects: int
+) -> None:
+    settings: dict[str, Any] = {"max_staleness": 0, "group_size": 8}
+    settings |= {"model": tmp_path, "groups_per_batch": rollouts // 8}
+    assert run._young_objects_max(RunSettings(**settings)) == young_objects
