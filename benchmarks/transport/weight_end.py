@@ -1,16 +1,21 @@
 """What does one end of a weight transfer cost? A process that takes part each time it is told to.
 
 ``python -m benchmarks.transport.weight_end zmq HOME`` fetches what the messages on its standard
-input say; ``… gloo RANK FILE 'SHAPES'`` takes part in a broadcast for each line. After each
-transfer it prints the CPU seconds that this process spent on it.
+input say; ``… gloo RANK FILE 'SHAPES'`` takes part in a broadcast for each line, and ``… plain
+DESCRIPTOR RANK BYTES`` moves so many over a socket by system calls alone. After each transfer it
+prints the CPU seconds that this process spent on it.
 """
 
 import json
+import socket
 import sys
 import time
 
+import numpy as np
+
 from tidegate.transport.messages import InitWeights, UpdateWeights, decode_from_orchestrator
 from tidegate.transport.weight_channels import Home, receiver
+from tidegate.transport.weight_channels.zmq import CHUNK_BYTES
 
 
 def fetch(home: str) -> None:
@@ -44,8 +49,20 @@ def broadcast(rank: str, file: str, shapes: str) -> None:
     distributed.destroy_process_group()
 
 
+def plain(descriptor: str, rank: str, nbytes: str) -> None:
+    """Be the sending (rank 0) or the receiving end of a socket, and nothing else."""
+    connection = socket.socket(fileno=int(descriptor))
+    memory = np.ones(int(nbytes), np.uint8).data
+    for _ in sys.stdin:
+        started_s = time.process_time()
+        at = 0
+        while at < len(memory):
+            part = memory[at : at + CHUNK_BYTES]
+            at += connection.recv_into(part) if int(rank) else connection.send(part)
+        print(time.process_time() - started_s, flush=True)
+
+
+ENDS = {"zmq": fetch, "gloo": broadcast, "plain": plain}
+
 if __name__ == "__main__":
-    if sys.argv[1] == "zmq":
-        fetch(*sys.argv[2:])
-    else:
-        broadcast(*sys.argv[2:])
+    ENDS[sys.argv[1]](*sys.argv[2:])

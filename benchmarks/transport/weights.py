@@ -4,6 +4,8 @@ import contextlib
 import json
 import math
 import mmap
+import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,12 +19,16 @@ import numpy.typing as npt
 from benchmarks.transport.rows import Row, by_turns, row
 from tidegate.transport.messages import encode
 from tidegate.transport.weight_channels import NamedBuffer, receiver, sender
+from tidegate.transport.weight_channels.zmq import SEND_BUFFER_BYTES
 
 SHM_BYTES = 256 * 1024 * 1024
 """More than any cache of one core."""
 
 PER_TENSOR = "gloo, a broadcast per tensor"
 ONE_BUFFER = "gloo, one buffer"
+PLAIN_TCP = "send and recv of a TCP socket"
+PLAIN_UNIX = "send and recv of a Unix socket"
+"""What no way through the kernel falls below, for it copies at both ends."""
 UNIT = "GB/s per core, both ends"
 
 HOME = "tcp://127.0.0.1:5555"
@@ -111,6 +117,8 @@ def _network() -> Iterator[Row]:
             "tcp": stack.enter_context(_zmq_channel(HOME, every)),
             PER_TENSOR: stack.enter_context(_gloo(directory / "tensors", every)),
             ONE_BUFFER: stack.enter_context(_gloo(directory / "buffer", [(total,)])),
+            PLAIN_TCP: stack.enter_context(_plain(_tcp_pair(), 2 * total)),
+            PLAIN_UNIX: stack.enter_context(_plain(socket.socketpair(), 2 * total)),
         }
         seconds = by_turns(runs)
     speed = {
@@ -120,7 +128,10 @@ def _network() -> Iterator[Row]:
     for name, unit, ours, against in (
         ("zmq_weights_gb_per_cpu_s", UNIT, speed["ipc"]["sent"], PER_TENSOR),
         ("zmq_weights_gb_per_cpu_s_vs_one_buffer", UNIT, speed["ipc"]["sent"], ONE_BUFFER),
+        ("zmq_weights_gb_per_cpu_s_vs_plain", UNIT, speed["ipc"]["sent"], PLAIN_UNIX),
         ("zmq_tcp_weights_gb_per_cpu_s", UNIT, speed["tcp"]["sent"], PER_TENSOR),
+        ("zmq_tcp_weights_gb_per_cpu_s_vs_one_buffer", UNIT, speed["tcp"]["sent"], ONE_BUFFER),
+        ("zmq_tcp_weights_gb_per_cpu_s_vs_plain", UNIT, speed["tcp"]["sent"], PLAIN_TCP),
         (
             "zmq_publish_gb_per_cpu_s",
             f"{UNIT}, with the copy out of the trainer's tensors",
@@ -170,14 +181,40 @@ def _gloo(file: Path, every: list[tuple[int, ...]]) -> Iterator[Run]:
         _end("gloo", "0", str(file), json.dumps(every)) as one,
         _end("gloo", "1", str(file), json.dumps(every)) as other,
     ):
+        yield _both(one, other)
 
-        def run() -> dict[str, float]:
-            one.tell("go")
-            other.tell("go")
-            return {"sent": one.hear() + other.hear()}
 
-        run()
-        yield run
+@contextlib.contextmanager
+def _plain(pair: tuple[socket.socket, socket.socket], nbytes: int) -> Iterator[Run]:
+    """Two processes that do no more than call the kernel."""
+    sending, receiving = (one.detach() for one in pair)
+    with (
+        _end("plain", str(sending), "0", str(nbytes), descriptor=sending) as one,
+        _end("plain", str(receiving), "1", str(nbytes), descriptor=receiving) as other,
+    ):
+        os.close(sending)
+        os.close(receiving)
+        yield _both(one, other)
+
+
+def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sending = socket.socket()
+        sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        sending.connect(listener.getsockname())
+        return sending, listener.accept()[0]
+
+
+def _both(one: "_End", other: "_End") -> Run:
+    """Two processes that each take part once they are told to; once, to touch all pages."""
+
+    def run() -> dict[str, float]:
+        one.tell("go")
+        other.tell("go")
+        return {"sent": one.hear() + other.hear()}
+
+    run()
+    return run
 
 
 class _End:
@@ -199,9 +236,10 @@ class _End:
 
 
 @contextlib.contextmanager
-def _end(*arguments: str) -> Iterator[_End]:
+def _end(*arguments: str, descriptor: int | None = None) -> Iterator[_End]:
     command = [sys.executable, "-m", "benchmarks.transport.weight_end", *arguments]
+    passed = () if descriptor is None else (descriptor,)
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=passed
     ) as process:
         yield _End(process)

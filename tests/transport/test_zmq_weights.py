@@ -20,6 +20,7 @@ from tidegate.errors import WeightsRefused
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.security import make_keys, read_engine_keys, read_orchestrator_keys
 from tidegate.transport.weight_channels import Home, NamedBuffer, receiver, zmq_receiver
+from tidegate.transport.weight_channels.sendable_memory import SendableMemory
 from tidegate.transport.weight_channels.zmq import CHUNK_BYTES, CHUNKS_AHEAD
 from tidegate.transport.weight_channels.zmq_sender import ZmqSender
 
@@ -105,10 +106,51 @@ def test_memory_is_used_again_at_both_ends(weights: ZmqSender) -> None:
     for version, size in enumerate([5000, 5000, 3000, 5000]):
         [update] = weights.write(version, [tensor("w", size)])
         [(_, view)] = end.tensors(update)
-        sent.add(weights._places[-1].buffer.ctypes.data)
+        sent.add(weights._places[-1].memory.bytes.ctypes.data)
         received.add(id(view.obj))
     assert (len(sent), len(received)) == (1, 1)
     end.close()
+
+
+MAPPED_FOR_CHUNKS = """
+import ctypes, sys
+from tidegate.transport.messages import InitWeights
+from tidegate.transport.weight_channels import Home, receiver
+from tidegate.transport.weight_channels.sendable_memory import SendableMemory
+from tidegate.transport.weight_channels.zmq import CHUNK_BYTES, CHUNKS_AHEAD
+
+class Statistics(ctypes.Structure):
+    _fields_ = [(f"field_{n}", ctypes.c_size_t) for n in range(10)]
+
+libc = ctypes.CDLL(None)
+if not hasattr(libc, "mallinfo2"):
+    sys.exit("this is no glibc of 2.33 or later")
+libc.mallinfo2.restype, libc.malloc.restype = Statistics, ctypes.c_void_p
+end = receiver(InitWeights(channel="zmq", info={"address": "tcp://*:1"}), Home(sys.argv[1]))
+before = libc.mallinfo2().field_3
+libc.malloc(ctypes.c_size_t(CHUNKS_AHEAD * CHUNK_BYTES - 4096))
+print(libc.mallinfo2().field_3 - before)
+end.close()
+"""
+
+
+def test_memory_of_chunks_is_the_heaps_and_so_not_fresh_for_each() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", MAPPED_FOR_CHUNKS, ORCHESTRATOR], capture_output=True, text=True
+    )
+    if "no glibc" in ended.stderr:
+        pytest.skip(ended.stderr)
+    assert ended.stdout == "0\n", "blocks that the C library maps from the system, and gives back"
+
+
+def test_a_chunk_is_made_a_frame_once_and_shows_what_is_written_since() -> None:
+    memory = SendableMemory(3 * CHUNK_BYTES)
+    frame = memory.frame(CHUNK_BYTES, 2 * CHUNK_BYTES)
+    memory.bytes[CHUNK_BYTES] = 7
+    assert memory.frame(CHUNK_BYTES, 2 * CHUNK_BYTES) is frame
+    assert frame.buffer[0] == 7
+    assert memory.frame(CHUNK_BYTES, CHUNK_BYTES + 5).bytes == bytes(memory.bytes[CHUNK_BYTES:][:5])
+    assert memory.frame(1, 1 + CHUNK_BYTES).bytes == bytes(memory.bytes[1:][:CHUNK_BYTES])
 
 
 # ------------------------------------------------------------------------------ what breaks

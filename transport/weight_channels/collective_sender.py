@@ -188,7 +188,7 @@ class CollectiveSender(ZmqSender):
             member = self._member = Member(round_, lambda: self._store, own_host=host)
         try:
             for start in range(round_.start, round_.nbytes, PIECE_BYTES):
-                piece = place.buffer[start : min(start + PIECE_BYTES, round_.nbytes)]
+                piece = place.memory.bytes[start : min(start + PIECE_BYTES, round_.nbytes)]
                 if not member.broadcast(piece, lambda: self._is_served(place)):
                     break
                 self.sent_bytes += len(piece)

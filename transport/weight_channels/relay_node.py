@@ -31,7 +31,7 @@ from tidegate.transport.weight_channels.relay import (
 from tidegate.transport.weight_channels.relay_clients import Clients
 from tidegate.transport.weight_channels.relay_slot import Seed, Slot
 from tidegate.transport.weight_channels.relay_sockets import RelaySockets, Upstream, is_readable
-from tidegate.transport.weight_channels.transfer import take_chunk
+from tidegate.transport.weight_channels.transfer import keep_freed_chunks, take_chunk
 from tidegate.transport.weight_channels.zmq import (
     CHUNK_BYTES,
     CHUNKS_PER_REQUEST_MAX,
@@ -79,6 +79,7 @@ class RelayNode:
             raise
         self._door = self._sockets.door
         self._clients = Clients(listener, watch=self._watch, unwatch=self._unwatch, slot=self._slot)
+        keep_freed_chunks()
         self._wakeup = Wakeup()
         self._is_closing = False
         self._signs_due_s = 0.0

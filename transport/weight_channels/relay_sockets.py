@@ -17,7 +17,7 @@ from tidegate.transport.security import (
     secure_connector,
     secure_listener,
 )
-from tidegate.transport.weight_channels.zmq import SOCKET_BUFFER_BYTES
+from tidegate.transport.weight_channels.zmq import SEND_BUFFER_BYTES
 from tidegate.transport.weight_channels.zmq_sender import QUEUED_MAX, REQUEST_BYTES_MAX
 from tidegate.transport.zeromq import Context, Socket, expect_life, outlive_links
 
@@ -76,8 +76,6 @@ class RelaySockets:
         outlive_links(made)
         if silent_s is not None:
             expect_life(made, silent_s)
-        if address.startswith("tcp:"):
-            made.setsockopt(zmq.RCVBUF, SOCKET_BUFFER_BYTES)
         if keys is not None:
             secure_connector(made, keys)
         made.connect(address)
@@ -108,7 +106,7 @@ class RelaySockets:
             self._private = PrivateDirectory("relay")
             address = f"ipc://{self._private.path}/relay"
         else:
-            made.setsockopt(zmq.SNDBUF, SOCKET_BUFFER_BYTES)
+            made.setsockopt(zmq.SNDBUF, SEND_BUFFER_BYTES)
             made.setsockopt(zmq.IPV6, "[" in address)
         made.bind(address)
         return made

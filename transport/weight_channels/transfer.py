@@ -3,6 +3,7 @@
 It knows one buffer and the chunks of it; not who sends them, and of sockets only how to read one.
 """
 
+import numpy as np
 import zmq
 
 from tidegate.errors import BadFrame, WeightsRefused
@@ -85,13 +86,28 @@ class Transfer:
         del self._asked[chunk.start]
 
 
-def take_chunk(socket: Socket, transfer: Transfer, address: str) -> int | None:
+def keep_freed_chunks() -> None:
+    """Have the C library keep memory that chunks came in, where it is glibc with its own settings.
+
+    By its rules several that are freed at once go back to the system, and a page's first touch
+    costs ten times a copy. When a larger block is freed it takes such sizes for usual: this one,
+    which is never touched, is as large as all that can be on its way.
+    """
+    np.empty(CHUNKS_AHEAD * CHUNK_BYTES, np.uint8)
+
+
+def take_chunk(
+    socket: Socket, transfer: Transfer, address: str, *, flags: int = zmq.NOBLOCK
+) -> int | None:
     """Read one answer; where the chunk begins, if it was one that this transfer waits for.
 
+    Without ``flags`` it waits as long as the socket may.
+
     Raises:
+        zmq.Again: none has come.
         WeightsRefused: the sender at ``address`` hasn't got it, or sent something else.
     """
-    header = socket.recv(zmq.NOBLOCK, copy=False)
+    header = socket.recv(flags, copy=False)
     try:
         chunk = decode_chunk(header.bytes)
         place = transfer.place_of(chunk)

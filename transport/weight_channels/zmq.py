@@ -24,8 +24,10 @@ CHUNKS_PER_REQUEST_MAX = 4
 CHUNKS_AHEAD = 8
 """Asked for and not there yet: enough to keep a fast network busy while more are asked for."""
 
-SOCKET_BUFFER_BYTES = 1024 * 1024
-"""Of the system, per TCP connection and direction. Its own choice takes twice the wakeups."""
+SEND_BUFFER_BYTES = 512 * 1024
+"""Of the system, per TCP connection. It takes twice as many before they are read: a megabyte per
+round trip, and no more than a core's own cache holds. With twice that, or by the system's choice,
+both ends of one host took half as much time again."""
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True):

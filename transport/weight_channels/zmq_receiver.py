@@ -17,8 +17,12 @@ from tidegate.transport.addresses import at_host_of, check_connector
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.security import secure_connector
 from tidegate.transport.weight_channels.base import Home, views
-from tidegate.transport.weight_channels.transfer import Transfer, take_chunk
-from tidegate.transport.weight_channels.zmq import SOCKET_BUFFER_BYTES, Fetch, encode
+from tidegate.transport.weight_channels.transfer import (
+    Transfer,
+    keep_freed_chunks,
+    take_chunk,
+)
+from tidegate.transport.weight_channels.zmq import Fetch, encode
 from tidegate.transport.zeromq import new_socket
 
 STALL_TIMEOUT_S = 30.0
@@ -47,12 +51,12 @@ class ZmqReceiver:
             raise WeightsRefused(f"weights are to come from a strange place: {error}") from error
         self._socket = new_socket(zmq.DEALER, self._address)
         self._socket.setsockopt(zmq.LINGER, 0)
-        if self._address.startswith("tcp:"):
-            self._socket.setsockopt(zmq.RCVBUF, SOCKET_BUFFER_BYTES)
+        self._socket.setsockopt(zmq.RCVTIMEO, round(1000 * POLL_S))
         if home.keys is not None:
             secure_connector(self._socket, home.keys)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _NOT_LET_IN)
         self._connections = 0
+        keep_freed_chunks()
         self._socket.connect(self._address)
 
     def tensors(
@@ -97,16 +101,17 @@ class ZmqReceiver:
         """Wait for one chunk of this transfer; False if nobody wants it any more."""
         give_up_s = time.monotonic() + STALL_TIMEOUT_S
         while is_wanted():
-            self._ask_again_if_reconnected(transfer)
-            if self._socket.poll(round(POLL_S * 1000)):
-                if take_chunk(self._socket, transfer, self._address) is not None:
+            try:
+                if take_chunk(self._socket, transfer, self._address, flags=0) is not None:
                     return True
-            elif time.monotonic() > give_up_s:
-                raise WeightsRefused(
-                    f"no weights have come from {self._address} for {STALL_TIMEOUT_S:g} s, "
-                    f"with {transfer.missing_bytes} bytes still to come; is the orchestrator "
-                    f"alive, and does a firewall let this host reach that port?"
-                )
+            except zmq.Again:
+                self._ask_again_if_reconnected(transfer)
+                if time.monotonic() > give_up_s:
+                    raise WeightsRefused(
+                        f"no weights have come from {self._address} for {STALL_TIMEOUT_S:g} s, "
+                        f"with {transfer.missing_bytes} bytes still to come; is the orchestrator "
+                        f"alive, and does a firewall let this host reach that port?"
+                    ) from None
         return False
 
     def _ask_again_if_reconnected(self, transfer: Transfer) -> None:

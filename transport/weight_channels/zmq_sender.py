@@ -1,6 +1,6 @@
 """How are weights sent to other hosts? A thread hands out chunks of a buffer to whoever asks.
 
-It knows neither engines nor what becomes of the chunks. The buffer is used again for each version:
+It knows neither engines nor what becomes of the chunks. The memory is used again for each version:
 the first touch of a fresh page costs ten times a copy into an old one.
 """
 
@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import zmq
 
 from tidegate.errors import BadFrame, ConfigError
@@ -21,11 +20,12 @@ from tidegate.transport.messages import InitWeights, UpdateWeights
 from tidegate.transport.private_directory import PrivateDirectory
 from tidegate.transport.security import OrchestratorKeys, secure_listener
 from tidegate.transport.weight_channels.base import NamedBuffer, check_buffers, layout
+from tidegate.transport.weight_channels.sendable_memory import SendableMemory
 from tidegate.transport.weight_channels.zmq import (
     CHUNK_BYTES,
     CHUNKS_PER_REQUEST_MAX,
     NAME,
-    SOCKET_BUFFER_BYTES,
+    SEND_BUFFER_BYTES,
     Chunk,
     Fetch,
     decode_fetch,
@@ -40,21 +40,19 @@ QUEUED_MAX = 64
 """Requests of one engine, and chunks on their way to it. Honest ones have a few; what a flood asks
 for beyond them is dropped."""
 
-Bytes = npt.NDArray[np.uint8]
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One version in a buffer."""
+    """One version in memory."""
 
     version: int
     location: str
-    buffer: Bytes
+    memory: SendableMemory
     nbytes: int
 
 
 class ZmqSender:
-    """Owns the buffers, a socket, and the thread that serves it."""
+    """Owns the memory, a socket, and the thread that serves it."""
 
     def __init__(self, address: str | None = None, *, keys: OrchestratorKeys | None = None) -> None:
         """Listen on a free port beside ``address``, the orchestrator's own; privately for ipc.
@@ -67,8 +65,8 @@ class ZmqSender:
         self._writes = 0
         self._places: list[Place] = []
         """What is being served: the newest version, and those kept beside it."""
-        self._spare: Bytes = np.empty(0, np.uint8)
-        """A buffer that may be written over."""
+        self._spare = SendableMemory(0)
+        """Memory that may be written over."""
         self._lock = threading.Lock()
         self.malformed_requests = 0
         self.sent_bytes = 0
@@ -97,11 +95,11 @@ class ZmqSender:
             kept = {place.version: place for place in self._places if place.version in keep}
             dropped = [p for p in self._places if kept.get(p.version) is not p]
             self._places = list(kept.values())
-        target = self._room(nbytes, [self._spare, *(place.buffer for place in dropped)])
+        target = self._room(nbytes, [self._spare, *(place.memory for place in dropped)])
         for spec, tensor in zip(specs, tensors, strict=True):
             if spec.nbytes:  # numpy refuses to look at an empty buffer
                 source = np.frombuffer(tensor.data.cast("B"), np.uint8)
-                np.copyto(target[spec.offset : spec.offset + spec.nbytes], source)
+                np.copyto(target.bytes[spec.offset : spec.offset + spec.nbytes], source)
         self._writes += 1
         # The same version may be written twice, and must not be taken for what it was.
         location = f"{self._id}/{self._writes}"
@@ -114,16 +112,16 @@ class ZmqSender:
         self._context.term()  # which the thread notices, and closes its socket
         self._remove_directory()
 
-    def _room(self, nbytes: int, free: list[Bytes]) -> Bytes:
-        """The smallest buffer that is large enough, or a new one; the largest left is the spare."""
-        found = min((b for b in free if len(b) >= nbytes), key=len, default=None)
-        left = [buffer for buffer in free if buffer is not found]
+    def _room(self, nbytes: int, free: list[SendableMemory]) -> SendableMemory:
+        """The smallest that is large enough, or a new one; the largest left is the spare."""
+        found = min((m for m in free if len(m) >= nbytes), key=len, default=None)
+        left = [memory for memory in free if memory is not found]
         if found is None:
             # It takes the place of one that is too small; but part of a set is no reason to let
             # go of the room that the next whole set needs.
-            left = [buffer for buffer in left if len(buffer) > nbytes]
-            found = np.empty(nbytes, np.uint8)
-        self._spare = max(left, key=len, default=np.empty(0, np.uint8))
+            left = [memory for memory in left if len(memory) > nbytes]
+            found = SendableMemory(nbytes)
+        self._spare = max(left, key=len, default=SendableMemory(0))
         return found
 
     def _bound(self, address: str | None, keys: OrchestratorKeys | None) -> Socket:
@@ -141,7 +139,7 @@ class ZmqSender:
             self._private = PrivateDirectory("weights")
             self.address = f"ipc://{self._private.path}/weights"
         else:
-            socket.setsockopt(zmq.SNDBUF, SOCKET_BUFFER_BYTES)
+            socket.setsockopt(zmq.SNDBUF, SEND_BUFFER_BYTES)
             socket.setsockopt(zmq.IPV6, "[" in own)
         try:
             socket.bind(own or self.address)
@@ -184,10 +182,10 @@ class ZmqSender:
         assert place is not None
         for start in range(fetch.start, fetch.end, CHUNK_BYTES):
             header = encode(Chunk(fetch.location, start))
-            chunk = place.buffer.data[start : min(start + CHUNK_BYTES, fetch.end)]
+            end = min(start + CHUNK_BYTES, fetch.end)
             self._socket.send_multipart([peer, header], zmq.SNDMORE)
-            self._socket.send(chunk, copy=False)
-            self.sent_bytes += chunk.nbytes
+            self._socket.send(place.memory.frame(start, end), copy=False)
+            self.sent_bytes += end - start
 
 
 def _objection(fetch: Fetch, place: Place | None) -> str | None:
