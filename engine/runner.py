@@ -214,7 +214,7 @@ class ModelRunner:
             attention=self._attention(None if is_native else places.positions, groups),
             places=places,
             write_index=None if is_native else write_index(block, offset, self._shape),
-            scratch=self._scratch_for([group for kind in groups for group in kind], dense),
+            scratch=self._scratch_for([group for kind in groups for group in kind]),
             sampled=layout.asked,
             native=self._native,
             adapters=[AdapterTokens(self.weights.adapters[n], its) for n, its in layout.adapters],
@@ -298,15 +298,10 @@ class ModelRunner:
             )
         return groups
 
-    def _scratch_for(
-        self, groups: Sequence[RowGroup | LastTokens], dense: DenseStep | None
-    ) -> torch.Tensor:
+    def _scratch_for(self, groups: Sequence[RowGroup | LastTokens]) -> torch.Tensor:
         """The scratch memory, kept from step to step, grown where this one needs more."""
-        if dense is None:
-            gathered = [group for group in groups if isinstance(group, RowGroup)]
-            needed = scratch_elements(gathered, self._caches[0])
-        else:
-            needed = dense.layers.scratch_elements(dense.group.end_token)
+        gathered = [group for group in groups if isinstance(group, RowGroup)]
+        needed = scratch_elements(gathered, self._caches[0])
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed, dtype=self._scratch.dtype)
         return self._scratch

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <new>
 
 #include "functions.h"
@@ -68,30 +69,34 @@ void multiply(const T* x, const Product& by, T* out, bool adds, const Step& step
                          step.threads_max));
 }
 
-// What lies between products, in memory that every layer uses again.
-template <typename T> struct Room {
+// What lies between products, in memory that every layer uses again. It is let go of after each
+// step: kept, it would lie above what prompts leave free, and keep the system from having that back.
+template <typename T> class Room {
+  public:
     T *narrow, *wide, *inner;
 
-    Room(T* from, const Sizes& sizes, int64_t tokens) {
-        narrow = from;
-        wide = narrow + narrow_size(sizes, tokens);
-        inner = wide + wide_size(sizes, tokens);
-    }
-
-    static int64_t elements(const Sizes& sizes, int64_t tokens) {
-        return narrow_size(sizes, tokens) + wide_size(sizes, tokens) +
-               lines(std::max(sizes.heads * sizes.head_dim, sizes.inner) * tokens);
+    Room(const Sizes& sizes, int64_t tokens) {
+        const int64_t heads_size = sizes.heads * sizes.head_dim;
+        const int64_t qkv_size = heads_size + 2 * sizes.kv_heads * sizes.head_dim;
+        const int64_t narrow_size = lines(std::max(sizes.hidden, heads_size) * tokens);
+        const int64_t wide_size = lines(std::max(qkv_size, 2 * sizes.inner) * tokens);
+        const int64_t inner_size = lines(std::max(heads_size, sizes.inner) * tokens);
+        held.reset(new Line[narrow_size + wide_size + inner_size]);
+        narrow = (T*)held.get();
+        wide = (T*)(held.get() + narrow_size);
+        inner = (T*)(held.get() + narrow_size + wide_size);
     }
 
   private:
-    static int64_t lines(int64_t n) { return (n + 63) / 64 * 64; }  // whole ones, of any dtype
-    static int64_t narrow_size(const Sizes& sizes, int64_t tokens) {
-        return lines(std::max(sizes.hidden, sizes.heads * sizes.head_dim) * tokens);
+    struct alignas(64) Line {
+        char bytes[64];
+    };
+
+    static int64_t lines(int64_t elements) {
+        return (elements * int64_t(sizeof(T)) + 63) / 64;
     }
-    static int64_t wide_size(const Sizes& sizes, int64_t tokens) {
-        const int64_t qkv = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim;
-        return lines(std::max(qkv, 2 * sizes.inner) * tokens);
-    }
+
+    std::unique_ptr<Line[]> held;
 };
 
 // One layer, added to ``hidden`` [T, H].
@@ -120,22 +125,18 @@ void add_layer(const Layer& layer, const Sizes& sizes, const Step& step, const R
 }
 
 template <typename T>
-void add_layers(const Layer* layers, const Sizes& sizes, const Step& step, T* scratch, T* hidden) {
-    const Room<T> room(scratch, sizes, step.tokens);
+void add_layers(const Layer* layers, const Sizes& sizes, const Step& step, T* hidden) {
+    const Room<T> room(sizes, step.tokens);
     for (int64_t n = 0; n < sizes.layers; n++) add_layer(layers[n], sizes, step, room, hidden);
 }
 
 }  // namespace
 
-extern "C" int64_t tg_layers_room(const void* sizes, int64_t tokens) {
-    return Room<float>::elements(*(const Sizes*)sizes, tokens);
-}
-
 FOR_BOTH(tg_layers,
          (const void* layers, const void* sizes, const int64_t* positions, const int64_t* blocks,
-          const int64_t* offsets, const int64_t* tables, const int64_t* lengths, void* scratch,
-          void* hidden, int64_t tokens, int64_t row_blocks, int64_t threads_max),
+          const int64_t* offsets, const int64_t* tables, const int64_t* lengths, void* hidden,
+          int64_t tokens, int64_t row_blocks, int64_t threads_max),
          add_layers((const Layer*)layers, *(const Sizes*)sizes,
                     Step{positions, blocks, offsets, tables, lengths, tokens, row_blocks,
                          threads_max},
-                    (T*)scratch, (T*)hidden))
+                    (T*)hidden))

@@ -134,24 +134,15 @@ class Layers:
         at = ctypes.addressof(self._layers), ctypes.addressof(self._sizes)
         self._at_layers, self._at_sizes = at
         dtype = first.input_norm.dtype
-        self._add = function(functions, "tg_layers", [POINTER] * 9 + [INT] * 3, dtype)
-        self._room = functions["tg_layers_room"]
-        self._room.argtypes, self._room.restype = [POINTER, INT], INT
+        self._add = function(functions, "tg_layers", [POINTER] * 8 + [INT] * 3, dtype)
 
-    def scratch_elements(self, tokens: int) -> int:
-        """How much scratch memory a step of so many tokens takes."""
-        return int(self._room(self._at_sizes, tokens))
-
-    def add_(
-        self, hidden: torch.Tensor, places: Places, group: LastTokens, scratch: torch.Tensor
-    ) -> None:
+    def add_(self, hidden: torch.Tensor, places: Places, group: LastTokens) -> None:
         """Add to ``hidden`` [T, H] what the layers make of it, and write keys and values.
 
         Args:
             hidden: contiguous, embedded.
             places: of the tokens.
             group: all of them; its window is not looked at, for each layer has its own.
-            scratch: at least :meth:`scratch_elements`, of the layers' dtype, overwritten.
         """
         positions, blocks, offsets = places
         self._add(
@@ -162,7 +153,6 @@ class Layers:
             offsets.data_ptr(),
             group.tables.data_ptr(),
             group.lengths.data_ptr(),
-            scratch.data_ptr(),
             hidden.data_ptr(),
             hidden.shape[0],
             group.tables.stride(0),

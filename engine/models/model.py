@@ -66,7 +66,7 @@ class StepPlan:
     write_index: torch.Tensor | None
     """None for compiled code, which writes by ``places``."""
     scratch: torch.Tensor
-    """Memory for :func:`~tidegate.kernels.attention.attend`, or a dense step."""
+    """Memory for :func:`~tidegate.kernels.attention.attend`."""
     sampled: torch.Tensor
     """[S] the tokens whose hidden states are asked for: to sample after them, or to score."""
     native: Native | None
@@ -88,7 +88,7 @@ def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) ->
     if plan.dense is None:
         _add_layers(hidden, weights, caches, plan)
     else:
-        plan.dense.layers.add_(hidden, plan.places, plan.dense.group, plan.scratch)
+        plan.dense.layers.add_(hidden, plan.places, plan.dense.group)
     return _norm(hidden.index_select(0, plan.sampled), weights.final_norm, config, plan.native)
 
 
