@@ -42,11 +42,8 @@ class Group:
     sibling_rewards: Sequence[float] = ()
     """Of a rest: what the others of its group were rewarded with."""
 
-    is_evaluation: bool = field(init=False)
+    is_evaluation: bool = False
     """Whether it only measures, and is never trained."""
-
-    def __post_init__(self) -> None:
-        self.is_evaluation = self.group_id < 0
 
     @property
     def is_rest(self) -> bool:

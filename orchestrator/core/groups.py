@@ -46,6 +46,8 @@ class GroupBook(WaitingGroups):
         self._keeps_all = type(prompts.filter) is GroupFilter
         """Then no group is given up before its last rollout has ended."""
         self.group_size = group_size
+        self._needed_mostly = 1 if group_size < KEPT_ROLLOUTS_MIN else KEPT_ROLLOUTS_MIN
+        """Rollouts without which a group can't be trained; a rest needs fewer."""
         self.ledger = Ledger()
         self.evaluation_ledger = Ledger()
         self.discarded_rollouts: Counter[str] = Counter()
@@ -77,7 +79,7 @@ class GroupBook(WaitingGroups):
 
     def evaluate(self, task: object, index: int) -> list[ev.Command]:
         """One rollout for measuring only; its group is in no queue."""
-        return self._start(Group(-1 - index, task), 1)
+        return self._start(Group(-1 - index, task, is_evaluation=True), 1)
 
     def _start(self, group: Group, rollouts: int) -> list[ev.Command]:
         commands: list[ev.Command] = []
@@ -127,7 +129,10 @@ class GroupBook(WaitingGroups):
         rollout, group = self.running[event.rollout_id]
         turn = Turn(rollout, event.sampling, event.media)
         rollout.turns.append(turn)
-        priority = EVALUATION_PRIORITY if group.is_evaluation else group.priority
+        if group.is_evaluation:
+            return self._turns.submit(turn, EVALUATION_PRIORITY)
+        # As group.priority, whose call costs as much again; so it is in what follows.
+        priority = group.group_id if group.split_from is None else group.split_from
         return self._turns.submit(turn, priority)
 
     def give_up_turn(self, rollout_id: int) -> list[ev.Command]:
@@ -176,8 +181,11 @@ class GroupBook(WaitingGroups):
     ) -> list[Rollout]:
         """A rollout goes on no more, nor do its branches: those that count for something."""
         del self.running[rollout.rollout_id]
-        commands += self._turns.cancel(rollout)
         for turn in rollout.turns:
+            if turn.finish_reason is None:
+                commands += self._turns.cancel(rollout)
+            if turn.held_back is not None:
+                turn.settle()
             del turn.rollout
         if not rollout.branches:
             return [rollout]
@@ -209,14 +217,15 @@ class GroupBook(WaitingGroups):
         self.rollout_ends += 1
         group.running -= 1
         reason = None if self._keeps_all else self._judge(group)
-        if not group.running and self._end(group) < self._needed(group):
-            reason = "group_too_small"
+        if not group.running:
+            kept = self._end(group)
+            if kept < self._needed_mostly and kept < self._needed(group):
+                reason = "group_too_small"
         return [] if reason is None else self.give_up_group(group, reason)
 
     def _needed(self, group: Group) -> int:
         """Rollouts without which a group can't be trained."""
-        is_rest = group.split_from is not None  # others of its group were
-        return 1 if is_rest or self.group_size < KEPT_ROLLOUTS_MIN else KEPT_ROLLOUTS_MIN
+        return 1 if group.is_rest else self._needed_mostly  # others of a rest's group were
 
     def _judge(self, group: Group) -> str | None:
         """Why the filter rejects a group, one of whose rollouts has just ended."""
@@ -294,7 +303,7 @@ class GroupBook(WaitingGroups):
         rows: list[Rollout] = []
         for group in groups:
             self._forget(group)
-            rows += group.kept
+            rows += [row for row in group.rollouts if row.state is not DISCARDED]
         lengths = [
             row.tokens_of_all_rows if row.branches else row.sampled_tokens
             for row in rows

@@ -38,14 +38,18 @@ class Turn:
         "filed_token_ids",
         "finish_reason",
         "held_back",
+        "is_evaluation",
         "media",
         "number",
         "place",
         "prefills",
+        "priority",
         "reward",
         "rollout",
         "rollout_id",
         "runs",
+        "sampled_before",
+        "sampled_by",
         "sampling",
         "start",
     )
@@ -80,6 +84,13 @@ class Turn:
         """``stop`` or ``length``; None while it goes on."""
         self.place: tuple[str, int] | None = None
         """The engine that has it now and the handle there, for the turn book to find it again."""
+        self.priority = 0
+        """In the queue of that engine."""
+        self.sampled_before = 0
+        """Its output tokens when it was sent there."""
+        self.sampled_by = -1
+        """The version that its last tokens are of; -1: none is from there yet."""
+        self.is_evaluation = rollout.group_id < 0
         self.reward: float | None = None
         """Its own, beside that of its rollout; None: its episode gave none."""
         wants_details = sampling.top_logprobs or sampling.raw_logprobs
@@ -142,6 +153,7 @@ class Turn:
 
     def begin_run(self, version: int, engine: str) -> None:
         """The next token is sampled by ``version`` on ``engine``."""
+        self.sampled_by = version
         runs = self.runs
         if runs and runs[-1].version == version and runs[-1].engine == engine:
             return
@@ -262,7 +274,8 @@ class Rollout:
         """Append given tokens (a prompt, an observation) to the context."""
         if not isinstance(token_ids, array):
             token_ids = token_array(token_ids)  # refuses what is no token id before any change
-        self.settle()
+        if self.turns:
+            self.settle()
         self.filed_token_ids.extend(token_ids)
         self.filed_logprobs.frombytes(bytes(4 * len(token_ids)))  # 0.0 each
 

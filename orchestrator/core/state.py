@@ -28,7 +28,6 @@ from tidegate.orchestrator.core.saved_state import (
     SavedTurns,
 )
 from tidegate.orchestrator.journal.event_log import TASK_ELSEWHERE
-from tidegate.orchestrator.turns.filing import Submission
 from tidegate.orchestrator.turns.turns import EngineTurns
 from tidegate.policies.filters import PromptHistory
 from tidegate.transport.messages import TokenDetails
@@ -144,8 +143,8 @@ def _turns(core: Core) -> SavedTurns:
 
 def _engine(name: str, engine: EngineTurns) -> SavedEngine:
     submissions = [
-        SavedSubmission(handle, s.turn.rollout_id, s.priority, s.sampled_before)
-        for handle, s in engine.submissions.items()
+        SavedSubmission(handle, turn.rollout_id, turn.priority, turn.sampled_before)
+        for handle, turn in engine.submissions.items()
     ]
     return SavedEngine(
         name,
@@ -269,6 +268,7 @@ def _loaded_group(saved: SavedGroup) -> Group:
         is_retaken=saved.is_retaken,
         split_from=saved.split_from,
         sibling_rewards=saved.sibling_rewards,
+        is_evaluation=saved.group_id < 0,
     )
     group.running, group.version_floor = saved.running, saved.version_floor
     group.rollouts = [_loaded_rollout(rollout, group) for rollout in saved.rollouts]
@@ -346,6 +346,7 @@ def _load_turns(saved: SavedTurns, core: Core) -> None:
         engine.is_away, engine.speed, engine.media = each.is_away, each.speed, each.media
         for s in each.submissions:
             turn = running[s.rollout_id][0].turns[-1]
-            engine.submissions[s.handle] = Submission(turn, s.priority, s.sampled_before)
+            turn.priority, turn.sampled_before = s.priority, s.sampled_before
+            engine.submissions[s.handle] = turn
             turn.place = (each.name, s.handle)
         book.engines[each.name] = engine

@@ -172,7 +172,8 @@ class Episode(ScoringEpisode):
         Raises:
             ConfigError: they are too many, or too large.
         """
-        self._refuse_if_over()
+        if self._is_over:  # looked at here too, for the call costs as much again
+            self._refuse_if_over()
         if self._is_generating:
             raise RuntimeError("the context can't be appended to while a turn is generated")
         given = self._model.given.of(content)
@@ -301,7 +302,10 @@ class Episode(ScoringEpisode):
             if self._generating.is_over_budget(self._rollout):
                 await self.park()
             try:
-                turn = await self._next_turn(sampling, timeout_s)
+                coming = self._asked(sampling)
+                if timeout_s is not None:
+                    coming = within(timeout_s, coming, self._rollout)
+                turn = await coming
             except (asyncio.CancelledError, TurnTimeout):
                 self._generating.give_up_turn(self._rollout)
                 raise
@@ -312,7 +316,8 @@ class Episode(ScoringEpisode):
 
     def _refuse_turn(self) -> None:
         """Unless one can be generated now."""
-        self._refuse_if_over()
+        if self._is_over:
+            self._refuse_if_over()
         self._is_reserved = False
         if self._is_generating:
             raise RuntimeError("an episode takes one turn at a time; await the first generate()")
@@ -326,10 +331,6 @@ class Episode(ScoringEpisode):
         if "seed" not in options:
             sampling = _replace(sampling, seed=self._next_seed())
         return sampling
-
-    def _next_turn(self, sampling: SamplingParams, timeout_s: float | None) -> Awaitable[Turn]:
-        coming = self._asked(sampling)
-        return coming if timeout_s is None else within(timeout_s, coming, self._rollout)
 
     def _asked(self, sampling: SamplingParams) -> Awaitable[Turn]:
         media: tuple[Media, ...] = ()

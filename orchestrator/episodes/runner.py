@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import CoroutineType
 from typing import Any
 
 from tidegate.errors import EpisodeError, RunClosed
@@ -87,7 +88,9 @@ class EpisodeTask(SteppedTask):
         """Call the user's function."""
         episode = self.episode = self._runner.opened(self)
         playing = self._function(episode, self._task)
-        return playing if asyncio.iscoroutine(playing) else _awaited(playing)
+        if type(playing) is CoroutineType or asyncio.iscoroutine(playing):
+            return playing
+        return _awaited(playing)
 
     def end(self, value: object, error: BaseException | None) -> None:
         """As :meth:`EpisodeRunner.ended`."""

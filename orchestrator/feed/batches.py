@@ -124,7 +124,7 @@ def batch_of_rows(
 ) -> Batch:
     """The same, for who knows the groups' :func:`kept_rows` already."""
     rollouts = [rollout for rollout, _ in rows]
-    contexts = [rollout.token_ids for rollout in rollouts]
+    contexts = [rollout.filed_token_ids for rollout in rollouts]  # all is filed once one has ended
     lengths = np.array(list(map(len, contexts)), dtype=np.int64)
     sampled = VersionRuns(rollouts, lengths)
     packed = _pack(rollouts, contexts, lengths, sampled)
@@ -216,7 +216,6 @@ def _pack(
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths)))
     weight_versions = sampled.of_tokens()
     token_ids = np.frombuffer(b"".join(contexts), dtype=np.int32)
-    # Who asked for the contexts has had all filed that was held back.
     joined_logprobs = bytearray().join([rollout.filed_logprobs for rollout in rollouts])
     logprobs = np.frombuffer(joined_logprobs, dtype=np.float32)
     return PackedBatch(

@@ -21,7 +21,7 @@ class VersionRuns:
 
     def __init__(self, rollouts: Sequence[Rollout], lengths: Int64s) -> None:
         """``lengths``: of the rows' contexts, in tokens."""
-        self.oldest_trainable = max((row.oldest_trainable for row in rollouts), default=0)
+        self.oldest_trainable = max([row.oldest_trainable for row in rollouts], default=0)
         """Tokens of older versions are masked."""
         self._lengths = lengths
         marks = np.array(_marks(rollouts, lengths.tolist()), dtype=np.int64).reshape(-1, 2)

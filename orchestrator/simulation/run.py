@@ -236,8 +236,7 @@ class SimulatedRun:
 
     def _turn_of(self, engine: str, handle: int) -> Turn | None:
         turns = self.scheduler.core.turns.engines.get(engine) if self.scheduler else None
-        submission = turns.submissions.get(handle) if turns else None
-        return submission.turn if submission else None
+        return turns.submissions.get(handle) if turns else None
 
     def _engine_ended(self, name: str, why: str) -> None:
         assert self.scheduler is not None

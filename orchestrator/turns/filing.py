@@ -13,39 +13,6 @@ from tidegate.orchestrator.core.rollout import Turn
 from tidegate.orchestrator.turns.steady import SteadySteps, splitter
 
 
-class Submission:
-    """A turn on an engine."""
-
-    __slots__ = (
-        "is_evaluation",
-        "logprobs",
-        "priority",
-        "sampled_before",
-        "token_ids",
-        "turn",
-        "version",
-    )
-
-    def __init__(self, turn: Turn, priority: int, sampled_before: int) -> None:
-        self.turn = turn
-        self.priority = priority
-        self.sampled_before = sampled_before
-        """Output tokens of the turn that existed when it was submitted."""
-        self.version = -1
-        """Of the last tokens of this submission; -1 before the first."""
-        rollout = turn.rollout
-        self.token_ids = rollout.filed_token_ids
-        """What is filed of the rollout's context, here to be found at once; so is the rest."""
-        self.logprobs = rollout.filed_logprobs
-        self.is_evaluation = rollout.group_id < 0
-
-    def begin_run(self, event: StepArrived) -> None:
-        """The next token is from this step."""
-        if self.version != event.version:
-            self.version = event.version
-            self.turn.begin_run(event.version, event.engine)
-
-
 class StepOutcome(Struct, gc=False):
     """What a step meant: commands, and how many of its tokens belong to whom."""
 
@@ -66,7 +33,7 @@ class Filing:
         """Of the last step that was filed by itself."""
         self._steady: SteadySteps | None = None
 
-    def file(self, submissions: dict[int, Submission], event: StepArrived) -> StepOutcome:
+    def file(self, submissions: dict[int, Turn], event: StepArrived) -> StepOutcome:
         """Give a step's tokens to the turns they belong to; count whose they are.
 
         A step with the same turns as the one before is taken for the second of many.
@@ -112,27 +79,25 @@ def _added(steady: SteadySteps, event: StepArrived, tokens_each: int) -> StepOut
     return StepOutcome([], tokens_each * len(event.turns) - evaluation_tokens, evaluation_tokens)
 
 
-def _file_each(rows: list[Submission], event: StepArrived, tokens_each: int) -> StepOutcome:
+def _file_each(rows: list[Turn], event: StepArrived, tokens_each: int) -> StepOutcome:
     """The same number of tokens in each row, and every one is wanted: an engine's usual step."""
     split = splitter(len(rows), 4 * tokens_each).unpack
     version, engine, evaluation_rows = event.version, event.engine, 0
     for row, token_ids, logprobs in zip(
         rows, split(event.token_ids), split(event.logprobs), strict=True
     ):
-        turn = row.turn
-        if row.version != version:  # as begin_run, whose call costs as much again
-            row.version = version
-            turn.begin_run(version, engine)
-        row.token_ids.frombytes(token_ids)
-        row.logprobs.frombytes(logprobs)
-        turn.filed += tokens_each
+        if row.sampled_by != version:  # as begin_run, whose call costs as much again
+            row.begin_run(version, engine)
+        row.filed_token_ids.frombytes(token_ids)
+        row.filed_logprobs.frombytes(logprobs)
+        row.filed += tokens_each
         if row.is_evaluation:
             evaluation_rows += 1
     evaluation_tokens = tokens_each * evaluation_rows
     return StepOutcome([], tokens_each * len(rows) - evaluation_tokens, evaluation_tokens)
 
 
-def _file_any(submissions: dict[int, Submission], event: StepArrived) -> StepOutcome:
+def _file_any(submissions: dict[int, Turn], event: StepArrived) -> StepOutcome:
     """Any number of tokens per row, also none, and rows of turns that are over already."""
     outcome = StepOutcome([])
     rows = map(submissions.get, event.turns.tolist())
@@ -146,10 +111,10 @@ def _file_any(submissions: dict[int, Submission], event: StepArrived) -> StepOut
             continue
         if not tokens:
             continue
-        row.begin_run(event)
-        row.token_ids.frombytes(token_ids[4 * start : 4 * end])
-        row.logprobs.frombytes(logprobs[4 * start : 4 * end])
-        row.turn.filed += tokens
+        row.begin_run(event.version, event.engine)
+        row.filed_token_ids.frombytes(token_ids[4 * start : 4 * end])
+        row.filed_logprobs.frombytes(logprobs[4 * start : 4 * end])
+        row.filed += tokens
         if row.is_evaluation:
             outcome.evaluation_tokens += tokens
         else:

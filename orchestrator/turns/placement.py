@@ -178,8 +178,8 @@ class Placement:
 
 
 def _running(engine: "EngineTurns") -> Iterator[RunningTurn]:
-    for handle, submission in engine.submissions.items():
-        yield RunningTurn(handle, submission.priority, submission.turn.length)
+    for handle, turn in engine.submissions.items():
+        yield RunningTurn(handle, turn.priority, turn.length)
 
 
 def _kv_engine(turn: Turn) -> str | None:

@@ -15,7 +15,7 @@ import numpy as np
 from tidegate.orchestrator.core.events import StepArrived
 
 if TYPE_CHECKING:
-    from tidegate.orchestrator.turns.filing import Submission
+    from tidegate.orchestrator.core.rollout import Turn
 
 STEPS_MAX = 64
 """In one pile: what is saved hardly grows beyond, and nobody waits long who looks."""
@@ -40,7 +40,7 @@ class SteadySteps:
         "tokens_each",
     )
 
-    def __init__(self, rows: "list[Submission]", first: StepArrived, tokens_each: int) -> None:
+    def __init__(self, rows: "list[Turn]", first: StepArrived, tokens_each: int) -> None:
         """Begin with nothing; ``first`` is yet to be added."""
         self._rows = rows
         self._turns = first.turns.tobytes()
@@ -56,11 +56,9 @@ class SteadySteps:
         """Of every turn, in the pile."""
         self.evaluation_rows = sum(row.is_evaluation for row in rows)
         for row in rows:
-            row.turn.held_back = self
+            row.held_back = self
 
-    def takes(
-        self, step: StepArrived, tokens_each: int, submissions: "dict[int, Submission]"
-    ) -> bool:
+    def takes(self, step: StepArrived, tokens_each: int, submissions: "dict[int, Turn]") -> bool:
         """Whether ``step`` is more of the same; what ends or begins in it is not."""
         return (
             step.turns.tobytes() == self._turns
@@ -70,7 +68,7 @@ class SteadySteps:
             and self._are_all_wanted(submissions)
         )
 
-    def _are_all_wanted(self, submissions: "dict[int, Submission]") -> bool:
+    def _are_all_wanted(self, submissions: "dict[int, Turn]") -> bool:
         """Whether none of the turns was cancelled meanwhile.
 
         No handle comes twice: so where one is missing, there are fewer, or another is the newest.
@@ -94,7 +92,7 @@ class SteadySteps:
 
     def _begin_runs(self, step: StepArrived) -> None:
         for row in self._rows:
-            row.begin_run(step)
+            row.begin_run(step.version, step.engine)
         self._version = step.version
 
     def settle(self) -> None:
@@ -107,16 +105,16 @@ class SteadySteps:
         self._token_ids.clear()
         self._logprobs.clear()
         for row, own_token_ids, own_logprobs in zip(self._rows, token_ids, logprobs, strict=True):
-            row.token_ids.frombytes(own_token_ids)
-            row.logprobs.frombytes(own_logprobs)
-            row.turn.filed += tokens
+            row.filed_token_ids.frombytes(own_token_ids)
+            row.filed_logprobs.frombytes(own_logprobs)
+            row.filed += tokens
 
     def end(self) -> None:
         """Other turns come: nothing is held back any more."""
         self.settle()
         for row in self._rows:
-            if row.turn.held_back is self:
-                row.turn.held_back = None
+            if row.held_back is self:
+                row.held_back = None
 
     def _shares(self, columns: "Sequence[memoryview[Any]]") -> "tuple[bytes, ...]":
         """Each row's bytes, over all steps."""

@@ -21,7 +21,7 @@ from tidegate.orchestrator.core.events import (
 )
 from tidegate.orchestrator.core.provenance import TurnPrefill
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.turns.filing import Filing, StepOutcome, Submission
+from tidegate.orchestrator.turns.filing import Filing, StepOutcome
 from tidegate.orchestrator.turns.placement import Placement, PlacementRules
 from tidegate.transport.media import MediaKind
 from tidegate.transport.messages import (
@@ -45,8 +45,8 @@ class EngineTurns:
     weight_version: int
     max_running_turns: int
     epoch: int = 0
-    submissions: dict[int, Submission] = field(default_factory=dict)
-    """By handle."""
+    submissions: dict[int, Turn] = field(default_factory=dict)
+    """The turns that were sent to it, by handle."""
     missing: list[int] = field(default_factory=list)
     """Submissions that it did not hold when it said hello after a break."""
     replay_until: int = 0
@@ -122,7 +122,7 @@ class TurnBook:
         for handle in missing:
             lost = self._pop(name, handle)
             if lost is not None:  # else it has ended in the replay
-                commands += [Cancel(name, handle), *self.submit(lost.turn, lost.priority)]
+                commands += [Cancel(name, handle), *self.submit(lost, lost.priority)]
         return commands
 
     def resume(self) -> None:
@@ -135,9 +135,9 @@ class TurnBook:
     def recall(self, live_version: int) -> None:
         """Take every turn back; they go on under ``live_version`` or newer."""
         for engine in self.engines.values():
-            for submission in sorted(engine.submissions.values(), key=lambda s: s.priority):
-                submission.turn.place = None
-                self.waiting[submission.turn] = submission.priority
+            for turn in sorted(engine.submissions.values(), key=lambda turn: turn.priority):
+                turn.place = None
+                self.waiting[turn] = turn.priority
             engine.submissions.clear()
         self.placement.forget()
         self._oldest = set()
@@ -151,8 +151,8 @@ class TurnBook:
         gone.filing.end()
         self.placement.forget()
         self._raise_live_version()
-        orphans = sorted(gone.submissions.values(), key=lambda s: s.priority)
-        return [c for orphan in orphans for c in self.submit(orphan.turn, orphan.priority)]
+        orphans = sorted(gone.submissions.values(), key=lambda turn: turn.priority)
+        return [c for orphan in orphans for c in self.submit(orphan, orphan.priority)]
 
     def swap(self, engine: str, version: int) -> list[Command]:
         """An engine serves ``version`` from now on."""
@@ -208,14 +208,15 @@ class TurnBook:
         if turn.held_back is not None:
             rollout.settle()
         length = turn.filed
-        submission = self.engines[name].submissions[handle] = Submission(turn, priority, length)
+        self.engines[name].submissions[handle] = turn
         turn.place = (name, handle)
+        turn.priority, turn.sampled_before, turn.sampled_by = priority, length, -1
         self.placement.rank(name, self.live_version)
         if length:
             sampling = replace(sampling, max_tokens=sampling.max_tokens - length)
         message = SubmitTurn(
             turn=handle,
-            token_ids=submission.token_ids.tobytes(),
+            token_ids=turn.filed_token_ids.tobytes(),
             sampling=sampling,
             priority=priority,
             sampled_before=length,
@@ -249,7 +250,7 @@ class TurnBook:
         """Move the stragglers, if it is time to."""
         commands: list[Command] = []
         for move in self.placement.moves(event, self.live_version):
-            commands += self.move(self.engines[move.engine].submissions[move.handle].turn, move.to)
+            commands += self.move(self.engines[move.engine].submissions[move.handle], move.to)
         return commands
 
     def _submit_waiting(self) -> list[Command]:
@@ -272,10 +273,8 @@ class TurnBook:
 
     def reject(self, engine: str, handle: int, message: str) -> list[Command]:
         """An engine can never serve this turn."""
-        submission = self._pop(engine, handle)
-        if submission is None:
-            return []
-        return [self._refuse(submission.turn, message)]
+        turn = self._pop(engine, handle)
+        return [] if turn is None else [self._refuse(turn, message)]
 
     def _refuse(self, turn: Turn, why: str) -> FailTurn:
         """What it has sampled so far nobody is given, so nobody trains on it."""
@@ -283,13 +282,13 @@ class TurnBook:
         self.unwanted(turn.rollout, turn.take_back())
         return FailTurn(turn, why)
 
-    def _pop(self, engine: str, handle: int) -> Submission | None:
+    def _pop(self, engine: str, handle: int) -> Turn | None:
         turns = self.engines.get(engine)
-        submission = turns.submissions.pop(handle, None) if turns else None
-        if turns is not None and submission is not None:
-            submission.turn.place = None
+        turn = turns.submissions.pop(handle, None) if turns else None
+        if turn is not None:
+            turn.place = None
             self.placement.rank(engine, self.live_version)
-        return submission
+        return turn
 
     # ------------------------------------------------------------ tokens in
 
@@ -315,25 +314,22 @@ class TurnBook:
             outcome.commands += self._relieve(event)
         return outcome
 
-    def _take_ended(
-        self, event: StepArrived, engine: EngineTurns | None
-    ) -> list[tuple[Submission, int]]:
-        """The submissions that end with this step, and how."""
+    def _take_ended(self, event: StepArrived, engine: EngineTurns | None) -> list[tuple[Turn, int]]:
+        """The turns that leave their engine with this step, and how."""
         if engine is None:
             return []
-        taken: list[tuple[Submission, int]] = []
+        taken: list[tuple[Turn, int]] = []
         for handle, code in zip(event.turns.tolist(), event.finish, strict=True):
             if code != RUNNING and (ended := engine.submissions.pop(handle, None)) is not None:
-                ended.turn.place = None
+                ended.place = None
                 taken.append((ended, code))
         self.placement.rank(event.engine, self.live_version)
         return taken
 
     @staticmethod
-    def _file_prefill(submission: Submission | None, prefill: Prefill) -> None:
-        if submission is not None:
-            at = submission.sampled_before + prefill.at
-            turn = submission.turn
+    def _file_prefill(turn: Turn | None, prefill: Prefill) -> None:
+        if turn is not None:
+            at = turn.sampled_before + prefill.at
             turn.prefills = (*turn.prefills, TurnPrefill(at, tuple(prefill.spans)))
 
     def _stop_one_overrun(self, event: StepArrived) -> list[Command]:
@@ -342,21 +338,19 @@ class TurnBook:
             return []
         handle = event.turns[event.seq % len(event.turns)]
         engine = self.engines.get(event.engine)
-        submission = engine.submissions.get(handle) if engine else None
-        if submission is None:
+        turn = engine.submissions.get(handle) if engine else None
+        if turn is None or turn.length <= turn.sampling.max_tokens:
             return []
-        if submission.turn.length <= submission.turn.sampling.max_tokens:
-            return []
-        why = _overrun(submission.turn)
+        why = _overrun(turn)
         return [Cancel(event.engine, handle), *self.reject(event.engine, handle, why)]
 
-    def _finish(self, submission: Submission, code: int) -> list[Command]:
-        turn = submission.turn
-        left = turn.sampling.max_tokens - turn.length
+    def _finish(self, turn: Turn, code: int) -> list[Command]:
+        length = turn.filed if turn.held_back is None else turn.length
+        left = turn.sampling.max_tokens - length
         if left < 0:
             return [self._refuse(turn, _overrun(turn))]
         if left and code not in (STOP, LENGTH):
-            return self.submit(turn, submission.priority)
+            return self.submit(turn, turn.priority)
         turn.finish_reason = FINISH_REASONS[STOP if code == STOP else LENGTH]
         return [EndTurn(turn)]
 
@@ -368,12 +362,11 @@ def _overrun(turn: Turn) -> str:
     )
 
 
-def _file_details(event: StepArrived, submissions: dict[int, Submission]) -> None:
+def _file_details(event: StepArrived, submissions: dict[int, Turn]) -> None:
     """What was told of tokens beside their log-probs, under turns that asked for it."""
     counts = [1] * len(event.turns) if event.counts is None else event.counts.tolist()
     tokens = dict(zip(event.turns.tolist(), counts, strict=True))
     for told in event.details:
-        submission = submissions.get(told.turn)
-        turn = None if submission is None else submission.turn
+        turn = submissions.get(told.turn)
         if turn is not None and turn.details is not None:
             turn.details.append(told, tokens.get(told.turn, 0), before=turn.length)

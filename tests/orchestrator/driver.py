@@ -186,8 +186,8 @@ class Driver:
     def where(self, rollout: Rollout) -> tuple[str, int] | None:
         """The engine and handle of the rollout's turn."""
         for name, engine in self.core.turns.engines.items():
-            for handle, submission in engine.submissions.items():
-                if submission.turn.rollout is rollout:
+            for handle, turn in engine.submissions.items():
+                if turn.rollout is rollout:
                     return name, handle
         return None
 

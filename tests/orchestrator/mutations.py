@@ -20,7 +20,7 @@ from tidegate.orchestrator.episodes.runner import EpisodeRunner
 from tidegate.orchestrator.feed.tasks import TaskSource
 from tidegate.orchestrator.scheduler import Scheduler
 from tidegate.orchestrator.turns import filing
-from tidegate.orchestrator.turns.filing import StepOutcome, Submission
+from tidegate.orchestrator.turns.filing import StepOutcome
 from tidegate.orchestrator.turns.steady import SteadySteps
 from tidegate.orchestrator.turns.turns import TurnBook
 from tidegate.policies import asynchrony, consumption
@@ -259,9 +259,9 @@ def turns_sent_before_a_reconnect_are_believed_to_have_arrived(patch: pytest.Mon
 
 @mutation(seed=13)
 def an_aborted_turn_is_taken_for_finished(patch: pytest.MonkeyPatch) -> None:
-    def finish(self: TurnBook, submission: Submission, code: int) -> list[ev.Command]:
-        submission.turn.finish_reason = FINISH_REASONS[STOP if code == STOP else LENGTH]
-        return [ev.EndTurn(submission.turn)]
+    def finish(self: TurnBook, turn: Turn, code: int) -> list[ev.Command]:
+        turn.finish_reason = FINISH_REASONS[STOP if code == STOP else LENGTH]
+        return [ev.EndTurn(turn)]
 
     patch.setattr(TurnBook, "_finish", finish)
 
@@ -309,8 +309,8 @@ def tokens_are_tagged_with_the_version_at_their_arrival(patch: pytest.MonkeyPatc
 def an_abort_is_lost(patch: pytest.MonkeyPatch) -> None:
     right = TurnBook._finish
 
-    def finish(self: TurnBook, submission: Submission, code: int) -> list[ev.Command]:
-        return [] if code == ABORT else right(self, submission, code)
+    def finish(self: TurnBook, turn: Turn, code: int) -> list[ev.Command]:
+        return [] if code == ABORT else right(self, turn, code)
 
     patch.setattr(TurnBook, "_finish", finish)
 
@@ -324,9 +324,9 @@ def a_turn_given_up_goes_on(patch: pytest.MonkeyPatch) -> None:
 def kv_computed_again_is_taken_for_the_old(patch: pytest.MonkeyPatch) -> None:
     right = TurnBook._file_prefill
 
-    def file_prefill(submission: Submission | None, prefill: Prefill) -> None:
+    def file_prefill(turn: Turn | None, prefill: Prefill) -> None:
         if prefill.at == 0:
-            right(submission, prefill)
+            right(turn, prefill)
 
     patch.setattr(TurnBook, "_file_prefill", staticmethod(file_prefill))
 
@@ -335,7 +335,7 @@ def kv_computed_again_is_taken_for_the_old(patch: pytest.MonkeyPatch) -> None:
 def the_rows_of_a_step_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
     right = filing._file_each
 
-    def file_each(rows: list[Submission], event: ev.StepArrived, tokens_each: int) -> StepOutcome:
+    def file_each(rows: list[Turn], event: ev.StepArrived, tokens_each: int) -> StepOutcome:
         return right(rows[::-1], event, tokens_each)
 
     patch.setattr(filing, "_file_each", file_each)
@@ -349,7 +349,7 @@ def steps_of_two_versions_are_taken_for_steps_of_one(patch: pytest.MonkeyPatch) 
         self: SteadySteps,
         step: ev.StepArrived,
         tokens_each: int,
-        submissions: dict[int, Submission],
+        submissions: dict[int, Turn],
     ) -> bool:
         self._version = step.version
         return right(self, step, tokens_each, submissions)

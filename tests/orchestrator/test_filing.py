@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tidegate.orchestrator.core.events import StepArrived
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.turns.filing import Filing, Submission
+from tidegate.orchestrator.turns.filing import Filing
 from tidegate.orchestrator.turns.steady import STEPS_MAX
 from tidegate.transport.messages import SamplingParams
 
@@ -66,7 +66,7 @@ class AnySteps(RuleBasedStateMachine):
     @initialize(turns=st.integers(1, 4))
     def start(self, turns: int) -> None:
         self.filing = Filing()
-        self.submissions: dict[int, Submission] = {}
+        self.submissions: dict[int, Turn] = {}
         self.expected: dict[int, Expected] = {}
         self.over: list[Expected] = []
         self.on_engine: list[int] = []
@@ -82,7 +82,7 @@ class AnySteps(RuleBasedStateMachine):
         self._submit(new_turn(self.next_handle, is_evaluation=is_evaluation))
 
     def _submit(self, turn: Turn) -> None:
-        self.submissions[self.next_handle] = Submission(turn, 0, 0)
+        self.submissions[self.next_handle] = turn
         self.expected[self.next_handle] = Expected(turn)
         self.on_engine.append(self.next_handle)
         self.next_handle += 1
@@ -110,11 +110,11 @@ class AnySteps(RuleBasedStateMachine):
     def a_turn_is_over(self, data: st.DataObject, is_continued: bool) -> None:
         """Cancelled, say; what its rollout is given then comes after its tokens."""
         handle = data.draw(st.sampled_from(sorted(self.submissions)))
-        submission = self.submissions.pop(handle)
+        before = self.submissions.pop(handle)
         over = self.expected.pop(handle)
         self.over.append(over)
         if is_continued:
-            rollout = submission.turn.rollout
+            rollout = before.rollout
             rollout.extend([7, 7])
             turn = Turn(rollout, SamplingParams(max_tokens=10_000))
             rollout.turns.append(turn)
@@ -132,9 +132,8 @@ class AnySteps(RuleBasedStateMachine):
         self.filing.end()
         self.filing = Filing()
         self.on_engine = list(self.submissions)
-        self.submissions = {
-            handle: Submission(s.turn, 0, s.turn.length) for handle, s in self.submissions.items()
-        }
+        for turn in self.submissions.values():
+            turn.sampled_before, turn.sampled_by = turn.length, -1
 
     def _send(self, tokens: dict[int, int]) -> None:
         rows: dict[int, list[tuple[int, float]]] = {}
@@ -177,7 +176,7 @@ TestAnySteps.settings = settings(max_examples=40, stateful_step_count=25, deadli
 
 def test_many_steps_of_the_same_turns_are_filed_at_once_and_nobody_can_tell() -> None:
     turns = [new_turn(number) for number in range(3)]
-    submissions = {number: Submission(turn, 0, 0) for number, turn in enumerate(turns)}
+    submissions = dict(enumerate(turns))
     filing = Filing()
     for n in range(10):
         filing.file(submissions, step({h: [(10 * n + h, -1.0)] for h in submissions}, version=4))
@@ -192,7 +191,7 @@ def test_a_lost_engine_holds_nothing_back() -> None:
     turn = new_turn(0)
     filing = Filing()
     for n in range(5):
-        filing.file({0: Submission(turn, 0, 0)}, step({0: [(n, 0.0)]}, version=0))
+        filing.file({0: turn}, step({0: [(n, 0.0)]}, version=0))
     filing.end()
     assert turn.held_back is None
     assert turn.token_ids.tolist() == [0, 1, 2, 3, 4]
