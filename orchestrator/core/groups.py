@@ -300,10 +300,8 @@ class GroupBook(WaitingGroups):
 
     def train(self, groups: list[Group], *, oldest_trainable: int) -> list[Rollout]:
         """These are handed to the trainer; of their tokens, older ones are masked. Their rows."""
-        rows: list[Rollout] = []
-        for group in groups:
-            self._forget(group)
-            rows += [row for row in group.rollouts if row.state is not DISCARDED]
+        self._forget_batch(groups)
+        rows = [row for group in groups for row in group.rollouts if row.state is not DISCARDED]
         lengths = [
             row.tokens_of_all_rows if row.branches else row.sampled_tokens
             for row in rows

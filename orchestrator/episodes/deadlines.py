@@ -18,24 +18,23 @@ GRACE_S = 5.0
 LOOK_AGAIN_S = 1.0
 """While nobody's time runs, there is nothing to be on time for."""
 
-Task = asyncio.Task[object] | SteppedTask
-About = TypeVar("About")
+Task = TypeVar("Task", bound="asyncio.Task[object] | SteppedTask")
 
 
-class Deadlines(Generic[About]):
+class Deadlines(Generic[Task]):
     """The tasks that are to end within ``timeout_s`` of their beginning."""
 
-    def __init__(self, timeout_s: float, give_up: Callable[[About], None]) -> None:
-        """``give_up`` is called for a task that can't be ended, with what it is about."""
+    def __init__(self, timeout_s: float, give_up: Callable[[Task], None]) -> None:
+        """``give_up`` is called for a task that can't be ended."""
         self._timeout_s = timeout_s
         self._give_up = give_up
-        self._due_s: dict[Task, tuple[float, About]] = {}
+        self._due_s: dict[Task, float] = {}
         """When each is to have ended, on the loop's clock, earliest first."""
         self._is_in_order = True
         """Whether it is earliest first just now; some have been held for a while."""
-        self._held: dict[Task, tuple[float, About]] = {}
+        self._held: dict[Task, float] = {}
         """Those whose time doesn't run, with how much they have left."""
-        self._cancelled: dict[Task, tuple[float, About]] = {}
+        self._cancelled: dict[Task, float] = {}
         """When those that had not are given up, earliest first."""
         self._timer: asyncio.TimerHandle | None = None
         self._stood_still_at_s: float | None = None
@@ -52,49 +51,44 @@ class Deadlines(Generic[About]):
             return
         late_s = now_s - self._stood_still_at_s
         self._stood_still_at_s = None
-        self._due_s = {
-            task: (due_s + late_s, about) for task, (due_s, about) in self._due_s.items()
-        }
+        self._due_s = {task: due_s + late_s for task, due_s in self._due_s.items()}
 
-    def begin(self, task: Task, about: About) -> None:
+    def begin(self, task: Task) -> None:
         """From now on, this task's time runs."""
         loop, stood_still_at_s = task.get_loop(), self._stood_still_at_s
         # As _now_s, whose call costs as much again: each episode comes by here.
         due_s = (loop.time() if stood_still_at_s is None else stood_still_at_s) + self._timeout_s
-        self._due_s[task] = (due_s, about)
+        self._due_s[task] = due_s
         if self._timer is None or self._timer.when() > due_s:
             self._call_by(due_s, loop)
 
     def left_s(self, task: Task) -> float:
         """How much time it has; for ever, if its time is up or never began."""
         if task in self._held:
-            return self._held[task][0]
-        due = self._due_s.get(task)
-        return math.inf if due is None else due[0] - self._now_s(task.get_loop())
+            return self._held[task]
+        due_s = self._due_s.get(task)
+        return math.inf if due_s is None else due_s - self._now_s(task.get_loop())
 
     def hold(self, task: Task) -> None:
         """Its own time doesn't run from now on. Nothing happens if it was up before."""
         left_s = self.left_s(task)
-        due = self._due_s.pop(task, None)
-        if due is not None:
-            self._held[task] = (left_s, due[1])
+        if self._due_s.pop(task, None) is not None:
+            self._held[task] = left_s
 
     def let_go(self, task: Task) -> None:
         """It has as much time left as when it was held. Harmless if it isn't."""
-        held = self._held.pop(task, None)
-        if held is not None:
+        left_s = self._held.pop(task, None)
+        if left_s is not None:
             loop = task.get_loop()
-            due_s = self._now_s(loop) + held[0]
-            self._due_s[task] = (due_s, held[1])
+            due_s = self._due_s[task] = self._now_s(loop) + left_s
             self._is_in_order = False  # thousands may be let go together: put in order once
             self._call_by(due_s, loop)
 
     def cut_short(self, task: Task) -> None:
         """Its time is up now. Nothing happens if it was before."""
-        due = self._due_s.pop(task, None) or self._held.pop(task, None)
-        if due is not None:
+        if self._due_s.pop(task, None) is not None or self._held.pop(task, None) is not None:
             loop = task.get_loop()
-            self._cancelled[task] = (loop.time() + GRACE_S, due[1])
+            self._cancelled[task] = loop.time() + GRACE_S
             task.cancel()
             self._set_timer(loop)
 
@@ -103,7 +97,7 @@ class Deadlines(Generic[About]):
 
         Where somebody else has cancelled the task as well, it is theirs.
         """
-        if self._due_s.pop(task, None) or self._held.pop(task, None):
+        if self._due_s.pop(task, None) is not None or self._held.pop(task, None) is not None:
             return False
         self._cancelled.pop(task, None)
         return task.uncancel() == 0
@@ -112,11 +106,11 @@ class Deadlines(Generic[About]):
         self._timer = None
         now_s = loop.time()
         self._put_in_order()
-        for task, about in _take_due(self._due_s, self._now_s(loop)):
-            self._cancelled[task] = (now_s + GRACE_S, about)
+        for task in _take_due(self._due_s, self._now_s(loop)):
+            self._cancelled[task] = now_s + GRACE_S
             task.cancel()
-        for _, about in _take_due(self._cancelled, now_s):
-            self._give_up(about)
+        for task in _take_due(self._cancelled, now_s):
+            self._give_up(task)
         self._set_timer(loop)
 
     def _now_s(self, loop: asyncio.AbstractEventLoop) -> float:
@@ -133,7 +127,7 @@ class Deadlines(Generic[About]):
 
     def _put_in_order(self) -> None:
         if not self._is_in_order:
-            self._due_s = dict(sorted(self._due_s.items(), key=lambda item: item[1][0]))
+            self._due_s = dict(sorted(self._due_s.items(), key=lambda item: item[1]))
             self._is_in_order = True
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -145,19 +139,19 @@ class Deadlines(Generic[About]):
         ]
         self._timer = None
         if firsts:
-            first_s = min(due_s for due_s, _ in firsts)
+            first_s = min(firsts)
             if self._stood_still_at_s is not None:
                 first_s = max(first_s, loop.time() + LOOK_AGAIN_S)
             self._timer = loop.call_at(first_s, self._expire, loop)
 
 
-def _take_due(waiting: dict[Task, tuple[float, About]], now_s: float) -> "list[tuple[Task, About]]":
+def _take_due(waiting: dict[Task, float], now_s: float) -> list[Task]:
     """Those whose time is up, which are waited for no more."""
-    due: list[tuple[Task, About]] = []
+    due: list[Task] = []
     while waiting:
-        task, (due_s, about) = next(iter(waiting.items()))
+        task, due_s = next(iter(waiting.items()))
         if due_s > now_s:
             break
         del waiting[task]
-        due.append((task, about))
+        due.append(task)
     return due

@@ -73,13 +73,13 @@ class Episode(ScoringEpisode):
         """Forked from this one, in order."""
         self._turns: list[GeneratedTurn] = []
         self._conversation: Conversation | None = None
-        self._given_media: list[Media] = []
+        self._given_media: tuple[Media, ...] = ()
         """Since the last turn."""
         self._model = model
         self._defaults = defaults
         self._past = Recollection(rollout) if rollout.turns else None
         """After a resume, until what happened before has happened again."""
-        self._past_branches = list(rollout.branches)
+        self._past_branches = rollout.branches
         """After a resume: those not forked again yet."""
         self._is_generating = False
         self._is_reserved = False
@@ -187,7 +187,7 @@ class Episode(ScoringEpisode):
 
     def _give_media(self, media: Sequence[Media]) -> None:
         at = self.num_tokens
-        given = [msgspec.structs.replace(each, at=each.at or at) for each in media]
+        given = tuple([msgspec.structs.replace(each, at=each.at or at) for each in media])
         refuse_too_much([*self.media, *given])
         self._given_media += given
 
@@ -209,7 +209,8 @@ class Episode(ScoringEpisode):
         """As :meth:`fork`, but with another context; ``reason`` is recorded."""
         self._refuse_if_over()
         if self._past_branches:
-            row = self._past_branches.pop(0)
+            row, *later = self._past_branches
+            self._past_branches = tuple(later)
         else:
             row = self._generating.fork(self._rollout, reason)
         branch = Episode(row, self._model, self._generating, self._defaults, parent=self)
@@ -333,9 +334,7 @@ class Episode(ScoringEpisode):
         return sampling
 
     def _asked(self, sampling: SamplingParams) -> Awaitable[Turn]:
-        media: tuple[Media, ...] = ()
-        if self._given_media:  # they are the turn's
-            media, self._given_media = tuple(self._given_media), []
+        media, self._given_media = self._given_media, ()  # they are the turn's
         if self._past is not None:
             return self._turn_again(self._past, sampling, media)
         return self._generating.ask(self._rollout, sampling, media)

@@ -198,7 +198,7 @@ class EpisodeRunner:
         if self._broken is not None:
             raise self._broken
         episode = Episode(rollout, self._model, self, self._defaults)
-        self._deadlines.begin(task, (rollout, episode))
+        self._deadlines.begin(task)
         if self._budget_s is not None:
             self._give_budget(task, self._budget_s)
         if self._diary is not None:
@@ -272,9 +272,10 @@ class EpisodeRunner:
             if left is not None:
                 fail(left, RunClosed(EPISODE_IS_OVER))
 
-    def _give_up(self, episode_of: tuple[Rollout, Episode]) -> None:
+    def _give_up(self, task: "EpisodeTask") -> None:
         """Go on without an episode that goes on after it was cancelled at its deadline."""
-        rollout, episode = episode_of
+        rollout, episode = task.rollout, task.episode
+        assert episode is not None, "its time has begun with it"
         self._settle(rollout, episode)
         if rollout.rollout_id in self.left.stubborn:
             return  # it was stopped, and the core waits for it no more

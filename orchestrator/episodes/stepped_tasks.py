@@ -62,8 +62,13 @@ class SteppedFuture(asyncio.Future[Result]):
         """As any future's."""
         _set_result(self, result)
         waiter = self.waiter
-        if waiter is not None:
-            waiter._rounds.add(waiter)
+        if waiter is None:
+            return
+        rounds = waiter._rounds
+        if rounds._ready:  # as add, whose call costs as much again
+            rounds._ready.append(waiter)
+        else:
+            rounds.add(waiter)
 
     def set_exception(self, exception: type[BaseException] | BaseException, /) -> None:
         """As any future's."""

@@ -11,18 +11,20 @@ from tidegate.orchestrator.simulation.virtual_time import run_in_virtual_time
 
 TIMEOUT_S = 10.0
 
+Task = asyncio.Task[object]
+
 Ended = dict[str, tuple[float, str]]
 """When each task ended, and how."""
 
 
 async def watched(
-    deadlines: Deadlines[str], name: str, ended: Ended, work: Callable[[], Awaitable[object]]
+    deadlines: Deadlines[Task], name: str, ended: Ended, work: Callable[[], Awaitable[object]]
 ) -> None:
     """Work under a deadline, as an episode does."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
-    deadlines.begin(task, name)
+    deadlines.begin(task)
     try:
         await work()
         how = "late" if deadlines.end(task) else "in time"
@@ -31,13 +33,13 @@ async def watched(
     ended[name] = (loop.time(), how)
 
 
-def nobody(name: str) -> None:
-    pytest.fail(f"{name} was given up")
+def nobody(task: Task) -> None:
+    pytest.fail(f"{task} was given up")
 
 
 def test_each_task_is_cancelled_at_its_own_time_and_those_in_time_are_not() -> None:
     async def main() -> Ended:
-        deadlines, ended = Deadlines[str](TIMEOUT_S, nobody), Ended()
+        deadlines, ended = Deadlines[Task](TIMEOUT_S, nobody), Ended()
         async with asyncio.TaskGroup() as group:
             for start_s in (0.0, 1.0, 4.0):
                 for lasts_s in (3.0, 9.9, 60.0):
@@ -60,7 +62,7 @@ def test_each_task_is_cancelled_at_its_own_time_and_those_in_time_are_not() -> N
 
 def test_nobodys_time_runs_while_it_stands_still() -> None:
     async def main() -> Ended:
-        deadlines, ended = Deadlines[str](TIMEOUT_S, nobody), Ended()
+        deadlines, ended = Deadlines[Task](TIMEOUT_S, nobody), Ended()
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
             group.create_task(watched(deadlines, "before", ended, loop.create_future))
@@ -80,7 +82,7 @@ def test_nobodys_time_runs_while_it_stands_still() -> None:
 
 def test_a_task_that_is_held_has_as_much_time_left_after_it() -> None:
     async def main() -> Ended:
-        deadlines, ended = Deadlines[str](TIMEOUT_S, nobody), Ended()
+        deadlines, ended = Deadlines[Task](TIMEOUT_S, nobody), Ended()
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
             held, other, ends = (
@@ -120,7 +122,7 @@ def test_many_that_are_let_go_together_are_put_in_order_once() -> None:
         sorts += what == "c_call" and called is sorted
 
     async def main() -> Ended:
-        deadlines, ended = Deadlines[str](TIMEOUT_S, nobody), Ended()
+        deadlines, ended = Deadlines[Task](TIMEOUT_S, nobody), Ended()
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
             tasks = [
@@ -143,7 +145,7 @@ def test_many_that_are_let_go_together_are_put_in_order_once() -> None:
 
 def test_a_task_that_is_held_can_be_cut_short() -> None:
     async def main() -> Ended:
-        deadlines, ended = Deadlines[str](TIMEOUT_S, nobody), Ended()
+        deadlines, ended = Deadlines[Task](TIMEOUT_S, nobody), Ended()
         loop = asyncio.get_running_loop()
         task = asyncio.create_task(watched(deadlines, "a", ended, loop.create_future))
         await asyncio.sleep(1.0)
@@ -158,7 +160,7 @@ def test_a_task_that_is_held_can_be_cut_short() -> None:
 
 def test_who_is_cancelled_by_somebody_else_did_not_take_too_long() -> None:
     async def main() -> Ended:
-        deadlines, ended = Deadlines[str](TIMEOUT_S, nobody), Ended()
+        deadlines, ended = Deadlines[Task](TIMEOUT_S, nobody), Ended()
         task = asyncio.create_task(
             watched(deadlines, "a", ended, asyncio.get_running_loop().create_future)
         )
@@ -172,7 +174,7 @@ def test_who_is_cancelled_by_somebody_else_did_not_take_too_long() -> None:
 
 def test_who_is_cancelled_for_both_reasons_is_somebody_elses() -> None:
     async def main() -> Ended:
-        deadlines, ended = Deadlines[str](TIMEOUT_S, nobody), Ended()
+        deadlines, ended = Deadlines[Task](TIMEOUT_S, nobody), Ended()
         loop = asyncio.get_running_loop()
         task = asyncio.create_task(watched(deadlines, "a", ended, loop.create_future))
         await asyncio.sleep(0.0)
@@ -184,11 +186,11 @@ def test_who_is_cancelled_for_both_reasons_is_somebody_elses() -> None:
 
 
 def test_a_task_deaf_to_its_cancellation_is_given_up_after_its_grace() -> None:
-    async def main() -> list[tuple[float, str]]:
+    async def main() -> list[tuple[float, bool]]:
         loop = asyncio.get_running_loop()
-        given_up: list[tuple[float, str]] = []
+        given_up: list[tuple[float, Task]] = []
         ended = Ended()
-        deadlines = Deadlines[str](TIMEOUT_S, lambda name: given_up.append((loop.time(), name)))
+        deadlines = Deadlines[Task](TIMEOUT_S, lambda task: given_up.append((loop.time(), task)))
 
         async def deaf() -> None:
             try:
@@ -198,6 +200,6 @@ def test_a_task_deaf_to_its_cancellation_is_given_up_after_its_grace() -> None:
 
         await watched(deadlines, "a", ended, deaf)
         assert ended == {"a": (TIMEOUT_S + 60.0, "late")}
-        return given_up
+        return [(when_s, task is asyncio.current_task()) for when_s, task in given_up]
 
-    assert run_in_virtual_time(main()) == [(TIMEOUT_S + GRACE_S, "a")]
+    assert run_in_virtual_time(main()) == [(TIMEOUT_S + GRACE_S, True)]
