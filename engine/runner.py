@@ -18,7 +18,8 @@ import torch
 from tidegate.engine.models.layer_kinds import LayerKinds, dense_layers
 from tidegate.engine.models.model import (
     AttentionPlan,
-    DenseStep,
+    DensePlan,
+    LayerPlan,
     StepPlan,
     forward,
     head_logits,
@@ -199,6 +200,33 @@ class ModelRunner:
         starts = np.array([row.start for row in ordered], np.int64)
         tables = self._tables.of([row.block_table for row in ordered])
         positions = starts[layout.row_of_token] + layout.places
+        token_ids = np.concatenate([row.token_ids for row in ordered], dtype=np.int64)
+        return StepPlan(
+            token_ids=torch.from_numpy(token_ids),
+            sampled=None if layout.asks_all else layout.asked,
+            native=self._native,
+            layers=self._dense_plan(layout, positions, tables)
+            or self._layer_plan(layout, starts, positions, tables),
+        )
+
+    def _dense_plan(self, layout: StepLayout, positions: Ints, tables: Ints) -> DensePlan | None:
+        """For a step all of whose tokens attend singly, in a model of dense layers."""
+        kinds = {part.kind for part in layout.ranges}
+        if self._native is None or layout.adapters or kinds != {ATTENDS_SINGLY}:
+            return None
+        if self._dense_of is not self.weights:
+            self._dense = dense_layers(self.weights, self._caches, self._kinds)
+            self._dense_of = self.weights
+        if self._dense is None:
+            return None
+        if not layout.ranges[0].has_single_tokens:
+            tables = tables[layout.row_of_token]
+        return DensePlan(self._dense, torch.from_numpy(positions), torch.from_numpy(tables))
+
+    def _layer_plan(
+        self, layout: StepLayout, starts: Ints, positions: Ints, tables: Ints
+    ) -> LayerPlan:
+        """For any other."""
         block, offset = np.divmod(positions, self.block_tokens)
         block = tables[layout.row_of_token, block]
         groups = [
@@ -207,33 +235,14 @@ class ModelRunner:
         ]
         places = Places(*map(torch.from_numpy, (positions, block, offset)))
         is_native = self._native is not None
-        token_ids = np.concatenate([row.token_ids for row in ordered], dtype=np.int64)
-        dense = self._dense_step(layout, groups[0])
-        return StepPlan(
-            token_ids=torch.from_numpy(token_ids),
+        return LayerPlan(
             attention=self._attention(None if is_native else places.positions, groups),
             places=places,
             write_index=None if is_native else write_index(block, offset, self._shape),
             scratch=self._scratch_for([group for kind in groups for group in kind]),
-            sampled=layout.asked,
             native=self._native,
             adapters=[AdapterTokens(self.weights.adapters[n], its) for n, its in layout.adapters],
-            dense=dense,
         )
-
-    def _dense_step(
-        self, layout: StepLayout, groups: Sequence[RowGroup | LastTokens]
-    ) -> DenseStep | None:
-        """How a step of these groups goes through all layers at once, if it can."""
-        if self._native is None or layout.adapters or len(groups) > 1:
-            return None
-        if self._dense_of is not self.weights:
-            self._dense = dense_layers(self.weights, self._caches, self._kinds)
-            self._dense_of = self.weights
-        group = groups[0]
-        if self._dense is None or not isinstance(group, LastTokens):
-            return None
-        return DenseStep(self._dense, group)
 
     def _attention(
         self,

@@ -81,6 +81,8 @@ class StepLayout:
         lasts[order] = firsts + self.counts - 1
         self.asked = torch.from_numpy(_asked(sizes, lasts))
         """The tokens whose hidden states are asked for: to sample after, then those to score."""
+        self.asks_all = np.array_equal(self.asked, np.arange(self.row_of_token.size))
+        """Whether they are all, in order."""
         self.adapters = _adapters([sizes.adapters[n] for n in self.order], self.row_of_token)
         """Each adapter's tokens, by its name; None: all."""
 

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <vector>
 
 #include "functions.h"
 #include "numbers.h"
@@ -35,8 +36,23 @@ struct Sizes {
 };
 
 struct Step {
-    const int64_t *positions, *blocks, *offsets, *tables, *lengths;
+    const int64_t *positions, *tables;
     int64_t tokens, row_blocks, threads_max;
+};
+
+// Which block of the caches a token's keys and values go to, where in it, and how much it sees.
+struct Places {
+    std::vector<int64_t> blocks, offsets, lengths;
+
+    Places(const Step& step, int64_t block_tokens)
+        : blocks(step.tokens), offsets(step.tokens), lengths(step.tokens) {
+        for (int64_t t = 0; t < step.tokens; t++) {
+            const int64_t position = step.positions[t];
+            blocks[t] = step.tables[t * step.row_blocks + position / block_tokens];
+            offsets[t] = position % block_tokens;
+            lengths[t] = position + 1;
+        }
+    }
 };
 
 template <typename T> struct Functions;
@@ -101,8 +117,8 @@ template <typename T> class Room {
 
 // One layer, added to ``hidden`` [T, H].
 template <typename T>
-void add_layer(const Layer& layer, const Sizes& sizes, const Step& step, const Room<T>& room,
-               T* hidden) {
+void add_layer(const Layer& layer, const Sizes& sizes, const Step& step, const Places& places,
+               const Room<T>& room, T* hidden) {
     using F = Functions<T>;
     const auto norm = [&](const void* weight) {
         must(F::norm(hidden, weight, room.narrow, step.tokens, sizes.hidden, sizes.epsilon));
@@ -110,10 +126,10 @@ void add_layer(const Layer& layer, const Sizes& sizes, const Step& step, const R
     norm(layer.input_norm);
     multiply(room.narrow, layer.qkv, room.wide, false, step);
     must(F::rotate_and_write(room.wide, layer.qk_norm, layer.rotations, step.positions,
-                             step.blocks, step.offsets, room.inner, layer.cache, step.tokens,
-                             sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.block_tokens,
-                             sizes.epsilon));
-    must(F::attend_last(room.inner, layer.cache, step.tables, step.lengths, room.narrow,
+                             places.blocks.data(), places.offsets.data(), room.inner, layer.cache,
+                             step.tokens, sizes.heads, sizes.kv_heads, sizes.head_dim,
+                             sizes.block_tokens, sizes.epsilon));
+    must(F::attend_last(room.inner, layer.cache, step.tables, places.lengths.data(), room.narrow,
                         step.tokens, sizes.heads, sizes.kv_heads, sizes.head_dim,
                         sizes.block_tokens, step.row_blocks, sizes.scale, layer.window,
                         sizes.soft_cap));
@@ -126,17 +142,16 @@ void add_layer(const Layer& layer, const Sizes& sizes, const Step& step, const R
 
 template <typename T>
 void add_layers(const Layer* layers, const Sizes& sizes, const Step& step, T* hidden) {
+    const Places places(step, sizes.block_tokens);
     const Room<T> room(sizes, step.tokens);
-    for (int64_t n = 0; n < sizes.layers; n++) add_layer(layers[n], sizes, step, room, hidden);
+    for (int64_t n = 0; n < sizes.layers; n++)
+        add_layer(layers[n], sizes, step, places, room, hidden);
 }
 
 }  // namespace
 
 FOR_BOTH(tg_layers,
-         (const void* layers, const void* sizes, const int64_t* positions, const int64_t* blocks,
-          const int64_t* offsets, const int64_t* tables, const int64_t* lengths, void* hidden,
-          int64_t tokens, int64_t row_blocks, int64_t threads_max),
+         (const void* layers, const void* sizes, const int64_t* positions, const int64_t* tables,
+          void* hidden, int64_t tokens, int64_t row_blocks, int64_t threads_max),
          add_layers((const Layer*)layers, *(const Sizes*)sizes,
-                    Step{positions, blocks, offsets, tables, lengths, tokens, row_blocks,
-                         threads_max},
-                    (T*)hidden))
+                    Step{positions, tables, tokens, row_blocks, threads_max}, (T*)hidden))

@@ -6,7 +6,7 @@ theirs to the bit; what is saved is nine ways through Python a layer. It compute
 every token attends by itself, as where all rows decode. Which models are such, it doesn't know.
 
 Letters in shapes: T tokens, H hidden, A query heads, K KV heads, D head_dim, I inner size, P
-positions.
+positions, B blocks of a context.
 """
 
 import ctypes
@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 
 from tidegate.kernels.compiled import FLOAT, INT, POINTER, function, library
-from tidegate.kernels.native import LastTokens, Places
 from tidegate.kernels.weight_matrix import Matrix
 
 
@@ -134,28 +133,25 @@ class Layers:
         at = ctypes.addressof(self._layers), ctypes.addressof(self._sizes)
         self._at_layers, self._at_sizes = at
         dtype = first.input_norm.dtype
-        self._add = function(functions, "tg_layers", [POINTER] * 8 + [INT] * 3, dtype)
+        self._add = function(functions, "tg_layers", [POINTER] * 5 + [INT] * 3, dtype)
 
-    def add_(self, hidden: torch.Tensor, places: Places, group: LastTokens) -> None:
+    def add_(self, hidden: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor) -> None:
         """Add to ``hidden`` [T, H] what the layers make of it, and write keys and values.
 
         Args:
             hidden: contiguous, embedded.
-            places: of the tokens.
-            group: all of them; its window is not looked at, for each layer has its own.
+            positions: [T], int64, of the tokens in their contexts. Each sees all up to its own, or
+                what a layer's window leaves of it.
+            tables: [T, B], int64: the blocks of each token's context. Rows may lie apart.
         """
-        positions, blocks, offsets = places
         self._add(
             self._at_layers,
             self._at_sizes,
             positions.data_ptr(),
-            blocks.data_ptr(),
-            offsets.data_ptr(),
-            group.tables.data_ptr(),
-            group.lengths.data_ptr(),
+            tables.data_ptr(),
             hidden.data_ptr(),
             hidden.shape[0],
-            group.tables.stride(0),
+            tables.stride(0),
             torch.get_num_threads(),
         )
 

@@ -45,21 +45,10 @@ class AttentionPlan:
     """In the order of their tokens, which together are all T."""
 
 
-class DenseStep(NamedTuple):
-    """A step that goes through all layers in one call."""
-
-    layers: Layers
-    """Those of the step's weights, with the caches that it writes to."""
-    group: LastTokens
-    """All of its tokens."""
-
-
 @dataclass(frozen=True, slots=True)
-class StepPlan:
-    """The index tensors of one step: computed once, used in every layer."""
+class LayerPlan:
+    """The index tensors of a step that goes through layer after layer; used in every one."""
 
-    token_ids: torch.Tensor
-    """[T]"""
     attention: Sequence[AttentionPlan]
     """Each layer's; layers of a kind share one."""
     places: Places
@@ -67,13 +56,34 @@ class StepPlan:
     """None for compiled code, which writes by ``places``."""
     scratch: torch.Tensor
     """Memory for :func:`~tidegate.kernels.attention.attend`."""
-    sampled: torch.Tensor
-    """[S] the tokens whose hidden states are asked for: to sample after them, or to score."""
     native: Native | None
     """Compiled code for this model, or torch's."""
     adapters: Sequence[AdapterTokens] = ()
-    dense: DenseStep | None = None
-    """How it goes through all layers at once; None: through one after another."""
+
+
+class DensePlan(NamedTuple):
+    """All of a step that goes through all layers in one call."""
+
+    layers: Layers
+    """Those of the step's weights, with the caches that it writes to."""
+    positions: torch.Tensor
+    """[T]"""
+    tables: torch.Tensor
+    """[T, B], the blocks of each token's context."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What a step computes, and how."""
+
+    token_ids: torch.Tensor
+    """[T]"""
+    sampled: torch.Tensor | None
+    """[S] the tokens whose hidden states are asked for: to sample after them, or to score. None:
+    all, in order."""
+    native: Native | None
+    """Compiled code for this model, or torch's."""
+    layers: LayerPlan | DensePlan
 
 
 def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) -> torch.Tensor:
@@ -85,11 +95,13 @@ def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) ->
     hidden = weights.embed(plan.token_ids)
     if config.embedding_scale != 1.0:  # rounded first, as transformers does
         hidden *= torch.tensor(config.embedding_scale, dtype=hidden.dtype)
-    if plan.dense is None:
-        _add_layers(hidden, weights, caches, plan)
+    if isinstance(plan.layers, DensePlan):
+        plan.layers.layers.add_(hidden, plan.layers.positions, plan.layers.tables)
     else:
-        plan.dense.layers.add_(hidden, plan.places, plan.dense.group)
-    return _norm(hidden.index_select(0, plan.sampled), weights.final_norm, config, plan.native)
+        _add_layers(hidden, weights, caches, plan.layers)
+    if plan.sampled is not None:
+        hidden = hidden.index_select(0, plan.sampled)
+    return _norm(hidden, weights.final_norm, config, plan.native)
 
 
 def native_for(config: ModelConfig, dtype: torch.dtype) -> Native | None:
@@ -109,7 +121,7 @@ def head_logits(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _add_layers(
-    hidden: torch.Tensor, weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan
+    hidden: torch.Tensor, weights: Weights, caches: Sequence[torch.Tensor], plan: LayerPlan
 ) -> None:
     """Add to ``hidden`` [T, H] what layer after layer makes of it."""
     config = weights.config
@@ -157,7 +169,7 @@ def _attention(
     config: ModelConfig,
     hidden: torch.Tensor,
     cache: torch.Tensor,
-    plan: StepPlan,
+    plan: LayerPlan,
     attention: AttentionPlan,
     number: int,
 ) -> torch.Tensor:
@@ -179,7 +191,7 @@ def _place(
     config: ModelConfig,
     qkv: torch.Tensor,
     cache: torch.Tensor,
-    plan: StepPlan,
+    plan: LayerPlan,
     attention: AttentionPlan,
 ) -> torch.Tensor:
     """Turn queries and keys, and write keys and values; return the queries [T, A, D]."""
@@ -203,7 +215,7 @@ def _attend(
     cache: torch.Tensor,
     group: RowGroup | LastTokens,
     config: ModelConfig,
-    plan: StepPlan,
+    plan: LayerPlan,
 ) -> torch.Tensor:
     scale, cap = config.attention_scale, config.attention_soft_cap
     if isinstance(group, RowGroup):

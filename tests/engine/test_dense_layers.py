@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.models import make_model_directory
-from tidegate.engine.models.model import forward, native_for
+from tidegate.engine.models.model import DensePlan, forward, native_for
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.runner import ModelRunner, Row, RowSampling
 from tidegate.engine.weights.weights import Quantization, Weights, fill_from_directory
@@ -39,6 +39,7 @@ def make_runner(
     quantize: Quantization | None = None,
     soft_cap: float | None = None,
     is_packed: bool = True,
+    is_deterministic: bool = False,
     **fields: Any,
 ) -> ModelRunner:
     directory = make_model_directory(path, name, **fields)
@@ -49,7 +50,12 @@ def make_runner(
     weights = Weights.allocate(config, dtype, is_packed=is_packed, quantize=quantize)
     fill_from_directory(weights, directory)
     return ModelRunner(
-        config, weights, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, native=native
+        config,
+        weights,
+        num_blocks=NUM_BLOCKS,
+        block_tokens=BLOCK_TOKENS,
+        native=native,
+        is_deterministic=is_deterministic,
     )
 
 
@@ -62,23 +68,44 @@ def decoding(count: int) -> list[Row]:
     ]
 
 
+class LayerByLayer(ModelRunner):
+    """One that never sends a step through all layers at once."""
+
+    def _dense_plan(self, *_: object) -> None:
+        return None
+
+
 def assert_the_same_bits(runner: ModelRunner, rows: list[Row]) -> None:
     """Of the hidden states, and of the cache."""
-    plan = runner._plan(rows)
-    assert plan.dense is not None
-    for cache in runner._caches:
-        torch.manual_seed(0)
-        cache.copy_(torch.randn(cache.shape))
-    caches = [cache.clone() for cache in runner._caches]
+    weights = runner.weights
+    other = LayerByLayer(
+        weights.config,
+        weights,
+        num_blocks=NUM_BLOCKS,
+        block_tokens=BLOCK_TOKENS,
+        native=native_for(weights.config, weights.dtype),
+        is_deterministic=runner._is_deterministic,
+    )
+    torch.manual_seed(0)
+    for ours, theirs in zip(runner.cache_tensors(), other.cache_tensors(), strict=True):
+        ours.copy_(torch.randn(ours.shape))
+        theirs.copy_(ours)
+    plans = runner._plan(rows), other._plan(rows)
+    assert goes_at_once(runner, rows)
+    assert not goes_at_once(other, rows)
 
     with torch.inference_mode():
-        layer_by_layer = forward(runner.weights, caches, replace(plan, dense=None))
-        at_once = forward(runner.weights, runner._caches, plan)
+        at_once = forward(weights, runner._caches, plans[0])
+        layer_by_layer = forward(weights, other._caches, plans[1])
 
     assert torch.equal(at_once, layer_by_layer)
     assert at_once.isfinite().all()
-    for ours, theirs in zip(runner._caches, caches, strict=True):
+    for ours, theirs in zip(runner._caches, other._caches, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def goes_at_once(runner: ModelRunner, rows: list[Row]) -> bool:
+    return isinstance(runner._plan(rows).layers, DensePlan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -107,12 +134,21 @@ def test_so_do_threads_that_share_the_products(tmp_path: Path) -> None:
         torch.set_num_threads(threads)
 
 
+def test_so_do_prompts_whose_tokens_attend_singly(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, is_deterministic=True)
+    prompts = [
+        Row(np.arange(tokens, dtype=np.int32), start, list(range(block, block + 4)), SAMPLING)
+        for tokens, start, block in ((3, 0, 320), (7, 6, 324))
+    ]
+    assert_the_same_bits(runner, [*decoding(3), *prompts])
+
+
 def test_a_step_that_a_prompt_is_part_of_goes_layer_after_layer(tmp_path: Path) -> None:
     runner = make_runner(tmp_path)
     prompt = Row(np.array([1, 2, 3], np.int32), 0, [77], SAMPLING)
 
-    assert runner._plan([*decoding(3), prompt]).dense is None
-    assert runner._plan(decoding(3)).dense is not None
+    assert not goes_at_once(runner, [*decoding(3), prompt])
+    assert goes_at_once(runner, decoding(3))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +159,7 @@ def test_a_step_that_a_prompt_is_part_of_goes_layer_after_layer(tmp_path: Path) 
 def test_so_does_every_step_of_a_model_with_more_between_its_products(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    assert make_runner(tmp_path, **options)._plan(decoding(3)).dense is None
+    assert not goes_at_once(make_runner(tmp_path, **options), decoding(3))
 
 
 def test_weights_swapped_in_are_those_that_all_layers_compute_with(tmp_path: Path) -> None:
