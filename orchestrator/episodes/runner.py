@@ -304,7 +304,11 @@ class EpisodeRunner:
         """A new turn of this rollout, once it has ended; ``media`` are new in its context."""
         if self.left.stubborn:
             self._refuse_if_given_up(rollout)
-        future = self.rejoin(rollout)
+        # As rejoin, whose call costs as much again.
+        future: SteppedFuture[Turn] = stepped_future(self._loop)
+        self._waiting.turns[rollout.rollout_id] = future
+        if self._diary is not None:
+            self._diary.asks(rollout, future)
         self._handle(ev.TurnAsked(rollout.rollout_id, sampling, media))
         return future
 

@@ -123,7 +123,10 @@ class SteppedTask(asyncio.Future[None]):
         self._error: BaseException | None = None
         """What is wrong with what the coroutine has awaited; it is told so."""
         _register_task(self)  # type: ignore[arg-type]
-        rounds.add(self)
+        if rounds._ready:  # as in set_result
+            rounds._ready.append(self)
+        else:
+            rounds.add(self)
 
     # ------------------------------------------------------------ for those who make tasks of it
 

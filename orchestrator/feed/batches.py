@@ -175,12 +175,14 @@ def _advantages(
     group_ids: torch.Tensor,
 ) -> torch.Tensor:
     """Within each group, of whole rollouts, however many rows each has; so it is with the rest of
-    a group that was split, which is compared with all of it."""
+    a group that was split, which is compared with all of it. Each alone in its group has none."""
+    others = [(reward, group.group_id) for group in groups for reward in group.sibling_rewards]
+    if not others and len({row.group_id for row in rollouts}) == len(rollouts):
+        return torch.zeros(len(rollouts))  # as below, where some 20 calls of torch say so
     roots = [place for place, row in enumerate(rollouts) if row.branch_of is None]
     has_branches = len(roots) < len(rollouts)
     if has_branches:
         rewards, group_ids = rewards[roots], group_ids[roots]
-    others = [(reward, group.group_id) for group in groups for reward in group.sibling_rewards]
     if others:
         rewards = torch.cat((rewards, _floats([reward for reward, _ in others])))
         group_ids = torch.cat((group_ids, _ints([group_id for _, group_id in others])))

@@ -63,6 +63,12 @@ def test_advantages_compare_a_rollout_with_its_own_group() -> None:
     assert advantages[2] == 0  # alone in its group
 
 
+def test_rollouts_that_are_each_alone_in_their_group_have_no_advantage() -> None:
+    alone = [Group(n, "task", rollouts=[rollout(n, 0, float(n), [[3]])]) for n in (0, 1)]
+    advantages = build_batch(alone, trainer_version=4).advantages
+    assert torch.equal(advantages, torch.zeros(2))
+
+
 def test_packed_and_padded_hold_the_same_rows() -> None:
     batch = build_batch(two_groups(), trainer_version=4)
     packed = batch.packed
