@@ -97,15 +97,36 @@ class WaitingGroups:
     # ------------------------------------------------------------ changing
 
     def raise_floors(self, live_version: int) -> None:
-        """From now on no turn starts under weights older than these."""
+        """From now on no turn starts under weights older than these.
+
+        At each publish all that run are looked at, a hundred thousand maybe, most of which wait for
+        their first token: so these are seen to here, without a call for each.
+        """
         self.revision += 1
+        raised: dict[int, int] = {}
+        """How many of those there are, by what their floor was."""
         for group in self._going.values():
-            if group.version_floor < live_version:
-                oldest = group.oldest_version  # its turns start under live weights or newer
-                floor = live_version if oldest is None else min(oldest, live_version)
-                if floor != group.version_floor:
-                    _move(self._floors, group.version_floor, floor)
-                    group.version_floor = floor
+            before = group.version_floor
+            if before >= live_version:
+                continue
+            for rollout in group.rollouts:
+                turns = rollout.turns
+                if turns and (turns[0].runs or len(turns) > 1):
+                    self._raise_floor(group, live_version)
+                    break
+            else:
+                group.version_floor = live_version
+                raised[before] = raised.get(before, 0) + 1
+        for before, groups in raised.items():
+            _take(self._floors, before, groups)
+            _put(self._floors, live_version, groups)
+
+    def _raise_floor(self, group: Group, live_version: int) -> None:
+        oldest = group.oldest_version  # its turns start under live weights or newer
+        floor = live_version if oldest is None else min(oldest, live_version)
+        if floor != group.version_floor:
+            _move(self._floors, group.version_floor, floor)
+            group.version_floor = floor
 
     def restore(self, groups: Iterable[Group], *, ended: Iterable[int]) -> None:
         """These are all there are, in the order of admission; and some have ended, in an order."""
@@ -187,9 +208,9 @@ class WaitingGroups:
         self._ended_floors = dict(Counter([g.version_floor for g in self._ended.values()]))
 
 
-def _put(counts: dict[int, int], version: int) -> None:
-    """One more is of this version."""
-    counts[version] = counts.get(version, 0) + 1
+def _put(counts: dict[int, int], version: int, groups: int = 1) -> None:
+    """More are of this version."""
+    counts[version] = counts.get(version, 0) + groups
 
 
 def _take(counts: dict[int, int], version: int, groups: int = 1) -> None:
