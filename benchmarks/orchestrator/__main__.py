@@ -152,8 +152,9 @@ def _rollouts(runs: int, peers: Peers, suffix: str, groups: list[str]) -> list[R
 def ideal_shares(runs: int, peers: Peers) -> list[Row]:
     """Thousands that sleep: ours over the wire, the peers' in their own process."""
     at_once = ["--rollouts", str(SLEEPING_ROLLOUTS)]
-    # One batch more than run at once may be outstanding: what waits for its batch does not sleep.
-    ours = ["--rollouts", str(SLEEPING_ROLLOUTS + 256), "--slots", str(SLEEPING_ROLLOUTS // 4)]
+    # Two batches more than sleep at once may be outstanding, theirs too: one is gathered, and one
+    # trained on until its weights are live. How many sleep is bounded by the engines' slots.
+    ours = ["--rollouts", str(SLEEPING_ROLLOUTS + 512), "--slots", str(SLEEPING_ROLLOUTS // 4)]
     share, areal, skyrl = compare(
         runs,
         ideal_share,

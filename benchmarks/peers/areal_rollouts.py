@@ -75,7 +75,8 @@ class OneTurn(RolloutWorkflow):
 def config_for(work: argparse.Namespace) -> InferenceEngineConfig:
     """As many rollouts at once as asked for, and staleness that never holds one back.
 
-    AReaL counts groups as one rollout each.
+    AReaL counts groups as one rollout each, and one batch more than its bound. So two batches
+    more than run at once may be outstanding: one is gathered, and one trained on.
     """
     groups = work.rollouts // work.group_size
     return InferenceEngineConfig(
@@ -83,7 +84,7 @@ def config_for(work: argparse.Namespace) -> InferenceEngineConfig:
         trial_name="benchmark",
         consumer_batch_size=work.batch,
         max_concurrent_rollouts=groups,
-        max_head_offpolicyness=-(-groups // work.batch),
+        max_head_offpolicyness=-(-groups // work.batch) + 1,
         setup_timeout=30,
     )
 

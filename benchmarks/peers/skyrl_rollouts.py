@@ -146,7 +146,7 @@ def config_for(work: argparse.Namespace) -> SkyRLTrainConfig:
     trainer.fully_async.enabled = trainer.fully_async.simulate_training = True
     trainer.fully_async.simulate_training_step_seconds = 0.0
     trainer.fully_async.num_parallel_generation_workers = groups
-    trainer.fully_async.max_staleness_steps = -(-groups // work.batch)
+    trainer.fully_async.max_staleness_steps = -(-groups // work.batch) + 1
     generator.n_samples_per_prompt = work.group_size
     generator.batched = False
     generator.inference_engine.enable_ray_prometheus_stats = False
