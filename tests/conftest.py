@@ -1,11 +1,14 @@
-"""Where do kernels run in tests, and for how long may any? On a GPU, else in Triton's interpreter.
+"""Where do kernels run in tests, for how long may any, and what may none leave? See each below.
 
+Kernels run on a GPU, else in Triton's interpreter.
 Triton reads the variable when it is imported, which any test's imports may do: so it is set before.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 SLOW_TIMEOUT_S = 600
@@ -21,3 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_started_by_a_module_outlives_it() -> Iterator[None]:
+    """Else the next one that looks for processes of its own is blamed for this one's."""
+    before = psutil.Process().children(recursive=True)
+    yield
+    left = [each for each in psutil.Process().children(recursive=True) if each not in before]
+    assert not left, f"still running, or not waited for: {left}"
