@@ -10,15 +10,19 @@ BUSY_WITHIN_S = 0.032
 """After so many wakeups within such a time, more than 500 a second, the clock takes over."""
 
 WAKEUPS_PER_SEND = 4
-"""Unless more is sent than this: somebody may wait for the answers. Acknowledgements are fewer."""
+"""Unless more is sent than this: somebody may wait for the answers."""
 
 LOOK_INTERVAL_S = 0.004
 """By the clock: well below a decode step of most models, and four messages at a time where there
 are a thousand a second."""
 
-QUIET_LOOK_INTERVAL_S = 0.016
-"""While nothing is sent at all: what comes then are tokens of turns that go on, for which nobody
-waits. A look costs 200 us, most of it because others have had the processor meanwhile."""
+QUIET_LOOK_INTERVAL_S = 0.032
+"""The longest, while nothing is sent but acknowledgements: what comes then are tokens of turns that
+go on. It is come to by doubling, so that one that ends waits no longer than nothing has been sent
+for. A look costs 400 us beside what it finds, most of it because others have had the processor."""
+
+MESSAGES_PER_ACK = 16
+"""Or more, for it to be quiet: with less credit an engine would wait for the next look."""
 
 VAIN_LOOKS_MAX = 3
 """In a row that find nothing, or what must be answered; then the descriptor wakes again."""
@@ -27,22 +31,24 @@ VAIN_LOOKS_MAX = 3
 class Looks:
     """One socket's."""
 
-    __slots__ = ("_counted_since_s", "_vain_looks", "_wakeups", "sends")
+    __slots__ = ("_counted_since_s", "_interval_s", "_vain_looks", "_wakeups", "acks", "sends")
 
     def __init__(self) -> None:
-        self.sends = 0
-        """Since they were last counted; whoever sends adds to it."""
+        self.sends = self.acks = 0
+        """Since they were last counted; whoever sends adds to one of them."""
+        self._interval_s = LOOK_INTERVAL_S
         self._wakeups = self._vain_looks = 0
         self._counted_since_s = 0.0
 
     def woken(self, now_s: float) -> float | None:
         """Count a wakeup; if the clock is to take over, in how many seconds the first look is."""
         if now_s - self._counted_since_s > BUSY_WITHIN_S:
-            self._wakeups, self.sends, self._counted_since_s = 0, 0, now_s
+            self._wakeups, self.sends, self.acks, self._counted_since_s = 0, 0, 0, now_s
         self._wakeups += 1
-        if self._wakeups < max(BUSY_WAKEUPS, WAKEUPS_PER_SEND * self.sends):
+        if self._wakeups < max(BUSY_WAKEUPS, WAKEUPS_PER_SEND * (self.sends + self.acks)):
             return None
         self._wakeups = self._vain_looks = 0
+        self._interval_s = LOOK_INTERVAL_S
         return LOOK_INTERVAL_S
 
     def looked(self, messages: int) -> float | None:
@@ -50,9 +56,13 @@ class Looks:
 
         None: there is to be none, for nothing comes, or much of it is answered.
         """
-        sends, self.sends = self.sends, 0
-        is_vain = not messages or WAKEUPS_PER_SEND * sends > messages
+        sends, acks = self.sends, self.acks
+        self.sends = self.acks = 0
+        is_vain = not messages or WAKEUPS_PER_SEND * (sends + acks) > messages
         self._vain_looks = self._vain_looks + 1 if is_vain else 0
         if self._vain_looks >= VAIN_LOOKS_MAX:
             return None
-        return QUIET_LOOK_INTERVAL_S if messages and not sends else LOOK_INTERVAL_S
+        is_quiet = messages and not sends and MESSAGES_PER_ACK * acks <= messages
+        longest_s = QUIET_LOOK_INTERVAL_S if is_quiet else LOOK_INTERVAL_S
+        self._interval_s = min(2 * self._interval_s, longest_s)
+        return self._interval_s

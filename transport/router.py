@@ -22,7 +22,7 @@ from tidegate.transport.doorkeeper import Doorkeeper
 from tidegate.transport.drain_budget import DrainBudget
 from tidegate.transport.limits import ENGINE_FRAME_BYTES_MAX, cut
 from tidegate.transport.looks import LOOK_INTERVAL_S, Looks
-from tidegate.transport.messages import Complaint, Message
+from tidegate.transport.messages import Ack, Complaint, Message
 from tidegate.transport.more_frames import more_frames
 from tidegate.transport.patience import Patience
 from tidegate.transport.private_directory import PrivateDirectory
@@ -109,7 +109,10 @@ class RouterSocket:
             BadFrame: the message is larger than its kind may be.
         """
         frame = sendable(message)
-        self._looks.sends += 1
+        if type(message) is Ack:
+            self._looks.acks += 1
+        else:
+            self._looks.sends += 1
         try:
             send(self._socket, peer, MORE_FOLLOWS)
             send(self._socket, frame, NO_WAIT)

@@ -13,6 +13,7 @@ from tidegate.transport.looks import (
     BUSY_WAKEUPS,
     BUSY_WITHIN_S,
     LOOK_INTERVAL_S,
+    MESSAGES_PER_ACK,
     QUIET_LOOK_INTERVAL_S,
     VAIN_LOOKS_MAX,
     Looks,
@@ -37,9 +38,21 @@ def test_wakeups_that_are_far_between_or_answered_stay_wakeups() -> None:
         assert answered.woken(0.001 * index) is None
 
 
-def test_a_stream_that_nobody_answers_is_looked_for_less_often() -> None:
+def test_a_stream_that_nobody_answers_is_looked_for_ever_less_often() -> None:
     looks = by_the_clock()
-    assert [looks.looked(16) for _ in range(9)] == [QUIET_LOOK_INTERVAL_S] * 9
+    assert [looks.looked(16) for _ in range(5)] == [0.008, 0.016, 0.032, 0.032, 0.032]
+    assert QUIET_LOOK_INTERVAL_S == 0.032
+    looks.sends = 1
+    assert [looks.looked(16) for _ in range(3)] == [LOOK_INTERVAL_S, 0.008, 0.016]
+
+
+def test_acknowledgements_are_no_answers_unless_an_engine_may_wait_for_them() -> None:
+    looks = by_the_clock()
+    told = []
+    for messages in (MESSAGES_PER_ACK, MESSAGES_PER_ACK, MESSAGES_PER_ACK - 1):
+        looks.acks = 1
+        told.append(looks.looked(messages))
+    assert told == [0.008, 0.016, LOOK_INTERVAL_S]
 
 
 def test_a_stream_that_is_answered_now_and_then_is_looked_for_at_short_intervals() -> None:
@@ -116,9 +129,10 @@ class HandDriven:
 
 
 def test_what_is_sent_into_a_quiet_stream_has_its_answer_looked_for_sooner(
-    router: RouterSocket,
+    router: RouterSocket, request: pytest.FixtureRequest
 ) -> None:
     dealer, loop = DealerSocket(router.address, b"engine-0"), HandDriven()
+    request.addfinalizer(dealer.close)
     seen: list[bytes] = []
     router.attach(cast(asyncio.AbstractEventLoop, loop), lambda b: seen.extend(f for _, f in b))
     for _ in range(BUSY_WAKEUPS):
@@ -128,9 +142,11 @@ def test_what_is_sent_into_a_quiet_stream_has_its_answer_looked_for_sooner(
     assert router._socket.poll(round(1000 * WAIT_S))
     assert loop.fire() == LOOK_INTERVAL_S
     assert seen == [encode(Resumed())]
-    assert [timer.delay_s for timer in loop.timers] == [QUIET_LOOK_INTERVAL_S]
+    assert [timer.delay_s for timer in loop.timers] == [2 * LOOK_INTERVAL_S]
 
     assert router.send(b"engine-0", Ack(seq=0))
+    assert (router._looks.acks, router._looks.sends) == (1, 0)
+    assert router.send(b"engine-0", Resumed())
+    assert (router._looks.acks, router._looks.sends) == (1, 1)
     assert [timer.delay_s for timer in loop.timers] == [LOOK_INTERVAL_S]
     router.detach()
-    dealer.close()
