@@ -7,7 +7,6 @@ users' episodes run on it too.
 import asyncio
 import concurrent.futures
 import contextlib
-import gc
 import logging
 import threading
 from collections.abc import Awaitable, Callable
@@ -27,6 +26,7 @@ from tidegate.orchestrator.cluster.site import Engines, site_of
 from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core.events import Resumed
 from tidegate.orchestrator.episodes.diary import EpisodeDiary
+from tidegate.orchestrator.garbage import RARE_LOOKS, young_objects_max
 from tidegate.orchestrator.journal.resuming import Resume, open_for
 from tidegate.orchestrator.loop_watch import LoopWatch
 from tidegate.orchestrator.observing.notes import notes_of
@@ -50,18 +50,6 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.observing.dashboard import Dashboard
 
 Result = TypeVar("Result")
-
-YOUNG_OBJECTS_MIN = 50_000
-"""More objects made than let go, and garbage is looked for: 2 ms of looking. Rollouts are let go
-without it, so what is looked at in vain, each time that a batch of them begins, are those that run.
-Python's own 700 made that a sixth of all that a rollout cost."""
-
-YOUNG_OBJECTS_PER_ROLLOUT = 10
-"""Or so many for each rollout that may be outstanding, if that is more: as many as are made of half
-of them. With 100,000 that took an eighth of what they cost, and 0.3 s at a time now and then."""
-
-YOUNG_OBJECTS_CEILING = 2_000_000
-"""However many those are: what users' code leaves behind in cycles is to be found at some time."""
 
 EPISODES_END_TIMEOUT_S = 15.0
 """An episode that was cancelled has so long to clean up; then the run ends without it."""
@@ -228,20 +216,15 @@ class Run:
     # ------------------------------------------------------------ the run's own thread
 
     def _run(self) -> None:
-        # A full collection looks at all that torch brought, some 100 ms in which no rollout gets
-        # on. What there is by now hardly ever becomes garbage; so it is set aside till the end.
-        gc.freeze()
-        thresholds = gc.get_threshold()
-        gc.set_threshold(max(_young_objects_max(self.settings), thresholds[0]), *thresholds[1:])
         try:
-            uvloop.run(self._serve())
+            groups = self.settings.staleness_policy().outstanding_groups_ceiling
+            with RARE_LOOKS.during(young_objects_max(groups * self.settings.group_size)):
+                uvloop.run(self._serve())
         except asyncio.CancelledError:
             pass
         except BaseException as error:  # noqa: BLE001 - told to whoever waits for the run
             self._failure = _cause(error)
         finally:
-            gc.unfreeze()
-            gc.set_threshold(*thresholds)
             self._loop = None
             self._is_up.set()
             self.loop_watch.stop()
@@ -348,13 +331,6 @@ class Run:
                 or f"not there after {timeout_s:.0f} s; raise engine_start_timeout_s if loading "
                 f"this model takes longer",
             ) from None
-
-
-def _young_objects_max(settings: RunSettings) -> int:
-    """How many objects more may be made than let go before garbage is looked for."""
-    groups = settings.staleness_policy().outstanding_groups_ceiling
-    wanted = YOUNG_OBJECTS_PER_ROLLOUT * groups * settings.group_size
-    return min(max(YOUNG_OBJECTS_MIN, wanted), YOUNG_OBJECTS_CEILING)
 
 
 def _cause(error: BaseException) -> BaseException:

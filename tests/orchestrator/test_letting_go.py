@@ -3,14 +3,8 @@
 import gc
 import weakref
 from array import array
-from pathlib import Path
-from typing import Any
-
-import pytest
 
 from tests.orchestrator.driver import step
-from tidegate.orchestrator import run
-from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rollout import Rollout
@@ -81,15 +75,3 @@ def test_a_turn_that_somebody_keeps_has_its_tokens_when_its_rollout_is_gone() ->
     del rollout
     assert turn.token_ids.tolist() == [5, 6]
     assert turn.logprobs.tolist() == [-1.0, -1.0]
-
-
-@pytest.mark.parametrize(
-    ("rollouts", "young_objects"),
-    [(512, 50_000), (100_000, 1_000_000), (10_000_000, 2_000_000)],
-)
-def test_garbage_is_looked_for_the_less_often_the_more_rollouts_may_run(
-    tmp_path: Path, rollouts: int, young_objects: int
-) -> None:
-    settings: dict[str, Any] = {"max_staleness": 0, "group_size": 8}
-    settings |= {"model": tmp_path, "groups_per_batch": rollouts // 8}
-    assert run._young_objects_max(RunSettings(**settings)) == young_objects
