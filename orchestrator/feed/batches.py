@@ -35,20 +35,21 @@ class PackedBatch:
     weight_versions: torch.Tensor
     """[N] int32"""
 
-    # Made when they are first looked at: who trains on padded rows never does.
+    # Made when they are first looked at, for who trains on padded rows never does; where the other
+    # columns are by then.
 
     @cached_property
     def row_ids(self) -> torch.Tensor:
         """[N] int64: the row each token belongs to."""
-        lengths = np.diff(self.cu_seqlens.numpy())
-        return torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+        lengths = self.cu_seqlens.diff().long()
+        rows = torch.arange(len(lengths), device=lengths.device)
+        return torch.repeat_interleave(rows, lengths, output_size=len(self.token_ids))
 
     @cached_property
     def position_ids(self) -> torch.Tensor:
         """[N] int64, from 0 in each row."""
-        bounds = self.cu_seqlens.numpy()
-        starts = np.repeat(bounds[:-1], np.diff(bounds))
-        return torch.from_numpy(np.arange(len(starts)) - starts)
+        starts = self.cu_seqlens[:-1].long()[self.row_ids]
+        return torch.arange(len(starts), device=starts.device) - starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,7 @@ def _advantages(
     a group that was split, which is compared with all of it. Each alone in its group has none."""
     others = [(reward, group.group_id) for group in groups for reward in group.sibling_rewards]
     if not others and len({row.group_id for row in rollouts}) == len(rollouts):
-        return torch.zeros(len(rollouts))  # as below, where some 20 calls of torch say so
+        return torch.zeros_like(rewards)  # as below, where some 20 calls of torch say so
     roots = [place for place, row in enumerate(rollouts) if row.branch_of is None]
     has_branches = len(roots) < len(rollouts)
     if has_branches:

@@ -1,3 +1,5 @@
+from dataclasses import fields, replace
+
 import torch
 
 from tidegate.orchestrator.core.group import Group
@@ -65,8 +67,13 @@ def test_advantages_compare_a_rollout_with_its_own_group() -> None:
 
 def test_rollouts_that_are_each_alone_in_their_group_have_no_advantage() -> None:
     alone = [Group(n, "task", rollouts=[rollout(n, 0, float(n), [[3]])]) for n in (0, 1)]
-    advantages = build_batch(alone, trainer_version=4).advantages
-    assert torch.equal(advantages, torch.zeros(2))
+    torch.set_default_dtype(torch.bfloat16)  # somebody loads a model meanwhile
+    try:
+        advantages = build_batch(alone, trainer_version=4).advantages
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert advantages.dtype is torch.float32
+    assert advantages.tolist() == [0.0, 0.0]
 
 
 def test_packed_and_padded_hold_the_same_rows() -> None:
@@ -80,6 +87,14 @@ def test_packed_and_padded_hold_the_same_rows() -> None:
     assert packed.position_ids.dtype == packed.row_ids.dtype == torch.int64
     assert packed.row_ids.tolist() == [0] * 4 + [1] * 7 + [2] * 3
     assert packed.row_ids is packed.row_ids  # made once
+
+
+def test_what_is_made_of_a_packed_batch_is_where_its_columns_have_been_moved() -> None:
+    packed = build_batch(two_groups(), trainer_version=4).packed
+    columns = {field.name: getattr(packed, field.name) for field in fields(packed)}
+    moved = replace(packed, **{name: column.to("meta") for name, column in columns.items()})
+    for ids in (moved.row_ids, moved.position_ids):
+        assert (ids.device.type, ids.dtype, ids.shape) == ("meta", torch.int64, (14,))
 
 
 def test_a_state_dict_becomes_its_bytes_and_tied_tensors_travel_once() -> None:
