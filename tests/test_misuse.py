@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.models import make_model_directory
 from tidegate.errors import ConfigError, RunClosed, TidegateError, TurnRefused
 from tidegate.orchestrator import run as run_module
 from tidegate.orchestrator.observing.dashboard import URL_FILE
+from tidegate.policies.staleness import StalenessPolicy
 
 SMALL: dict[str, Any] = {
     "engines": 1,
@@ -73,6 +75,20 @@ def test_a_run_that_its_settings_spoil_leaves_nothing_in_the_way_of_the_next(
     assert listening() == listening_before
     with tidegate.serve_sync(model=model, **settings) as rollouts:
         assert rollouts.evaluate([1], episode=one_turn).rewards == [1.0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unfinished(StalenessPolicy):
+    """Doesn't say how many groups may be outstanding."""
+
+
+def test_a_policy_that_raises_ends_the_run_with_its_error(model: Path) -> None:
+    policy = Unfinished(groups_per_batch=2)
+    with (
+        pytest.raises(NotImplementedError),
+        tidegate.serve_sync(model=model, engines=1, group_size=1, policy=policy),
+    ):
+        pass
 
 
 # ---------------------------------------------------------------- the trainer
