@@ -51,15 +51,18 @@ def broadcast(rank: str, file: str, shapes: str) -> None:
 
 def plain(descriptor: str, rank: str, nbytes: str) -> None:
     """Be the sending (rank 0) or the receiving end of a socket, and nothing else."""
-    connection = socket.socket(fileno=int(descriptor))
     memory = np.ones(int(nbytes), np.uint8).data
-    for _ in sys.stdin:
-        started_s = time.process_time()
-        at = 0
-        while at < len(memory):
-            part = memory[at : at + CHUNK_BYTES]
-            at += connection.recv_into(part) if int(rank) else connection.send(part)
-        print(time.process_time() - started_s, flush=True)
+    with socket.socket(fileno=int(descriptor)) as connection:
+        for _ in sys.stdin:
+            started_s = time.process_time()
+            at = 0
+            while at < len(memory):
+                part = memory[at : at + CHUNK_BYTES]
+                moved = connection.recv_into(part) if int(rank) else connection.send(part)
+                if not moved:
+                    raise ConnectionError(f"the other end has gone, {len(memory) - at} bytes early")
+                at += moved
+            print(time.process_time() - started_s, flush=True)
 
 
 ENDS = {"zmq": fetch, "gloo": broadcast, "plain": plain}

@@ -1,0 +1,20 @@
+"""Does an end of a weight transfer say so when the other has gone?"""
+
+import io
+import socket
+import sys
+
+import pytest
+
+from benchmarks.transport.weight_end import plain
+
+
+def test_a_receiving_end_whose_peer_has_gone_ends_and_does_not_wait_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = socket.socketpair()
+    one.send(b"abc")
+    one.close()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
+    with pytest.raises(ConnectionError, match="gone, 7 bytes early"):
+        plain(str(other.detach()), "1", "10")
