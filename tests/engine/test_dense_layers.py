@@ -38,12 +38,15 @@ def make_runner(
     *,
     quantize: Quantization | None = None,
     soft_cap: float | None = None,
+    scale: float | None = None,
     is_packed: bool = True,
     is_deterministic: bool = False,
     **fields: Any,
 ) -> ModelRunner:
     directory = make_model_directory(path, name, **fields)
-    config = replace(ModelConfig.from_directory(directory), attention_soft_cap=soft_cap)
+    config = replace(
+        ModelConfig.from_directory(directory), attention_soft_cap=soft_cap, attention_scale=scale
+    )
     native = native_for(config, dtype)
     if native is None:
         pytest.skip("no C++ compiler: engines compute by torch's code here")
@@ -119,8 +122,8 @@ def test_all_layers_in_one_call_give_the_bits_that_one_after_another_does(
         assert_the_same_bits(runner, decoding(count))
 
 
-def test_so_do_rounded_weights_and_capped_scores(tmp_path: Path) -> None:
-    runner = make_runner(tmp_path, dtype=torch.bfloat16, quantize="int8", soft_cap=2.0)
+def test_so_do_rounded_weights_and_scores_that_are_scaled_and_capped(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, dtype=torch.bfloat16, quantize="int8", soft_cap=2.0, scale=0.7)
     assert_the_same_bits(runner, decoding(7))
 
 
