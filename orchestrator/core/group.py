@@ -107,6 +107,14 @@ class Group:
         """The newest weights that sampled one of its tokens; 0 if there are none."""
         return max((v for r in self.rollouts if (v := r.newest_version) is not None), default=0)
 
+    def untie(self) -> None:
+        """Have its rollouts forget their branches, which know them: nobody asks for its tokens any
+        more, and else each would keep the other until garbage is collected."""
+        for rollout in self.rollouts:
+            # Of what was discarded, sessions may yet have to be closed, each branch's own.
+            if rollout.branches and rollout.state is not DISCARDED:
+                rollout.branches = ()
+
 
 def kept_rows(groups: Sequence[Group]) -> list[tuple[Rollout, Group]]:
     """What a batch of these groups is made of, those of a group side by side."""

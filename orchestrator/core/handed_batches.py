@@ -107,14 +107,14 @@ class HandedBatches:
                 break
             self.holding.popleft()
         while not self.is_kept and len(self.kept) > max(KEPT_BATCHES, len(self.holding)):
-            self.kept.popleft()
+            self._let_go_of_oldest()
 
     def make_safe(self, batches: int, offer: int) -> None:
         """The trainer's checkpoint holds what it made of the first ``batches`` batches."""
         self.safe_offer = offer
         self.safe = max(self.safe, min(batches, self.count))
         while self.kept and self.kept[0].number <= self.safe:
-            self.kept.popleft()
+            self._let_go_of_oldest()
         self._forget_versions()
 
     def take_back(self, batches: int) -> list[HandedBatch]:
@@ -135,6 +135,10 @@ class HandedBatches:
     def first_lost_version(self, batches: int) -> int | None:
         """The oldest version made from more than the first ``batches`` batches, if there is one."""
         return min((version for version, made in self.versions if made > batches), default=None)
+
+    def _let_go_of_oldest(self) -> None:
+        for group in self.kept.popleft().groups:
+            group.untie()
 
     def _forget_versions(self) -> None:
         """Only what a resume could go back to: the newest that is safe, and all after it."""

@@ -291,6 +291,9 @@ def _loaded_rollout(saved: SavedRollout, group: Group) -> Rollout:
     rollout.oldest_trainable = saved.oldest_trainable
     for turn in saved.turns:
         rollout.turns.append(_loaded_turn(turn, rollout))
+    if saved.state is not RolloutState.RUNNING:
+        for ended in rollout.turns:
+            del ended.rollout
     return rollout
 
 

@@ -4,11 +4,14 @@ import gc
 import weakref
 from array import array
 
+import pytest
+
 from tests.orchestrator.driver import step
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules
+from tidegate.orchestrator.core.state import load, save
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.transport.messages import STOP, SamplingParams
 
@@ -31,10 +34,15 @@ def begin(core: Core) -> Rollout:
     return command.rollout
 
 
-def train_one(core: Core, version: int) -> "weakref.ref[array[int]]":
+def train_one(core: Core, version: int, *, forks: bool) -> "weakref.ref[array[int]]":
     """From its task to the version made from it; what tells whether it is still there."""
     rollout = begin(core)
     core.handle(step("a", version - 1, [(core.turns.next_handle - 1, [5], STOP)]))
+    if forks:
+        [command] = core.handle(ev.RolloutForked(rollout.rollout_id, "asked"))
+        assert isinstance(command, ev.StartBranch)
+        core.handle(ev.TurnAsked(command.rollout.rollout_id, SamplingParams(max_tokens=2)))
+        core.handle(step("a", version - 1, [(core.turns.next_handle - 1, [6], STOP)]))
     core.handle(ev.EpisodeReturned(rollout.rollout_id, 1.0))
     assert core.handle(ev.BatchAsked())
     core.handle(ev.VersionPublished(version))
@@ -42,11 +50,12 @@ def train_one(core: Core, version: int) -> "weakref.ref[array[int]]":
     return weakref.ref(rollout.filed_token_ids)
 
 
-def test_a_rollout_whose_batch_nobody_asks_about_any_more_is_gone_at_once() -> None:
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_rollout_whose_batch_nobody_asks_about_any_more_is_gone_at_once(forks: bool) -> None:
     core = new_core()
     gc.disable()
     try:
-        trained = [train_one(core, version) for version in range(1, 5)]
+        trained = [train_one(core, version, forks=forks) for version in range(1, 5)]
         assert [tokens() is None for tokens in trained] == [True, True, False, False]
     finally:
         gc.enable()
@@ -60,6 +69,27 @@ def test_a_rollout_that_is_given_up_in_its_turn_is_gone_at_once() -> None:
         core.handle(ev.EpisodeFailed(rollout.rollout_id, "episode_error"))
         tokens = weakref.ref(rollout.filed_token_ids)
         del rollout
+        assert tokens() is None
+    finally:
+        gc.enable()
+
+
+def test_what_another_process_goes_on_from_is_gone_as_soon_once_it_has_been_trained() -> None:
+    before = new_core()
+    rollout = begin(before)
+    before.handle(step("a", 0, [(before.turns.next_handle - 1, [5], STOP)]))
+    before.handle(ev.EpisodeReturned(rollout.rollout_id, 1.0))
+    gc.disable()
+    try:
+        core = Core(Rules(policy=before.policy, group_size=1))
+        load(save(before), core)
+        [group] = core.groups.ended
+        tokens = weakref.ref(group.rollouts[0].filed_token_ids)
+        del group
+        core.handle(ev.BatchAsked())
+        core.handle(ev.BatchesSafe(1, 0))
+        core.handle(ev.VersionPublished(1))
+        core.handle(ev.EngineSwapped("a", 1))
         assert tokens() is None
     finally:
         gc.enable()
