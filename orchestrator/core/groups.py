@@ -127,13 +127,19 @@ class GroupBook(WaitingGroups):
     def ask_turn(self, event: ev.TurnAsked) -> list[ev.Command]:
         """A rollout's episode wants the model to go on."""
         rollout, group = self.running[event.rollout_id]
+        turns = rollout.turns
+        given_up: list[ev.Command] = []
+        if turns and turns[-1].finish_reason is None:
+            # Asked from another loop, it was told of an error and asks again: two that go on would
+            # file their tokens in one place.
+            given_up = self.give_up_turn(event.rollout_id)
         turn = Turn(rollout, event.sampling, event.media)
-        rollout.turns.append(turn)
+        turns.append(turn)
         if group.is_evaluation:
-            return self._turns.submit(turn, EVALUATION_PRIORITY)
+            return given_up + self._turns.submit(turn, EVALUATION_PRIORITY)
         # As group.priority, whose call costs as much again; so it is in what follows.
         priority = group.group_id if group.split_from is None else group.split_from
-        return self._turns.submit(turn, priority)
+        return given_up + self._turns.submit(turn, priority)
 
     def give_up_turn(self, rollout_id: int) -> list[ev.Command]:
         """A rollout's episode wants its turn no more; what was sampled so far stays."""

@@ -1,9 +1,9 @@
 """Does each turn go where it should, and is it found again where it is?"""
 
-from tests.orchestrator.driver import Driver
+from tests.orchestrator.driver import Driver, step
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.transport.messages import ABORT, STOP
+from tidegate.transport.messages import ABORT, STOP, SamplingParams
 
 
 def driver_with(engines: str, groups: int) -> tuple[Driver, list[Rollout]]:
@@ -100,3 +100,17 @@ def test_turns_that_an_engine_hands_back_stay_there_while_it_is_the_emptiest() -
         driver.sample("b", handle, 0, ABORT)
     assert places(driver, rollouts) == ["a", "b", "a", "b"]
     assert [rollout.sampled_tokens for rollout in rollouts] == [0, 2, 0, 2]
+
+
+def test_a_turn_that_was_left_behind_is_given_up_when_its_rollout_asks_for_another() -> None:
+    """Who asks from an event loop of its own is told of an error while the turn goes on."""
+    driver, [rollout] = driver_with("a", 1)
+    driver.ask_turn(rollout)
+    driver.sample("a", 0, 2)
+    driver.do(ev.TurnAsked(rollout.rollout_id, SamplingParams(max_tokens=8)))
+    driver.sample("a", 1, 3, STOP)
+    first, second = rollout.turns
+    assert first.finish_reason == "cancelled"
+    assert (second.start, second.length) == (first.start + 2, 3)
+    driver.return_reward(rollout)
+    assert not driver.core.handle(step("a", 0, [(0, [5], ABORT)]))
