@@ -22,7 +22,8 @@ go on. It is come to by doubling, so that one that ends waits no longer than not
 for. A look costs 400 us beside what it finds, most of it because others have had the processor."""
 
 MESSAGES_PER_ACK = 16
-"""Or more, for it to be quiet: with less credit an engine would wait for the next look."""
+"""Or more, for it to be quiet: with less credit an engine would wait for the next look. So does one
+that uses all of its credit up between two looks: of 256 steps, by 8,000 a second; of 16, by 500."""
 
 VAIN_LOOKS_MAX = 3
 """In a row that find nothing, or what must be answered; then the descriptor wakes again."""

@@ -101,7 +101,7 @@ def take_chunk(
 ) -> int | None:
     """Read one answer; where the chunk begins, if it was one that this transfer waits for.
 
-    Without ``flags`` it waits as long as the socket may.
+    By ``flags`` of 0 it waits as long as the socket may, else not at all.
 
     Raises:
         zmq.Again: none has come.
