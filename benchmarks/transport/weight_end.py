@@ -10,6 +10,7 @@ import json
 import socket
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -65,7 +66,7 @@ def plain(descriptor: str, rank: str, nbytes: str) -> None:
             print(time.process_time() - started_s, flush=True)
 
 
-ENDS = {"zmq": fetch, "gloo": broadcast, "plain": plain}
+ENDS: dict[str, Callable[..., None]] = {"zmq": fetch, "gloo": broadcast, "plain": plain}
 
 if __name__ == "__main__":
     ENDS[sys.argv[1]](*sys.argv[2:])
