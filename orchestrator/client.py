@@ -223,7 +223,7 @@ class RunClient:
     def _mark(self, ended: TrainerActivity) -> None:
         """Note the end of one of the trainer's activities."""
         scheduler = self._running.scheduler
-        engines = scheduler.fleet.statistics() if scheduler is not None else ()
+        engines = scheduler.fleet.work() if scheduler is not None else {}
         self._keeper.mark(ended, self._version, engines)
 
     def _published(self, publish: PublishCall) -> None:

@@ -2,8 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tidegate.orchestrator.watchdog import Stuck
+
+
+class EngineWork(NamedTuple):
+    """What an engine has done so far, for who asks often: of a thousand engines, at each batch."""
+
+    busy_us: int
+    """In steps."""
+    tokens: int
+    """Sampled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ activity, so set-up, warm-up and evaluation don't count.
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tidegate.orchestrator.observing.notes import RunNotes
 from tidegate.orchestrator.records.trace import TrainerActivity
-from tidegate.orchestrator.statistics import EngineStatistics
+from tidegate.orchestrator.statistics import EngineWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,10 @@ class Timekeeper:
         self.publishes = 0
         """That this time went to."""
         self._window_us: tuple[int, int] = (0, 0)
-        self._first: tuple[EngineStatistics, ...] = ()
-        self._last: tuple[EngineStatistics, ...] = ()
+        self._first: Mapping[str, EngineWork] = {}
+        self._last: Mapping[str, EngineWork] = {}
 
-    def mark(
-        self, ended: TrainerActivity, version: int, engines: tuple[EngineStatistics, ...]
-    ) -> None:
+    def mark(self, ended: TrainerActivity, version: int, engines: Mapping[str, EngineWork]) -> None:
         """The trainer did ``ended`` until now. The first mark only opens the window."""
         now_us = self._now_us()
         if self._since_us is None:
@@ -81,15 +79,16 @@ class Timekeeper:
         wall_s = (self._window_us[1] - self._window_us[0]) / 1e6
         if wall_s <= 0:
             return Usage()
-        before = {engine.name: engine for engine in self._first}
-        busy_s = tokens = 0.0
-        for engine in self._last:
-            start = before.get(engine.name)
-            busy_s += engine.busy_s - (start.busy_s if start else 0.0)
-            tokens += engine.tokens - (start.tokens if start else 0)
+        none_yet = EngineWork(0, 0)
+        busy_us = tokens = 0
+        for name, work in self._last.items():
+            before = self._first.get(name, none_yet)
+            busy_us += work.busy_us - before.busy_us
+            tokens += work.tokens - before.tokens
+        engines_s = wall_s * max(1, len(self._last))
         return Usage(
             wall_s=wall_s,
             trainer_idle_share=self._spent_us["wait"] / 1e6 / wall_s,
-            engine_idle_share=max(0.0, 1.0 - busy_s / (wall_s * max(1, len(self._last)))),
+            engine_idle_share=max(0.0, 1.0 - busy_us / 1e6 / engines_s),
             tokens_per_s=tokens / wall_s,
         )

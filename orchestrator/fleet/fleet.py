@@ -13,7 +13,7 @@ from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core.events import EngineJoined, EngineLeft, Event, TurnRejected
 from tidegate.orchestrator.fleet.engine_record import Engine
 from tidegate.orchestrator.fleet.joining import ENGINE_NAME_BYTES_MAX, Demands, objection
-from tidegate.orchestrator.statistics import EngineStatistics
+from tidegate.orchestrator.statistics import EngineStatistics, EngineWork
 from tidegate.orchestrator.turns.step_checks import check_step, step_arrived
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import (
@@ -326,6 +326,11 @@ class Fleet:
     def statistics(self) -> tuple[EngineStatistics, ...]:
         """A snapshot of every engine."""
         return tuple(engine.statistics(name) for name, engine in sorted(self.engines.items()))
+
+    def work(self) -> dict[str, EngineWork]:
+        """What every engine has done, by its name. Any thread may ask."""
+        engines = list(self.engines.items())  # at once: engines come and go meanwhile
+        return {name: EngineWork(engine.busy_us, engine.tokens) for name, engine in engines}
 
 
 def _remember(memory: dict[str, T], name: str, what: T) -> None:

@@ -233,7 +233,7 @@ def test_seconds_per_publish_are_of_this_process_publishes_not_of_all_versions(
     keeper = Timekeeper(None, now_us=lambda: next(now_us))
     activities: list[TrainerActivity] = ["wait", "wait", "train", "publish", "train", "publish"]
     for activity in activities:
-        keeper.mark(activity, 100, ())
+        keeper.mark(activity, 100, {})
     resumed = dataclasses.replace(
         some_statistics(),
         trainer_version=102,
