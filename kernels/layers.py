@@ -10,7 +10,8 @@ positions, B blocks of a context.
 """
 
 import ctypes
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -113,8 +114,7 @@ class Layers:
     """
 
     def __init__(self, layers: Sequence[DenseLayer], traits: Traits) -> None:
-        functions, first = library(), layers[0]
-        assert functions is not None  # or no matrix had panels
+        first = layers[0]
         _, _, kv_heads, block_tokens, head_dim = first.cache.shape
         self._held = layers
         self._layers = (_Layer * len(layers))(*map(_layer, layers))
@@ -132,8 +132,7 @@ class Layers:
         )
         at = ctypes.addressof(self._layers), ctypes.addressof(self._sizes)
         self._at_layers, self._at_sizes = at
-        dtype = first.input_norm.dtype
-        self._add = function(functions, "tg_layers", [POINTER] * 5 + [INT] * 3, dtype)
+        self._add = _add_layers(first.input_norm.dtype)
 
     def add_(self, hidden: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor) -> None:
         """Add to ``hidden`` [T, H] what the layers make of it, and write keys and values.
@@ -154,6 +153,14 @@ class Layers:
             tables.stride(0),
             torch.get_num_threads(),
         )
+
+
+@functools.cache
+def _add_layers(dtype: torch.dtype) -> Callable[..., int]:
+    """The compiled function, which is the same for every version's layers."""
+    functions = library()
+    assert functions is not None  # or no matrix had panels
+    return function(functions, "tg_layers", [POINTER] * 5 + [INT] * 3, dtype)
 
 
 def _layer(layer: DenseLayer) -> _Layer:
