@@ -170,6 +170,7 @@ class Sleeper:
         return [self._sleep(asked)]
 
     def _sleep(self, asked: Sleep) -> Message:
+        self._memory.trim()  # or what steps have freed, and is kept, would count as returned
         before = self._memory.used_bytes()
         try:
             if "weights" in asked.tags:
