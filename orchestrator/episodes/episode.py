@@ -303,10 +303,7 @@ class Episode(ScoringEpisode):
             if self._generating.is_over_budget(self._rollout):
                 await self.park()
             try:
-                coming = self._asked(sampling)
-                if timeout_s is not None:
-                    coming = within(timeout_s, coming, self._rollout)
-                turn = await coming
+                turn = await self._asked(sampling, timeout_s)
             except (asyncio.CancelledError, TurnTimeout):
                 self._generating.give_up_turn(self._rollout)
                 raise
@@ -333,11 +330,14 @@ class Episode(ScoringEpisode):
             sampling = _replace(sampling, seed=self._next_seed())
         return sampling
 
-    def _asked(self, sampling: SamplingParams) -> Awaitable[Turn]:
+    def _asked(self, sampling: SamplingParams, timeout_s: float | None) -> Awaitable[Turn]:
         media, self._given_media = self._given_media, ()  # they are the turn's
+        coming: Awaitable[Turn]
         if self._past is not None:
-            return self._turn_again(self._past, sampling, media)
-        return self._generating.ask(self._rollout, sampling, media)
+            coming = self._turn_again(self._past, sampling, media)
+        else:
+            coming = self._generating.ask(self._rollout, sampling, media)
+        return coming if timeout_s is None else within(timeout_s, coming, self._rollout)
 
     def end(self) -> None:
         """The episode has returned: what it left running in the background changes nothing.
