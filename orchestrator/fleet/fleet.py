@@ -14,7 +14,7 @@ from tidegate.orchestrator.core.events import EngineJoined, EngineLeft, Event, T
 from tidegate.orchestrator.fleet.engine_record import Engine
 from tidegate.orchestrator.fleet.joining import ENGINE_NAME_BYTES_MAX, Demands, objection
 from tidegate.orchestrator.statistics import EngineStatistics, EngineWork
-from tidegate.orchestrator.turns.step_checks import check_step, step_arrived
+from tidegate.orchestrator.turns.step_checks import are_tokens_fine, check_step, step_arrived
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import (
     Ack,
@@ -45,6 +45,8 @@ ANSWERS_PER_S_MAX = 32
 HELLOS_PER_S_MAX = 8
 """Of one peer. Each may have to be answered by all that it is to do."""
 
+VOCAB_SIZE_UNKNOWN = 1 << 31
+"""More than an id can be."""
 
 T = TypeVar("T")
 
@@ -130,6 +132,10 @@ class Fleet:
         """When :meth:`tick` is to be called again."""
         self.newest_version = 0
         """Of the weights published; an engine that serves newer ones is of another run."""
+        self._vocab_size_min = VOCAB_SIZE_UNKNOWN
+        """No engine so far had a smaller one."""
+        self._have_fine_tokens = False
+        """Of the steps that are heard at the moment: whether none has a number out of range."""
         self._answers = Patience(answers_max=ANSWERS_PER_S_MAX, interval_s=1.0)
         self._hellos = Patience(answers_max=HELLOS_PER_S_MAX, interval_s=1.0)
 
@@ -201,13 +207,22 @@ class Fleet:
     def hear(self, frames: list[tuple[bytes, bytes]], now_s: float) -> Heard:
         """Read what engines sent. A bad frame is counted, answered, and harms nobody else."""
         heard: Heard = []
-        for peer, frame in frames:
+        messages = [_decoded(frame) for _, frame in frames]
+        steps = [message for message in messages if type(message) is Step]
+        self._have_fine_tokens = are_tokens_fine(steps, self._vocab_size_min)
+        for (peer, _), message in zip(frames, messages, strict=True):
+            if isinstance(message, BadFrame):
+                self._complain(peer, message, now_s)
+                continue
             try:
-                self._hear_one(peer, decode_from_engine(frame), now_s, heard)
+                self._hear_one(peer, message, now_s, heard)
             except BadFrame as error:
-                self.malformed_frames += 1
-                self._answer(peer, Complaint(message=cut(str(error))), now_s)
+                self._complain(peer, error, now_s)
         return heard
+
+    def _complain(self, peer: bytes, error: BadFrame, now_s: float) -> None:
+        self.malformed_frames += 1
+        self._answer(peer, Complaint(message=cut(str(error))), now_s)
 
     def _answer(self, peer: bytes, message: Message, now_s: float) -> None:
         """Tell a peer what is wrong with it, unless it was told too often."""
@@ -259,8 +274,12 @@ class Fleet:
     def _hear_step(self, name: str, engine: Engine, step: Step, heard: Heard) -> None:
         try:  # a bad one doesn't count as received
             event = step_arrived(name, step, engine.hello.epoch)
-            vocab_size = engine.hello.vocab_size
-            check_step(event, vocab_size=vocab_size, newest_version=self.newest_version)
+            check_step(
+                event,
+                vocab_size=engine.hello.vocab_size,
+                newest_version=self.newest_version,
+                has_fine_tokens=self._have_fine_tokens,
+            )
         except BadFrame:
             engine.stuck_since_s = engine.stuck_since_s or engine.heard_s
             raise
@@ -286,6 +305,8 @@ class Fleet:
             self._answer(peer, Refused(message=cut(why)), now_s)
             return
         held = _handles(hello)
+        if hello.vocab_size < self._vocab_size_min:
+            self._vocab_size_min, self._have_fine_tokens = hello.vocab_size, False
         known = self.engines.get(hello.engine)
         if known is not None and known.hello.epoch != hello.epoch:
             heard += self.lose(hello.engine, "came back as a new process")
@@ -331,6 +352,14 @@ class Fleet:
         """What every engine has done, by its name. Any thread may ask."""
         engines = list(self.engines.items())  # at once: engines come and go meanwhile
         return {name: EngineWork(engine.busy_us, engine.tokens) for name, engine in engines}
+
+
+def _decoded(frame: bytes) -> FromEngine | BadFrame:
+    """What a frame says, or what is wrong with it: others that came with it are read anyway."""
+    try:
+        return decode_from_engine(frame)
+    except BadFrame as error:
+        return error
 
 
 def _remember(memory: dict[str, T], name: str, what: T) -> None:
