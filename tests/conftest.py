@@ -5,6 +5,7 @@ Triton reads the variable when it is imported, which any test's imports may do: 
 """
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,11 @@ SLOW_TIMEOUT_S = 600
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # unset, Triton 3.9 warns, an error in tests
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell has it for what runs in the background; what tests start would be deaf to it too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
