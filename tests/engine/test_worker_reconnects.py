@@ -280,11 +280,12 @@ def test_an_orchestrator_killed_and_started_again_finds_every_token_and_its_own_
         paced.break_connection()
     assert (hello.first_seq, hello.next_seq) == (0, CREDIT_STEPS)
     assert (handles(hello), hello.weight_version) == ([0], 0)
-    paced.acknowledges = True
     paced.send_welcome(credit_steps=4)
     with closing(Publisher(paced)) as publisher:
         publisher.stage(1, models.directories[0])
         live = publisher.swap(1, "keep", "recompute")
+        paced.acknowledges = True  # not before, or the turn might end under the old weights
+        paced.acknowledge()
         seen = paced.finish(0)
         assert len(seen.token_ids) == 40
         assert set(seen.versions) == {0, live.version}
