@@ -1,9 +1,10 @@
 """What does one end of a weight transfer cost? A process that takes part each time it is told to.
 
-``python -m benchmarks.transport.weight_end zmq HOME`` fetches what the messages on its standard
-input say; ``… gloo RANK FILE 'SHAPES'`` takes part in a broadcast for each line, and ``… plain
-DESCRIPTOR RANK BYTES`` moves so many over a socket by system calls alone. After each transfer it
-prints the CPU seconds that this process spent on it.
+``python -m benchmarks.transport.weight_end fetch HOME`` fetches what the messages on its standard
+input say, and ``… copy HOME`` copies it to a place of its own, too. ``… gloo RANK RANKS FILE
+'SHAPES'`` takes part in a broadcast for each line, and ``… plain DESCRIPTOR RANK BYTES`` moves so
+many over a socket by system calls alone. After each transfer it prints the CPU seconds that this
+process spent since the one before.
 """
 
 import json
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from tidegate.transport.messages import InitWeights, UpdateWeights, decode_from_orchestrator
 from tidegate.transport.weight_channels import Home, receiver
@@ -21,25 +23,43 @@ from tidegate.transport.weight_channels.zmq import CHUNK_BYTES
 
 def fetch(home: str) -> None:
     """Be an engine that receives weights."""
+    _receive(home, lambda tensor: None)
+
+
+def copy(home: str) -> None:
+    """The same where engines of one host share what one of them fetches: each wants its own."""
+    own = np.empty(0, np.uint8)
+
+    def take(tensor: npt.NDArray[np.uint8]) -> None:
+        nonlocal own
+        if len(own) < len(tensor):
+            own = np.ones(len(tensor), np.uint8)
+        np.copyto(own[: len(tensor)], tensor)
+
+    _receive(home, take)
+
+
+def _receive(home: str, take: Callable[[npt.NDArray[np.uint8]], None]) -> None:
+    spent_s = time.process_time()
     for line in sys.stdin:
-        started_s = time.process_time()
         match decode_from_orchestrator(bytes.fromhex(line)):
             case InitWeights() as init:
                 end = receiver(init, Home(home))
             case UpdateWeights() as update:
-                for _ in end.tensors(update):
-                    pass
-                print(time.process_time() - started_s, flush=True)
+                for _, view in end.tensors(update):
+                    take(np.frombuffer(view, np.uint8))
+                print(time.process_time() - spent_s, flush=True)
+                spent_s = time.process_time()
 
 
-def broadcast(rank: str, file: str, shapes: str) -> None:
-    """Be one of two ranks of gloo."""
+def broadcast(rank: str, ranks: str, file: str, shapes: str) -> None:
+    """Be one of the ranks of gloo."""
     import torch
     from torch import distributed
 
     torch.set_num_threads(1)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=int(rank), world_size=2
+        "gloo", init_method=f"file://{file}", rank=int(rank), world_size=int(ranks)
     )
     tensors = [torch.ones(shape, dtype=torch.bfloat16) for shape in json.loads(shapes)]
     for _ in sys.stdin:
@@ -66,7 +86,12 @@ def plain(descriptor: str, rank: str, nbytes: str) -> None:
             print(time.process_time() - started_s, flush=True)
 
 
-ENDS: dict[str, Callable[..., None]] = {"zmq": fetch, "gloo": broadcast, "plain": plain}
+ENDS: dict[str, Callable[..., None]] = {
+    "fetch": fetch,
+    "copy": copy,
+    "gloo": broadcast,
+    "plain": plain,
+}
 
 if __name__ == "__main__":
     ENDS[sys.argv[1]](*sys.argv[2:])

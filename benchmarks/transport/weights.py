@@ -31,6 +31,11 @@ PLAIN_UNIX = "send and recv of a Unix socket"
 """What no way through the kernel falls below, for it copies at both ends."""
 UNIT = "GB/s per core, both ends"
 
+SIBLINGS = 4
+"""Engines of one host."""
+SIBLINGS_UNIT = f"GB/s per core to {SIBLINGS} engines of a host, all ends, each with a copy"
+GLOO_TO_SIBLINGS = f"gloo, a broadcast per tensor to {SIBLINGS}"
+
 HOME = "tcp://127.0.0.1:5555"
 """The orchestrator's address, if there were one: weights come from a port beside it."""
 
@@ -59,6 +64,7 @@ def rows() -> Iterator[Row]:
     """Shared memory against memcpy; ZeroMQ against gloo, by CPU time of both ends."""
     yield from _shared_memory()
     yield from _network()
+    yield from _siblings()
 
 
 def _shared_memory() -> Iterator[Row]:
@@ -113,8 +119,8 @@ def _network() -> Iterator[Row]:
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         runs = {
-            "ipc": stack.enter_context(_zmq_channel(None, every)),
-            "tcp": stack.enter_context(_zmq_channel(HOME, every)),
+            "ipc": stack.enter_context(_channel("zmq", None, every, "fetch")),
+            "tcp": stack.enter_context(_channel("zmq", HOME, every, "fetch")),
             PER_TENSOR: stack.enter_context(_gloo(directory / "tensors", every)),
             ONE_BUFFER: stack.enter_context(_gloo(directory / "buffer", [(total,)])),
             PLAIN_TCP: stack.enter_context(_plain(_tcp_pair(), 2 * total)),
@@ -142,27 +148,46 @@ def _network() -> Iterator[Row]:
         yield row(name, unit, ours, speed[against]["sent"], against)
 
 
+def _siblings() -> Iterator[Row]:
+    """To several engines of one host, which fetch a version once: what a broadcast is for."""
+    every = shapes()
+    gb = 2 * sum(math.prod(shape) for shape in every) * SIBLINGS / 1e9
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        relay = stack.enter_context(_channel("relay", HOME, every, *["copy"] * SIBLINGS))
+        gloo = stack.enter_context(_gloo(directory / "siblings", every, 1 + SIBLINGS))
+        seconds = by_turns({"ours": relay, "gloo": gloo})
+    ours, peer = ([gb / cpu_s for cpu_s in seconds[name]["sent"]] for name in ("ours", "gloo"))
+    name = f"zmq_weights_gb_per_cpu_s_to_{SIBLINGS}"
+    yield row(name, SIBLINGS_UNIT, ours, peer, GLOO_TO_SIBLINGS)
+
+
 Run = Callable[[], dict[str, float]]
 """One transfer: CPU seconds of both ends, by what is counted."""
 
 
 @contextlib.contextmanager
-def _zmq_channel(home: str | None, every: list[tuple[int, ...]]) -> Iterator[Run]:
-    """Ours: this process sends, another receives."""
+def _channel(
+    name: str, home: str | None, every: list[tuple[int, ...]], *roles: str
+) -> Iterator[Run]:
+    """Ours: this process sends, others receive, each in its role."""
     tensors = [
         NamedBuffer(f"w{n}", "bfloat16", shape, np.ones(2 * math.prod(shape), np.uint8).data)
         for n, shape in enumerate(every)
     ]
-    out = sender("zmq", address=home)
-    with _end("zmq", home or "") as end:
-        end.tell(encode(out.init()).hex())
+    out = sender(name, address=home)
+    with contextlib.ExitStack() as stack:
+        ends = [stack.enter_context(_end(role, home or "")) for role in roles]
+        for end in ends:
+            end.tell(encode(out.init()).hex())
 
         def run() -> dict[str, float]:
             before_s = time.process_time()
             [update] = out.write(0, tensors)
             written_s = time.process_time()
-            end.tell(encode(update).hex())
-            received_s = end.hear()
+            for end in ends:
+                end.tell(encode(update).hex())
+            received_s = sum(end.hear() for end in ends)
             sent_s = time.process_time() - written_s
             return {
                 "sent": sent_s + received_s,
@@ -175,13 +200,17 @@ def _zmq_channel(home: str | None, every: list[tuple[int, ...]]) -> Iterator[Run
 
 
 @contextlib.contextmanager
-def _gloo(file: Path, every: list[tuple[int, ...]]) -> Iterator[Run]:
-    """The peer's: two other processes."""
-    with (
-        _end("gloo", "0", str(file), json.dumps(every)) as one,
-        _end("gloo", "1", str(file), json.dumps(every)) as other,
-    ):
-        yield _both(one, other)
+def _gloo(file: Path, every: list[tuple[int, ...]], ranks: int = 2) -> Iterator[Run]:
+    """The peer's: processes of its own, one of which sends."""
+    with contextlib.ExitStack() as stack:
+        yield _together(
+            [
+                stack.enter_context(
+                    _end("gloo", str(rank), str(ranks), str(file), json.dumps(every))
+                )
+                for rank in range(ranks)
+            ]
+        )
 
 
 @contextlib.contextmanager
@@ -194,7 +223,7 @@ def _plain(pair: tuple[socket.socket, socket.socket], nbytes: int) -> Iterator[R
     ):
         os.close(sending)
         os.close(receiving)
-        yield _both(one, other)
+        yield _together([one, other])
 
 
 def _tcp_pair() -> tuple[socket.socket, socket.socket]:
@@ -205,13 +234,13 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
         return sending, listener.accept()[0]
 
 
-def _both(one: "_End", other: "_End") -> Run:
-    """Two processes that each take part once they are told to; once, to touch all pages."""
+def _together(ends: "list[_End]") -> Run:
+    """Processes that each take part once they are told to; once, to touch all pages."""
 
     def run() -> dict[str, float]:
-        one.tell("go")
-        other.tell("go")
-        return {"sent": one.hear() + other.hear()}
+        for end in ends:
+            end.tell("go")
+        return {"sent": sum(end.hear() for end in ends)}
 
     run()
     return run
