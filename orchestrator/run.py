@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -282,6 +283,7 @@ class Run:
             journal=self._opened.journal,
             resume=self._opened.resumed,
             diary=None if self.recorder is None else EpisodeDiary(self.recorder.episode_interval),
+            now_s=time.monotonic,
         )
         self._scheduler = scheduler
 

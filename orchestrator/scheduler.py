@@ -55,9 +55,11 @@ class Scheduler:
         journal: RunJournal | None = None,
         resume: ev.Resumed | None = None,
         diary: EpisodeDiary | None = None,
+        now_s: Callable[[], float] | None = None,
     ) -> None:
         """With a ``journal``, whose core this is then, the run survives a crash; ``resume`` says
-        where to go on after one. ``diary``: what is to be told how episodes spend their time."""
+        where to go on after one. ``diary``: what is to be told how episodes spend their time.
+        ``now_s``: a clock that goes on within a turn of the loop, whose own may stand still."""
         self._settings = settings
         self._router = router
         self._journal = journal
@@ -76,7 +78,12 @@ class Scheduler:
         self.scores = self.engines.scores
         failure = self.control.publisher.take_failure
         self._desk = BatchDesk(self._waiting, self.handle_one, self.when_safe, failure)
-        self._offers = Offers(lambda: self.core, self.handle_one, wants_tasks=self._wants_tasks)
+        self._offers = Offers(
+            lambda: self.core,
+            self.handle_one,
+            wants_tasks=self._wants_tasks,
+            now_s=now_s or asyncio.get_running_loop().time,
+        )
         self._parking = Parking(
             live_version=lambda: self.core.turns.live_version,
             is_starved=lambda: self.core.batches_asked > 0,

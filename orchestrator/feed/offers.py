@@ -24,11 +24,14 @@ class Offers:
         handle: Callable[[ev.Event, EpisodeFunction | None], None],
         *,
         wants_tasks: asyncio.Event,
+        now_s: Callable[[], float],
     ) -> None:
-        """``core``: the run's; ``handle`` feeds it; ``wants_tasks`` is set when it has places."""
+        """``core``: the run's; ``handle`` feeds it; ``wants_tasks`` is set when it has places;
+        ``now_s`` times iterators."""
         self._core = core
         self._handle = handle
         self._wants_tasks = wants_tasks
+        self._now_s = now_s
         self._source: TaskSource | None = None
         self._feeding: asyncio.Task[None] | None = None
         self._episodes: dict[int, EpisodeFunction] = {}
@@ -57,6 +60,7 @@ class Offers:
             self.episode_of,
             wants_tasks=self._wants_tasks,
             is_journalled=is_journalled,
+            now_s=self._now_s,
         )
         self._feeding = group.create_task(feed.run(), name="tasks")
         self._handle(ev.TasksOffered(), None)

@@ -14,8 +14,12 @@ from tidegate.orchestrator.core.group import TaskKey
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.feed.tasks import NO_MORE, TaskSource, task_digest
 
-TASKS_PER_TURN = 32
-"""Tasks taken from the user's iterator before the loop sees to its sockets again."""
+EPISODES_PER_TURN = 256
+"""That begin before the loop sees to its sockets again. What begins together asks for its turns
+together, so fewer make more messages, and steps of fewer rows."""
+
+TURN_S = 0.01
+"""After so long it sees to them too: the user's iterator may take its time."""
 
 
 class TaskFeed:
@@ -30,15 +34,21 @@ class TaskFeed:
         *,
         wants_tasks: asyncio.Event,
         is_journalled: bool,
+        now_s: Callable[[], float],
     ) -> None:
         """``handle`` feeds the core, and runs a task's episode; ``wants_tasks`` is set whenever the
-        core may have places again."""
+        core may have places again; ``now_s`` times the user's iterator."""
         self._core = core
         self.source = source
         self._handle = handle
         self._episode_of = episode_of
         self._wants_tasks = wants_tasks
         self._wants_digests = is_journalled or core.prompts.filter.uses_history
+        self._now_s = now_s
+        self._begun = 0
+        """Episodes, in this turn of the loop."""
+        self._until_s = 0.0
+        """It has lasted long enough by then."""
 
     async def run(self) -> None:
         """Take tasks for ever.
@@ -53,7 +63,8 @@ class TaskFeed:
             await self._wants_tasks.wait()
 
     async def _take(self) -> None:
-        taken = places = 0
+        self._begin_turn()
+        places = 0
         core, source = self._core, self.source
         is_async, newest = source.is_async, self._episode_of(None)
         while places or (places := core.capacity_groups):
@@ -72,24 +83,34 @@ class TaskFeed:
             digest = task_digest(task.task) if self._wants_digests else b""
             arrived = ev.TaskArrived(task.task, task.key, digest)
             self._handle(arrived, newest if task.key is None else self._episode_of(task.key))
-            taken += 1
             if source.has_ended():
                 places = 0
                 self._handle(ev.TasksExhausted(), None)
-            elif taken % TASKS_PER_TURN == 0:
+            elif self._has_begun_enough():
                 places = 0
                 await asyncio.sleep(0)
+                self._begin_turn()
 
     async def _pass_by_the_taken(self) -> None:
         """After a resume: what is unfinished goes on, the rest is done."""
+        self._begin_turn()
         count = self._core.tasks.count
         for index in range(count):
             task = await self.source.next_new()
             key = TaskKey(self._core.tasks.offer, index)
             self._check(task, key, count)
             self._handle(ev.TaskFound(task, key), self._episode_of(key))
-            if index % TASKS_PER_TURN == 0:
+            if self._has_begun_enough():
                 await asyncio.sleep(0)
+                self._begin_turn()
+
+    def _begin_turn(self) -> None:
+        self._begun, self._until_s = 0, self._now_s() + TURN_S
+
+    def _has_begun_enough(self) -> bool:
+        """Whether the loop should see to its sockets, after one more task."""
+        self._begun += self._core.groups.group_size
+        return self._begun >= EPISODES_PER_TURN or self._now_s() >= self._until_s
 
     def _check(self, task: object, key: TaskKey, count: int) -> None:
         if task is NO_MORE:

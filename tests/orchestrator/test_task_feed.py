@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
@@ -12,29 +13,65 @@ from tidegate.orchestrator.feed.tasks import Tasks, TaskSource
 from tidegate.policies.asynchrony import BoundedStaleness
 
 
-async def fed(tasks: Tasks) -> list[ev.Event]:
-    """What a core with four places hears, until the feed waits."""
-    core = Core(Rules(policy=BoundedStaleness(groups_per_batch=2, max_staleness=1), group_size=1))
-    events: list[ev.Event] = [ev.TasksOffered()]
-    core.handle(events[0])
+class Iterated:
+    """Tasks, each of which takes so long to come, by the clock that the feed looks at."""
+
+    def __init__(self, tasks: int, each_s: float) -> None:
+        self._tasks = tasks
+        self._each_s = each_s
+        self.now_s = 0.0
+
+    def __iter__(self) -> Iterator[int]:
+        for task in range(self._tasks):
+            self.now_s += self._each_s
+            yield task
+
+
+def feed_of(
+    core: Core, tasks: Tasks, events: list[ev.Event], clock: Iterated | None = None
+) -> TaskFeed:
+    """One that notes down what the core hears."""
+    core.handle(ev.TasksOffered())
 
     def handle(event: ev.Event, episode: EpisodeFunction | None) -> None:
         events.append(event)
         core.handle(event)
 
-    wants_tasks = asyncio.Event()
-    feed = TaskFeed(
+    return TaskFeed(
         core,
         TaskSource(tasks),
         handle,
         lambda key: None,
-        wants_tasks=wants_tasks,
+        wants_tasks=asyncio.Event(),
         is_journalled=False,
+        now_s=lambda: clock.now_s if clock is not None else 0.0,
     )
+
+
+async def fed(tasks: Tasks) -> list[ev.Event]:
+    """What a core with four places hears, until the feed waits."""
+    core = Core(Rules(policy=BoundedStaleness(groups_per_batch=2, max_staleness=1), group_size=1))
+    events: list[ev.Event] = []
     with contextlib.suppress(TimeoutError):  # it never ends by itself
         async with asyncio.timeout(0.2):
-            await feed.run()
-    return events[1:]
+            await feed_of(core, tasks, events).run()
+    return events
+
+
+async def taken_per_turn(tasks: Iterated, *, group_size: int) -> list[int]:
+    """How many of the tasks are taken in each of the loop's turns, where there is place for all."""
+    policy = BoundedStaleness(groups_per_batch=1000, max_staleness=0)
+    events: list[ev.Event] = []
+    feed = feed_of(Core(Rules(policy=policy, group_size=group_size)), tasks, events, tasks)
+    feeding = asyncio.create_task(feed.run())
+    taken: list[int] = []
+    while ev.TasksExhausted() not in events:
+        before = len(events)
+        await asyncio.sleep(0)
+        new = [event for event in events[before:] if isinstance(event, ev.TaskArrived)]
+        taken.append(len(new))
+    feeding.cancel()
+    return taken
 
 
 async def test_the_end_of_the_tasks_is_told_once_though_places_are_left() -> None:
@@ -46,3 +83,12 @@ async def test_no_more_tasks_are_taken_than_there_are_places() -> None:
     tasks = iter(range(9))
     assert await fed(tasks) == [ev.TaskArrived(task) for task in range(4)]
     assert next(tasks) == 5  # one is looked at, to know whether it is the last
+
+
+async def test_the_loop_sees_to_its_sockets_whenever_so_many_episodes_have_begun() -> None:
+    assert await taken_per_turn(Iterated(600, 0.0), group_size=1) == [256, 256, 88]
+    assert await taken_per_turn(Iterated(80, 0.0), group_size=8) == [32, 32, 16]
+
+
+async def test_tasks_that_take_long_to_come_are_taken_one_in_each_turn_of_the_loop() -> None:
+    assert await taken_per_turn(Iterated(3, 0.5), group_size=1) == [1, 1, 1]
