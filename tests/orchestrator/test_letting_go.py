@@ -3,6 +3,7 @@
 import gc
 import weakref
 from array import array
+from collections.abc import Iterator
 
 import pytest
 
@@ -50,49 +51,48 @@ def train_one(core: Core, version: int, *, forks: bool) -> "weakref.ref[array[in
     return weakref.ref(rollout.filed_token_ids)
 
 
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """What is gone is gone by itself."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("forks", [False, True])
 def test_a_rollout_whose_batch_nobody_asks_about_any_more_is_gone_at_once(forks: bool) -> None:
     core = new_core()
-    gc.disable()
-    try:
-        trained = [train_one(core, version, forks=forks) for version in range(1, 5)]
-        assert [tokens() is None for tokens in trained] == [True, True, False, False]
-    finally:
-        gc.enable()
+    trained = [train_one(core, version, forks=forks) for version in range(1, 5)]
+    assert [tokens() is None for tokens in trained] == [True, True, False, False]
 
 
+@pytest.mark.usefixtures("without_collector")
 def test_a_rollout_that_is_given_up_in_its_turn_is_gone_at_once() -> None:
     core = new_core()
-    gc.disable()
-    try:
-        rollout = begin(core)
-        core.handle(ev.EpisodeFailed(rollout.rollout_id, "episode_error"))
-        tokens = weakref.ref(rollout.filed_token_ids)
-        del rollout
-        assert tokens() is None
-    finally:
-        gc.enable()
+    rollout = begin(core)
+    core.handle(ev.EpisodeFailed(rollout.rollout_id, "episode_error"))
+    tokens = weakref.ref(rollout.filed_token_ids)
+    del rollout
+    assert tokens() is None
 
 
+@pytest.mark.usefixtures("without_collector")
 def test_what_another_process_goes_on_from_is_gone_as_soon_once_it_has_been_trained() -> None:
     before = new_core()
     rollout = begin(before)
     before.handle(step("a", 0, [(before.turns.next_handle - 1, [5], STOP)]))
     before.handle(ev.EpisodeReturned(rollout.rollout_id, 1.0))
-    gc.disable()
-    try:
-        core = Core(Rules(policy=before.policy, group_size=1))
-        load(save(before), core)
-        [group] = core.groups.ended
-        tokens = weakref.ref(group.rollouts[0].filed_token_ids)
-        del group
-        core.handle(ev.BatchAsked())
-        core.handle(ev.BatchesSafe(1, 0))
-        core.handle(ev.VersionPublished(1))
-        core.handle(ev.EngineSwapped("a", 1))
-        assert tokens() is None
-    finally:
-        gc.enable()
+    core = Core(Rules(policy=before.policy, group_size=1))
+    load(save(before), core)
+    [group] = core.groups.ended
+    tokens = weakref.ref(group.rollouts[0].filed_token_ids)
+    del group
+    core.handle(ev.BatchAsked())
+    core.handle(ev.BatchesSafe(1, 0))
+    core.handle(ev.VersionPublished(1))
+    core.handle(ev.EngineSwapped("a", 1))
+    assert tokens() is None
 
 
 def test_a_turn_that_somebody_keeps_has_its_tokens_when_its_rollout_is_gone() -> None:
