@@ -7,6 +7,9 @@ Shapes: R rollouts, over any number of groups of any size; tokens as in
 :mod:`tidegate.policies.aggregation`.
 """
 
+from collections.abc import Sequence
+from math import sqrt
+
 import torch
 from torch import Tensor
 
@@ -34,6 +37,20 @@ def group_relative_advantages(
         return deviation
     variance = groups.sum(deviation.square()) / (groups.sizes - 1).clamp(1)
     return deviation / (variance.sqrt()[groups.of_rollout] + epsilon)
+
+
+def relative_to_group(rewards: Sequence[float], *, epsilon: float = 1e-4) -> list[float]:
+    """:func:`group_relative_advantages` of one group's rewards, which are finite.
+
+    A group is few numbers: torch looks at them for half a millisecond a batch, on a CPU.
+    """
+    if min(rewards, default=0.0) == max(rewards, default=0.0):
+        return [0.0] * len(rewards)  # exactly, as there
+    mean = sum(rewards) / len(rewards)
+    deviations = [reward - mean for reward in rewards]
+    variance = sum([deviation * deviation for deviation in deviations]) / (len(rewards) - 1)
+    scale = sqrt(variance) + epsilon
+    return [deviation / scale for deviation in deviations]
 
 
 def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:

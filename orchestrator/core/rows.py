@@ -16,8 +16,10 @@ class RowsOfRollouts:
 
     def __init__(self, rollout_ids: npt.NDArray[np.int64]) -> None:
         """``rollout_ids``: of each row, [R]; none at all where nothing is known to have forked."""
-        ids, first, place = np.unique(rollout_ids, return_index=True, return_inverse=True)
-        self._is_one_each = len(ids) == len(rollout_ids)
+        self._is_one_each = len(set(rollout_ids.tolist())) == len(rollout_ids)
+        if self._is_one_each:
+            return  # as mostly
+        _, first, place = np.unique(rollout_ids, return_index=True, return_inverse=True)
         order = np.argsort(first)
         self._first = first[order]
         self._place = np.argsort(order)[place]

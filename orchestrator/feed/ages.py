@@ -28,18 +28,23 @@ class PublishTimes:
 
     def __init__(self, version: int) -> None:
         """``version``: at the beginning."""
-        self._known: tuple[tuple[float, int], ...] = ((-np.inf, version),)
+        self._known: tuple[Array, Array] = (np.array([-np.inf]), np.array([version]))
+        """When, and which from then on."""
 
     def note(self, at_s: float, version: int) -> None:
         """Published now."""
-        self._known = (*self._known[-PUBLISHES_KEPT:], (at_s, version))  # others read meanwhile
+        times_s, versions = (column[-PUBLISHES_KEPT:] for column in self._known)
+        self._known = (
+            np.append(times_s, at_s),
+            np.append(versions, version),
+        )  # others read meanwhile
 
     def version_at(self, times_s: "Array") -> "Array":
         """For each of these instants."""
-        known = np.array(self._known)
-        places = np.searchsorted(known[:, 0], times_s, side="right") - 1
-        versions: Array = known[np.maximum(places, 0), 1].astype(np.int64)
-        return versions
+        known_s, versions = self._known
+        places = np.searchsorted(known_s, times_s, side="right") - 1
+        at: Array = versions[np.maximum(places, 0)]
+        return at
 
 
 @dataclass(slots=True)

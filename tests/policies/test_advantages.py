@@ -12,6 +12,7 @@ from tidegate.policies.advantages import (
     generalised_advantages,
     group_relative_advantages,
     leave_one_out_advantages,
+    relative_to_group,
 )
 from tidegate.policies.aggregation import Sequences
 
@@ -42,6 +43,16 @@ def test_it_agrees_with_the_formula_worked_out_one_rollout_at_a_time(
     )
 
     np.testing.assert_allclose(ours, advantages_one_by_one(rewards, group_ids), atol=1e-9)
+
+
+@given(st.lists(st.floats(-1e3, 1e3), max_size=9))
+def test_looked_at_as_a_list_a_group_has_the_same_advantages(rewards: list[float]) -> None:
+    in_torch = group_relative_advantages(
+        torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards))
+    )
+
+    np.testing.assert_allclose(relative_to_group(rewards), in_torch, atol=1e-6)
+    assert relative_to_group([0.1] * 7) == [0.0] * 7
 
 
 def test_one_right_answer_among_four_gets_all_of_the_praise() -> None:
