@@ -125,8 +125,8 @@ class FuzzedFleet:
                 rollout.extend([1, 2, 3])
                 sampling = SamplingParams(max_tokens=64)
                 self._events.append(ev.TurnAsked(rollout.rollout_id, sampling))
-            case ev.EndTurn(turn=turn):
-                self._events.append(ev.EpisodeReturned(turn.rollout_id, 1.0))
+            case ev.EndTurns(turns=turns):
+                self._events += [ev.EpisodeReturned(turn.rollout_id, 1.0) for turn in turns]
             case ev.FailTurn(turn=turn):
                 self._events.append(ev.EpisodeFailed(turn.rollout_id, "refused"))
             case ev.HandOver(groups=groups):

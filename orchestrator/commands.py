@@ -40,11 +40,12 @@ class Commands:
         if type(command) is ev.Submit:
             self.outbox.post(command.engine, command.message)
             self.sessions.submitted(command.engine, command.message.session)
-        elif type(command) is ev.EndTurn:
-            turn = command.turn
-            future = self.waiting.turns.pop(turn.rollout_id, None)
-            if future is not None and not future.done():
-                future.set_result(turn)
+        elif type(command) is ev.EndTurns:
+            waiting = self.waiting.turns
+            for turn in command.turns:
+                future = waiting.pop(turn.rollout_id, None)
+                if future is not None and not future.done():
+                    future.set_result(turn)
         elif type(command) is ev.StartEpisode:
             assert episode is not None
             self.episodes.begin(command.rollout, command.task, episode)

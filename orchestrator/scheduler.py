@@ -218,14 +218,22 @@ class Scheduler:
     def handle_one(self, event: ev.Event, episode: EpisodeFunction | None = None) -> None:
         """As :meth:`handle`; each rollout has three of its own."""
         may_free_places = type(event) not in FREES_NO_PLACE
-        if may_free_places and type(event) is not ev.EpisodeReturned:
+        groups, revision = self.core.groups, -1
+        if type(event) is ev.EpisodeReturned:
+            revision = groups.revision  # as long as others of its group go on, it frees no place
+        elif may_free_places:
             self._note(event)
         journal, carry_out = self._journal, self._commands.carry_out
         if journal is not None:
             journal.log(event)
         for command in self.core.handle(event):
             carry_out(command, episode)
-        if may_free_places and not self._wants_tasks.is_set() and self.core.capacity_groups:
+        if (
+            may_free_places
+            and groups.revision != revision
+            and not self._wants_tasks.is_set()
+            and self.core.capacity_groups
+        ):
             self._wants_tasks.set()
         if self._parking.parked:
             self._parking.look()

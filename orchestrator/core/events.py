@@ -298,10 +298,10 @@ class Cancel(Struct, frozen=True, gc=False):
     handle: int
 
 
-class EndTurn(Struct, frozen=True, gc=False):
-    """Give the episode its turn."""
+class EndTurns(Struct, frozen=True, gc=False):
+    """Give episodes their turns: those that ended with one step."""
 
-    turn: Turn
+    turns: list[Turn]
 
 
 class FailTurn(Struct, frozen=True, gc=False):
@@ -365,7 +365,7 @@ Command = (
     | StopEpisode
     | Submit
     | Cancel
-    | EndTurn
+    | EndTurns
     | FailTurn
     | HandOver
     | PauseGeneration

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tidegate.orchestrator.core.events import (
     Cancel,
     Command,
-    EndTurn,
+    EndTurns,
     EngineJoined,
     FailTurn,
     StepArrived,
@@ -303,8 +303,7 @@ class TurnBook:
         filing = engine.filing if engine else Filing()
         outcome = filing.file(submissions, event)
         if event.finish:
-            for ended, code in self._take_ended(event, engine):
-                outcome.commands += self._finish(ended, code)
+            outcome.commands += self._end_turns(event, engine)
         outcome.commands += self._stop_one_overrun(event)
         self.streams[event.engine] = (event.epoch, event.seq + 1)
         if engine is not None and engine.missing:
@@ -313,6 +312,17 @@ class TurnBook:
             self.placement.measure(event, self.live_version)
             outcome.commands += self._relieve(event)
         return outcome
+
+    def _end_turns(self, event: StepArrived, engine: EngineTurns | None) -> list[Command]:
+        """Those that have ended are told of together; others that leave their engine go on."""
+        ended: list[Turn] = []
+        commands: list[Command] = []
+        for turn, code in self._take_ended(event, engine):
+            if self._finish(turn, code):
+                ended.append(turn)
+            else:
+                commands += self._go_on(turn)
+        return [EndTurns(ended), *commands] if ended else commands
 
     def _take_ended(self, event: StepArrived, engine: EngineTurns | None) -> list[tuple[Turn, int]]:
         """The turns that leave their engine with this step, and how."""
@@ -344,15 +354,21 @@ class TurnBook:
         why = _overrun(turn)
         return [Cancel(event.engine, handle), *self.reject(event.engine, handle, why)]
 
-    def _finish(self, turn: Turn, code: int) -> list[Command]:
+    @staticmethod
+    def _finish(turn: Turn, code: int) -> bool:
+        """Note how a turn has ended, if it has: one that was cut off before its time has not."""
         length = turn.filed if turn.held_back is None else turn.length
         left = turn.sampling.max_tokens - length
-        if left < 0:
-            return [self._refuse(turn, _overrun(turn))]
-        if left and code not in (STOP, LENGTH):
-            return self.submit(turn, turn.priority)
+        if left < 0 or (left and code not in (STOP, LENGTH)):
+            return False
         turn.finish_reason = FINISH_REASONS[STOP if code == STOP else LENGTH]
-        return [EndTurn(turn)]
+        return True
+
+    def _go_on(self, turn: Turn) -> list[Command]:
+        """A turn that was cut off is sent again; one past its end nobody can vouch for."""
+        if turn.length > turn.sampling.max_tokens:
+            return [self._refuse(turn, _overrun(turn))]
+        return self.submit(turn, turn.priority)
 
 
 def _overrun(turn: Turn) -> str:

@@ -3,7 +3,7 @@
 from tests.orchestrator.driver import Driver, step
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.transport.messages import ABORT, STOP, SamplingParams
+from tidegate.transport.messages import ABORT, RUNNING, STOP, SamplingParams
 
 
 def driver_with(engines: str, groups: int) -> tuple[Driver, list[Rollout]]:
@@ -35,6 +35,17 @@ def test_an_engine_whose_turn_has_ended_gets_the_next_one() -> None:
     driver.sample("b", 1, 3, STOP)
     driver.ask_turn(rollouts[3])
     assert places(driver, rollouts) == ["a", None, "c", "b"]
+
+
+def test_turns_that_end_with_one_step_are_told_of_together_before_others_go_on() -> None:
+    driver, rollouts = driver_with("a", 4)
+    for rollout in rollouts:
+        driver.ask_turn(rollout)
+    rows = [(0, [5], ABORT), (1, [6], STOP), (2, [7], RUNNING), (3, [8], STOP)]
+    ended, sent = driver.core.handle(step("a", 0, rows))
+    assert ended == ev.EndTurns([rollouts[1].turns[0], rollouts[3].turns[0]])
+    assert isinstance(sent, ev.Submit)
+    assert (sent.message.session, sent.message.sampled_before) == (rollouts[0].rollout_id + 1, 1)
 
 
 def test_a_turn_that_is_given_up_is_cancelled_where_it_is_and_leaves_its_place() -> None:
