@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import tidegate
+from tests.held_credit import paused, turns_go_on_until
 from tests.models import make_model_directory
 from tidegate.orchestrator.records.audit import audit_run
 
@@ -36,6 +37,7 @@ async def two_turns(episode: tidegate.Episode, task: int) -> float:
 
 
 async def endless(episode: tidegate.Episode, task: int) -> float:
+    """More steps than an engine has credit for."""
     episode.append([5, 6, 7])
     await episode.generate(max_tokens=400, stop_token_ids=[])
     return 1.0
@@ -81,10 +83,11 @@ async def test_nothing_is_sampled_during_a_pause_and_all_of_it_after(
 ) -> None:
     async with tidegate.serve(model=model, **SMALL) as rollouts:
         undisturbed = await rollouts.evaluate(range(6), episode=two_turns)
-        evaluation = asyncio.create_task(rollouts.evaluate(range(6), episode=endless))
         before = rollouts.statistics().evaluation_ledger.generated
-        await until(lambda: rollouts.statistics().evaluation_ledger.generated > before)
-        await rollouts.pause(mode)
+        with turns_go_on_until(rollouts, paused):
+            evaluation = asyncio.create_task(rollouts.evaluate(range(6), episode=endless))
+            await until(lambda: rollouts.statistics().evaluation_ledger.generated > before)
+            await rollouts.pause(mode)
         before = rollouts.statistics().evaluation_ledger.generated
         assert await rollouts.publish(load_file(model / "model.safetensors")) == 1
         assert rollouts.statistics().evaluation_ledger.generated == before

@@ -6,6 +6,7 @@ What is expected is what vLLM 0.32 and 0.33 were seen to answer.
 import pytest
 
 import tidegate
+from tests.held_credit import paused, turns_go_on_until
 from tests.orchestrator.vllm_server.vllm_serving import (
     CONTEXT_TOKENS_MAX,
     LONG,
@@ -13,15 +14,21 @@ from tests.orchestrator.vllm_server.vllm_serving import (
     Asking,
     Client,
 )
+from tidegate.transport.messages import CancelTurn, Message, Resume
 
 # ---------------------------------------------------------------- pauses and aborts
+
+
+def aborted(message: Message) -> bool:
+    return isinstance(message, CancelTurn)
 
 
 def test_a_pause_that_aborts_gives_what_there_is_and_refuses_more(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
-    asking = client.begin(server.url, "/inference/v1/generate", LONG)
-    assert client.post("/pause") == {"status": "paused"}  # abort is what no mode means
+    with turns_go_on_until(server, paused):
+        asking = client.begin(server.url, "/inference/v1/generate", LONG)
+        assert client.post("/pause") == {"status": "paused"}  # abort is what no mode means
     (choice,) = asking.answer["choices"]
     assert choice["finish_reason"] == "abort"
     count = len(choice["token_ids"])
@@ -41,8 +48,9 @@ def test_a_pause_that_aborts_gives_what_there_is_and_refuses_more(
 def test_a_pause_that_keeps_freezes_requests_and_queues_new_ones(
     client: Client, server: tidegate.VLLMServer, clears: str
 ) -> None:
-    asking = client.begin(server.url, "/inference/v1/generate", LONG)
-    client.post("/pause", mode="keep", clear_cache=clears)
+    with turns_go_on_until(server, paused):
+        asking = client.begin(server.url, "/inference/v1/generate", LONG)
+        client.post("/pause", mode="keep", clear_cache=clears)
     frozen = client.tokens_generated()
     late = Asking(server.url, "/v1/completions", {"prompt": "x", "max_tokens": 2})
     client.wait_until(lambda: client.num_running() == 2)
@@ -59,8 +67,9 @@ def test_a_mode_in_the_body_is_not_read_and_a_strange_one_is_refused(client: Cli
 
 
 def test_a_pause_that_waits_lets_requests_end(client: Client, server: tidegate.VLLMServer) -> None:
-    asking = client.begin(server.url, "/inference/v1/generate", LONG)
-    client.post("/pause", mode="wait")
+    with turns_go_on_until(server, paused):
+        asking = client.begin(server.url, "/inference/v1/generate", LONG)
+        client.post("/pause", mode="wait")
     assert asking.answer["choices"][0]["finish_reason"] == "length"
     assert client.get("/is_paused") == {"is_paused": True}
 
@@ -68,10 +77,11 @@ def test_a_pause_that_waits_lets_requests_end(client: Client, server: tidegate.V
 def test_a_resume_ends_a_pause_that_still_waits(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
-    asking = client.begin(server.url, "/inference/v1/generate", LONG)
-    pausing = Asking(server.url, "/pause", mode="wait")
-    client.wait_until(lambda: client.http.post("/v1/completions", json={}).status_code == 503)
-    client.post("/resume")
+    with turns_go_on_until(server, lambda message: isinstance(message, Resume)):
+        asking = client.begin(server.url, "/inference/v1/generate", LONG)
+        pausing = Asking(server.url, "/pause", mode="wait")
+        client.wait_until(lambda: client.http.post("/v1/completions", json={}).status_code == 503)
+        client.post("/resume")
     assert pausing.answer == {"status": "paused"}
     assert client.get("/is_paused") == {"is_paused": False}
     assert asking.answer["choices"][0]["finish_reason"] == "length"
@@ -80,10 +90,11 @@ def test_a_resume_ends_a_pause_that_still_waits(
 def test_an_abort_ends_a_pause_that_still_waits(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
-    asking = client.begin(server.url, "/inference/v1/generate", LONG)
-    pausing = Asking(server.url, "/pause", mode="wait")
-    client.wait_until(lambda: client.http.post("/v1/completions", json={}).status_code == 503)
-    client.post("/pause", mode="abort")
+    with turns_go_on_until(server, aborted):
+        asking = client.begin(server.url, "/inference/v1/generate", LONG)
+        pausing = Asking(server.url, "/pause", mode="wait")
+        client.wait_until(lambda: client.http.post("/v1/completions", json={}).status_code == 503)
+        client.post("/pause", mode="abort")
     assert asking.answer["choices"][0]["finish_reason"] == "abort"
     assert pausing.answer == {"status": "paused"}
     assert client.get("/is_paused") == {"is_paused": True}
@@ -92,10 +103,11 @@ def test_an_abort_ends_a_pause_that_still_waits(
 def test_requests_are_aborted_by_the_ids_that_answers_have(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
-    one = client.begin(server.url, "/inference/v1/generate", LONG | {"request_id": "one"})
-    two = client.begin(server.url, "/inference/v1/generate", LONG | {"request_id": "two"})
-    client.wait_until(lambda: client.num_running() == 2)
-    client.post("/pause", mode="keep")
+    with turns_go_on_until(server, paused):
+        one = client.begin(server.url, "/inference/v1/generate", LONG | {"request_id": "one"})
+        two = Asking(server.url, "/inference/v1/generate", LONG | {"request_id": "two"})
+        client.wait_until(lambda: client.num_running() == 2)
+        client.post("/pause", mode="keep")
     told = client.post("/abort_requests", {"request_ids": ["one", "no"]})
     assert told == {"status": "aborted", "aborted": 2}  # as many as asked for
     assert client.num_running() == 2
@@ -122,8 +134,9 @@ def test_the_prefix_cache_is_not_clean_while_requests_hold_some(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
     assert client.post("/reset_prefix_cache") == {"success": True}
-    asking = client.begin(server.url, "/inference/v1/generate", LONG)
-    client.post("/pause", mode="keep")
+    with turns_go_on_until(server, paused):
+        asking = client.begin(server.url, "/inference/v1/generate", LONG)
+        client.post("/pause", mode="keep")
     assert client.post("/reset_prefix_cache") == {"success": False}
     again = {"reset_running_requests": "true"}
     assert client.post("/reset_prefix_cache", **again) == {"success": True}
@@ -151,8 +164,9 @@ def test_engines_sleep_and_wake_part_by_part(client: Client, level: int) -> None
 def test_a_sleep_returns_requests_that_were_kept(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
-    asking = client.begin(server.url, "/inference/v1/generate", LONG)
-    client.post("/pause", mode="keep")
+    with turns_go_on_until(server, paused):
+        asking = client.begin(server.url, "/inference/v1/generate", LONG)
+        client.post("/pause", mode="keep")
     client.post("/sleep", level=0)
     assert asking.answer["choices"][0]["finish_reason"] == "abort"
     assert client.post("/wake_up", tags="scheduling")["status"] == "awake"

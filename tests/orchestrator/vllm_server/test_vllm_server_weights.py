@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tidegate
+from tests.held_credit import paused, turns_go_on_until
 from tests.models import make_model, make_model_directory
 from tests.orchestrator.vllm_server.vllm_serving import LONG, Client
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.vllm_server.receivers import broadcast, gloo_group
+from tidegate.transport.messages import FinishWeightUpdate
 
 CONTEXT_TOKENS_MAX = 1024
 PROMPT = [30, 41, 52, 63]
@@ -101,8 +103,9 @@ def test_the_four_phases_bring_new_weights_to_every_engine(
 def test_a_request_that_is_kept_goes_on_under_the_new_weights(
     client: Client, server: tidegate.VLLMServer, models: list[Path], clears: str
 ) -> None:
-    asking = client.begin(server.url, "/inference/v1/generate", LONG | {"token_ids": PROMPT})
-    client.post("/pause", mode="keep", clear_cache=clears)
+    with turns_go_on_until(server, paused):
+        asking = client.begin(server.url, "/inference/v1/generate", LONG | {"token_ids": PROMPT})
+        client.post("/pause", mode="keep", clear_cache=clears)
     send(client, {"path": str(models[1])}, "new")
     client.post("/resume")
     (choice,) = asking.answer["choices"]
@@ -129,10 +132,11 @@ def test_a_trainer_of_nccl_or_ipc_is_told_that_this_server_takes_weights_by_anot
 def test_updates_need_no_pause(
     client: Client, server: tidegate.VLLMServer, models: list[Path]
 ) -> None:
-    asking = client.begin(server.url, "/inference/v1/generate", LONG)
-    send(client, {"path": str(models[1])}, "new")
+    with turns_go_on_until(server, lambda message: isinstance(message, FinishWeightUpdate)):
+        asking = client.begin(server.url, "/inference/v1/generate", LONG)
+        send(client, {"path": str(models[1])}, "new")
     versions = [span["version"] for span in asking.answer["choices"][0]["weight_versions"]]
-    assert versions in (["default", "new"], ["default"])
+    assert versions == ["default", "new"]
     expect(client, models[1])
 
 

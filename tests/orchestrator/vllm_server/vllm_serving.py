@@ -13,10 +13,10 @@ TIMEOUT_S = 60.0
 PROMPT = [30, 41, 52, 63]
 
 CONTEXT_TOKENS_MAX = 1024
-"""A request that fills it is still going on when the next one has come, on a busy machine too."""
+"""More than an engine has credit for: so a request that fills it can be held up in its midst."""
 
 LONG = {"token_ids": [3, 4, 5], "sampling_params": {"ignore_eos": True, "logprobs": 0}}
-"""Fills the context, which takes a while."""
+"""Fills the context."""
 
 
 class Client:
