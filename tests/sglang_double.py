@@ -70,6 +70,8 @@ class SglangDouble:
         self.paused: str | None = None
         self.running: dict[str, Running] = {}
         self.sleeping: set[str] = set()
+        self.holds: Callable[[list[int], int, str], bool] = lambda prompt, sampled, label: False
+        """Whether a request of this prompt, with so many tokens, samples none of this version."""
         self.is_dead = False
         self.calls: list[tuple[str, dict[str, Any]]] = []
         """Every control call, for tests to read."""
@@ -98,13 +100,16 @@ class SglangDouble:
             for request in list(self.running.values()) if self.paused is None else ():
                 if request.is_to_abort:
                     request.abort()
-                elif request.finish is None:
+                elif request.finish is None and not self._is_held(request):
                     assert not self.sleeping, "an illegal memory access"
                     self.sampler.step(request, self.label)
                 request.changed.set()
                 if request.finish is not None and request.rid in self.running:
                     del self.running[request.rid]
                     self.loras.used.remove(request.body.get("lora_path", ""))
+
+    def _is_held(self, request: Running) -> bool:
+        return self.holds(request.body["input_ids"], len(request.output), self.label)
 
     # ------------------------------------------------------------ /generate
 

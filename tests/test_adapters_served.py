@@ -56,7 +56,7 @@ async def test_all_tokens_are_audited_while_the_trained_adapter_changes_beside_a
         engines=2,
         group_size=2,
         groups_per_batch=2,
-        max_staleness=2,
+        max_staleness=1,
         adapter="policy",
         weight_checksums=True,
         run_directory=tmp_path / "run",
@@ -66,7 +66,7 @@ async def test_all_tokens_are_audited_while_the_trained_adapter_changes_beside_a
         )
         await rollouts.publish_adapter("policy", policy, config=CONFIG)
         async for batch in rollouts.batches(range(12), episode=solve):
-            assert batch.staleness.max() <= 2
+            assert batch.staleness.max() <= 1
             for tensor in policy.values():
                 tensor *= 1.1
             if batch.trainer_version == 4:  # the model's own weights, under the same adapters
@@ -77,7 +77,7 @@ async def test_all_tokens_are_audited_while_the_trained_adapter_changes_beside_a
     report = audit_run(tmp_path / "run")
     assert report.agrees, report.lines()
     assert (report.tokens_unreplayable, report.tokens_unknown) == (0, 0)
-    assert report.versions >= 3
+    assert report.versions >= 3  # none sampled for more than two batches
     # What other adapters sampled is the same in neighbouring versions.
     assert report.version_power.unnoticed_share < 0.5
 

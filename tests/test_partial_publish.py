@@ -67,6 +67,7 @@ async def test_tokens_of_versions_published_in_parts_are_audited(tmp_path: Path)
         group_size=2,
         groups_per_batch=2,
         weight_channel="zmq",
+        max_staleness=1,
         weight_checksums=True,
         run_directory=tmp_path / "run",
     ) as rollouts:
@@ -83,4 +84,4 @@ async def test_tokens_of_versions_published_in_parts_are_audited(tmp_path: Path)
                 await rollouts.publish({"head": torch.zeros(3)}, partial=True)
     report = audit_run(tmp_path / "run")
     assert report.agrees, report.lines()
-    assert report.versions >= 3
+    assert report.versions >= 3  # none sampled for more than two batches

@@ -40,6 +40,9 @@ CONTEXT_TOKENS_MAX = BLOCK_TOKENS * BLOCKS_EACH
 
 PATIENCE_S = 20.0
 
+Holds = Callable[[list[int], int, str], bool]
+"""Whether a request of this prompt, with so many tokens, samples none of this version."""
+
 
 @dataclass(eq=False)
 class Asked:
@@ -96,6 +99,7 @@ class VllmDouble:
         """Control calls, with their queries."""
         self.loads: list[str] = []
         self.fails_to_load: Callable[[str], bool] = lambda path: False
+        self.holds: Holds = lambda prompt, sampled, label: False
         self.turned_away = 0
         self.preemptions = 0
         self.mislabels = False
@@ -160,7 +164,8 @@ class VllmDouble:
         for one in self.asked:
             if one.block is None and self._free and self.paused != "new":
                 one.block = self._free.pop()
-            if one.block is not None:
+            prompt, sampled = one.body["token_ids"], len(one.context) - one.prompt_tokens
+            if one.block is not None and not self.holds(prompt, sampled, self.label):
                 rows.append(self._row(one))
                 whose.append(one)
         if not rows:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.adapter_runs import train
+from tests.engine.adapter_runs import InTheMidst, train
 from tests.engine.vllm_double import VllmDouble
 from tests.models import make_model_directory
 from tidegate.errors import ConfigError
@@ -25,6 +25,7 @@ async def test_tags_are_right_where_kv_is_kept_and_where_a_server_is_killed(
     model: Path, tmp_path: Path
 ) -> None:
     with VllmDouble(model) as double, VllmDouble(model) as mortal:
+        double.holds = mortal.holds = InTheMidst()
         report = await train(
             model,
             tmp_path / "run",

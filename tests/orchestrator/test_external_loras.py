@@ -59,14 +59,14 @@ async def train(model: Path, run: Path, url: str, **settings: Any) -> Any:
         engine_urls=[url],
         group_size=2,
         groups_per_batch=2,
-        max_staleness=2,
+        max_staleness=1,
         adapter="policy",
         run_directory=run,
         **settings,
     ) as rollouts:
         await rollouts.publish_adapter("critic", random_adapter(model, 1), config=CONFIG)
         await rollouts.publish_adapter("policy", policy, config=CONFIG)
-        async for batch in rollouts.batches(range(8), episode=solve):
+        async for batch in rollouts.batches(range(12), episode=solve):
             for tensor in policy.values():
                 tensor *= 1.1
             if batch.trainer_version == 4:  # the model's own weights, under the same adapters

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.adapter_runs import train
+from tests.engine.adapter_runs import InTheMidst, train
 from tests.engine.vllm_double import VllmDouble
 from tests.models import make_model_directory
 from tests.nccl_double import built
@@ -53,6 +53,7 @@ async def test_tags_are_right_where_weights_are_broadcast_and_one_update_fails_h
 ) -> None:
     model = make_model_directory(tmp_path / "untied", tied=False)
     with VllmDouble(model, weight_transfer={"backend": "nccl"}) as double:
+        double.holds = InTheMidst()
 
         def fail_once() -> None:
             double.transfers.fails_at = "model.norm.weight"

@@ -7,7 +7,7 @@ one cached prefix shows in a log-prob.
 from pathlib import Path
 
 import tidegate
-from tests.engine.adapter_runs import train
+from tests.engine.adapter_runs import InTheMidst, train
 from tests.models import make_model_directory
 from tests.served_app import served
 from tests.sglang_double import SglangDouble, make_app
@@ -25,6 +25,7 @@ async def solve(episode: tidegate.Episode, task: list[int]) -> float:
 async def test_tags_are_right_where_sglang_keeps_kv_over_updates(tmp_path: Path) -> None:
     model = make_model_directory(tmp_path / "untied", tied=False)
     double = SglangDouble(model)
+    double.holds = InTheMidst()
     with served(lambda: (make_app(double), double.sample_for_ever)) as url:
         report = await train(
             model,
