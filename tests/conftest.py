@@ -16,6 +16,9 @@ SLOW_TIMEOUT_S = 600
 """A whole run that takes one minute on an idle machine took more than three beside eight others."""
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # unset, Triton 3.9 warns, an error in tests
+# In what a shell runs in the background it is ignored, also by all programs that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -1,6 +1,7 @@
 """A trainer that may be killed at any moment: started again, it goes on from its checkpoint.
 
-``python -m tests.mortal_trainer MODEL DIRECTORY ADDRESS TASKS`` prints a line per batch trained.
+``python -m tests.mortal_trainer MODEL DIRECTORY ADDRESS TASKS`` prints a line per batch trained,
+and takes the next once it is given a line: else it could be through before anybody kills it.
 """
 
 import asyncio
@@ -64,6 +65,7 @@ async def main(model: Path, directory: Path, address: str, tasks: int) -> None:
             sys.stdout.flush()
             await rollouts.publish(weights(model, len(checkpoint["trained"])))
             await rollouts.ack(checkpoint["state"])
+            sys.stdin.readline()  # blocks, as training does
         statistics = rollouts.statistics()
         assert statistics.ledger.error == 0
         assert statistics.max_staleness_seen <= 2

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 import tidegate
 from tests.models import make_model_directory
+from tests.segments import weights_open
 from tidegate.errors import EngineLagging, EngineStartFailed, RunBlocked, WeightsRefused
 from tidegate.orchestrator import loop_watch
 from tidegate.orchestrator import run as run_module
@@ -45,16 +46,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_running() -> Iterator[None]:
-    segments = shared_memory_files()
+    before = weights_open()
     yield
     assert psutil.Process().children(recursive=True) == []
-    assert shared_memory_files() <= segments
-
-
-def shared_memory_files() -> set[str]:
-    """Those that could be ours: other programs come and go."""
-    ours = ("psm_", "tidegate", "torch_")
-    return {name for name in os.listdir("/dev/shm") if name.startswith(ours)}
+    assert weights_open() <= before
 
 
 async def one_turn(episode: tidegate.Episode, task: int) -> float:
@@ -74,6 +69,13 @@ async def until(condition: Callable[[], bool]) -> None:
 def whats_stuck(rollouts: tidegate.Rollouts) -> dict[str, str]:
     """What is stuck, and where, by kind."""
     return {stuck.what: f"{stuck.who}: {stuck.where}" for stuck in rollouts.statistics().stuck}
+
+
+async def stuck(rollouts: tidegate.Rollouts, what: str) -> str:
+    """Where something of that kind is stuck, once it is."""
+    found: dict[str, str] = {}
+    await until(lambda: found.update(whats_stuck(rollouts)) or what in found)
+    return found[what]
 
 
 # ---------------------------------------------------------------- engines
@@ -135,8 +137,7 @@ async def test_a_publish_that_an_engine_does_not_take_says_which_and_how_far_it_
         (engine,) = psutil.Process().children(recursive=True)
         engine.suspend()
         publish = asyncio.create_task(rollouts.publish(weights))
-        await until(lambda: "publish" in whats_stuck(rollouts))
-        assert whats_stuck(rollouts)["publish"] == "v1 staging: v1 is staging on engine-0"
+        assert await stuck(rollouts, "publish") == "v1 staging: v1 is staging on engine-0"
         with pytest.raises(EngineLagging, match="v1 is staging on engine-0"):
             await publish
         assert (await rollouts.evaluate([0], episode=one_turn)).failures == 0  # by another
@@ -178,15 +179,12 @@ async def test_episodes_that_hang_each_in_its_way_are_named_and_cost_their_rollo
         async with tidegate.serve(model=model, **settings) as rollouts:
             tasks = ["never", "in a thread", "deaf", "healthy"]
             evaluation = asyncio.create_task(rollouts.evaluate(tasks, episode=hangs))
-            await until(lambda: len(rollouts.statistics().stuck) == 3)
-            stuck = {s.who: s.where for s in rollouts.statistics().stuck}
-            assert stuck.keys() == {"rollout 0", "rollout 1", "rollout 2"}
-            assert stuck["rollout 1"] == (
-                "after turn 1 its episode neither asks for another nor returns; task 'in a thread'"
-            )
+            why = "after turn 1 its episode neither asks for another nor returns; task"
+            hung = {f"rollout {n}": f"{why} {task!r}" for n, task in enumerate(tasks[:3])}
+            await until(lambda: {s.who: s.where for s in rollouts.statistics().stuck} == hung)
             assert (await evaluation).rewards == [None, None, None, 1.0]
             await until(lambda: "CancelledError" in whats_stuck(rollouts).get("episode", ""))
-            assert len(rollouts.statistics().stuck) == 1
+            await until(lambda: [s.who for s in rollouts.statistics().stuck] == ["rollout 2"])
             over.set()
             await until(lambda: not rollouts.statistics().stuck)
             assert (await rollouts.evaluate(["healthy"], episode=hangs)).rewards == [1.0]

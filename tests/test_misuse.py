@@ -5,7 +5,8 @@ import contextlib
 import itertools
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ SMALL: dict[str, Any] = {
     "max_running_turns": 8,
     "max_staleness": 1,
 }
+
+WAIT_S = 60.0
+"""Far longer than anything here takes: reaching it is a failure, not a timing."""
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +139,15 @@ def test_what_the_end_of_the_run_overtakes_is_told_of_that_end(model: Path) -> N
             asked.result(60.0)
 
 
+async def cancelled_when(event: threading.Event, awaited: Awaitable[object]) -> None:
+    """Wait for it until the event."""
+    waiting = asyncio.ensure_future(awaited)
+    assert await asyncio.to_thread(event.wait, WAIT_S)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
 async def test_a_batch_that_nobody_waited_for_is_not_lost(model: Path) -> None:
     gate = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -153,13 +166,15 @@ async def test_a_batch_that_nobody_waited_for_is_not_lost(model: Path) -> None:
 
 
 async def test_new_tasks_replace_an_iterator_that_is_still_awaited(model: Path) -> None:
+    is_taken = threading.Event()
+
     async def never() -> AsyncIterator[int]:
         yield 0
+        is_taken.set()
         await asyncio.Event().wait()
 
     async with tidegate.serve(model=model, **SMALL) as rollouts:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(anext(rollouts.batches(never(), episode=one_turn)), 0.2)
+        await cancelled_when(is_taken, anext(rollouts.batches(never(), episode=one_turn)))
         state = load_file(model / "model.safetensors")
         rows = 0
         async for batch in rollouts.batches(range(5), episode=one_turn):
@@ -318,9 +333,10 @@ async def test_an_episode_that_will_not_end_does_not_keep_the_run_from_ending(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(run_module, "EPISODES_END_TIMEOUT_S", 0.5)
-    over = False
+    over, is_begun = False, threading.Event()
 
     async def stubborn(episode: tidegate.Episode, task: int) -> float:
+        is_begun.set()
         while not over:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.01)
@@ -328,12 +344,11 @@ async def test_an_episode_that_will_not_end_does_not_keep_the_run_from_ending(
 
     async with tidegate.serve(model=model, **SMALL) as rollouts:
         batches = rollouts.batches(itertools.repeat(0), episode=stubborn)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(anext(batches), 0.2)
+        await cancelled_when(is_begun, anext(batches))
     assert "left to itself" in caplog.text
     over = True
     thread = rollouts._running._thread
-    await asyncio.to_thread(thread.join, 10)
+    await asyncio.to_thread(thread.join, WAIT_S)
     assert not thread.is_alive()
 
 

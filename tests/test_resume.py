@@ -100,7 +100,8 @@ def worker(model: Path, address: str) -> subprocess.Popen[bytes]:
 
 def trainer(model: Path, directory: Path, address: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.mortal_trainer", str(model), str(directory), address]
-    return subprocess.Popen([*command, str(TASKS)], stdout=subprocess.PIPE, text=True)
+    command.append(str(TASKS))
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def test_an_engine_serves_on_while_its_orchestrator_is_killed_and_started_again(
@@ -111,11 +112,15 @@ def test_an_engine_serves_on_while_its_orchestrator_is_killed_and_started_again(
     try:
         for batches in (2, 3, None):
             process = trainer(model, tmp_path / "run", address)
+            assert process.stdin is not None
             assert process.stdout is not None
             with process, process.stdout as lines:
                 for number, _ in enumerate(lines, 1):
                     if number == batches:
                         process.kill()
+                        break
+                    process.stdin.write("go on\n")
+                    process.stdin.flush()
         assert process.returncode == 0
         assert engine.wait(60) == 0  # told to end by the last of them, and by nothing else
     finally:

@@ -1,7 +1,6 @@
 """Do trainers get log-probs, embeddings and rewards from real engines, in the midst of a run?"""
 
 import asyncio
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 
 import tidegate
 from tests.models import make_model_directory
+from tests.segments import weights_open
 from tidegate.errors import ScoreRefused, TurnRefused
 
 SMALL = {"engines": 1, "group_size": 2, "groups_per_batch": 2, "max_running_turns": 8}
@@ -29,10 +29,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_running() -> Iterator[None]:
-    segments = set(os.listdir("/dev/shm"))
+    before = weights_open()
     yield
     assert psutil.Process().children(recursive=True) == []
-    assert set(os.listdir("/dev/shm")) <= segments
+    assert weights_open() <= before
 
 
 def peer_of(path: Path, kind: str = "AutoModelForCausalLM") -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -186,14 +187,18 @@ async def test_a_run_that_no_trainer_comes_to_says_so(run: tidegate.Rollouts, ad
 async def test_a_trainer_is_told_when_its_run_ends_and_gives_up_one_that_is_silent(
     run: tidegate.Rollouts, address: str
 ) -> None:
-    async with listening(run, address) as listen:
+    is_begun = threading.Event()
+
+    async def never_ends(episode: tidegate.Episode, task: int) -> float:
+        is_begun.set()
+        await asyncio.Event().wait()
+        return 0.0
+
+    async with listening(run, address, episode=never_ends) as listen:
         rollouts = joined(run, address)
         await asyncio.to_thread(rollouts.__enter__)
-        waiting = asyncio.create_task(asyncio.to_thread(rollouts.evaluate, range(400)))
-        while (
-            not run.statistics().running_groups and not run.statistics().evaluation_ledger.generated
-        ):
-            await asyncio.to_thread(rollouts.statistics)
+        waiting = asyncio.create_task(asyncio.to_thread(rollouts.evaluate, [0]))
+        assert await asyncio.to_thread(is_begun.wait, 60.0)
         listen.cancel()
         with pytest.raises(RunClosed):
             await waiting
