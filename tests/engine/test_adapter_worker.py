@@ -37,6 +37,9 @@ PROGRAM = "tidegate.engine.adapters.worker"
 
 OUTLIVES_IT = SamplingParams(max_tokens=180)
 
+HELD_AT = 60
+"""Tokens. It goes no further before the server is told something."""
+
 
 @pytest.fixture(scope="module")
 def double(models: Models) -> Iterator[VllmDouble]:
@@ -66,6 +69,14 @@ def publisher(engine: Orchestra) -> Iterator[Publisher]:
     publisher = Publisher(engine)
     yield publisher
     publisher.close()
+
+
+@pytest.fixture(autouse=True)
+def turns_outlive_what_is_done_meanwhile(double: VllmDouble) -> Iterator[None]:
+    told, never = len(double.calls), double.holds
+    double.holds = lambda prompt, sampled, label: sampled >= HELD_AT and len(double.calls) == told
+    yield
+    double.holds = never
 
 
 class Versions:
@@ -247,11 +258,12 @@ def test_updates_that_fail_one_after_the_other_leave_what_is_served_on_disk(
     Versions.publish(publisher, models, "keep", "recompute")
 
 
-def test_turns_outlast_a_lost_connection(engine: Orchestra) -> None:
+def test_turns_outlast_a_lost_connection(engine: Orchestra, double: VllmDouble) -> None:
     number = engine.submit(PROMPT, OUTLIVES_IT)
     engine.read_tokens(number, 5)
     engine.break_connection()
     engine.welcome(credit_steps=64)
+    double.holds = lambda prompt, sampled, label: False
     turn = engine.finish(number)
     assert turn.finish == LENGTH
     assert len(turn.token_ids) == OUTLIVES_IT.max_tokens
