@@ -19,6 +19,9 @@ from tidegate.engine.adapters.sglang import make_adapter
 from tidegate.errors import ConfigError, EngineGone, ScoreRefused, TurnRefused, WeightsRefused
 from tidegate.transport.messages import SamplingParams
 
+HELD_AT = 100
+"""Tokens. A request goes no further before the server is told something."""
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
@@ -39,7 +42,12 @@ async def sglang(model: Path, **how: Any) -> AsyncIterator[SglangAndDouble]:
     with served(lambda: (make_app(double), double.sample_for_ever)) as url:
         adapter = make_adapter(url, model)
         try:
-            yield SglangAndDouble(adapter, await adapter.open("v0"), double)
+            able = await adapter.open("v0")
+            told = len(double.calls)
+            double.holds = lambda prompt, sampled, label: (
+                sampled >= HELD_AT and len(double.calls) == told
+            )
+            yield SglangAndDouble(adapter, able, double)
         finally:
             await adapter.close()
 
