@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.driving import GREEDY, DrivenTurn, drive
 from tests.engine.fake_engine import DrivenEngine
-from tests.engine.orchestra import Orchestra, Publisher, assert_replays
+from tests.engine.orchestra import Orchestra, Publisher
 from tests.engine.ranked import ranked_engine
+from tests.engine.replaying import assert_replays
 from tests.models import make_model_directory
 from tidegate.engine.drafts.drafts import Tokens
 from tidegate.engine.models.model_config import ModelConfig

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from tests.engine.fake_engine import FakeEngine, uninterrupted
-from tests.engine.orchestra import PROMPT, Models, Orchestra, assert_replays
+from tests.engine.orchestra import PROMPT, Models, Orchestra
+from tests.engine.replaying import assert_replays
 from tests.engine.tight_worker import TOKENS_MAX
 from tidegate.engine.memory.step_budget import RECOVERY_STEPS, StepBudget
 from tidegate.transport.messages import LENGTH, Complaint, SamplingParams, Step

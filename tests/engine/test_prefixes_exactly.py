@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import pytest
 
 from tests.engine.fake_engine import DrivenEngine, ToldTurn
-from tests.engine.orchestra import Models, SeenTurn, replay
+from tests.engine.orchestra import Models, SeenTurn
+from tests.engine.replaying import replay
 from tidegate.transport.messages import ABORT, RUNNING, KvPolicy, PauseMode
 
 ROUNDING_NATS = 2e-5

@@ -17,8 +17,8 @@ from tests.engine.orchestra import (
     PROMPT,
     Models,
     Orchestra,
-    assert_replays,
 )
+from tests.engine.replaying import assert_replays
 from tidegate.engine.worker import main
 from tidegate.transport.messages import (
     ABORT,

@@ -20,8 +20,8 @@ from tests.engine.orchestra import (
     Orchestra,
     Publisher,
     SeenTurn,
-    assert_replays,
 )
+from tests.engine.replaying import assert_replays
 from tidegate.transport.messages import (
     LENGTH,
     Ack,

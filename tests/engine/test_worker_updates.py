@@ -13,9 +13,9 @@ from tests.engine.orchestra import (
     Models,
     Orchestra,
     Publisher,
-    assert_replays,
     named_buffers,
 )
+from tests.engine.replaying import assert_replays
 from tidegate.transport.messages import (
     ABORT,
     LENGTH,

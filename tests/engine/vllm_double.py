@@ -22,9 +22,10 @@ import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tests.engine.vllm_double_about import BLOCK_TOKENS, BLOCKS_EACH, REQUESTS_MAX, About
 from tests.engine.vllm_double_loras import Loras, error_body
 from tests.engine.vllm_double_weights import Transfers
 from tests.served_app import guarded
@@ -33,10 +34,8 @@ from tidegate.engine.runner import ModelRunner, Row, RowSampling
 from tidegate.engine.weights.weights import load_directory
 from tidegate.errors import TidegateError
 
-BLOCK_TOKENS, BLOCKS_EACH, REQUESTS_MAX = 16, 16, 8
 PREFILL_CHUNK_TOKENS = 16
 STEP_S = 0.002
-CONTEXT_TOKENS_MAX = BLOCK_TOKENS * BLOCKS_EACH
 
 PATIENCE_S = 20.0
 
@@ -232,69 +231,29 @@ class VllmDouble:
     # ------------------------------------------------------------ routes
 
     def _app(self) -> Starlette:
+        about = About(self)
         dev = {
             "/pause": self._pause,
             "/resume": self._resume,
             "/is_paused": self._is_paused,
             "/collective_rpc": self._collective_rpc,
-            "/server_info": self._server_info,
+            "/server_info": about.server_info,
             "/weight_info": self._weight_info,
             "/update_weight_version": self._name,
             "/sleep": self._sleep,
             "/wake_up": self._wake_up,
         }
         routes = {
-            "/version": self._version,
-            "/health": self._health,
-            "/metrics": self._metrics,
-            "/openapi.json": self._openapi,
-            "/v1/models": self._models,
+            "/version": about.version,
+            "/health": about.health,
+            "/metrics": about.metrics,
+            "/openapi.json": about.openapi,
+            "/v1/models": about.models,
             "/inference/v1/generate": self._generate,
         } | (self.loras.routes | self.transfers.routes | dev if self.config["dev"] else {})
         self.paths = list(routes)
         return Starlette(
             routes=[Route(path, its, methods=["GET", "POST"]) for path, its in routes.items()]
-        )
-
-    async def _version(self, request: Request) -> Response:
-        return JSONResponse({"version": self.version})
-
-    async def _health(self, request: Request) -> Response:
-        return Response()
-
-    async def _metrics(self, request: Request) -> Response:
-        return PlainTextResponse(
-            "# TYPE vllm:num_preemptions_total counter\n"
-            f'vllm:num_preemptions_total{{engine="0",model_name="tiny"}} {self.preemptions}.0\n'
-        )
-
-    async def _openapi(self, request: Request) -> Response:
-        body: list[str] = self.config["body"]
-        schemas: dict[str, Any] = {"GenerateRequest": {"properties": {name: {} for name in body}}}
-        paths: dict[str, Any] = {path: {} for path in self.paths}
-        return JSONResponse({"paths": paths, "components": {"schemas": schemas}})
-
-    async def _models(self, request: Request) -> Response:
-        own = {"id": "tiny", "max_model_len": CONTEXT_TOKENS_MAX}
-        return JSONResponse({"data": [own, *self.loras.cards]})
-
-    async def _server_info(self, request: Request) -> Response:
-        return JSONResponse(
-            {
-                "vllm_config": {
-                    "model_config": {
-                        "model": self.config["model"],
-                        "logprobs_mode": self.config["logprobs_mode"],
-                        "max_logprobs": 20,
-                        "enable_sleep_mode": self.config["enable_sleep_mode"],
-                    },
-                    "scheduler_config": {"max_num_seqs": REQUESTS_MAX},
-                    "cache_config": {"block_size": BLOCK_TOKENS, "num_gpu_blocks": 128},
-                    "device_config": {"device": self.config["device"]},
-                    "lora_config": self.loras.config,
-                    "weight_transfer_config": self.config["weight_transfer"],
-                }
-            }
         )
 
     async def _weight_info(self, request: Request) -> Response:
