@@ -23,11 +23,6 @@ if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As a shell has it for what runs in the background; what tests start would be deaf to it too.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give slow tests more time before they count as hung."""
     for item in items:

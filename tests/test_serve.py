@@ -188,7 +188,7 @@ async def test_an_episode_that_always_fails_ends_the_run_with_its_own_error(mode
             await anext(rollouts.batches(itertools.repeat(0), episode=broken))
 
 
-@pytest.mark.parametrize("reward", [None, float("nan"), "1.0"])
+@pytest.mark.parametrize("reward", [None, float("nan"), "1.0", 1e39])
 async def test_a_reward_that_is_no_finite_number_is_counted_as_a_failure(
     model: Path, reward: Any
 ) -> None:

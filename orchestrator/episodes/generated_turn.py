@@ -15,6 +15,9 @@ from tidegate.orchestrator.core.rollout import Turn
 REWARD_TYPES = (float, int)
 """Told apart first, for looking for a method takes longer."""
 
+REWARD_MAX = (2 - 2**-23) * 2.0**127
+"""The largest that a float32 holds, which is what batches have rewards as; of either sign."""
+
 
 class GeneratedTurn:
     """What one call of ``generate`` gave. Each is made when it is first looked at."""
@@ -102,13 +105,16 @@ class GeneratedTurn:
 
 
 def checked_reward(value: object) -> float:
-    """A reward must be a finite number.
+    """A reward must be a finite number, as a float32 too.
 
     Raises:
         ConfigError: it is something else.
     """
     if isinstance(value, REWARD_TYPES) or hasattr(value, "__float__"):
         reward = float(value)
-        if reward - reward == 0.0:
+        if abs(reward) <= REWARD_MAX:
             return reward
-    raise ConfigError(f"an episode must return its reward as a finite number, got {value!r}")
+    raise ConfigError(
+        f"an episode must return its reward as a finite number, at most {REWARD_MAX:.4g} either "
+        f"way, got {value!r}"
+    )

@@ -24,7 +24,7 @@ from tidegate.orchestrator.episodes.activities import Activities
 from tidegate.orchestrator.episodes.deadlines import Deadlines
 from tidegate.orchestrator.episodes.diary import EpisodeDiary
 from tidegate.orchestrator.episodes.episode import Episode
-from tidegate.orchestrator.episodes.generated_turn import checked_reward
+from tidegate.orchestrator.episodes.generated_turn import REWARD_MAX, checked_reward
 from tidegate.orchestrator.episodes.generating import SamplingDefaults
 from tidegate.orchestrator.episodes.parking import Parking
 from tidegate.orchestrator.episodes.stepped_tasks import (
@@ -103,7 +103,7 @@ class EpisodeTask(SteppedTask):
 
 def _reward(value: object) -> float | BaseException:
     """What an episode has returned, or what is wrong with that."""
-    if type(value) is float and value - value == 0.0:  # as most are, and finite
+    if type(value) is float and -REWARD_MAX <= value <= REWARD_MAX:  # as most are
         return value
     try:
         return checked_reward(value)
