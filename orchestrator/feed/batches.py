@@ -178,8 +178,9 @@ def _advantages(rollouts: Sequence[Rollout], groups: Sequence[Group]) -> torch.T
     for group in groups:
         rows = group.kept
         roots = [row for row in rows if row.branch_of is None]
-        rewards = [row.reward or 0.0 for row in roots] + list(group.sibling_rewards)
-        own = relative_to_group(rewards)[: len(roots)]
+        rewards = [*[row.reward or 0.0 for row in roots], *group.sibling_rewards]
+        as_in_batches = array("f", rewards).tolist()  # what is equal there has exactly 0
+        own = relative_to_group(as_in_batches)[: len(roots)]
         if len(roots) < len(rows):
             of_rollout = {root.rollout_id: each for root, each in zip(roots, own, strict=True)}
             own = [of_rollout[row.root.rollout_id] for row in rows]

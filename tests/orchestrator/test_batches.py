@@ -1,4 +1,5 @@
 from dataclasses import fields, replace
+from random import Random
 
 import torch
 
@@ -6,6 +7,7 @@ from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.feed.batches import build_batch, named_buffers
 from tidegate.orchestrator.feed.version_runs import NOT_SAMPLED
+from tidegate.policies.advantages import group_relative_advantages
 from tidegate.transport.messages import SamplingParams
 
 
@@ -74,6 +76,46 @@ def test_rollouts_that_are_each_alone_in_their_group_have_no_advantage() -> None
         torch.set_default_dtype(torch.float32)
     assert advantages.dtype is torch.float32
     assert advantages.tolist() == [0.0, 0.0]
+
+
+def test_rewards_that_a_batch_can_not_tell_apart_have_no_advantage() -> None:
+    rewards = [0.3, 0.1 + 0.2]  # told apart by the last bit of 53, of which a batch has 24
+    group = Group(0, "task", rollouts=[rollout(0, n, r, [[3]]) for n, r in enumerate(rewards)])
+    assert build_batch([group], trainer_version=4).advantages.tolist() == [0.0, 0.0]
+
+
+def some_groups(random: Random) -> list[Group]:
+    """Of several sizes; some have lost rollouts, or branches, or are the rests of others."""
+    groups: list[Group] = []
+    for group_id in random.sample(range(9), 4):
+        count = random.randrange(1, 5)
+        own = [rollout(group_id, n, random.choice([0.0, 0.1, 1.0]), [[3]]) for n in range(count)]
+        if count > 1 and random.random() < 0.5:
+            own[random.randrange(count)].state = RolloutState.DISCARDED
+        for number in range(random.randrange(3)):
+            forked = random.choice([row for row in own if row.state is RolloutState.TRAINED])
+            branch = rollout(group_id, 9 - number, forked.reward or 0.0, [[3]])
+            branch.branch_of = forked
+            own.append(branch)
+        siblings = random.choices([0.0, 0.1, 1.0], k=random.randrange(3))
+        groups.append(Group(group_id, "task", rollouts=own, sibling_rewards=siblings))
+    return groups
+
+
+def test_each_row_has_its_rollouts_advantage_among_all_of_its_group_wherever_these_are() -> None:
+    for seed in range(200):
+        groups = some_groups(Random(seed))
+        batch = build_batch(groups, trainer_version=4)
+        rows = zip(batch.rollout_ids.tolist(), batch.group_ids.tolist(), strict=True)
+        of_rollouts = dict(zip(rows, batch.rewards.tolist(), strict=True))
+        siblings = [(group.group_id, r) for group in groups for r in group.sibling_rewards]
+        compared = group_relative_advantages(
+            torch.tensor([*of_rollouts.values(), *[reward for _, reward in siblings]]),
+            torch.tensor([*[of for _, of in of_rollouts], *[of for of, _ in siblings]]),
+        )
+        places = {rollout_id: place for place, (rollout_id, _) in enumerate(of_rollouts)}
+        wanted = compared[[places[rollout_id] for rollout_id in batch.rollout_ids.tolist()]]
+        torch.testing.assert_close(batch.advantages, wanted, atol=1e-6, rtol=1e-6, msg=str(seed))
 
 
 def test_packed_and_padded_hold_the_same_rows() -> None:
