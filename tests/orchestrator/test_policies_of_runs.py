@@ -94,6 +94,27 @@ async def test_a_policy_and_what_it_would_contradict_are_not_both_taken(
             pass
 
 
+async def test_groups_that_are_dropped_as_they_end_leave_their_places_to_others(
+    tidegate_serve: ServeInTests, tidegate_engine: Engine
+) -> None:
+    """Nothing else happens then that could have more tasks taken: the trainer waits already."""
+
+    async def episode(episode: tidegate.Episode, task: int) -> float:
+        episode.append("q")
+        await episode.generate(max_tokens=1)
+        return float(episode.index if task > 1 else 0)
+
+    async with tidegate_serve(
+        engines=[tidegate_engine()],
+        policy=tidegate.Synchronous(groups_per_batch=2),
+        group_size=2,
+        group_filter=tidegate.DynamicSampling(),
+    ) as rollouts:
+        async with asyncio.timeout(20):
+            batch = await anext(rollouts.batches(range(9), episode=episode))
+        assert batch.tasks == (2, 2, 3, 3)
+
+
 async def test_a_task_that_comes_when_its_place_is_gone_waits_for_the_next(
     tidegate_serve: ServeInTests, tidegate_engine: Engine
 ) -> None:
