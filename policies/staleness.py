@@ -158,7 +158,8 @@ class StalenessPolicy:
         """How many more groups may start now.
 
         ``training_groups`` were handed over, and the version made from them isn't live on every
-        engine yet.
+        engine yet. It is asked again when a group has come, ended or gone, not for each rollout of
+        one that goes on.
         """
         return max(0, self.outstanding_groups_max - waiting.places - training_groups)
 
