@@ -58,17 +58,21 @@ async def fed(tasks: Tasks) -> list[ev.Event]:
     return events
 
 
-async def taken_per_turn(tasks: Iterated, *, group_size: int) -> list[int]:
-    """How many of the tasks are taken in each of the loop's turns, where there is place for all."""
+def core_with_place_for_all(*, group_size: int) -> Core:
     policy = BoundedStaleness(groups_per_batch=1000, max_staleness=0)
+    return Core(Rules(policy=policy, group_size=group_size))
+
+
+async def taken_per_turn(core: Core, tasks: Iterated) -> list[int]:
+    """How many of the tasks are taken, or passed by, in each of the loop's turns."""
     events: list[ev.Event] = []
-    feed = feed_of(Core(Rules(policy=policy, group_size=group_size)), tasks, events, tasks)
-    feeding = asyncio.create_task(feed.run())
+    feeding = asyncio.create_task(feed_of(core, tasks, events, tasks).run())
     taken: list[int] = []
     while ev.TasksExhausted() not in events:
+        assert not feeding.done()
         before = len(events)
         await asyncio.sleep(0)
-        new = [event for event in events[before:] if isinstance(event, ev.TaskArrived)]
+        new = [e for e in events[before:] if isinstance(e, ev.TaskArrived | ev.TaskFound)]
         taken.append(len(new))
     feeding.cancel()
     return taken
@@ -86,9 +90,21 @@ async def test_no_more_tasks_are_taken_than_there_are_places() -> None:
 
 
 async def test_the_loop_sees_to_its_sockets_whenever_so_many_episodes_have_begun() -> None:
-    assert await taken_per_turn(Iterated(600, 0.0), group_size=1) == [256, 256, 88]
-    assert await taken_per_turn(Iterated(80, 0.0), group_size=8) == [32, 32, 16]
+    for tasks, group_size, taken in ((600, 1, [256, 256, 88]), (80, 8, [32, 32, 16])):
+        core = core_with_place_for_all(group_size=group_size)
+        assert await taken_per_turn(core, Iterated(tasks, 0.0)) == taken
 
 
 async def test_tasks_that_take_long_to_come_are_taken_one_in_each_turn_of_the_loop() -> None:
-    assert await taken_per_turn(Iterated(3, 0.5), group_size=1) == [1, 1, 1]
+    core = core_with_place_for_all(group_size=1)
+    assert await taken_per_turn(core, Iterated(3, 0.5)) == [1, 1, 1]
+
+
+async def test_the_loop_sees_to_its_sockets_while_a_resumed_run_passes_by_what_was_taken() -> None:
+    for tasks, each_s, passed_by in ((600, 0.0, [256, 256, 88]), (3, 0.5, [1, 1, 1, 0])):
+        core = core_with_place_for_all(group_size=1)
+        core.handle(ev.TasksOffered())
+        for task in range(tasks):
+            core.handle(ev.TaskArrived(task))
+        core.tasks.resume(0)
+        assert await taken_per_turn(core, Iterated(tasks, each_s)) == passed_by

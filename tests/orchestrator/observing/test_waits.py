@@ -18,7 +18,7 @@ from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.episodes.activities import NAMES_MAX, OTHERS, Activities
-from tidegate.orchestrator.feed.ages import BatchAges, PublishTimes
+from tidegate.orchestrator.feed.ages import PUBLISHES_KEPT, BatchAges, PublishTimes
 from tidegate.orchestrator.feed.batches import build_batch
 from tidegate.orchestrator.observing.earlier import earlier_batches
 from tidegate.orchestrator.observing.live import LiveNotes
@@ -204,6 +204,16 @@ def test_a_version_is_told_by_time_from_the_beginning_on() -> None:
     times.note(1.0, 8)
     times.note(2.0, 9)
     assert times.version_at(np.array([-5.0, 0.9, 1.0, 1.5, 3.0])).tolist() == [7, 7, 8, 8, 9]
+
+
+def test_before_the_oldest_publish_that_is_kept_its_version_is_told() -> None:
+    times = PublishTimes(0)
+    for version in range(1, 4 * PUBLISHES_KEPT + 1):
+        times.note(float(version), version)
+    oldest = 3 * PUBLISHES_KEPT
+    asked = np.array([1.0, oldest + 0.5, oldest + 1.5, 4 * PUBLISHES_KEPT + 9.0])
+    told = times.version_at(asked).tolist()
+    assert told == [oldest, oldest, oldest + 1, 4 * PUBLISHES_KEPT]
 
 
 def test_what_goes_on_at_once_is_added_up_and_names_are_bounded() -> None:
