@@ -64,6 +64,8 @@ class Capabilities:
     or up projection both: it has one matrix for them."""
     lora_lacks: str = ""
     """Why it takes none, or how to start it so that it does."""
+    lora_spoils_others: str = ""
+    """Why turns without an adapter can't be served beside those that have one; empty: they can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,11 +71,8 @@ class TurnDesk:
             if message.turn in self._turns:
                 raise TurnRefused(f"turn handle {message.turn} is in use; use each handle once")
             turn = read_turn(message, self._arrivals, limits=self._limits, able=self._able)
-            if not self._has(turn.adapter):
-                raise TurnRefused(
-                    f"v{self._teller.version} has no adapter {turn.adapter!r}, it has "
-                    f"{sorted(self._adapters) or 'none'}; publish it first"
-                )
+            if why := self._why_not(turn.adapter):
+                raise TurnRefused(why)
         except TurnRefused as error:
             self._link.send(messages.TurnRefused(turn=message.turn, message=cut(str(error))))
             return
@@ -86,14 +83,22 @@ class TurnDesk:
     def new_adapters(self, names: Collection[str]) -> None:
         """The live version has these now; turns with others are refused."""
         self._adapters = names
-        for turn in [turn for turn in self._turns.values() if not self._has(turn.adapter)]:
-            del self._turns[turn.handle]
-            self.streams.cut(turn)
-            why = f"v{self._teller.version} came without its adapter {turn.adapter!r}"
-            self._refuse(turn, TurnRefused(why))
+        for turn in list(self._turns.values()):
+            if why := self._why_not(turn.adapter):
+                del self._turns[turn.handle]
+                self.streams.cut(turn)
+                self._refuse(turn, TurnRefused(why))
 
-    def _has(self, adapter: str) -> bool:
-        return not adapter or adapter in self._adapters
+    def _why_not(self, adapter: str) -> str:
+        """What keeps a turn with this adapter, or with none, from being served; empty: nothing."""
+        if not adapter:
+            return self._able.lora_spoils_others if self._adapters else ""
+        if adapter in self._adapters:
+            return ""
+        return (
+            f"v{self._teller.version} has no adapter {adapter!r}, it has "
+            f"{sorted(self._adapters) or 'none'}; publish it first"
+        )
 
     def cancel(self, handle: int) -> None:
         """Nobody waits for this one any more."""

@@ -60,6 +60,11 @@ tokens so far for its prompt; ``min_tokens``, which also leaves out the model's 
 what it has otherwise or not at all."""
 
 
+_SPOILED = (
+    "vLLM on a CPU computes turns without a LoRA adapter by that of others in the same step; give "
+    "each turn one, unload them, or run vLLM on a GPU"
+)
+
 _NO_LORA = "they are read from files; leave #weights= out of the server's url"
 
 
@@ -122,6 +127,7 @@ class VllmAdapter(Unable):
 
     def _capabilities(self, context_tokens_max: int) -> Capabilities:
         release = self._about
+        spoiled = _SPOILED if release.is_on_cpu and release.lora_rank_max else ""
         return Capabilities(
             engine=f"vllm {release.text}",
             context_tokens_max=context_tokens_max,
@@ -131,7 +137,7 @@ class VllmAdapter(Unable):
             keeps_kv=release.has_spans,
             sampling=SAMPLING,
             top_logprobs_max=release.top_logprobs_max,
-            scores=frozenset({"logprobs"}),
+            scores=frozenset() if spoiled else frozenset({"logprobs"}),
             num_blocks=release.num_blocks,
             block_tokens=release.block_tokens,
             media=self._media,
@@ -139,6 +145,7 @@ class VllmAdapter(Unable):
             takes_tensors=self._weights.takes_tensors,
             lora_rank_max=0 if self._weights.takes_tensors else release.lora_rank_max,
             lora_lacks=_NO_LORA if self._weights.takes_tensors else release.lora_lacks,
+            lora_spoils_others=spoiled,
         )
 
     async def _probe(self, label: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import tidegate
 from tests.engine.adapter_runs import train
 from tests.models import make_model_directory
 from tests.orchestrator.test_external_loras import train as train_adapters
@@ -25,7 +26,7 @@ from tests.test_adapters_served import random_adapter
 from tidegate.engine.adapters.adapter import ScoreRequest
 from tidegate.engine.adapters.loras import PEFT_PREFIX, HostAdapter
 from tidegate.engine.adapters.vllm import make_adapter
-from tidegate.errors import ConfigError, WeightsRefused
+from tidegate.errors import ConfigError, TurnRefused, WeightsRefused
 from tidegate.orchestrator.doctor.finding import Verdict
 from tidegate.orchestrator.doctor.findings import findings
 from tidegate.orchestrator.doctor.measuring import examined, measure
@@ -247,6 +248,19 @@ async def test_turns_go_on_elsewhere_when_the_server_is_killed(
     assert report.tokens_unknown == 0
 
 
+async def each_turn_by_an_adapter(episode: tidegate.Episode, task: int) -> float:
+    """For a turn without one is spoiled by others' on a CPU, and refused."""
+    episode.append([10 + task % 40, 11, 12])
+    await episode.generate(max_tokens=8)
+    episode.append([13])
+    turn = await episode.generate(max_tokens=20)
+    if task % 2:
+        await episode.generate(max_tokens=4, adapter="critic")
+        with pytest.raises(TurnRefused, match="vLLM on a CPU computes turns without a LoRA"):
+            await episode.generate(max_tokens=4, adapter="")
+    return float(turn.token_ids[0] % 2)
+
+
 async def test_lora_adapters_come_change_and_go_and_what_is_too_large_is_refused(
     tmp_path: Path,
 ) -> None:
@@ -257,7 +271,11 @@ async def test_lora_adapters_come_change_and_go_and_what_is_too_large_is_refused
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TIDEGATE_ENGINE_KEY", KEY)
             report = await train_adapters(
-                model, tmp_path / "run", f"vllm+{server.url}", kv_policy="keep"
+                model,
+                tmp_path / "run",
+                f"vllm+{server.url}",
+                episode=each_turn_by_an_adapter,
+                kv_policy="keep",
             )
             adapter = make_adapter(server.url, model)
             able = await adapter.open("v0")

@@ -3,6 +3,8 @@
 The doubles compute with real adapters, so a token of an old one under a new one's tag shows.
 """
 
+import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +22,7 @@ from tests.served_app import served
 from tests.sglang_double import SglangDouble, make_app
 from tests.test_adapters_served import CONFIG, random_adapter, solve
 from tidegate.errors import TurnRefused, WeightsRefused
+from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.records.audit import audit_run
 
 Kind = Literal["vllm", "sglang"]
@@ -51,7 +54,9 @@ def serve(model: Path) -> Iterator[Callable[[Kind], tuple[str, Server]]]:
         yield start
 
 
-async def train(model: Path, run: Path, url: str, **settings: Any) -> Any:
+async def train(
+    model: Path, run: Path, url: str, *, episode: EpisodeFunction = solve, **settings: Any
+) -> Any:
     """Two adapters, one of which changes, and the model's own weights once."""
     policy = random_adapter(model, 0)
     async with tidegate.serve(
@@ -66,7 +71,7 @@ async def train(model: Path, run: Path, url: str, **settings: Any) -> Any:
     ) as rollouts:
         await rollouts.publish_adapter("critic", random_adapter(model, 1), config=CONFIG)
         await rollouts.publish_adapter("policy", policy, config=CONFIG)
-        async for batch in rollouts.batches(range(12), episode=solve):
+        async for batch in rollouts.batches(range(12), episode=episode):
             for tensor in policy.values():
                 tensor *= 1.1
             if batch.trainer_version == 4:  # the model's own weights, under the same adapters
@@ -125,6 +130,38 @@ async def test_adapters_serve_until_they_are_unloaded_and_those_that_do_not_fit_
         await rollouts.unload_adapter("a")
         assert (await rollouts.evaluate(["a", "b"], episode=greedy)).rewards == [1.0, 0.0]
     assert server.paths == {}
+
+
+async def test_a_vllm_on_a_cpu_is_asked_for_no_turn_that_another_turns_adapter_would_spoil(
+    model: Path,
+) -> None:
+    is_begun, may_go_on = threading.Event(), threading.Event()
+
+    def holds(prompt: list[int], sampled: int, label: str) -> bool:
+        if sampled == 3:
+            is_begun.set()
+        return sampled >= 3 and not may_go_on.is_set()
+
+    async def plain(episode: tidegate.Episode, task: int) -> float:
+        episode.append([7, 8, 9])
+        try:
+            await episode.generate(max_tokens=12, stop_token_ids=[], adapter="a" if task else "")
+        except TurnRefused as error:
+            return float("by that of others in the same step" in str(error))
+        return 0.0
+
+    with VllmDouble(model, lora_rank_max=RANK_MAX, device="cpu") as double:
+        double.holds = holds
+        async with tidegate.serve(model=model, engine_urls=[f"vllm+{double.url}"]) as rollouts:
+            half_done = asyncio.create_task(rollouts.evaluate([0], episode=plain))
+            assert await asyncio.to_thread(is_begun.wait, 60)
+            await rollouts.publish_adapter("a", random_adapter(model, 2), config=CONFIG)
+            assert (await half_done).rewards == [1.0]  # it would be spoiled from now on
+            may_go_on.set()
+            assert (await rollouts.evaluate([0, 1], episode=plain)).rewards == [1.0, 0.0]
+            await rollouts.unload_adapter("a")
+            assert (await rollouts.evaluate([0], episode=plain)).rewards == [0.0]
+            assert rollouts.statistics().engines  # and it has lost none by it
 
 
 async def test_what_the_server_says_of_an_adapter_is_said_and_the_old_one_serves_on(
