@@ -58,8 +58,8 @@ class TaskFeed:
         """
         await self._pass_by_the_taken()
         while True:
+            self._wants_tasks.clear()  # before, for what happens meanwhile may put a task back
             await self._take()
-            self._wants_tasks.clear()
             await self._wants_tasks.wait()
 
     async def _take(self) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
+from tests.orchestrator.driver import step
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rules import Rules
@@ -11,6 +12,7 @@ from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.feed.task_feed import TaskFeed
 from tidegate.orchestrator.feed.tasks import Tasks, TaskSource
 from tidegate.policies.asynchrony import BoundedStaleness
+from tidegate.transport.messages import STOP, SamplingParams
 
 
 class Iterated:
@@ -32,17 +34,21 @@ def feed_of(
 ) -> TaskFeed:
     """One that notes down what the core hears."""
     core.handle(ev.TasksOffered())
+    source, wants_tasks = TaskSource(tasks), asyncio.Event()
 
     def handle(event: ev.Event, episode: EpisodeFunction | None) -> None:
         events.append(event)
-        core.handle(event)
+        for command in core.handle(event):
+            if isinstance(command, ev.RequeueTask):
+                source.put_back(command.task, command.key)
+                wants_tasks.set()
 
     return TaskFeed(
         core,
-        TaskSource(tasks),
+        source,
         handle,
         lambda key: None,
-        wants_tasks=asyncio.Event(),
+        wants_tasks=wants_tasks,
         is_journalled=False,
         now_s=lambda: clock.now_s if clock is not None else 0.0,
     )
@@ -87,6 +93,30 @@ async def test_no_more_tasks_are_taken_than_there_are_places() -> None:
     tasks = iter(range(9))
     assert await fed(tasks) == [ev.TaskArrived(task) for task in range(4)]
     assert next(tasks) == 5  # one is looked at, to know whether it is the last
+
+
+async def test_a_task_that_is_put_back_as_the_tasks_end_is_taken_again() -> None:
+    policy = BoundedStaleness(groups_per_batch=2, max_staleness=0)
+    core = Core(Rules(policy=policy, group_size=1))
+    core.handle(ev.TasksOffered())
+    core.handle(ev.EngineJoined("a", 0, 4))
+    [command] = core.handle(ev.TaskArrived("task"))
+    assert isinstance(command, ev.StartEpisode)
+    command.rollout.extend([1, 2])
+    core.handle(ev.TurnAsked(0, SamplingParams(max_tokens=2)))
+    core.handle(step("a", 0, [(0, [5], STOP)]))
+    core.handle(ev.EpisodeReturned(0, 1.0))
+    core.handle(ev.VersionPublished(1))  # by which it is too old, and half a batch
+    core.handle(ev.EngineSwapped("a", 1))
+    events: list[ev.Event] = []
+    feed = feed_of(core, [], events)
+    core.handle(ev.BatchAsked())
+    feeding = asyncio.create_task(feed.run())
+    for _ in range(8):
+        await asyncio.sleep(0)
+    feeding.cancel()
+    again = [event.task for event in events if isinstance(event, ev.TaskArrived)]
+    assert (events[0], again, core.running_groups) == (ev.TasksExhausted(), ["task"], 1)
 
 
 async def test_the_loop_sees_to_its_sockets_whenever_so_many_episodes_have_begun() -> None:
