@@ -239,10 +239,10 @@ class TunnelEntrance:
         inside = self._inside.get(name)
         if inside is None:
             return
+        inside.tunnel.how_it_ended = how  # first: who sees that the far end is gone may ask
         if tell is not None:
             self._send(name, inside, tell)
         del self._inside[name]
-        inside.tunnel.how_it_ended = how
         with suppress(KeyError):
             self._poller.unregister(inside.connection.fileno())
         inside.connection.close()
