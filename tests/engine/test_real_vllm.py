@@ -22,7 +22,7 @@ import tidegate
 from tests.engine.adapter_runs import train
 from tests.models import make_model_directory
 from tests.orchestrator.test_external_loras import train as train_adapters
-from tests.test_adapters_served import random_adapter
+from tests.test_adapters_served import random_adapter, solve_by_adapters
 from tidegate.engine.adapters.adapter import ScoreRequest
 from tidegate.engine.adapters.loras import PEFT_PREFIX, HostAdapter
 from tidegate.engine.adapters.vllm import make_adapter
@@ -250,15 +250,11 @@ async def test_turns_go_on_elsewhere_when_the_server_is_killed(
 
 async def each_turn_by_an_adapter(episode: tidegate.Episode, task: int) -> float:
     """For a turn without one is spoiled by others' on a CPU, and refused."""
-    episode.append([10 + task % 40, 11, 12])
-    await episode.generate(max_tokens=8)
-    episode.append([13])
-    turn = await episode.generate(max_tokens=20)
+    reward = await solve_by_adapters(episode, task)
     if task % 2:
-        await episode.generate(max_tokens=4, adapter="critic")
         with pytest.raises(TurnRefused, match="vLLM on a CPU computes turns without a LoRA"):
             await episode.generate(max_tokens=4, adapter="")
-    return float(turn.token_ids[0] % 2)
+    return reward
 
 
 async def test_lora_adapters_come_change_and_go_and_what_is_too_large_is_refused(
