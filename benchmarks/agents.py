@@ -30,12 +30,11 @@ from benchmarks.fuzz_http import FixedEngine
 from benchmarks.scheduling.trajectories import rows as trajectory_rows
 from benchmarks.sessions import rows as session_rows
 from benchmarks.table import Row, compared, show
-from tests.orchestrator.chat_templates import ENDS, add_chat_template
+from tests.orchestrator.episodes.chat_templates import ENDS, add_chat_template
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.episodes.episode import Episode
-from tidegate.orchestrator.episodes.generating import SamplingDefaults
-from tidegate.orchestrator.gateway.gateway import Gateway
-from tidegate.orchestrator.weights.model_files import ModelFiles, read_tokenizer
+from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.episodes.model_files import ModelFiles, read_tokenizer
+from tidegate.serving.gateway.gateway import Gateway
 
 SESSIONS = (100, 2000)
 TURNS = 3

@@ -13,10 +13,10 @@ import torch
 
 from benchmarks.small_model import BLOCK_TOKENS, BLOCKS, compared_rates, load, show_table
 from benchmarks.table import Row
+from tidegate.engine.execution.runner import ModelRunner
 from tidegate.engine.models.model import native_for
 from tidegate.engine.models.model_config import ModelConfig
-from tidegate.engine.runner import ModelRunner
-from tidegate.engine.weights.weights import load_directory
+from tidegate.engine.models.model_weights import load_directory
 
 
 def make_runner(path: Path, dtype: torch.dtype, *, is_deterministic: bool) -> ModelRunner:

@@ -1,9 +1,10 @@
-"""Does anything malformed do harm? A million frames and more, to every place where they are read.
+"""Fuzzing of every place where frames and HTTP requests are read: a million frames and more.
 
 ``python -m benchmarks.fuzz [--frames N] [--bodies N] [--seed S] [--json]`` prints ``name, value,
 unit`` and ends with status 1 if anything raised, hung or grew. Half of the frames go to the
 orchestrator's fleet and core in this process, where a seed replays exactly; a quarter to an engine,
-a quarter to a whole run over its socket. Bodies go to the gateway, over HTTP.
+a quarter to a whole run over its socket. Bodies go to the gateway, and a fifth as many to the
+vLLM-compatible server, over HTTP: up to their limits, beside oversized headers and half requests.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import uvloop
 
 from benchmarks.fuzz_engine import FuzzedEngine
 from benchmarks.fuzz_fleet import FuzzedFleet
-from benchmarks.fuzz_http import FuzzedGateway
+from benchmarks.fuzz_http import FuzzedGateway, FuzzedServer
 from benchmarks.fuzz_wire import FuzzedRun
 from benchmarks.table import Row, show
 
@@ -29,6 +30,9 @@ FRAMES_DEFAULT = 1_250_000
 
 BODIES_DEFAULT = 125_000
 """As many of them are malformed: a hundred thousand."""
+
+SERVER_PART = 5
+"""A fifth as many bodies go to the vLLM-compatible server: behind it an engine samples tokens."""
 
 FAILURES_SHOWN_MAX = 5
 
@@ -161,8 +165,32 @@ def fuzz_http(bodies: int, seed: int) -> Outcome:
     return outcome
 
 
+def fuzz_server(bodies: int, seed: int) -> Outcome:
+    """The vLLM-compatible server with an engine, over HTTP."""
+    outcome = Outcome("server", frames=bodies)
+    warm_up, before_mib = int(bodies * WARM_UP_SHARE), 0.0
+
+    def each(number: int) -> None:
+        nonlocal before_mib
+        if number == warm_up:
+            before_mib = rss_mib()
+
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as directory:
+        server = FuzzedServer(seed, Path(directory))
+        try:
+            server.feed(bodies, each)
+        except Exception:  # noqa: BLE001 - as above
+            outcome.fail(traceback.format_exc())
+    outcome.growth_mib = rss_mib() - before_mib
+    for failure in server.fuzzed.failures:
+        outcome.fail(failure)
+    outcome.malformed, outcome.healthy = server.fuzzed.refused, server.fuzzed.healthy
+    return outcome
+
+
 def main() -> int:
-    """Run all four and print the table."""
+    """Run all five and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--frames", type=int, default=FRAMES_DEFAULT)
     parser.add_argument("--bodies", type=int, default=BODIES_DEFAULT)
@@ -173,7 +201,8 @@ def main() -> int:
     half, quarter = arguments.frames // 2, arguments.frames // 4
     outcomes = []
     places = ((fuzz_fleet, half), (fuzz_engine, quarter), (fuzz_wire, quarter))
-    for fuzz, count in (*places, (fuzz_http, arguments.bodies)):
+    bodies = ((fuzz_http, arguments.bodies), (fuzz_server, arguments.bodies // SERVER_PART))
+    for fuzz, count in (*places, *bodies):
         if not count:
             continue
         outcome = fuzz(count, arguments.seed)

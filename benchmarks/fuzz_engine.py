@@ -14,16 +14,16 @@ import torch
 import zmq
 
 from benchmarks.fuzz_frames import ORCHESTRATOR_EXAMPLES, FrameMaker, LiveState
+from tidegate.engine.execution.runner import ModelRunner
+from tidegate.engine.execution.sleep import Sleeper
 from tidegate.engine.link import Link
 from tidegate.engine.loop import EngineLoop
-from tidegate.engine.memory.sleep import Sleeper
 from tidegate.engine.models.model_config import AttentionKind, LayerShape, ModelConfig
+from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.models.rope_config import Rope
-from tidegate.engine.runner import ModelRunner
-from tidegate.engine.scheduler import Scheduler
-from tidegate.engine.turns import EngineLimits
+from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.engine.scheduling.turns import EngineLimits
 from tidegate.engine.weights.staging import Staging
-from tidegate.engine.weights.weights import Weights
 from tidegate.errors import TidegateError
 from tidegate.transport.messages import (
     Ack,

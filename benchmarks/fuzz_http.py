@@ -1,24 +1,29 @@
-"""What does the gateway do with bodies that make no sense? The server and its clients, on one loop.
+"""Fuzzing of the gateway and the vLLM-compatible server over HTTP.
 
-Bodies are right ones with a part replaced, garbled text, nesting without end, and requests that are
-not HTTP. A healthy agent asks in between, and must get what it asks for. Knows no rollout.
+Bodies are right ones with a part replaced, garbled text, nesting without end, bodies up to their
+limits, headers without end, half requests, and requests that are not HTTP. A healthy client asks in
+between, and must get what it asks for.
 """
 
 import asyncio
 import json
 import random
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.orchestrator.chat_templates import ENDS, add_chat_template
+import tidegate
+from tests.models import make_model_directory
+from tests.orchestrator.episodes.chat_templates import ENDS, add_chat_template, chat_tokenizer
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.episodes.episode import Episode
-from tidegate.orchestrator.episodes.generating import SamplingDefaults
-from tidegate.orchestrator.gateway.gateway import Endpoint, Gateway
-from tidegate.orchestrator.weights.model_files import ModelFiles, read_tokenizer
+from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.episodes.model_files import ModelFiles, read_tokenizer
+from tidegate.serving.gateway.app import BODY_BYTES_MAX
+from tidegate.serving.gateway.gateway import Endpoint, Gateway
+from tidegate.serving.vllm_server.paths import BODY_BYTES_MAX as SERVER_BODY_BYTES_MAX
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
@@ -27,8 +32,17 @@ WORDS = "what the model says"
 BODIES_PER_SESSION = 200
 """Bodies that turn out to be right make rows: a session and its rows end after so many."""
 
-ANSWER_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 120.0
 """Far more than any answer takes: reaching it is a failure."""
+
+LARGE_SHARE = 1 / 500
+"""Of the requests: those with bodies up to their limit."""
+
+HALF_SHARE = 0.02
+"""Of the requests: those that end in their midst, and whose connection stays open for a while."""
+
+HALVES_HELD = 32
+"""Half requests whose connections are open at once; the oldest is closed for a new one."""
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CHAT = {
@@ -52,6 +66,58 @@ PATHS: dict[str, dict[str, Any]] = {
     "/tokenize": {"messages": [{"role": "user", "content": "hello"}]},
     "/sessions/{}/reward": {"reward": 0.5},
 }
+
+SERVER_PATHS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": [3, 4, 5], "max_tokens": 4, "n": 2, "logprobs": 1, "seed": 1},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "1+2?"}],
+        "max_tokens": 4,
+        "stop": ["x"],
+        "logit_bias": {"5": -1.0},
+        "top_logprobs": 2,
+        "logprobs": True,
+    },
+    "/v1/chat/completions/batch": {
+        "messages": [[{"role": "user", "content": "q"}]] * 2,
+        "max_tokens": 4,
+    },
+    "/inference/v1/generate": {
+        "token_ids": [3, 4, 5],
+        "sampling_params": {"max_tokens": 4, "logprobs": 1, "prompt_logprobs": 1},
+        "stream": False,
+    },
+    "/tokenize": {"prompt": "hello", "return_token_strs": True},
+    "/detokenize": {"tokens": [3, 4, 5]},
+    "/abort_requests": {"request_ids": ["x"]},
+    "/start_weight_update": {},
+    "/update_weights": {"update_info": {"path": "/nowhere", "names": ["x"]}},
+    "/finish_weight_update": {"weight_version": "7"},
+    "/update_weight_version": {"new_version": "7"},
+    "/collective_rpc": {"method": "reload_weights", "kwargs": {"weights_path": "/nowhere"}},
+    "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "/nowhere"},
+    "/v1/unload_lora_adapter": {"lora_name": "x"},
+    "/init_weight_transfer_engine": {"init_info": {}},
+    "/weight_checker": {"action": "checksum"},
+    "/pause?mode=keep": {},
+    "/reset_prefix_cache": {},
+}
+
+MAY_FAIL = frozenset(
+    {
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/collective_rpc",
+        "/weight_checker",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    }
+)
+"""Paths whose refusals are vLLM's: 500 for an update that can't be, 501 for what is not served."""
+
+SERVER_CONTEXT_TOKENS = 128
+"""So short that a request without ``max_tokens`` ends soon."""
 
 ODD: tuple[Callable[[random.Random], Any], ...] = (
     lambda chance: None,
@@ -128,16 +194,16 @@ class Client:
     """One connection, made again when the server has closed it."""
 
     def __init__(self, port: int) -> None:
-        self._port = port
+        self.port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._halves: deque[asyncio.StreamWriter] = deque()
 
     async def post(self, path: str, key: str, body: bytes) -> tuple[int, bytes]:
         """Ask properly; the answer's status and body."""
         if self._streams is None:
-            self._streams = await asyncio.open_connection("127.0.0.1", self._port)
+            self._streams = await asyncio.open_connection("127.0.0.1", self.port)
         reader, writer = self._streams
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        writer.write(head_of(path, key, len(body)) + body)
         answer = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
         status = int(answer.split(" ", 2)[1])
         if "content-length: " in answer:
@@ -151,21 +217,80 @@ class Client:
 
     async def say(self, raw: bytes) -> bytes:
         """Send what may not be HTTP, over a connection of its own, and read to the end."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             writer.write(raw)
             writer.write_eof()
             return await reader.read()
-        except ConnectionError:  # closed before all was sent
+        except OSError:  # closed before all was sent
             return b""
         finally:
             writer.close()
+
+    async def say_half(self, raw: bytes) -> None:
+        """Send part of a request, and leave its connection open for a while."""
+        _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(raw)
+        self._halves.append(writer)
+        if len(self._halves) > HALVES_HELD:
+            self._halves.popleft().close()
+
+    def end(self) -> None:
+        """Close all connections."""
+        self.close()
+        while self._halves:
+            self._halves.popleft().close()
 
     def close(self) -> None:
         """The next request makes another connection."""
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None
+
+
+def head_of(path: str, key: str, length: int) -> bytes:
+    """The head of a right request."""
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+def large_body(chance: random.Random, right: dict[str, Any], bytes_max: int) -> bytes:
+    """A body of nearly as many bytes as there may be, or some more."""
+    size = chance.choice([bytes_max // 16, bytes_max - 4096, bytes_max, bytes_max + 4096])
+    values: list[Callable[[], str]] = [
+        lambda: "{}," * (size // 3) + "{}",
+        lambda: "0," * (size // 2) + "0",
+        lambda: json.dumps({"role": "user", "content": "x" * size}),
+        lambda: json.dumps("a b " * (size // 4)),
+        lambda: json.dumps("\\u0041" * (size // 8)),
+        lambda: '{"role":"user","content":"q"},' * min(20_000, size // 30) + "{}",
+        lambda: "[" * size,
+        lambda: '"' + "x" * size,
+    ]
+    name = chance.choice(["messages", "prompt", "token_ids", "tokens", "stop", "tools", "x"])
+    inner = chance.choice(values)()
+    rest = json.dumps({k: v for k, v in right.items() if k != name})[1:]
+    opened = chance.choice(["[%s]", "%s"])
+    return (f'{{"{name}": ' + opened % inner + (", " + rest if len(rest) > 1 else "}")).encode()
+
+
+def oversized_head(chance: random.Random, path: str, key: str) -> bytes:
+    """Headers of a megabyte: one, many, in the path, as trailers, or as sizes of chunks."""
+    begun = head_of(path, key, 2)[:-2]
+    chunked = begun.replace(b"Content-Length: 2", b"Transfer-Encoding: chunked") + b"\r\n"
+    size = chance.choice([60_000, 70_000, 2**20])
+    return chance.choice(
+        [
+            begun + b"x: " + b"y" * size + b"\r\n\r\n{}",
+            begun + b"x: y\r\n" * (size // 6) + b"\r\n{}",
+            b"GET /" + b"y" * size + b" HTTP/1.1\r\n\r\n",
+            chunked + b"0\r\n" + b"t: y\r\n" * (size // 6) + b"\r\n",
+            chunked + b"2;" + b"e" * size + b"\r\n{}\r\n0\r\n\r\n",
+            chunked + b"1\r\n0\r\n" * (size // 6) + b"0\r\n\r\n",
+        ]
+    )
 
 
 @dataclass(slots=True)
@@ -178,6 +303,8 @@ class FuzzedGateway:
     refused: int = 0
     """Told what is wrong with them: 4xx, or a connection closed on what is not HTTP."""
     healthy: int = 0
+    large: int = 0
+    """Bodies near their limit, or over it."""
     failures: list[str] = field(default_factory=list)
     chance: random.Random = field(init=False)
 
@@ -208,26 +335,51 @@ class FuzzedGateway:
             while done < bodies:
                 await play(Episode(Rollout(done, 0, 0), model, engine, defaults), None)
         finally:
-            client.close()
+            client.end()
             gateway.close()
 
     async def _send(self, client: Client, endpoint: Endpoint) -> None:
         path, right = self.chance.choice(list(PATHS.items()))
-        path, body = path.format(endpoint.session_id), self._body(right)
+        path = path.format(endpoint.session_id)
+        await self.send(client, path, endpoint.api_key, right, BODY_BYTES_MAX)
+
+    async def send(
+        self, client: Client, path: str, key: str, right: dict[str, Any], bytes_max: int
+    ) -> None:
+        """Send one request, right but for what chance makes of it."""
         self.bodies += 1
+        kind, body = self.chance.random(), b""
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                if self.chance.random() < 0.05:
+                if kind < 0.05:
+                    body = self._body(right)
                     await client.say(self._garbled(f"POST {path} HTTP/1.1\r\n\r\n".encode() + body))
                     self.refused += 1
                     return
-                status, said = await client.post(path, endpoint.api_key, body)
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
-            self.failures.append(f"{path} {body[:300]!r}: no answer, {type(error).__name__}")
+                if kind < 0.05 + HALF_SHARE:
+                    body = self._body(right)
+                    whole = head_of(path, key, len(body)) + body
+                    await client.say_half(whole[: self.chance.randrange(len(whole) + 1)])
+                    self.refused += 1
+                    return
+                if kind < 0.05 + 2 * HALF_SHARE:
+                    body = oversized_head(self.chance, path, key)
+                    await client.say(body)
+                    self.refused += 1
+                    return
+                is_large = self.chance.random() < LARGE_SHARE
+                self.large += is_large
+                body = large_body(self.chance, right, bytes_max) if is_large else self._body(right)
+                status, said = await client.post(path, key, body)
+        except (TimeoutError, asyncio.IncompleteReadError, OSError) as error:
             client.close()
+            if len(body) <= bytes_max:
+                told = f"no answer, {type(error).__name__}"
+                self.failures.append(f"{path} {body[:300]!r}: {told}")
             return
         self.refused += 400 <= status < 500
-        if status >= 500 or (status >= 400 and b'"error"' not in said):
+        may_fail = status == 503 or path in MAY_FAIL
+        if (status >= 500 and not may_fail) or (status >= 400 and b'"error"' not in said):
             self.failures.append(f"{path} {body[:300]!r}: {status} {said[:300]!r}")
 
     async def _ask_properly(self, client: Client, endpoint: Endpoint) -> None:
@@ -278,3 +430,51 @@ class FuzzedGateway:
             else:
                 garbled[place:place] = self.chance.randbytes(self.chance.randrange(1, 8))
         return bytes(garbled)
+
+
+class FuzzedServer:
+    """A vLLM-compatible server with an engine, under requests by chance."""
+
+    def __init__(self, seed: int, directory: Path) -> None:
+        self.fuzzed = FuzzedGateway(seed, directory)
+        vocab = chat_tokenizer().get_vocab_size()
+        path = directory / "model"
+        make_model_directory(path, vocab_size=vocab, max_position_embeddings=SERVER_CONTEXT_TOKENS)
+        self._model = add_chat_template(path, "chatml")
+
+    def feed(self, bodies: int, each: Callable[[int], None]) -> None:
+        """Send so many; ``each`` hears the number of each before it is sent."""
+        with tidegate.vllm_server(model=self._model, engines=1) as server:
+            asyncio.run(self._feed(server, bodies, each))
+            self.longest_block_s = server.statistics().loop_longest_block_s
+
+    async def _feed(
+        self, server: tidegate.VLLMServer, bodies: int, each: Callable[[int], None]
+    ) -> None:
+        fuzzed, key = self.fuzzed, server.control_token or ""
+        client = Client(int(server.url.rpartition(":")[2]))
+        try:
+            for number in range(bodies):
+                each(number)
+                path, right = fuzzed.chance.choice(list(SERVER_PATHS.items()))
+                await fuzzed.send(client, path, key, right, SERVER_BODY_BYTES_MAX)
+                if path.startswith("/pause") or number % BODIES_PER_SESSION == 0:
+                    await self._ask_properly(client, key)
+            await self._ask_properly(client, key)
+        finally:
+            client.end()
+
+    async def _ask_properly(self, client: Client, key: str) -> None:
+        body = {"prompt": [3, 4, 5], "max_tokens": 2, "ignore_eos": True}
+        path, resuming = "/v1/completions", Client(client.port)
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            await resuming.post("/resume", key, b"")
+            asking = asyncio.ensure_future(client.post(path, key, json.dumps(body).encode()))
+            # Half a request for a pause may take effect after the first resume.
+            while not (await asyncio.wait({asking}, timeout=1.0))[0]:
+                await resuming.post("/resume", key, b"")
+            status, said = await asking
+        resuming.close()
+        if status != 200 or json.loads(said)["usage"]["completion_tokens"] != 2:
+            self.fuzzed.failures.append(f"a healthy client was told {status} {said[:300]!r}")
+        self.fuzzed.healthy += 1

@@ -17,9 +17,10 @@ import zmq
 from tokenizers import Tokenizer, models
 
 from benchmarks.fuzz_frames import ENGINE_EXAMPLES, FrameMaker, LiveState, hello_of, step_of
-from tidegate.orchestrator.config import run_settings
 from tidegate.orchestrator.episodes.episode import Episode
-from tidegate.orchestrator.run import Run
+from tidegate.orchestrator.settings.config import run_settings
+from tidegate.orchestrator.trainer.run import Run
+from tidegate.runs import run_parts
 from tidegate.transport.messages import (
     EngineHeartbeat,
     Message,
@@ -51,7 +52,7 @@ class FuzzedRun:
             model=_model_directory(directory / "model"), engines=0, address=address
         )
         self.episodes = 0
-        self._run = Run(settings)
+        self._run = Run(settings, run_parts(settings))
         self._address = address
         self._engine = _HealthyEngine(address)
         self._flood: subprocess.Popen[bytes] | None = None

@@ -130,8 +130,8 @@ def measured(rollouts: tidegate.SyncRollouts, warm_up: int, batches: int) -> dic
 
 def looked_at(rollouts: tidegate.SyncRollouts) -> dict[str, Any]:
     """How long the run's loop is kept by one look, in CPU time of its own thread."""
-    from tidegate.orchestrator.observing.observation import group_lines
-    from tidegate.orchestrator.scheduler import Scheduler
+    from tidegate.observability.dashboard.observation import group_lines
+    from tidegate.orchestrator.scheduler.scheduler import Scheduler
 
     def look(scheduler: Scheduler) -> tuple[float, int]:
         started_ns = time.thread_time_ns()

@@ -18,8 +18,6 @@ from tidegate.kernels.paged_attention import AttentionRule, PagedRows, paged_att
 from tidegate.kernels.residual_norm import residual_norm_triton
 from tidegate.kernels.rope import apply_rope, rope_table
 from tidegate.kernels.rope_write import rope_write_triton
-from tidegate.kernels.segment_weights import WeightRule, segment_weights_triton
-from tidegate.policies.corrections import tis_sequence
 
 BLOCK_TOKENS = 16
 
@@ -80,7 +78,6 @@ def cases(sizes: Sizes, device: str) -> Iterator[Case]:
     yield _norm(sizes, randn)
     yield _head(sizes, randn)
     yield from _sampling(sizes, randn)
-    yield _segments(sizes, randn)
 
 
 def _attention(
@@ -213,22 +210,6 @@ def _sample(logits: torch.Tensor, top_k: int, top_p: float, uniform: float) -> t
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
     return logprobs.gather(-1, tokens).squeeze(-1)
-
-
-def _segments(sizes: Sizes, randn: Callable[..., torch.Tensor]) -> Case:
-    tokens = sizes.rows * sizes.context_tokens
-    log_ratio = 0.01 * randn(tokens).float()
-    mask = torch.ones(tokens, dtype=torch.bool, device=log_ratio.device)
-    offsets = torch.arange(sizes.rows + 1, device=log_ratio.device) * sizes.context_tokens
-    row_ids = torch.arange(tokens, device=log_ratio.device) // sizes.context_tokens
-    rule = WeightRule(mean=False, outside="truncate", weight_max=2.0)
-    return Case(
-        "segment_weights",
-        lambda: segment_weights_triton(log_ratio, mask, offsets, rule),
-        lambda: tis_sequence(log_ratio, mask, row_ids=row_ids, weight_max=2.0),
-        moved_bytes=2 * _bytes(log_ratio) + 2 * _bytes(mask),
-        flops=0,
-    )
 
 
 def _bytes(*tensors: torch.Tensor) -> int:

@@ -20,10 +20,10 @@ from time import process_time
 
 import numpy as np
 
-from tidegate.engine.runner import Row as EngineRow
-from tidegate.engine.runner import StepOutput
-from tidegate.engine.scheduler import Scheduler
-from tidegate.engine.turns import EngineLimits
+from tidegate.engine.execution.runner import Row as EngineRow
+from tidegate.engine.execution.runner import StepOutput
+from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.engine.scheduling.turns import EngineLimits
 from tidegate.transport.messages import FinishWeightUpdate, SamplingParams, SubmitTurn
 
 VOCAB = 32_000

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from benchmarks.small_model import BLOCK_TOKENS, BLOCKS, compared_rates, load, show_table
 from benchmarks.table import Row, compared
+from tidegate.engine.execution.runner import ModelRunner
+from tidegate.engine.execution.served_model import DtypeChoice, Quantization, open_model
 from tidegate.engine.memory.returned_memory import regions_of
-from tidegate.engine.models.served_model import DtypeChoice, Quantization, open_model
-from tidegate.engine.runner import ModelRunner
 
 DTYPES: tuple[DtypeChoice, ...] = ("float32", "bfloat16")
 

@@ -14,9 +14,9 @@ from time import process_time
 
 from benchmarks.table import Row, compared, show
 from tidegate.orchestrator.core.events import EngineJoined
+from tidegate.orchestrator.core.placement import PlacementRules
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.turns.placement import PlacementRules
-from tidegate.orchestrator.turns.turns import TurnBook
+from tidegate.orchestrator.core.turns import TurnBook
 from tidegate.policies.routing import (
     LeastLoaded,
     PowerOfTwoChoices,

@@ -22,9 +22,9 @@ import transformers
 
 from benchmarks.engine.shapes import SHAPES, make_directory
 from benchmarks.table import Row, compared, show
-from tidegate.engine.models.served_model import open_model
-from tidegate.engine.scheduler import Scheduler
-from tidegate.engine.turns import EngineLimits
+from tidegate.engine.execution.served_model import open_model
+from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.engine.scheduling.turns import EngineLimits
 from tidegate.transport.scoring import Scored, ScoreTokens
 
 ROUNDS = 3

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.table import Row, compared
-from tidegate.engine.runner import StepOutput
-from tidegate.engine.scheduler import Scheduler
-from tidegate.engine.turns import EngineLimits
+from tidegate.engine.execution.runner import StepOutput
+from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.engine.scheduling.turns import EngineLimits
 from tidegate.transport.messages import SamplingParams, SubmitTurn
 
 VOCAB = 32_000

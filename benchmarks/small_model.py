@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from benchmarks.table import Row, compared, show
+from tidegate.engine.execution.runner import ModelRunner
+from tidegate.engine.execution.runner import Row as EngineRow
 from tidegate.engine.models.model_config import ModelConfig
-from tidegate.engine.runner import ModelRunner
-from tidegate.engine.runner import Row as EngineRow
+from tidegate.engine.models.model_weights import Weights, load_directory
 from tidegate.engine.sampling.sampling import RowSampling
-from tidegate.engine.weights.weights import Weights, load_directory
 
 LAYERS, VOCAB = 12, 8192
 BLOCK_TOKENS = 16

@@ -24,14 +24,14 @@ import torch
 from benchmarks.small_model import BLOCK_TOKENS, RUNS, VOCAB, load, show_table
 from benchmarks.table import Row, compared
 from tidegate.engine.drafts.draft_model import ModelDrafts
-from tidegate.engine.drafts.drafts import DraftSource
 from tidegate.engine.drafts.lookup import LookupDrafts
 from tidegate.engine.drafts.rollouts import RolloutDrafts
+from tidegate.engine.execution.runner import ModelRunner
 from tidegate.engine.models.model import native_for
-from tidegate.engine.runner import ModelRunner
-from tidegate.engine.scheduler import Scheduler
-from tidegate.engine.turns import EngineLimits
-from tidegate.engine.weights.weights import Weights
+from tidegate.engine.models.model_weights import Weights
+from tidegate.engine.scheduling.drafts import DraftSource
+from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.engine.scheduling.turns import EngineLimits
 from tidegate.transport.messages import SamplingParams, SubmitTurn
 
 DRAFT_LAYERS = 2

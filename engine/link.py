@@ -6,7 +6,6 @@ that had not heard the hello: it counts for nothing, and will be said again if i
 It knows nothing of turns but their handles, nor of weights but their version.
 """
 
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from tidegate.transport.messages import (
     Welcome,
     encode,
 )
+from tidegate.transport.printable import say
 from tidegate.transport.sleep_messages import MemoryTag
 from tidegate.transport.sockets import DealerSocket
 from tidegate.transport.streams import SendWindow
@@ -164,7 +164,7 @@ class Link:
 
     def _take_complaint(self, why: str) -> None:
         """Something we said was dropped, and every step after it is: say hello, and all of it."""
-        sys.stderr.write(f"orchestrator complained: {why}\n")
+        say(f"orchestrator complained: {why}")
         first_seq = self._window.first_seq
         self._refused.append(first_seq)
         if self._refused.count(first_seq) == REFUSALS_MAX:
@@ -182,10 +182,10 @@ class Link:
         if self._is_welcome:
             self._socket.send(message)
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, *, has_failed: bool = False) -> None:
         """Say goodbye, if there is anybody who may have heard of this engine."""
         if self._greeted is not None:
-            self._socket.send(Goodbye(reason=reason))
+            self._socket.send(Goodbye(reason=reason, has_failed=has_failed))
 
     @property
     def has_credit(self) -> bool:

@@ -8,17 +8,17 @@ Order matters in two places. Turns ended by a pause are told before the pause is
 effect. And new weights are announced before the first step that used them.
 """
 
-import sys
 import time
+import traceback
 
+from tidegate.engine.execution.runner import Row, Runner, StepOutput
+from tidegate.engine.execution.sleep import Sleeper
 from tidegate.engine.link import Link
 from tidegate.engine.memory.memory import is_out_of_memory, out_of_memory
 from tidegate.engine.memory.returned_memory import trim_heap
-from tidegate.engine.memory.sleep import Sleeper
-from tidegate.engine.runner import Row, Runner, StepOutput
-from tidegate.engine.scheduler import Scheduler, StepColumns
+from tidegate.engine.scheduling.scheduler import Scheduler, StepColumns
 from tidegate.engine.weights.staging import Live, Staging
-from tidegate.errors import ScoreRefused, TurnRefused
+from tidegate.errors import ScoreRefused, TidegateError, TurnRefused
 from tidegate.transport import messages, scoring
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import (
@@ -44,10 +44,11 @@ from tidegate.transport.messages import (
     WeightsFailed,
     WeightsLive,
 )
+from tidegate.transport.printable import say
 from tidegate.transport.scoring import CancelScore, ScoreTokens
 
 STAGING_POLL_S = 0.002
-"""How long an idle engine leaves staged weights unnoticed."""
+"""How long an idle engine leaves staged weights, or a compiled grammar, unnoticed."""
 
 CONNECTION_POLL_S = 0.02
 """How long one that nobody hears leaves a new connection unnoticed."""
@@ -70,8 +71,11 @@ class EngineLoop:
         scheduler: Scheduler,
         staging: Staging,
         sleeper: Sleeper,
+        step_time_min_s: float = 0.0,
     ) -> None:
         self._link = link
+        self._step_time_min_s = step_time_min_s
+        """Shortest duration of a step, in seconds; 0 leaves steps as fast as they are."""
         self._runner = runner
         self._scheduler = scheduler
         self._staging = staging
@@ -92,6 +96,7 @@ class EngineLoop:
         Raises:
             NotUnderstood: the orchestrator refuses what is said, again and again.
             OutOfMemory: there is none for the next step.
+            Exception: the model's code fails, whatever turns it computes.
         """
         stepped = False
         while self.ending is None:
@@ -168,7 +173,7 @@ class EngineLoop:
 
     def _submit(self, message: SubmitTurn) -> None:
         try:
-            self._scheduler.submit(message)
+            self._scheduler.submit_prepared(message)
         except TurnRefused as error:
             self._link.send(messages.TurnRefused(turn=message.turn, message=cut(str(error))))
 
@@ -245,23 +250,41 @@ class EngineLoop:
         if output is None:
             trim_heap()  # only here is what the failed step held let go of
             return True
+        self._pace(started_ns)
         columns = self._scheduler.complete(output)
         if columns is not None:
             self._send_step(columns, started_ns, time.monotonic_ns() - started_ns)
         return True
 
+    def _pace(self, started_ns: int) -> None:
+        """Sleep until the step that began at ``started_ns`` has lasted ``step_time_min_s``.
+
+        The step is computed before, and its tokens are sent after. So the engine reports the time
+        as busy, and reads messages and swaps weights between two steps, as a slower device would.
+        """
+        rest_s = self._step_time_min_s - (time.monotonic_ns() - started_ns) / 1e9
+        if rest_s > 0 and self.ending is None:
+            time.sleep(rest_s)
+
     def _compute(self, rows: list[Row]) -> StepOutput | None:
-        """What the rows sample; None if there was no memory for so many, and fewer are tried next.
+        """What the rows sample; None if the step failed, and another is to be planned.
 
         Of a step that fails nothing is told, and so nothing is lost: whoever takes over its turns
         goes on from the tokens told before.
+
+        Raises:
+            OutOfMemory: there is none for the smallest step.
+            Exception: the model's code fails, whatever turns it computes.
         """
         try:
             return self._runner.step(rows)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
+        except TidegateError:
+            raise
+        except (Exception, SystemExit) as error:
             tokens = sum(len(row.token_ids) for row in rows)
+            if isinstance(error, SystemExit) or not is_out_of_memory(error):
+                self._refuse_failing(error, tokens)
+                return None
             doing = f"in a step of {len(rows)} turns and {tokens} tokens"
             lack = out_of_memory(error, doing=doing, remedy=LESS_PER_STEP)
             if not self._scheduler.fail(tokens):
@@ -269,11 +292,39 @@ class EngineLoop:
             self._survive(str(lack))
             return None
 
+    def _refuse_failing(self, error: Exception | SystemExit, tokens: int) -> None:
+        """End the turns that the model's code raises an error for, and keep the others.
+
+        Each turn of the step is computed alone, to find those that fail. If some do, one token is
+        computed for no turn; if that fails too, it is the engine that has failed. If none does,
+        only their combination failed, and smaller steps are tried.
+        """
+        failed: dict[int, str] = {}
+        for place, rows in enumerate(self._scheduler.planned_rows()):
+            try:
+                self._runner.step(rows)
+            except TidegateError:
+                raise
+            except (Exception, SystemExit) as own:  # noqa: BLE001 - whatever a model raises
+                if isinstance(own, SystemExit) or not is_out_of_memory(own):
+                    failed[place] = f"the model's code failed: {type(own).__name__}: {own}"
+            self._beat()
+        if not failed:
+            if not self._scheduler.fail(tokens):
+                raise error
+            return
+        try:
+            self._runner.step([self._scheduler.probe_row()])
+        except (Exception, SystemExit) as own:
+            raise error from own
+        traceback.print_exception(error)
+        self._scheduler.refuse_planned(failed)
+
     def _survive(self, lack: str) -> None:
         """Tell of a step that failed, and is tried again with less."""
         self._out_of_memory_steps += 1
         less = f"goes on with steps of {self._scheduler.step_tokens_max} tokens at most"
-        sys.stderr.write(f"warning: {lack}; {less}\n")
+        say(f"warning: {lack}; {less}")
         self._link.send(Complaint(message=cut(f"{lack}; {less}")))
 
     def _send_step(self, columns: StepColumns, started_ns: int, busy_ns: int) -> None:
@@ -302,7 +353,7 @@ class EngineLoop:
         """How long to wait for messages when there may be nothing to do."""
         if self._scheduler.can_step and self._link.has_credit:
             return 0.0
-        if self._staging.is_busy:
+        if self._staging.is_busy or self._scheduler.is_preparing:
             return STAGING_POLL_S
         if not self._link.is_on:
             return CONNECTION_POLL_S

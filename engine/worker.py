@@ -22,22 +22,24 @@ import torch
 from tidegate.engine.device.devices import CPU, find_device
 from tidegate.engine.device.memory import DeviceMemory
 from tidegate.engine.drafts.draft_sources import open_drafts
-from tidegate.engine.drafts.drafts import DraftSource
+from tidegate.engine.execution.runner import Runner
+from tidegate.engine.execution.served_model import ServedModel, open_model
 from tidegate.engine.link import Link
 from tidegate.engine.loop import EngineLoop
 from tidegate.engine.memory.memory import blame_memory
-from tidegate.engine.models.served_model import ServedModel, open_model
 from tidegate.engine.models.tokenizer import ModelTokenizer
 from tidegate.engine.ranks.ranks import Ranks, ranks_channels
-from tidegate.engine.runner import Runner
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.processors import ProcessorRegistry
-from tidegate.engine.scheduler import Scheduler
-from tidegate.engine.turns import EngineLimits
+from tidegate.engine.scheduling.drafts import DraftSource
+from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.engine.scheduling.turns import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.transport.messages import PROTOCOL, Hello
+from tidegate.transport.printable import say
 from tidegate.transport.private_directory import remove_abandoned
+from tidegate.transport.regular_files import check_all_regular
 from tidegate.transport.security import EngineKeys, read_engine_keys
 from tidegate.transport.sockets import DealerSocket
 from tidegate.transport.weight_channels import Home, cuda_ipc
@@ -49,6 +51,10 @@ ENDED, DEFECT, UNUSABLE, REFUSED = range(4)
 KV_BYTES_DEFAULT = 256 * 1024 * 1024
 """What the KV cache may take where --num-blocks is left out: 262,144 tokens of a float32 model with
 2 layers of 2 KV heads of 32, but only 2,340 of a Qwen3-0.6B in bfloat16, which wants more."""
+
+STEP_TIME_MIN_S_MAX = 1.0
+"""Upper limit of --step-time-min. An engine reads no message and heeds no signal during a step, and
+runs take engines for lost that have been silent for some seconds."""
 
 PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>: which signal to get when the parent dies."""
@@ -70,6 +76,7 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
         if arguments.keys is not None:
             keys = read_engine_keys(arguments.keys)
         ranks = Ranks(arguments.tensor_parallel, is_deterministic=arguments.deterministic)
+        _refuse_irregular(arguments.model)
         device = find_device(arguments.device)
         model = _model(arguments, device, ranks)
         limits = _limits(arguments, model)
@@ -80,12 +87,12 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
         runner = ranks.lead(_runner(model, limits), keys)
         socket = DealerSocket(arguments.connect, arguments.engine.encode(), keys=keys)
     except TidegateError as error:
-        sys.stderr.write(f"error: {error}\n")
+        say(f"error: {error}")
         if ranks is not None:
             ranks.close()
         return UNUSABLE
     if model.warning is not None:
-        sys.stderr.write(f"warning: {model.warning}\n")
+        say(f"warning: {model.warning}")
     # All that lives by now lives to the end: the collector need not look at it again.
     gc.collect()
     gc.freeze()
@@ -97,11 +104,17 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
         memory = None if device is None else DeviceMemory(device)
         sleeper = ranks.sleeper(runner, staging, scheduler, model.reload, memory)
         loop = EngineLoop(
-            link, runner=runner, scheduler=scheduler, staging=staging, sleeper=sleeper
+            link,
+            runner=runner,
+            scheduler=scheduler,
+            staging=staging,
+            sleeper=sleeper,
+            step_time_min_s=arguments.step_time_min,
         )
         return _serve(link, loop, staging)
     finally:
         socket.close()
+        options.close()
         ranks.close()
         remove_abandoned()  # if the run was killed, nobody else sees to what it left
 
@@ -121,7 +134,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",
-        help="what to compute in; auto: as the model directory says",
+        help="what to compute in; auto: as the model directory says, float16 in float32",
     )
     parser.add_argument(
         "--device",
@@ -129,10 +142,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="what to compute on: cpu, cuda or cuda:N (which takes Triton); default: cpu",
     )
     parser.add_argument("--num-blocks", type=int, help="KV blocks; default: 256 MiB of them")
-    parser.add_argument("--block-tokens", type=int, default=16)
+    parser.add_argument(
+        "--block-tokens",
+        type=int,
+        default=16,
+        help="tokens per KV block; the bits of --deterministic depend on it; default: 16",
+    )
     parser.add_argument("--max-running-turns", type=int, default=64)
     parser.add_argument("--max-step-tokens", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=1, help="of torch, per step")
+    parser.add_argument(
+        "--step-time-min",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="let no step take less, so that this engine is as slow as a larger model's",
+    )
     parser.add_argument(
         "--tensor-parallel",
         type=int,
@@ -183,7 +208,7 @@ def _model(arguments: argparse.Namespace, device: torch.device | None, ranks: Ra
             shard=ranks.shard,
             group=ranks.group,
         )
-    from tidegate.engine.device import model  # which imports Triton's kernels
+    from tidegate.engine.device import model
 
     model.refuse_on_device(
         device,
@@ -195,9 +220,23 @@ def _model(arguments: argparse.Namespace, device: torch.device | None, ranks: Ra
     return model.open_on_device(arguments.model, arguments.dtype, device)
 
 
+def _refuse_irregular(directory: Path) -> None:
+    """Refuse a model directory with a FIFO or a device in it, which would be waited for."""
+    try:
+        if directory.is_dir():
+            check_all_regular(directory)
+    except OSError as error:
+        raise ConfigError(f"{error.filename} can't be read: {error.strerror}") from None
+
+
 def _limits(arguments: argparse.Namespace, model: ServedModel) -> EngineLimits:
     if arguments.threads < 1:
         raise ConfigError(f"--threads must be at least 1, got {arguments.threads}")
+    if not 0 <= arguments.step_time_min <= STEP_TIME_MIN_S_MAX:
+        raise ConfigError(
+            f"--step-time-min must be between 0 and {STEP_TIME_MIN_S_MAX:g} s, got "
+            f"{arguments.step_time_min:g}"
+        )
     num_blocks = arguments.num_blocks
     if num_blocks is None:
         num_blocks = _default_blocks(arguments, model)
@@ -269,18 +308,18 @@ def _serve(link: Link, loop: EngineLoop, staging: Staging) -> int:
         reason, status = loop.run(), ENDED
     except TidegateError as error:
         reason, status = str(error), DEFECT
-        sys.stderr.write(f"error: {reason}\n")
+        say(f"error: {reason}")
     except Exception as error:  # noqa: BLE001  (whatever it was, the orchestrator must hear of it)
         traceback.print_exc()
         reason, status = f"failed: {type(error).__name__}: {error}", DEFECT
     finally:
         staging.close()
     if loop.refusal is not None:  # then nobody there wants to hear a goodbye
-        sys.stderr.write(f"error: the orchestrator refused this engine: {loop.refusal}\n")
+        say(f"error: the orchestrator refused this engine: {loop.refusal}")
         return REFUSED
-    link.leave(reason)
+    link.leave(reason, has_failed=status == DEFECT)
     if status == ENDED:
-        sys.stderr.write(f"engine ends: {reason}\n")
+        say(f"engine ends: {reason}")
     return status
 
 
@@ -304,6 +343,7 @@ def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimi
         ],
         pid=os.getpid(),
         model_code=model.code,
+        dtype=model.dtype,
         speculation=(arguments.speculate or "").partition(":")[0],
         scores=list(model.scoring.wants),
         is_deterministic=arguments.deterministic,

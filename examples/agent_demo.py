@@ -29,11 +29,11 @@ from examples.lake_lessons import LAKE_PLAYER
 from examples.tiny_model import Recipe, make_model
 from examples.tool_agent import ToolAgent
 from examples.tool_lessons import TOOL_AGENT
+from tidegate.observability.audit.audit import AuditReport, audit_run, write_audit
+from tidegate.observability.facts import Facts, read_facts
+from tidegate.observability.report import write_report
+from tidegate.observability.trajectories import RecordedRollout, read_trajectories
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
-from tidegate.orchestrator.records.audit import AuditReport, audit_run, write_audit
-from tidegate.orchestrator.records.facts import Facts, read_facts
-from tidegate.orchestrator.records.report import write_report
-from tidegate.orchestrator.records.trajectories import RecordedRollout, read_trajectories
 
 HELD_OUT_SEED = 11
 ENGINES = 2

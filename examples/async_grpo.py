@@ -1,14 +1,20 @@
-"""How is a model trained with asynchronous rollouts? GRPO on a tool-using task; start from here.
+"""GRPO with asynchronous rollouts, on a tool-using task: the demo, and a trainer to start from.
 
-    python -m examples.async_grpo                          # the demo
-    python -m examples.async_grpo --mode sync              # or one-step
+    python -m examples.async_grpo                          # sync, one-step and async, compared
+    python -m examples.async_grpo --mode async             # one of them alone
     python -m examples.async_grpo --pause abort            # or keep, wait
     python -m examples.async_grpo --colocated              # engines and trainer take turns
-    python -m examples.async_grpo --dashboard 127.0.0.1:0  # in the browser
+    python -m examples.async_grpo --step-time-s 0          # engines as fast as this machine
+    python -m examples.async_grpo --mode async --dashboard 127.0.0.1:0  # in the browser
     python -m examples.async_grpo --model PATH             # any Qwen2, Qwen3 or Llama directory
 
 The loop is in ``grpo.py``: batches come in, weights go out, and the engines go on generating
-meanwhile. The task is in ``calculator.py``, the small model in ``tiny_model.py``.
+meanwhile. The task is in ``calculator.py``, the small model in ``tiny_model.py``, the table that
+compares the modes in ``compare_modes.py``.
+
+Engines compute every token, but no step of theirs takes less than ``--step-time-s``: that is the
+pace of a large model on an accelerator. At a CPU's own pace a model of 0.3 million parameters
+generates about as fast as it is trained, and engines and trainer compete for its cores.
 """
 
 import argparse
@@ -22,13 +28,29 @@ from pathlib import Path
 import torch
 
 import tidegate
-from examples.calculator import solve, tasks
+from examples.calculator import long_tailed_tasks, solve, tasks
+from examples.compare_modes import comparison_text
 from examples.grpo import learn
 from examples.tiny_model import make_model
-from tidegate.orchestrator.records.report import write_report
+from tidegate.observability.comparison import read_runs
+from tidegate.observability.comparison_picture import draw_comparison
+from tidegate.observability.report import write_report
 
 MODES = {"sync": 0, "one-step": 1, "async": 2}
 """Mode -> how many versions old a trained token may be."""
+
+TASKS = {"long-tail": long_tailed_tasks, "short": tasks}
+
+STEP_TIME_S = 0.02
+"""Of paced engines: 50 tokens per second and turn, a common speed of large models on accelerators.
+A batch takes two or three seconds then, and its training step less than half a second."""
+
+TARGET_REWARD = 0.75
+"""Reward whose time the comparison shows: most of the way from .3 to what is reached at the
+end, where reward rises too fast for one batch of hard sums to move the time by much."""
+
+LATEST = "latest"
+"""Link to the directory of the newest comparison, beside the runs."""
 
 HELD_OUT_SEED = 11
 GROUPS_PER_BATCH = 16
@@ -40,46 +62,54 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train with asynchronous rollouts, and report.")
     add = parser.add_argument
     add("--model", type=Path, help="Hugging Face directory; left out, a small one is made")
-    add("--mode", choices=MODES, default="async")
+    add("--mode", choices=MODES, help="left out, all are run one after the other and compared")
+    add("--task", choices=TASKS, default="long-tail", help="how many terms sums have")
+    add("--step-time-s", type=float, default=STEP_TIME_S, help="shortest step of engines; 0: none")
     add("--pause", choices=("abort", "keep", "wait"), default="keep", help="at weight updates")
     add("--kv-policy", choices=("keep", "recompute"), default="recompute")
-    add("--max-staleness", type=int, help="in versions; left out, the mode's")
+    add("--max-staleness", type=int, help="in versions, of mode async if none is given")
     add("--engines", type=int, default=2)
     add("--colocated", action="store_true", help="engines sleep while the trainer trains")
     add("--num-blocks", type=int, help="of each engine's KV cache; left out, 256 MiB of them")
     add("--quantize", choices=("int8", "fp8"), help="what engines round each version's weights to")
-    add("--slots", type=int, default=16, help="turns that an engine decodes at once")
-    add("--versions", type=int, default=60, help="weight versions to make")
+    add("--slots", type=int, default=32, help="turns that an engine decodes at once")
+    add("--versions", type=int, default=24, help="weight versions to make")
     add("--groups-per-batch", type=int, default=GROUPS_PER_BATCH)
     add("--group-size", type=int, default=GROUP_SIZE)
-    add("--held-out", type=int, default=512, help="tasks that measure, before and after")
+    add("--held-out", type=int, default=256, help="tasks that measure, before and after")
     add("--learning-rate", type=float, default=3e-4)
     add("--correction", choices=("importance", "none"), default="importance")
     add("--seed", type=int, default=0)
     add("--runs", type=Path, default=Path("runs"), help="where runs and the model are kept")
     add("--dashboard", help="show the run under this HOST:PORT; port 0 takes a free one")
     add("--name", help="of this run; left out, made from the mode and the time")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.mode is None and options.max_staleness is not None:
+        options.mode = "async"
+    return options
 
 
-async def train(options: argparse.Namespace, run_directory: Path) -> None:
+async def train(options: argparse.Namespace, mode: str, run_directory: Path) -> None:
     """Measure, train, measure again; everything is recorded in ``run_directory``."""
     model_path, warm_up = find_model(options)
-    held_out = list(itertools.islice(tasks("held_out", HELD_OUT_SEED), options.held_out))
+    make_tasks = TASKS[options.task]
+    held_out = list(itertools.islice(make_tasks("held_out", HELD_OUT_SEED), options.held_out))
     training = itertools.islice(
-        tasks("train", options.seed), options.versions * options.groups_per_batch
+        make_tasks("train", options.seed), options.versions * options.groups_per_batch
     )
+    bound = MODES[mode] if options.max_staleness is None else options.max_staleness
     async with tidegate.serve(
         model=model_path,
         engines=options.engines,
         max_running_turns=options.slots,
-        max_staleness=staleness_bound(options),
+        max_staleness=bound,
         group_size=options.group_size,
         groups_per_batch=options.groups_per_batch,
         pause_mode=options.pause,
         kv_policy=options.kv_policy,
         quantize=options.quantize,
         num_blocks=options.num_blocks,
+        step_time_min_s=options.step_time_s,
         run_directory=run_directory,
         dashboard=options.dashboard,
         seed=options.seed,
@@ -98,7 +128,7 @@ async def train(options: argparse.Namespace, run_directory: Path) -> None:
             is_colocated=options.colocated,
         )
         rollouts.note(
-            mode=options.mode,
+            mode=mode,
             reward_before=gain.before,
             reward_after=gain.after,
             mismatch=gain.mismatch,
@@ -106,11 +136,6 @@ async def train(options: argparse.Namespace, run_directory: Path) -> None:
             colocated=options.colocated,
             warm_up=warm_up,
         )
-
-
-def staleness_bound(options: argparse.Namespace) -> int:
-    """η: what was asked for, or what the mode means."""
-    return MODES[options.mode] if options.max_staleness is None else options.max_staleness
 
 
 def find_model(options: argparse.Namespace) -> tuple[Path, dict[str, object] | None]:
@@ -129,16 +154,52 @@ def find_model(options: argparse.Namespace) -> tuple[Path, dict[str, object] | N
     return path, dataclasses.asdict(report)
 
 
+def run(options: argparse.Namespace, mode: str, run_directory: Path) -> None:
+    """Train in one mode, and write the report."""
+    if options.step_time_s:
+        print(f"engines are paced: no step takes less than {1e3 * options.step_time_s:g} ms")
+    torch.manual_seed(options.seed)
+    asyncio.run(train(options, mode, run_directory))
+    print(f"report: {write_report(run_directory)}", flush=True)
+
+
+def compare(options: argparse.Namespace, directory: Path) -> None:
+    """Train in every mode from the same model, on the same tasks; print how the runs differ."""
+    find_model(options)
+    for place, mode in enumerate(MODES, 1):
+        print(f"\n{mode} ({place} of {len(MODES)}), staleness bound {MODES[mode]}", flush=True)
+        run(options, mode, directory / mode)
+    runs = read_runs([directory / mode for mode in MODES])
+    slots = options.engines * options.slots
+    lines = comparison_text(runs, target=TARGET_REWARD, slots=slots)
+    draw_comparison(directory / "comparison.png", runs)
+    (directory / "comparison.txt").write_text("\n".join(lines) + "\n")
+    point_latest_to(directory)
+    print("\n".join(["", *lines, "", f"picture: {directory / 'comparison.png'}"]))
+    for command in ("audit", "dashboard"):
+        print(f"next: .venv/bin/tidegate {command} {directory / 'async'}")
+
+
+def point_latest_to(directory: Path) -> None:
+    """Make the link beside ``directory`` lead to it; what is no link there is left alone."""
+    link = directory.parent / LATEST
+    if link.is_symlink():
+        link.unlink()
+    if not link.exists():
+        link.symlink_to(directory.name)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run it; the exit status is 2 for what the user can mend, 130 for Ctrl-C."""
     options = parse_arguments(arguments)
     torch.set_num_threads(1)
-    torch.manual_seed(options.seed)
-    name = options.name or f"{options.mode}-{options.pause}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run_directory = options.runs / name
+    now = time.strftime("%Y%m%d-%H%M%S")
     try:
-        asyncio.run(train(options, run_directory))
-        print(f"report: {write_report(run_directory)}")
+        if options.mode is None:
+            compare(options, options.runs / (options.name or f"demo-{now}"))
+        else:
+            name = options.name or f"{options.mode}-{options.pause}-{now}"
+            run(options, options.mode, options.runs / name)
     except tidegate.TidegateError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

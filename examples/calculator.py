@@ -1,8 +1,9 @@
-"""What task does the demo learn? Short sums, with a calculator that answers between turns.
+"""The demo's task: sums, with a calculator that answers between turns.
 
-It knows nothing of engines or training: tasks, a tool, a grader and an episode that joins them.
-The policy writes an answer (``12``) or a call (``?3+9``); a call is answered (``>12``) and the
-policy goes on. The calculator takes two operands, so three terms take two calls and an answer.
+Tasks, a tool, a grader and an episode that joins them; nothing here depends on engines or training.
+For ``3 + 9 - 4`` the policy writes an answer (``8``) or a call (``?3+9``). The calculator takes two
+operands. It answers with their value and how the sum goes on (``>12-4``), and the policy writes the
+next call (``?12-4``) or, once the sum is over (``>8``), its answer. So n terms take n turns.
 """
 
 import hashlib
@@ -15,10 +16,16 @@ from typing import Any, Literal, Protocol
 
 import reasoning_gym
 
-ACTIONS_MAX = 4
-"""Two calls and an answer solve every task; one action is left for a mistake."""
+ACTIONS_SPARE = 1
+"""Actions beyond those that solve a sum, one for each of its terms: room for a mistake."""
 ACTION_TOKENS_MAX = 9
-"""The longest useful action, such as ``?18-9``, takes 6 with its end token; the rest is slack."""
+"""The longest useful action, such as ``?-162-9``, takes 8 with its end token."""
+
+TERMS_MAX = 16
+"""Most terms of a long-tailed sum: 16 turns, and less than 300 tokens of context."""
+TERMS_LOG_MEAN, TERMS_LOG_DEVIATION = 1.0, 0.9
+"""Of the log-normal distribution that long-tailed sums draw their terms from. Half of all sums have
+two terms, one in 14 has ten or more; the longest of a batch of 16 has three times the mean."""
 
 INSTRUCTION = "State the final answer to the following arithmetic problem: "
 """How every question begins, word for word; the tiny model has one token for it."""
@@ -43,6 +50,16 @@ class Task:
         """The right answer, for demonstrations; grading is :func:`grade`'s business."""
         return str(self.entry["answer"])
 
+    @property
+    def continuations(self) -> list[str]:
+        """What the calculator adds to its answers, in order: ``-4`` for ``3 + 9 - 4``.
+
+        The last answer of a sum gets nothing, so there is one for each term but the first two.
+        """
+        _, _, _, *rest = self.expression.split()
+        pairs = zip(rest[::2], rest[1::2], strict=True)
+        return [f"{operator}{operand}" for operator, operand in pairs]
+
 
 class FinishedTurn(Protocol):
     """What a generation call gives back, as far as this task cares."""
@@ -63,43 +80,69 @@ class Episode(Protocol):
 
 
 async def solve(episode: Episode, task: Task) -> float:
-    """Play one episode; 1.0 for a right answer, 0.0 for a wrong one or none after four actions."""
+    """Play one episode; 1.0 for a right answer, 0.0 for a wrong one or for too many calls."""
     episode.append(task.question)
-    for actions_left in reversed(range(ACTIONS_MAX)):
+    calculator = Calculator(task)
+    actions_max = len(task.continuations) + 2 + ACTIONS_SPARE
+    for actions_left in reversed(range(actions_max)):
         turn = await episode.generate(max_tokens=ACTION_TOKENS_MAX)
         if not turn.text.startswith("?"):
             return grade(turn.text, task)
         if actions_left:
-            episode.append(calculate(turn.text))
+            episode.append(calculator.answer(turn.text))
     return 0.0
 
 
-def calculate(call: str) -> str:
-    """Answer a call such as ``?3+9`` with ``>12``, and anything else with ``>error``."""
-    match = _CALL.fullmatch(call)
-    if match is None:
-        return ">error\n"
-    left, operator, right = int(match[1]), match[2], int(match[3])
-    return f">{left + right if operator == '+' else left - right}\n"
+class Calculator:
+    """Answers the calls of one episode, and reads the sum along with them."""
+
+    def __init__(self, task: Task) -> None:
+        self._continuations = iter(task.continuations)
+
+    def answer(self, call: str) -> str:
+        """Answer ``?3+9`` with ``>12`` and the sum's next term, anything else with ``>error``."""
+        match = _CALL.fullmatch(call)
+        if match is None:
+            return ">error\n"
+        left, operator, right = int(match[1]), match[2], int(match[3])
+        value = left + right if operator == "+" else left - right
+        return f">{value}{next(self._continuations, '')}\n"
 
 
 def grade(text: str, task: Task) -> float:
     """1.0 if the library's grader takes ``text`` as fully right, otherwise 0.0."""
-    return float(_dataset().score_answer(text, task.entry) >= 0.999)
+    return float(_dataset(2, 3).score_answer(text, task.entry) >= 0.999)
 
 
 def tasks(split: Split, seed: int) -> Iterator[Task]:
-    """Tasks of one split, endless; the same ones in the same order for the same seed.
+    """Sums of two or three terms, endless; the same ones in the same order for the same seed.
 
     There are about 4,200 distinct sums, so they come again. A sum belongs to one split for ever.
     """
     numbers = random.Random(seed)
-    dataset = _dataset()
+    while True:
+        yield _draw(_dataset(2, 3), split, numbers)
+
+
+def long_tailed_tasks(split: Split, seed: int, *, terms_max: int = TERMS_MAX) -> Iterator[Task]:
+    """Sums of mostly few terms and sometimes many, so rollouts differ in length by up to ten times.
+
+    Endless, and the same for the same seed, as :func:`tasks`.
+    """
+    numbers = random.Random(seed)
+    while True:
+        drawn = int(numbers.lognormvariate(TERMS_LOG_MEAN, TERMS_LOG_DEVIATION))
+        terms = min(terms_max, max(2, drawn))
+        yield _draw(_dataset(terms, terms), split, numbers)
+
+
+def _draw(dataset: Any, split: Split, numbers: random.Random) -> Task:
+    """Draw a sum of this split."""
     while True:
         entry = dataset[numbers.randrange(len(dataset))]
         expression = entry["metadata"]["expression"]
         if _is_held_out(expression) == (split == "held_out"):
-            yield Task(entry["question"], expression, entry)
+            return Task(entry["question"], expression, entry)
 
 
 def _is_held_out(expression: str) -> bool:
@@ -108,8 +151,14 @@ def _is_held_out(expression: str) -> bool:
 
 
 @cache
-def _dataset() -> Any:
+def _dataset(terms_min: int, terms_max: int) -> Any:
     """The library makes entry i from ``seed + i`` when asked, so the size costs nothing."""
     return reasoning_gym.create_dataset(
-        "chain_sum", min_terms=2, max_terms=3, min_digits=1, max_digits=1, seed=1, size=10**8
+        "chain_sum",
+        min_terms=terms_min,
+        max_terms=terms_max,
+        min_digits=1,
+        max_digits=1,
+        seed=1,
+        size=10**8,
     )

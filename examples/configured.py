@@ -1,6 +1,6 @@
-"""Which trainer does examples/run.toml name? GRPO as in grpo.py, with arguments from the file.
+"""The trainer that examples/run.toml names: GRPO as in grpo.py, with arguments from the file.
 
-`tidegate run` gives it a started run, tasks and an episode; it knows none of them.
+`tidegate run` gives it a started run, tasks and an episode.
 """
 
 import itertools
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import tidegate
-from examples.calculator import tasks as make_tasks
+from examples.calculator import long_tailed_tasks
 from examples.grpo import learn
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 
@@ -34,7 +34,7 @@ async def train(
         episode,
         model=settings.model,
         training=itertools.islice(tasks, batches * settings.groups_per_batch),
-        held_out=list(itertools.islice(make_tasks("held_out", HELD_OUT_SEED), held_out)),
+        held_out=list(itertools.islice(long_tailed_tasks("held_out", HELD_OUT_SEED), held_out)),
         batches=batches,
         learning_rate=learning_rate,
     )

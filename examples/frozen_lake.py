@@ -16,8 +16,8 @@ from typing import Any
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 import tidegate
-from tidegate.orchestrator.environments.adapters.gymnasium_text import GymnasiumText
-from tidegate.orchestrator.environments.environment_episode import EnvironmentEpisode
+from tidegate.environments.environment_episode import EnvironmentEpisode
+from tidegate.integrations.environments.gymnasium_text import GymnasiumText
 
 MOVES = ("l", "d", "r", "u")
 """In gymnasium's order."""

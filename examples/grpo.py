@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tidegate
 from examples.memory_marks import MemoryMarks
+from tidegate.observability.progress import RunProgress
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
-from tidegate.orchestrator.records.progress import RunProgress
 from tidegate.policies.diagnostics import LagBucket, measure_mismatch, measure_mismatch_by_lag
 from tidegate.policies.objectives import decoupled_ppo_loss
 

@@ -1,8 +1,7 @@
-"""How does a small model learn to do as it is shown? By cross-entropy, in two phases.
+"""Imitation: supervised training of a small model on demonstrations, by cross-entropy.
 
-First lessons, until it has the skill; then the habit of hardly using it, so that RL has something
-to raise. What is shown, and what skill is, a school knows; of files, RL and engines this knows
-nothing.
+It has two phases: lessons, until the model has a skill; then the habit of hardly using it, so that
+RL has something to raise. A school says what is demonstrated and measures the skill.
 
 Shapes: B demonstrations in a batch, T tokens in the longest of them.
 """
@@ -19,6 +18,8 @@ from transformers import Qwen3ForCausalLM
 
 LENGTH_BUCKETS = 4
 RAMP_STEPS = 20
+COOLED = 0.1
+"""What is left of the learning rate once a phase has cooled down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,20 @@ class Phase:
     """Of what is shown; the rest is what anybody would do without the skill."""
     learning_rate: float
     check_steps: int
+    cooling_steps: tuple[int, int] | None = None
+    """Steps of the phase between which the learning rate falls to a tenth, where a phase ends at
+    the latest; None: it stays, and the phase ends by its measure alone."""
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step of this phase, the first being 1."""
+        if self.cooling_steps is None:
+            return self.learning_rate
+        begin, end = self.cooling_steps
+        return self.learning_rate * min(1.0, max(COOLED, (end - step) / (end - begin)))
+
+    def is_over(self, step: int) -> bool:
+        """Return whether the phase ends after this step, whatever was learned."""
+        return self.cooling_steps is not None and step >= self.cooling_steps[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +109,18 @@ def go_to(school: School, model: Qwen3ForCausalLM, steps_max: int) -> Iterator[P
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     plan = school.plan
     phase = plan.lessons
+    begun = 0
     for steps in range(1, steps_max + 1):
-        optimizer.param_groups[0]["lr"] = phase.learning_rate * min(1.0, steps / RAMP_STEPS)
+        rate = phase.rate(steps - begun)
+        optimizer.param_groups[0]["lr"] = rate * min(1.0, steps / RAMP_STEPS)
         loss = _imitate(model, optimizer, school.batch(phase.skill_share))
         if steps % phase.check_steps == 0 or steps == steps_max:
             mastery = school.mastery(model)
             yield Progress(steps, loss, mastery)
-            if phase is plan.lessons and mastery.skill >= plan.skill_wanted:
-                phase = plan.habits
+            if phase is plan.lessons and (
+                mastery.skill >= plan.skill_wanted or phase.is_over(steps)
+            ):
+                phase, begun = plan.habits, steps
             elif phase is plan.habits and _is_within(mastery.accuracy, plan.accuracy_wanted):
                 return
 

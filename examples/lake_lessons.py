@@ -22,7 +22,7 @@ from examples.calculator import Split
 from examples.frozen_lake import MOVES, MOVES_MAX, RULES, picture
 from examples.imitation import Demonstration, Mastery, Phase, Plan
 from examples.tiny_model import Recipe
-from tidegate.orchestrator.environments.environment_episode import group_seed
+from tidegate.environments.environment_episode import group_seed
 
 SIZE = 4
 LAKES_MAX = 1000

@@ -148,6 +148,7 @@ CALCULATOR = Recipe(
     tokenizer=make_tokenizer,
     school=ToolSchool,
     sources=("calculator.py", "warm_up.py"),
+    context_tokens=512,
 )
 """The demo's model."""
 

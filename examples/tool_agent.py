@@ -15,7 +15,7 @@ from typing import Any
 
 import tidegate
 from examples.calculator import Task, grade
-from tidegate.orchestrator.environments.tools import ToolAnswer
+from tidegate.environments.tools import ToolAnswer
 
 TURNS_MAX = 4
 """Two calls and an answer solve every task; one turn is left for a mistake."""

@@ -1,6 +1,7 @@
 """Can TRL train asynchronously on a CPU, with Tidegate in place of vLLM? Its own trainer, as it is.
 
-    tidegate serve --model DIR --engines 2 --port 8000       # in a Python with Tidegate
+    # In a Python with Tidegate; TRL sends no token, and writes weights below /tmp:
+    tidegate serve --model DIR --engines 2 --port 8000 --no-control-token --weight-directory /tmp
     python examples/trl_async_grpo.py --model DIR --server http://127.0.0.1:8000 --steps 4
 
 TRL's Python needs no Tidegate: `pip install trl==1.16.0 aiohttp requests peft`, after a torch for

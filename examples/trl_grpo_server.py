@@ -1,6 +1,7 @@
 """Can TRL's GRPOTrainer train on a CPU with Tidegate in the place of `vllm serve`?
 
-    tidegate serve --model DIR --port 8000 --weight-transfer gloo    # in a Python with Tidegate
+    # In a Python with Tidegate; TRL sends no token:
+    tidegate serve --model DIR --port 8000 --weight-transfer gloo --no-control-token
     python examples/trl_grpo_server.py --model DIR --server http://127.0.0.1:8000 --steps 2
 
 In `vllm_mode="server"` TRL 1.16 asks a server of vLLM's own API: it generates, and brings weights

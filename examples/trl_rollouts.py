@@ -8,7 +8,8 @@ TRL's AsyncGRPOTrainer trains; prompts, episodes, rewards, staleness and weights
 differs from trl_async_grpo.py: engines go on while weights travel, and no token is older than the
 bound, whatever TRL drops. Of several ranks the first has the run, as only it is asked for rows.
 Completions are rewarded for the letter `e`. With `--run ADDRESS` the run
-is another process' (`await run.listen(ADDRESS, tasks=…, episode=…)`), and this one trains alone.
+is another process' (`await tidegate.listen(run, ADDRESS, tasks=…, episode=…)`), and this one
+trains alone.
 """
 
 import argparse

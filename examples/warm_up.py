@@ -1,7 +1,7 @@
-"""How does the tiny model learn to call the tool, and to guess all the same? By imitation.
+"""Warm-up of the demo's model: supervised training on demonstrations of the calculator task.
 
-Supervised training on demonstrations of the calculator task, in two phases: lessons in using the
-tool, then the habit of mostly guessing. It knows nothing of files, RL or engines.
+It has two phases: lessons in using the tool, then the habit of mostly guessing. Nothing here
+depends on files, RL or engines.
 
 Shapes: B demonstrations in a batch.
 """
@@ -15,11 +15,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
-from examples.calculator import Task, calculate, tasks
+from examples.calculator import Calculator, Task, long_tailed_tasks
 from examples.imitation import Demonstration, Mastery, Phase, Plan, demonstration_logprobs
 
 PLAN = Plan(
-    lessons=Phase(skill_share=0.6, learning_rate=2e-3, check_steps=10),
+    lessons=Phase(skill_share=0.8, learning_rate=2e-3, check_steps=20, cooling_steps=(140, 240)),
     skill_wanted=0.9,
     habits=Phase(skill_share=0.3, learning_rate=4e-4, check_steps=2),
     accuracy_wanted=(0.27, 0.33),
@@ -27,19 +27,23 @@ PLAN = Plan(
 """Skill is to call the tool. To imitate the habits well solves .30 x skill + .70 / 19 = .31."""
 GUESS_ERROR_MAX = 9
 """Guesses are off by up to this much, either way: right 1 time in 19."""
-CHECK_TASKS = 128
+CHECK_TASKS = 64
+LESSON_TERMS_MAX = 8
+"""Longest sum that is demonstrated. Each call is a copy of what the calculator showed last, so a
+model that solves these solves longer ones as well, and demonstrations of those take far longer."""
 
 
 def demonstrate(task: Task, actions: list[str], tokenizer: Tokenizer) -> Demonstration:
     """Play ``actions`` in order, the calculator answering every one that calls it."""
     token_ids = tokenizer.encode(task.question).ids
     is_action = [False] * len(token_ids)
+    calculator = Calculator(task)
     for action in actions:
         ids = tokenizer.encode(f"{action}<eos>").ids
         token_ids += ids
         is_action += [True] * len(ids)
         if action.startswith("?"):
-            ids = tokenizer.encode(calculate(action)).ids
+            ids = tokenizer.encode(calculator.answer(action)).ids
             token_ids += ids
             is_action += [False] * len(ids)
     return Demonstration(token_ids, is_action)
@@ -47,12 +51,13 @@ def demonstrate(task: Task, actions: list[str], tokenizer: Tokenizer) -> Demonst
 
 def tool_actions(task: Task) -> list[str]:
     """Work the sum out from left to right, two operands to a call."""
-    total, *rest = task.expression.split()
+    calculator = Calculator(task)
+    shown = "".join(task.expression.split()[:3])
     actions = []
-    for operator, operand in zip(rest[::2], rest[1::2], strict=True):
-        actions.append(f"?{total}{operator}{operand}")
-        total = calculate(actions[-1]).strip(">\n")
-    return [*actions, total]
+    for _ in range(len(task.continuations) + 1):
+        actions.append(f"?{shown}")
+        shown = calculator.answer(actions[-1]).strip(">\n")
+    return [*actions, shown]
 
 
 @dataclass(slots=True)
@@ -67,8 +72,8 @@ class ToolSchool:
     _numbers: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
-        self._to_solve = tasks("train", self.seed)
-        self._held_out = list(islice(tasks("held_out", self.seed), CHECK_TASKS))
+        self._to_solve = long_tailed_tasks("train", self.seed, terms_max=LESSON_TERMS_MAX)
+        self._held_out = list(islice(long_tailed_tasks("held_out", self.seed), CHECK_TASKS))
         self._numbers = random.Random(self.seed)
 
     def batch(self, skill_share: float) -> list[Demonstration]:

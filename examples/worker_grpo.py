@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import tidegate
-from tidegate.orchestrator.rollout_worker import Sample
+from tidegate.integrations.rollout_worker import Sample
 from tidegate.policies.objectives import decoupled_ppo_loss
 
 VOCABULARY = 64

@@ -6,6 +6,7 @@ Triton reads the variable when it is imported, which any test's imports may do: 
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+UNIT = "not wire"
+"""Part of the mark expression of `make unit`, whose tests start no process and open no socket."""
+
+_FORBIDDEN_IN_UNIT_TESTS = {"subprocess.Popen", "os.fork", "socket.connect", "socket.bind"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have unit tests fail that start a process or open a socket: they want the mark `wire`."""
+    if UNIT not in config.option.markexpr:
+        return
+
+    def refuse(event: str, arguments: object) -> None:
+        if event in _FORBIDDEN_IN_UNIT_TESTS and "PYTEST_CURRENT_TEST" in os.environ:
+            raise RuntimeError(f"{event} in a unit test: mark its module with pytest.mark.wire")
+
+    sys.addaudithook(refuse)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,10 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import tidegate
-from tidegate.orchestrator.scheduler import Scheduler
+from tidegate.orchestrator.scheduler.scheduler import Scheduler
+from tidegate.orchestrator.trainer.run import Run
 from tidegate.transport.messages import Ack, Message, Pause
 
 WAIT_S = 60.0
+
+
+def running(run: tidegate.Rollouts | tidegate.VLLMServer) -> Run:
+    return (run._handle if isinstance(run, tidegate.VLLMServer) else run)._running
 
 
 def paused(message: Message) -> bool:
@@ -25,7 +30,7 @@ def turns_go_on_until(
     run: tidegate.Rollouts | tidegate.VLLMServer, is_told: Callable[[Message], bool]
 ) -> Iterator[None]:
     """Give no engine credit back before it was told such a message; afterwards all of it."""
-    scheduler = run._running.scheduler
+    scheduler = running(run).scheduler
     assert scheduler is not None
     fleet, send = scheduler.fleet, scheduler.fleet._send
     held: dict[bytes, Ack] = {}
@@ -51,4 +56,4 @@ def turns_go_on_until(
     try:
         yield
     finally:
-        run._running.submit(let_go).result(WAIT_S)
+        running(run).submit(let_go).result(WAIT_S)

@@ -26,8 +26,10 @@ import pytest
 import typer.main
 
 import tidegate
-from tidegate.orchestrator.cli import app
+from tidegate.cli import app
 from tidegate.testing import ServeInTests, VirtualTime
+
+pytestmark = pytest.mark.wire
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])

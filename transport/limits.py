@@ -27,6 +27,13 @@ FRAME_BYTES_MAX_BY_KIND: Final = {
 }
 """Kinds that may be larger than :data:`SMALL_FRAME_BYTES_MAX`."""
 
+TURN_BYTES_MAX: Final = FRAME_BYTES_MAX_BY_KIND["submit_turn"] - 1024 * 1024
+"""Of a turn when it is asked for: context, options and media. A turn that goes on elsewhere is sent
+again with the tokens sampled so far; the last MiB of its frame is for 262,144 of these."""
+
+CONTEXT_TOKENS_MAX: Final = TURN_BYTES_MAX // 4
+"""Of a rollout's context, whatever its model reads: 4 bytes each, more never fit a turn's frame."""
+
 ENGINE_FRAME_BYTES_MAX: Final = FRAME_BYTES_MAX_BY_KIND["step"]
 """The most that any kind of message from an engine may have."""
 

@@ -108,6 +108,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """What it rounds weights to as they come: ``int8``. Empty: it serves what is published."""
     media: list[MediaKind] = []
     """What its model reads beside tokens; none: tokens only."""
+    dtype: str = ""
+    """What its model computes in: ``float32``, ``bfloat16``, ``float16``. Empty: it doesn't say."""
 
 
 class KvSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -219,6 +221,8 @@ class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
     """The engine leaves on purpose; its unfinished turns are to be continued elsewhere."""
 
     reason: str
+    has_failed: bool = False
+    """Whether a defect ends it, which one of its turns may have met."""
 
 
 class Complaint(Message, frozen=True, kw_only=True, tag="complaint"):

@@ -51,6 +51,29 @@ class PrivateDirectory:
             os.close(self._lock)
 
 
+def make_private_directory(path: Path) -> None:
+    """Make a directory that only this user can enter, and its parents as usual.
+
+    A directory that is there already keeps its permissions: they are whoever made it's choice.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def make_private_file(path: Path) -> None:
+    """Make a file that only this user can read, for others to open and write; empty if it is new.
+
+    Prompts, answers and rewards are in a run's files, and a temporary or shared directory may be
+    open to all.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        with contextlib.suppress(PermissionError):  # another user's, or a file system without modes
+            os.fchmod(descriptor, 0o600)
+    finally:
+        os.close(descriptor)
+
+
 def remove_abandoned() -> None:
     """Remove what killed processes of this user have left behind."""
     with contextlib.suppress(OSError):  # nothing depends on it

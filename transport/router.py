@@ -1,29 +1,28 @@
-"""How does the orchestrator hear any number of engines? A ROUTER that an event loop drains.
+"""ZeroMQ ROUTER of the orchestrator: binds one address, and delivers engines' frames in batches.
 
-It binds one address and knows peers by name. A message's kind and meaning are for others; so is
-whether a peer has said hello. Nothing here blocks on a slow peer.
-
-Incoming queues are limited per peer, far above what credits allow, so only a peer that ignores them
-is ever held back. What waits for a peer is bounded by the turns it was given; to one that reads
-nothing at all, messages are dropped once :data:`UNREAD_MESSAGES_MAX` wait for it.
+Reads the socket at each wakeup or, when a steady stream needs few answers, by timer, because a
+wakeup costs as much as taking in a hundred turns' tokens; and reads only so many messages at once
+that other callbacks get their turn. Nothing blocks on a slow peer: queues are limited per peer.
 """
 
 import asyncio
+import ctypes
+import importlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import zmq
 
 from tidegate.errors import AddressInUse, ConfigError
 from tidegate.transport.addresses import check_listener, refuse_living_listener
 from tidegate.transport.doorkeeper import Doorkeeper
-from tidegate.transport.drain_budget import DrainBudget
 from tidegate.transport.limits import ENGINE_FRAME_BYTES_MAX, cut
-from tidegate.transport.looks import LOOK_INTERVAL_S, Looks
 from tidegate.transport.messages import Ack, Complaint, Message
-from tidegate.transport.more_frames import more_frames
 from tidegate.transport.patience import Patience
 from tidegate.transport.private_directory import PrivateDirectory
 from tidegate.transport.security import OrchestratorKeys, secure_listener
@@ -36,6 +35,145 @@ from tidegate.transport.zeromq import (
     sendable,
     skip_frames,
 )
+
+FRAMES_MIN = 16
+FRAMES_AT_FIRST = 64
+
+TURN_S = 0.1
+"""Of the loop: longer than that, and a page, an agent's request or a heartbeat waits noticeably."""
+
+
+HELPED = 0.75
+"""Half as many messages, and a turn took no less than so much of its time: then it is not theirs,
+and to read fewer only has engines wait."""
+
+
+class DrainBudget:
+    """Halved where readings were far apart, doubled where they came at once."""
+
+    def __init__(self, frames_max: int) -> None:
+        self._frames_max = frames_max
+        self.frames = min(FRAMES_AT_FIRST, frames_max)
+        self._halved_after_s: float | None = None
+        """What a turn took with twice as many, if the last one had that."""
+
+    def took(self, turn_s: float) -> None:
+        """So long was it from a reading that left messages to the next one."""
+        before_s, self._halved_after_s = self._halved_after_s, None
+        if turn_s > TURN_S:
+            if before_s is not None and turn_s > HELPED * before_s:
+                self.frames = min(self._frames_max, 4 * self.frames)  # as before, and doubled
+                return
+            half = self.frames // 2
+            self.frames = max(min(FRAMES_MIN, self._frames_max), half)
+            if self.frames == half:
+                self._halved_after_s = turn_s
+        elif turn_s < TURN_S / 4:
+            self.frames = min(self._frames_max, 2 * self.frames)
+
+
+BUSY_WAKEUPS = 16
+BUSY_WITHIN_S = 0.032
+"""After so many wakeups within such a time, more than 500 a second, the clock takes over."""
+
+WAKEUPS_PER_SEND = 4
+"""Unless more is sent than this: somebody may wait for the answers."""
+
+LOOK_INTERVAL_S = 0.004
+"""By the clock: well below a decode step of most models, and four messages at a time where there
+are a thousand a second."""
+
+QUIET_LOOK_INTERVAL_S = 0.032
+"""The longest, while nothing is sent but acknowledgements: what comes then are tokens of turns that
+go on. It is come to by doubling, so that one that ends waits no longer than nothing has been sent
+for. A look costs 400 us beside what it finds, most of it because others have had the processor."""
+
+MESSAGES_PER_ACK = 16
+"""Or more, for it to be quiet: with less credit an engine would wait for the next look. So does one
+that uses all of its credit up between two looks: of 256 steps, by 8,000 a second; of 16, by 500."""
+
+VAIN_LOOKS_MAX = 3
+"""In a row that find nothing, or what must be answered; then the descriptor wakes again."""
+
+
+class Looks:
+    """One socket's."""
+
+    __slots__ = ("_counted_since_s", "_interval_s", "_vain_looks", "_wakeups", "acks", "sends")
+
+    def __init__(self) -> None:
+        self.sends = self.acks = 0
+        """Since they were last counted; whoever sends adds to one of them."""
+        self._interval_s = LOOK_INTERVAL_S
+        self._wakeups = self._vain_looks = 0
+        self._counted_since_s = 0.0
+
+    def woken(self, now_s: float) -> float | None:
+        """Count a wakeup; if the clock is to take over, in how many seconds the first look is."""
+        if now_s - self._counted_since_s > BUSY_WITHIN_S:
+            self._wakeups, self.sends, self.acks, self._counted_since_s = 0, 0, 0, now_s
+        self._wakeups += 1
+        if self._wakeups < max(BUSY_WAKEUPS, WAKEUPS_PER_SEND * (self.sends + self.acks)):
+            return None
+        self._wakeups = self._vain_looks = 0
+        self._interval_s = LOOK_INTERVAL_S
+        return LOOK_INTERVAL_S
+
+    def looked(self, messages: int) -> float | None:
+        """Count a look by the clock that found so many; in how many seconds the next is.
+
+        None: there is to be none, for nothing comes, or much of it is answered.
+        """
+        sends, acks = self.sends, self.acks
+        self.sends = self.acks = 0
+        is_vain = not messages or WAKEUPS_PER_SEND * (sends + acks) > messages
+        self._vain_looks = self._vain_looks + 1 if is_vain else 0
+        if self._vain_looks >= VAIN_LOOKS_MAX:
+            return None
+        is_quiet = messages and not sends and MESSAGES_PER_ACK * acks <= messages
+        longest_s = QUIET_LOOK_INTERVAL_S if is_quiet else LOOK_INTERVAL_S
+        self._interval_s = min(2 * self._interval_s, longest_s)
+        return self._interval_s
+
+
+@dataclass(frozen=True, slots=True)
+class MoreFrames:
+    """After reading a frame call :attr:`ask`; then ``answer.value`` is true if more follow."""
+
+    ask: Callable[[], object]
+    """Only while the socket is open: libzmq would look where it was."""
+    answer: ctypes.c_int
+
+
+def more_frames(socket: Socket) -> MoreFrames:
+    """The question for one socket, to be asked by the thread that reads from it."""
+    answer = ctypes.c_int()
+    libzmq = _libzmq()
+    if libzmq is None:
+        return MoreFrames(partial(_ask_pyzmq, socket, answer), answer)
+    ask = libzmq.zmq_getsockopt
+    ask.restype = None  # it can't fail: the socket is open, the option exists, the size is right
+    size = ctypes.c_size_t(ctypes.sizeof(answer))
+    handle = ctypes.c_void_p(socket.underlying)
+    option = ctypes.c_int(zmq.RCVMORE)
+    call = partial(ask, handle, option, ctypes.byref(answer), ctypes.byref(size))
+    return MoreFrames(call, answer)
+
+
+def _ask_pyzmq(socket: Socket, answer: ctypes.c_int) -> None:
+    answer.value = int(socket.getsockopt(zmq.RCVMORE))
+
+
+def _libzmq() -> Any:
+    """The library that pyzmq uses; None where it can't be reached (another build, no CPython)."""
+    try:
+        # Found by way of the module that is linked with it: its own name differs with each build.
+        # It keeps the interpreter's lock, for the call is shorter than letting go of it.
+        library = ctypes.PyDLL(str(importlib.import_module("zmq.backend.cython._zmq").__file__))
+        return library if hasattr(library, "zmq_getsockopt") else None
+    except (ImportError, OSError):
+        return None
+
 
 NO_WAIT, MORE_FOLLOWS = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 """As plain numbers: adding pyzmq's flags up takes as long as a send does."""

@@ -1,7 +1,7 @@
-"""Which key does another engine's HTTP server want? The environment says, or a file that it names.
+"""API keys from environment variables and private files: other engines' servers' and our own.
 
-It knows no server and sends nothing. A key is never part of a URL: those are logged, shown by
-``ps``, and written into a run's records.
+A key is never part of a URL or a command line: those are logged, shown by ``ps``, and written into
+a run's records.
 """
 
 import os
@@ -18,6 +18,15 @@ VARIABLE = "TIDEGATE_ENGINE_KEY"
 
 FILE_VARIABLE = "TIDEGATE_ENGINE_KEY_FILE"
 """Names a file: one key for all servers, or a line ``URL KEY`` for each."""
+
+OWN_KEY_VARIABLE = "TIDEGATE_SERVER_KEY"
+"""Has the API key that the vLLM-compatible server wants; with ``_FILE``, names its file."""
+
+CONTROL_TOKEN_VARIABLE = "TIDEGATE_CONTROL_TOKEN"
+"""Has the token that the server's paths for pauses and weights want; ``_FILE`` likewise."""
+
+DASHBOARD_TOKEN_VARIABLE = "TIDEGATE_DASHBOARD_TOKEN"
+"""Has the dashboard's token: a variable and no setting, because settings are recorded."""
 
 FILE_BYTES_MAX = 65_536
 
@@ -59,12 +68,29 @@ def key_of(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
     return _checked(key.strip(), VARIABLE) if key else None
 
 
-def _read(path: Path) -> list[list[str]]:
-    """Its lines, as words."""
+def own_key(variable: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the key in an environment variable, or in the file that ``VARIABLE_FILE`` names.
+
+    Raises:
+        ConfigError: both are set; the file can't be used, or others may read it; it holds no key.
+    """
+    key, path = environment.get(variable), environment.get(f"{variable}_FILE")
+    if key and path:
+        raise ConfigError(f"{variable} and {variable}_FILE are both set; leave out one of them")
+    if not path:
+        return _checked(key.strip(), variable) if key else None
+    lines = _read(Path(path), f"{variable}_FILE", "it holds one key, in one line")
+    if len(lines) != 1 or len(lines[0]) != 1:
+        raise ConfigError(f"{path} of {variable}_FILE must hold one key, in one line")
+    return _checked(lines[0][0], path)
+
+
+def _read(path: Path, variable: str = FILE_VARIABLE, how: str = HOW) -> list[list[str]]:
+    """Return a private file's lines, as words."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > FILE_BYTES_MAX:
-            raise ConfigError(f"{FILE_VARIABLE} names {path}, which is no file of keys; {HOW}")
+            raise ConfigError(f"{variable} names {path}, which is no file of keys; {how}")
         if status.st_mode & 0o077:
             raise ConfigError(
                 f"others may read the keys in {path} (mode {stat.S_IMODE(status.st_mode):03o}); "
@@ -72,9 +98,9 @@ def _read(path: Path) -> list[list[str]]:
             )
         text = path.read_text(encoding="ascii")
     except OSError as error:
-        raise ConfigError(f"can't read {path} of {FILE_VARIABLE}: {error.strerror}") from error
+        raise ConfigError(f"can't read {path} of {variable}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} holds something else than keys; {HOW}") from error
+        raise ConfigError(f"{path} holds something else than keys; {how}") from error
     lines = (line.split() for line in text.splitlines())
     return [words for words in lines if words and not words[0].startswith("#")]
 

@@ -189,6 +189,8 @@ class BatchIs(Answer, frozen=True, kw_only=True, tag="batch_is"):
     journal: dict[str, Any] | None = None
     rows: list[Count] = []
     """Of a part: where its rows are in the whole batch."""
+    version: Count = 0
+    """The newest published; ``trainer_version`` may be one to come, if the trainer asks ahead."""
 
 
 class NoBatch(Answer, frozen=True, kw_only=True, tag="no_batch"):

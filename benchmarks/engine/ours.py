@@ -23,7 +23,7 @@ import psutil
 
 from benchmarks.engine.shapes import Request, load
 from tidegate.engine.models.checkpoint import read_tensors
-from tidegate.orchestrator.feed.batches import named_buffers
+from tidegate.orchestrator.weight_sync.state_dict import named_buffers
 from tidegate.transport.messages import (
     Ack,
     FinishWeightUpdate,

@@ -109,7 +109,7 @@ def watch_kernels(watch: Watch) -> None:
 
 def watch_steps(watch: Watch) -> None:
     """Mark every step; and time torch's products."""
-    from tidegate.engine.runner import ModelRunner
+    from tidegate.engine.execution.runner import ModelRunner
     from tidegate.kernels.weight_matrix import PlainMatrix
 
     for name in ("linear", "add_linear_"):

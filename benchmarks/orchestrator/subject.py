@@ -27,9 +27,8 @@ from tokenizers import Tokenizer, models
 import tidegate
 from benchmarks.orchestrator.fake_engine import add_work_options
 from benchmarks.orchestrator.in_process import InProcessEngines
-from tidegate.orchestrator import run
-from tidegate.orchestrator.client import RunClient
-from tidegate.orchestrator.serve import Rollouts
+from tidegate.orchestrator.trainer import run
+from tidegate.orchestrator.trainer.rollouts import Rollouts, Scorer, SyncScorer
 
 PROMPT_TOKENS = 128
 PROMPTS = [[number, *range(1, PROMPT_TOKENS)] for number in range(64)]
@@ -96,7 +95,7 @@ def engines_in_process(work: argparse.Namespace) -> Iterator[None]:
         yield
 
 
-def wait_for_engines(rollouts: RunClient, engines: int) -> None:
+def wait_for_engines(rollouts: Scorer | SyncScorer, engines: int) -> None:
     """Return once so many have joined."""
     deadline_s = time.monotonic() + JOIN_TIMEOUT_S
     while (joined := len(rollouts.statistics().engines)) < engines:
@@ -143,7 +142,7 @@ async def first_batch(rollouts: Rollouts) -> None:
         break
 
 
-def turns_on_engines(rollouts: RunClient) -> int:
+def turns_on_engines(rollouts: Scorer | SyncScorer) -> int:
     """As their last heartbeats say."""
     return sum(e.running_turns + e.waiting_turns for e in rollouts.statistics().engines)
 

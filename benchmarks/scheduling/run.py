@@ -23,16 +23,16 @@ from benchmarks.scheduling.workloads import (
     Task,
     Workload,
 )
-from tidegate.orchestrator.config import RunSettings, run_settings
 from tidegate.orchestrator.core.events import HandOver
 from tidegate.orchestrator.episodes.episode import Episode
-from tidegate.orchestrator.planning.simulated import FOR_EVER_S, WIRE_S, BlankTape
-from tidegate.orchestrator.scheduler import Scheduler
-from tidegate.orchestrator.simulation.hardships import Hardships
-from tidegate.orchestrator.simulation.simulation import model_of_no_words
-from tidegate.orchestrator.simulation.stretch_engine import StretchEngine
-from tidegate.orchestrator.simulation.virtual_time import VirtualTime
-from tidegate.orchestrator.simulation.wire import SimulatedRouter
+from tidegate.orchestrator.scheduler.scheduler import Scheduler
+from tidegate.orchestrator.settings.config import RunSettings, run_settings
+from tidegate.simulation.hardships import Hardships
+from tidegate.simulation.planning.simulated import FOR_EVER_S, WIRE_S, BlankTape
+from tidegate.simulation.simulation import model_of_no_words
+from tidegate.simulation.stretch_engine import StretchEngine
+from tidegate.simulation.virtual_time import VirtualTime
+from tidegate.simulation.wire import SimulatedRouter
 from tidegate.transport.messages import InitWeights, UpdateWeights
 
 SLOWEST_STEPS = 60.0
@@ -130,9 +130,9 @@ class Trainer:
             with self._stopwatch:
                 tokens = self._count(batch)
             await asyncio.sleep(self._switch_s + tokens * self._s_per_token)
-            version = await self._scheduler.control.publisher.reserve()
+            version = (await self._scheduler.control.reserve()).version
             update = UpdateWeights(version=version, location="0", tensors=[])
-            await self._scheduler.control.publisher.publish(version, [update])
+            await self._scheduler.control.publish(version, [update])
             tallies.append(self._tally())
         return tallies
 

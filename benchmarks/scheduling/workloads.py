@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from tidegate.orchestrator.simulation.engine_costs import EngineCosts
+from tidegate.simulation.engine_costs import EngineCosts
 
 ROLLOUT_MACHINES = 12
 TRAINER_MACHINES = 4

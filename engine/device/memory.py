@@ -42,7 +42,7 @@ class DeviceRegion:
 
 
 class DeviceMemory:
-    """One device's memory, as :class:`~tidegate.engine.memory.sleep.Sleeper` uses it."""
+    """One device's memory, as :class:`~tidegate.engine.execution.sleep.Sleeper` uses it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tidegate.engine.runner import Row, sizes_of
-from tidegate.engine.step_layout import BlockTables, Range, StepLayout
+from tidegate.engine.execution.runner import Row, sizes_of
+from tidegate.engine.execution.step_layout import BlockTables, Range, StepLayout
 from tidegate.kernels.attention import Ints
 from tidegate.kernels.optional_triton import next_power_of_2
 from tidegate.kernels.paged_attention import PagedRows

@@ -1,28 +1,188 @@
-"""What tokens come out of one engine step, on a device? The other implementation of ``Runner``.
+"""Step runner of a GPU: the other implementation of ``Runner``, beside ``execution/runner.py``.
 
-Weights, KV and all that is computed stay there. The host plans a step, sends its numbers in one
-transfer, launches, and waits once: for tokens and log-probs, and what else was asked for.
+Weights, KV and all results stay on the device. The host plans a step, uploads its numbers in one
+transfer, launches the forward pass, and waits once: for tokens and log-probs, and what else was
+asked for. Matrix products are torch's; attention, rotary embedding, cache writes and norms are
+Triton kernels. A layer's residual sum travels apart from its last term, because the next norm adds
+it.
+
+Letters in shapes: T tokens of a step, P positions reported, H hidden, D head width, V vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from tidegate.engine.device.devices import on, wait_for
-from tidegate.engine.device.forward import LayerPlace, device_forward, rule_of
-from tidegate.engine.device.plan import HostPlanner
-from tidegate.engine.device.sampling import HostDraw, PendingDraw
-from tidegate.engine.device.scoring import PendingScore, launch_scores
-from tidegate.engine.device.upload import Upload
+from tidegate.engine.device.devices import CPU, on, wait_for
+from tidegate.engine.device.plan import DevicePlan, HostPlanner
+from tidegate.engine.device.sampling import HostDraw, PendingDraw, coming
 from tidegate.engine.device.weights import DeviceWeights
-from tidegate.engine.models.model import head_logits
+from tidegate.engine.execution.runner import Row
+from tidegate.engine.models.layer_weights import LayerWeights
+from tidegate.engine.models.model import ACTIVATIONS, head_logits
 from tidegate.engine.models.model_config import AttentionKind, ModelConfig
+from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.models.rope_tables import make_rope_table
-from tidegate.engine.runner import Row
 from tidegate.engine.sampling.sampling import StepOutput
+from tidegate.engine.sampling.scoring import RowScore, RowScoring, score_rows
 from tidegate.engine.weights.weight_store import WeightStore
+from tidegate.kernels.head_logprobs import head_logprobs_triton
+from tidegate.kernels.paged_attention import AttentionRule, paged_attention_triton
+from tidegate.kernels.residual_norm import residual_norm_triton
+from tidegate.kernels.rope_write import rope_write_triton
+
+ALIGNMENT_BYTES = 16
+"""Triton compiles a kernel anew for a pointer that is aligned to less."""
+
+DTYPES: dict[Any, torch.dtype] = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+}
+
+
+class Upload:
+    """A buffer here, pinned where there is something to pin it for, and one there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._grow(1 << 16)
+
+    def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        """The arrays on the device, good until the next call."""
+        sizes = [-(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for array in arrays]
+        *starts, end = accumulate(sizes, initial=0)
+        if end > self._here.numel():
+            self._grow(max(end, 2 * self._here.numel()))
+        bytes_here = self._here.numpy()
+        for start, array in zip(starts, arrays, strict=True):
+            raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            bytes_here[start : start + array.nbytes] = raw
+        self._there[:end].copy_(self._here[:end], non_blocking=True)
+        return [
+            self._there[start : start + array.nbytes].view(DTYPES[array.dtype]).view(array.shape)
+            for start, array in zip(starts, arrays, strict=True)
+        ]
+
+    def _grow(self, nbytes: int) -> None:
+        is_pinned = self._device.type != CPU
+        self._here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self._there = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+
+PendingScore = Callable[[], RowScore]
+"""Reads a score once the device is done."""
+
+
+def launch_scores(
+    weights: Weights, hidden: torch.Tensor, rows: Sequence[RowScoring]
+) -> list[PendingScore]:
+    """What rows say whose normed hidden states [all P, H] lie one after another."""
+    parts = hidden.split_with_sizes([row.positions for row in rows])
+    return [_launch(weights, part, row) for part, row in zip(parts, rows, strict=True)]
+
+
+def _launch(weights: Weights, hidden: torch.Tensor, row: RowScoring) -> PendingScore:
+    if row.reads != "logprobs" or row.top_logprobs:
+        (score,) = score_rows(weights, hidden, [row])
+        return lambda: score
+    told = head_logprobs_triton(
+        hidden.float(),
+        weights.head.unpacked(),
+        torch.from_numpy(row.token_ids).long().to(hidden.device),
+        temperature=row.temperature,
+        soft_cap=weights.config.logits_soft_cap,
+    )
+    logprobs = coming(told.logprobs)
+    return lambda: RowScore(logprobs=logprobs.numpy())
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """What a layer has besides its weights; the same in every step."""
+
+    cache: torch.Tensor
+    """[blocks, 2, K, block_tokens, D]"""
+    table: torch.Tensor
+    """[positions, 2, D]: its rotations."""
+    rule: AttentionRule
+
+
+def device_forward(
+    weights: Weights, places: Sequence[LayerPlace], plan: DevicePlan
+) -> torch.Tensor:
+    """Run a step; return the normed hidden states [S, H] of the tokens asked for."""
+    config = weights.config
+    total = weights.embedding.take(plan.token_ids)
+    if config.embedding_scale != 1.0:  # rounded first, as transformers does
+        total *= float(torch.tensor(config.embedding_scale, dtype=total.dtype))
+    update: torch.Tensor | None = None
+    for layer, place in zip(weights.layers, places, strict=True):
+        normed = _norm(total, update, layer.input_norm, config)
+        attended = _attention(layer, config, normed, place, plan)
+        update = layer.output.linear(attended, layer.output_bias)
+        if layer.attention_post_norm is not None:
+            update = _norm(update, None, layer.attention_post_norm, config)
+        normed = _norm(total, update, layer.mlp_norm, config)
+        update = _mlp(layer, config, normed)
+        if layer.mlp_post_norm is not None:
+            update = _norm(update, None, layer.mlp_post_norm, config)
+    total = total.index_select(0, plan.asked)
+    if update is not None:
+        update = update.index_select(0, plan.asked)
+    return _norm(total, update, weights.final_norm, config)
+
+
+def rule_of(config: ModelConfig, window_tokens: int | None) -> AttentionRule:
+    """How a layer with this window attends."""
+    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    return AttentionRule(scale, window_tokens, config.attention_soft_cap)
+
+
+def _attention(
+    layer: LayerWeights,
+    config: ModelConfig,
+    normed: torch.Tensor,
+    place: LayerPlace,
+    plan: DevicePlan,
+) -> torch.Tensor:
+    """Write a layer's keys and values, and attend: [T, A * D]."""
+    qkv = layer.qkv.linear(normed, layer.qkv_bias)
+    qkv = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+    if layer.qk_norm is not None:
+        turned = qkv[:, : config.num_heads + config.num_kv_heads]
+        turned.copy_(_norm(turned, None, layer.qk_norm, config))
+    query = rope_write_triton(
+        qkv, place.cache, table=place.table, positions=plan.positions, slots=plan.slots
+    )
+    outputs = [
+        paged_attention_triton(
+            query[group.first_token : group.end_token], place.cache, group.rows, place.rule
+        )
+        for group in plan.groups
+    ]
+    attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return attended.view(-1, config.num_heads * config.head_dim)
+
+
+def _mlp(layer: LayerWeights, config: ModelConfig, normed: torch.Tensor) -> torch.Tensor:
+    gate, up = layer.gate_up[0].linear(normed, layer.gate_up_bias).chunk(2, dim=-1)
+    inner = ACTIVATIONS[config.activation](gate).mul_(up)
+    return layer.down[0].linear(inner, layer.down_bias)
+
+
+def _norm(
+    total: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, config: ModelConfig
+) -> torch.Tensor:
+    """Add ``update`` to ``total``, in place, and norm the sum."""
+    epsilon = config.norm_epsilon
+    return residual_norm_triton(total, update, weight, epsilon, gemma=config.norm_adds_one)
 
 
 class DeviceRunner:

@@ -12,9 +12,9 @@ import torch
 from tidegate.engine.device.devices import CPU
 from tidegate.engine.device.memory import DeviceMemory, DeviceRegion
 from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.weights.lora import Adapter
 from tidegate.engine.weights.weight_store import WeightStore
-from tidegate.engine.weights.weights import Weights
 from tidegate.errors import WeightsRefused
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tidegate.engine.cache.kv_cache import KvCache
-from tidegate.engine.drafts.drafts import NO_TOKENS, Tokens
+from tidegate.engine.execution.runner import Row, RowSampling, Runner
 from tidegate.engine.memory.memory import is_out_of_memory
-from tidegate.engine.runner import Row, RowSampling, Runner
-from tidegate.engine.turns import TurnState
+from tidegate.engine.scheduling.drafts import NO_TOKENS, Tokens
+from tidegate.engine.scheduling.kv_cache import KvCache
+from tidegate.engine.scheduling.turns import TurnState
 
 CATCH_UP_TOKENS_MAX = 512
 """Of context that the small model has not read yet, per step: no turn waits long for another's."""

@@ -6,12 +6,12 @@ Sources are told apart by a word, as it stands on a command line.
 from pathlib import Path
 
 from tidegate.engine.drafts.draft_model import ModelDrafts
-from tidegate.engine.drafts.drafts import DraftSource
 from tidegate.engine.drafts.lookup import LookupDrafts
 from tidegate.engine.drafts.rollouts import RolloutDrafts
+from tidegate.engine.execution.served_model import DtypeChoice, ServedModel, open_model
 from tidegate.engine.memory.memory import blame_memory
-from tidegate.engine.models.served_model import DtypeChoice, ServedModel, open_model
-from tidegate.engine.turns import EngineLimits
+from tidegate.engine.scheduling.drafts import DraftSource
+from tidegate.engine.scheduling.turns import EngineLimits
 from tidegate.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tidegate.engine.drafts.drafts import NO_TOKENS, Tokens
-from tidegate.engine.turns import TurnState
+from tidegate.engine.scheduling.drafts import NO_TOKENS, Tokens
+from tidegate.engine.scheduling.turns import TurnState
 
 NGRAM_TOKENS = 3
 """Equal tokens that make the next ones likely to be, too. Two are often equal by chance."""

@@ -11,9 +11,9 @@ from hashlib import blake2b
 
 import numpy as np
 
-from tidegate.engine.drafts.drafts import NO_TOKENS, Tokens
 from tidegate.engine.drafts.lookup import NGRAM_TOKENS, LookupDrafts, Ngram
-from tidegate.engine.turns import TurnState
+from tidegate.engine.scheduling.drafts import NO_TOKENS, Tokens
+from tidegate.engine.scheduling.turns import TurnState
 
 KEPT_TOKENS_MAX = 4 * 1024 * 1024
 """Of all prompts' samples, 16 MB; those of the prompts asked for longest ago are forgotten."""

@@ -15,6 +15,9 @@ from tidegate.errors import ModelError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""The two tensors that are one where ``tie_word_embeddings`` is set."""
+
 
 class _Index(msgspec.Struct):
     """The part of the index that we read."""
@@ -44,6 +47,39 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             raise ModelError(f"{file} is missing, but {INDEX_FILE} names it") from error
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} is damaged or cut short: {error}") from error
+
+
+def tensor_names(path: Path) -> set[str]:
+    """Name the tensors that the directory ``path`` holds.
+
+    Raises:
+        ModelError: as :func:`read_tensors`.
+    """
+    names: set[str] = set()
+    for file in _files(path):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                names |= set(tensors.keys())
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} is missing, damaged or cut short: {error}") from error
+    return names
+
+
+def has_other_head(path: Path) -> bool:
+    """Tell whether the directory ``path`` holds an LM head that differs from its embedding.
+
+    Raises:
+        ModelError: as :func:`read_tensors`.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for file in _files(path):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in {EMBEDDING, HEAD} & set(tensors.keys()):
+                    found[name] = tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} is missing, damaged or cut short: {error}") from error
+    return len(found) == 2 and not torch.equal(found[EMBEDDING], found[HEAD])
 
 
 def _files(path: Path) -> dict[Path, set[str]]:

@@ -5,7 +5,8 @@ overwritten in place. The LM head computes in float32 whatever the rest does, as
 """
 
 import copy
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,24 +14,65 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tidegate.engine.memory.memory import is_out_of_memory
+from tidegate.engine.models.checkpoint import tensor_names
+from tidegate.engine.models.model_weights import refuse_lacking
+from tidegate.engine.weights.converted_places import (
+    Conversion,
+    converted_places,
+    find_conversions,
+)
 from tidegate.engine.weights.weight_store import Place, WeightStore
-from tidegate.engine.weights.weights import refuse_lacking
 from tidegate.errors import ModelError
 
 CONTEXT_TOKENS_UNSAID = 32_768
 """Of models whose positions have no end. The KV cache has one."""
 
+POSITIONS = re.compile(r"(^|[._])(wpe|embed_positions|position_embeddings?)$")
+"""Names of modules that embed positions."""
+
+CONTEXT_FIELDS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "max_target_positions",
+    "seq_length",
+)
+"""Fields of configs that say how long a context may be; an MPT's is ``max_seq_len``, a Whisper's
+``max_target_positions``."""
+
 
 class FallbackWeights(WeightStore):
-    """All tensors of one version, in a module of transformers."""
+    """All tensors of one version, in a module of transformers.
 
-    def __init__(self, module: Any, aliases: dict[str, str]) -> None:
+    They are taken by the names of the module's ``state_dict()`` and by those of the directory,
+    which transformers converts where they differ.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        aliases: dict[str, str],
+        conversions: Sequence[Conversion] = (),
+        passed_over: frozenset[str] = frozenset(),
+        ignored: frozenset[str] = frozenset(),
+    ) -> None:
         self.module = module
         self._aliases = aliases
         """Names of tensors that are another one, tied; that one's name."""
-        super().__init__(type(module).__name__, _places(module, aliases))
+        self._conversions = conversions
+        self.passed_over = passed_over
+        """Tensors of the directory that transformers' model has no use for, to be warned of."""
+        self._ignored_names = ignored
+        """Tensors of the directory that transformers ignores in every model of the kind, such as
+        masks of old GPT-2s."""
+        places, joint = converted_places(
+            _places(module, aliases), conversions, stores_directory=False
+        )
+        super().__init__(type(module).__name__, places, joint=joint)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -38,9 +80,24 @@ class FallbackWeights(WeightStore):
         dtype: torch.dtype = self.module.dtype
         return dtype
 
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor into its place; its name may have or lack the prefix of the base model.
+
+        Raises:
+            WeightsRefused: as :meth:`WeightStore.load`.
+        """
+        prefix = f"{self.module.base_model_prefix}."
+        others = (name, prefix + name, name.removeprefix(prefix))
+        super().load(next(filter(self._knows, others), name), tensor)
+
+    def _knows(self, name: str) -> bool:
+        return any(name in names for names in (self._places, self._joint_places, self._aliases))
+
     def is_redundant(self, name: str) -> bool:
-        """Tied tensors are taken by one of their names."""
-        return name in self._aliases
+        """Tell whether a tensor is another one, tied, or one that transformers passes over."""
+        return any(
+            name in names for names in (self._aliases, self.passed_over, self._ignored_names)
+        )
 
     def tied_to(self, name: str) -> str | None:
         """The name that it is taken by."""
@@ -48,7 +105,10 @@ class FallbackWeights(WeightStore):
 
     def twin(self) -> "FallbackWeights":
         """A second set in memory of its own, to be filled."""
-        return FallbackWeights(copy.deepcopy(self.module), self._aliases)
+        module = copy.deepcopy(self.module)
+        return FallbackWeights(
+            module, self._aliases, self._conversions, self.passed_over, self._ignored_names
+        )
 
 
 def read_config(path: Path) -> Any:
@@ -63,6 +123,7 @@ def read_config(path: Path) -> Any:
     except Exception as error:
         raise ModelError(f"transformers can't read {path}: {_first_line(error)}") from error
     text = config.get_text_config()
+    refuse_other_tasks(path, config)
     for name, what in (
         ("is_encoder_decoder", "has an encoder"),
         ("quantization_config", "is quantised"),
@@ -73,21 +134,85 @@ def read_config(path: Path) -> Any:
     return config
 
 
+CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""How names of classes that have an LM head end; a few more are in transformers' own table."""
+
+
+def refuse_other_tasks(path: Path, config: Any) -> None:
+    """Refuse a directory whose weights belong to a class that has no LM head.
+
+    ``AutoModelForCausalLM`` loads it all the same, with the LM head left random or tied.
+
+    Raises:
+        ModelError: no class that ``architectures`` names is one that continues text.
+    """
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    named = list(config.architectures or ())
+    if not named or any(name in known for name in named):
+        return
+    own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if any(name.endswith(CAUSAL) for name in named):
+        return
+    raise ModelError(
+        f"{path} is a {', '.join(named)}, which has no LM head, so no text can be sampled from it. "
+        f"Serve a causal language model"
+        + (f", such as a {own} of the same kind" if own else "")
+        + "; rewards and embeddings come from sequence classifiers of the families that Tidegate's "
+        "own code computes (tidegate.score_server)"
+    )
+
+
 def context_tokens_max(config: Any) -> int:
-    """How long contexts may be: as the config says, or as long as can be where it has no limit.
+    """Return how long contexts may be: as the config says, or 32,768 where it has no limit.
 
     A ``longrope`` turns all positions otherwise once a context is longer than the original one, and
-    keys cached before would be wrong; so it ends there.
+    keys cached before would be wrong; so contexts end there.
     """
+    said = _said_context_tokens(config)
+    limits = [CONTEXT_TOKENS_UNSAID if said is None else said]
+    return min(limits + _longrope_limits(config))
+
+
+def learned_positions(module: Any) -> list[int]:
+    """Return for how many positions each table of learned positions has an embedding.
+
+    A longer context would end in an IndexError. Some tables begin with rows that no position has:
+    an ``offset`` of them (BART, OPT), or all up to that of the padding token (RoBERTa).
+    """
+    found = []
+    for name, table in module.named_modules():
+        if isinstance(table, torch.nn.Embedding) and POSITIONS.search(name):
+            padding = 0 if table.padding_idx is None else table.padding_idx + 1
+            found.append(table.num_embeddings - int(getattr(table, "offset", padding)))
+    return found
+
+
+def shortened_context(config: Any) -> list[str]:
+    """Say that contexts end before the model's own limit, if they do."""
+    said, limit = _said_context_tokens(config), context_tokens_max(config)
+    if said is None or said <= limit:
+        return []
+    return [
+        f"Contexts end at {limit} of the {said} tokens that config.json allows: its longrope turns "
+        f"all positions otherwise beyond {limit}, and cached keys would be wrong"
+    ]
+
+
+def _said_context_tokens(config: Any) -> int | None:
     text = config.get_text_config()
-    names = ("max_position_embeddings", "max_seq_len")  # an MPT's is the latter
-    said = next((n for name in names if (n := getattr(text, name, None)) is not None), None)
-    limits = [CONTEXT_TOKENS_UNSAID if said is None else int(said)]
+    found = (getattr(text, name, None) for name in CONTEXT_FIELDS)
+    return next((int(tokens) for tokens in found if tokens is not None), None)
+
+
+def _longrope_limits(config: Any) -> list[int]:
+    text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    for part in (rope, *(nested for nested in rope.values() if isinstance(nested, dict))):
-        if part.get("rope_type") == "longrope":
-            limits.append(int(part["original_max_position_embeddings"]))
-    return min(limits)
+    parts = (rope, *(nested for nested in rope.values() if isinstance(nested, dict)))
+    return [
+        int(part["original_max_position_embeddings"])
+        for part in parts
+        if part.get("rope_type") == "longrope"
+    ]
 
 
 def load_fallback(path: Path, dtype: torch.dtype) -> FallbackWeights:
@@ -117,7 +242,13 @@ def load_fallback(path: Path, dtype: torch.dtype) -> FallbackWeights:
     aliases = _aliases(module)
     module.eval().requires_grad_(False)
     _widen_head(module)
-    return FallbackWeights(module, aliases)
+    conversions = find_conversions(module, [n for n in module.state_dict() if n not in aliases])
+    passed_over = frozenset(info["unexpected_keys"])
+    patterns = module._keys_to_ignore_on_load_unexpected or ()
+    ignored = frozenset(
+        name for name in tensor_names(path) if any(re.search(p, name) for p in patterns)
+    )
+    return FallbackWeights(module, aliases, conversions, passed_over, ignored)
 
 
 @contextmanager

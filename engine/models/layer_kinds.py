@@ -9,8 +9,8 @@ import torch
 
 from tidegate.engine.models.layer_weights import LayerWeights
 from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.models.rope_tables import make_rope_table
-from tidegate.engine.weights.weights import Weights
 from tidegate.kernels.layers import DenseLayer, Layers, Projection, Traits
 
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from tidegate.engine.models.layer_weights import LayerWeights
 from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.weights.lora import AdapterTokens, add_low_rank
-from tidegate.engine.weights.weights import Weights
 from tidegate.kernels.attention import RowGroup, attend, write_kv
 from tidegate.kernels.layers import Layers
 from tidegate.kernels.native import HEAD_DIMS, LastTokens, Native, Places, native
@@ -26,7 +26,7 @@ from tidegate.kernels.rope import apply_rope
 from tidegate.kernels.weight_matrix import Matrix
 
 if TYPE_CHECKING:  # torch.distributed is for engines of several ranks
-    from tidegate.engine.ranks.rank_group import RankGroup
+    from tidegate.engine.models.rank_group import RankGroup
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,

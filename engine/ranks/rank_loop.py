@@ -11,10 +11,10 @@ from typing import cast
 
 import numpy as np
 
-from tidegate.engine.memory.sleep import Sleeper
+from tidegate.engine.execution.runner import ModelRunner, Row, RowSampling
+from tidegate.engine.execution.sleep import Sleeper
 from tidegate.engine.ranks.ranked_sleep import memory_answer
-from tidegate.engine.runner import ModelRunner, Row, RowSampling
-from tidegate.engine.scoring import Reads, RowScoring
+from tidegate.engine.sampling.scoring import Reads, RowScoring
 from tidegate.engine.weights.staging import Live, Staging
 from tidegate.transport import rank_messages as rank
 from tidegate.transport.messages import InitWeights, UpdateWeights, WeightsFailed, WeightsStaged

@@ -1,14 +1,14 @@
 """How does an engine of several ranks sleep? Every rank gives its own memory back, or none does.
 
-Each has a :class:`~tidegate.engine.memory.sleep.Sleeper` of its own; rank 0's alone knows turns.
+Each has a :class:`~tidegate.engine.execution.sleep.Sleeper` of its own; rank 0's alone knows turns.
 While it waits for the others' word it beats, for copies to a disk take long.
 """
 
 from collections.abc import Callable, Sequence
 
-from tidegate.engine.memory.sleep import Sleeper, Turns
+from tidegate.engine.execution.runner import Runner
+from tidegate.engine.execution.sleep import Sleeper, Turns
 from tidegate.engine.ranks.team import Team
-from tidegate.engine.runner import Runner
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.transport import rank_messages as rank

@@ -1,25 +1,185 @@
-"""What does an engine need to have several ranks? Their start, their meeting, and their end.
+"""Rank 0's side of an engine of several ranks: starts them, and runs steps and updates on all.
 
-An engine of one rank has nothing of it: no process, no sums, the same runner and staging as ever.
+Rank 0 sends the others each step's rows, and samples; their parts meet in the sums of each layer.
+Each rank copies its part of new weights from the channel for itself. If one refuses a version, all
+do, and all swap between the same two steps, because a rank hears of swaps and steps in one order.
+An engine of one rank uses nothing of this module.
 """
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from tidegate.engine.memory.sleep import Memory, Sleeper, Turns
-from tidegate.engine.ranks.shards import Shard
-from tidegate.engine.runner import ModelRunner, Runner
-from tidegate.engine.weights.staging import Staging
-from tidegate.engine.weights.weight_store import WeightStore
-from tidegate.errors import ConfigError
-from tidegate.transport.private_directory import PrivateDirectory
-from tidegate.transport.rank_messages import Connect
-from tidegate.transport.security import EngineKeys
-from tidegate.transport.weight_channels import CHANNELS, Home
+import torch
 
-if TYPE_CHECKING:  # torch.distributed is for engines of several ranks
-    from tidegate.engine.ranks.rank_group import RankGroup
-    from tidegate.engine.ranks.team import Team
+from tidegate.engine.execution.runner import ModelRunner, Row, Runner, StepOutput
+from tidegate.engine.execution.sleep import Memory, Sleeper, Turns
+from tidegate.engine.memory.memory import is_out_of_memory
+from tidegate.engine.models.shards import Shard
+from tidegate.engine.ranks.rank_loop import rank_rows
+from tidegate.engine.ranks.team import Team
+from tidegate.engine.weights.staging import Live, Staging
+from tidegate.engine.weights.weight_store import WeightStore
+from tidegate.errors import ConfigError, RankLost
+from tidegate.transport import rank_messages as rank
+from tidegate.transport.messages import (
+    InitWeights,
+    Message,
+    StartWeightUpdate,
+    UpdateWeights,
+    WeightsStaged,
+)
+from tidegate.transport.private_directory import PrivateDirectory
+from tidegate.transport.rank_messages import Connect, RunStep
+from tidegate.transport.security import EngineKeys
+from tidegate.transport.weight_channels import CHANNELS, NOWHERE, Home
+
+if TYPE_CHECKING:
+    from tidegate.engine.models.rank_group import RankGroup
+
+
+class RankedRunner(Runner):
+    """Rank 0's part of the model, and the others'."""
+
+    def __init__(self, runner: ModelRunner, team: Team) -> None:
+        self._runner = runner
+        self._team = team
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks each rank's KV cache has."""
+        return self._runner.num_blocks
+
+    @property
+    def block_tokens(self) -> int:
+        """How many positions a block has."""
+        return self._runner.block_tokens
+
+    @property
+    def weights(self) -> WeightStore:
+        """Those that rank 0 computes the next step with."""
+        return self._runner.weights
+
+    def swap(self, weights: WeightStore) -> None:
+        """Compute with others from the next step on. The other ranks are told by the staging."""
+        self._runner.swap(weights)
+
+    def cache_tensors(self) -> list[torch.Tensor]:
+        """All that rank 0's KV is kept in."""
+        return self._runner.cache_tensors()
+
+    def step(self, rows: Sequence[Row]) -> StepOutput:
+        """Run every row's tokens, and sample after the last of those that ask for it; score others.
+
+        Raises:
+            RankLost: a rank is gone or stuck, or one failed in the midst of a step, after which the
+                ranks can't be brought together again.
+        """
+        if not rows:
+            return self._runner.step(rows)
+        self._team.tell(RunStep(rank_rows(rows)))
+        try:
+            return self._runner.step(rows)
+        except RankLost as error:
+            raise self._team.blame(str(error)) from error
+        except Exception as error:
+            why = f"a step of {len(rows)} turns failed: {type(error).__name__}: {error}"
+            if is_out_of_memory(error):
+                why = f"no memory for a step of {len(rows)} turns ({error})"
+            raise RankLost(rank=0, ranks=self._team.ranks, why=why) from error
+
+
+class RankedStaging(Staging):
+    """Rank 0's own, and the word of the others."""
+
+    def __init__(
+        self, allocate: Callable[[], WeightStore], team: Team, home: Home = NOWHERE
+    ) -> None:
+        super().__init__(allocate, home)
+        self._team = team
+        self._attempt = 0
+        """How many updates were started: answers to older ones are no news."""
+        self._unstaged: set[int] = set()
+        """Ranks that have not said yet that the update under way is complete."""
+        self._staged: WeightsStaged | None = None
+        """Rank 0's own word, as long as others are waited for."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an answer may be due any moment."""
+        return super().is_busy or self._staged is not None
+
+    def init(self, message: InitWeights) -> None:
+        """Phase 1, on every rank."""
+        self._team.tell(rank.Relay(message))
+        super().init(message)
+
+    def start(self, message: StartWeightUpdate, live: Live | None = None) -> None:
+        """Phase 2, on every rank."""
+        self._attempt += 1
+        self._unstaged = set(range(1, self._team.ranks))
+        self._staged = None
+        version = None if live is None else live.version
+        self._team.tell(rank.Relay(message, self._attempt, version))
+        super().start(message, live)
+
+    def update(self, message: UpdateWeights) -> None:
+        """Phase 3, on every rank."""
+        self._team.tell(rank.Relay(message))
+        super().update(message)
+
+    def abandon(self) -> None:
+        """Forget the update that is under way or complete, on every rank."""
+        self._team.tell(rank.Abandon())
+        self._unstaged.clear()
+        self._staged = None
+        super().abandon()
+
+    def give_up(self, why: str) -> bool:
+        """Stop what is under way on every rank; whether nothing is any more on this one."""
+        self._team.tell(rank.Abandon(why))
+        self._unstaged.clear()
+        self._staged = None
+        return super().give_up(why)
+
+    def is_staged(self, version: int) -> bool:
+        """Whether ``version`` is complete on every rank."""
+        return super().is_staged(version) and not self._unstaged and self._staged is None
+
+    def take_answers(self) -> list[Message]:
+        """What has been staged on every rank, or has failed on one, since the last call.
+
+        Raises:
+            RankLost: a rank is gone.
+        """
+        for number, answer in self._team.heard():
+            if answer.attempt != self._attempt:
+                continue
+            self._unstaged.discard(number)
+            if answer.refusal:
+                self._refuse(f"rank {number}: {answer.refusal}")
+        answers: list[Message] = []
+        for message in super().take_answers():
+            if isinstance(message, WeightsStaged):
+                self._staged = message
+            else:
+                answers.append(message)
+        if self._staged is not None and not self._unstaged:
+            answers.append(self._staged)
+            self._staged = None
+        return answers
+
+    def exchange(self, version: int, live: WeightStore) -> WeightStore:
+        """Hand out rank 0's part of ``version``, and have the others take theirs."""
+        staged = super().exchange(version, live)
+        self._team.tell(rank.SwapWeights(version))
+        return staged
+
+    def _refuse(self, why: str) -> None:
+        """Another rank has refused the update under way."""
+        if self._update is not None and not self._update.is_over:
+            self._fail(self._update, why)
+        self._staged = None
+
 
 RANKS_MAX = 64
 """On one machine there are not more processors worth it."""
@@ -54,7 +214,7 @@ class Ranks:
         self._team: Team | None = None
         self._directory: PrivateDirectory | None = None
         if count > 1:
-            from tidegate.engine.ranks import rank_group
+            from tidegate.engine.models import rank_group
 
             self._directory = PrivateDirectory("ranks")
             self.group = rank_group.RankGroup(0, count, self._directory.path / "meeting")
@@ -78,8 +238,6 @@ class Ranks:
         """
         if self._team is None or self.group is None:
             return runner
-        from tidegate.engine.ranks.ranked_runner import RankedRunner
-
         assert isinstance(runner, ModelRunner)  # models of others are refused
         told = None if keys is None else (keys.public, keys.secret, keys.orchestrator)
         self._team.wait_loaded(Connect(told))
@@ -90,8 +248,6 @@ class Ranks:
         """What stages weights on all of them."""
         if self._team is None:
             return Staging(allocate, home)
-        from tidegate.engine.ranks.ranked_staging import RankedStaging
-
         return RankedStaging(allocate, self._team, home)
 
     def sleeper(

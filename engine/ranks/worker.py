@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from tidegate.engine.memory.sleep import Sleeper
-from tidegate.engine.models.served_model import OwnModel, open_model
-from tidegate.engine.ranks.rank_group import RankGroup
+from tidegate.engine.execution.runner import ModelRunner
+from tidegate.engine.execution.served_model import OwnModel, open_model
+from tidegate.engine.execution.sleep import Sleeper
+from tidegate.engine.models.rank_group import RankGroup
+from tidegate.engine.models.shards import Shard
 from tidegate.engine.ranks.rank_loop import RankLoop
 from tidegate.engine.ranks.ranked_sleep import Frozen
-from tidegate.engine.ranks.shards import Shard
-from tidegate.engine.runner import ModelRunner
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import TidegateError
 from tidegate.transport import rank_messages as rank

@@ -6,6 +6,8 @@ here, before a turn is there; so nothing a submission says can fail a step. Know
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -133,6 +135,26 @@ class OptionReader:
         self._tokenizer = tokenizer or ModelTokenizer(None)
         self._registry = registry or ProcessorRegistry()
 
+    def prepare(self, message: SubmitTurn) -> list[Future[Any]]:
+        """Begin what ``read`` would have to wait for: compilations of grammars, in other threads.
+
+        Once all of these futures are done, and while the caller holds them, ``read`` returns at
+        once. Mostly there is none.
+        """
+        asked = message.sampling
+        if not asked.processors or len(asked.processors) > PROCESSORS_MAX:
+            return []
+        begun = [self._registry.prepare(text, self._setup(asked)) for text in asked.processors]
+        return [each for each in begun if each is not None and not each.done()]
+
+    def close(self) -> None:
+        """End the process that compiles grammars, if there is one."""
+        self._registry.close()
+
+    def _setup(self, asked: SamplingParams) -> ProcessorSetup:
+        stop_ids = sorted({t for t in asked.stop_token_ids if 0 <= t < self._vocab_size})
+        return ProcessorSetup(self._vocab_size, tuple(stop_ids), self._tokenizer)
+
     def read(self, message: SubmitTurn, tokens: npt.NDArray[np.int32]) -> RowOptions | None:
         """The options of a turn whose known tokens fill the beginning of ``tokens``, if it has any.
 
@@ -145,15 +167,14 @@ class OptionReader:
         known = len(message.token_ids) // 4
         prompt_tokens = known - message.sampled_before
         self._check(asked, message.sampled_before)
-        stop_ids = sorted({t for t in asked.stop_token_ids if 0 <= t < self._vocab_size})
+        setup = self._setup(asked)
         options = RowOptions(asked, tokens, prompt_tokens)
         if asked.top_logprobs:
             options.step_tokens_max = self._step_top_logprobs // asked.top_logprobs
         if asked.min_tokens:
-            self._ban(options, stop_ids)
+            self._ban(options, setup.stop_token_ids)
         if _is_penalized(asked):
             options.seen = SeenCounts(asked, tokens, prompt_tokens, known, self._vocab_size)
-        setup = ProcessorSetup(self._vocab_size, tuple(stop_ids), self._tokenizer)
         options.processors = [self._registry.make(text, setup) for text in asked.processors]
         if asked.stop_strings:
             strings = StopStrings(

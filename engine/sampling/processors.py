@@ -6,12 +6,13 @@ that they are started with, never what the wire names. Knows no steps, and no ot
 
 import importlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 import torch
 
-from tidegate.engine.sampling.grammar import grammar, json_schema
+from tidegate.engine.sampling.grammar import Grammars
 from tidegate.engine.sampling.logits import (
     LogitProcessor,
     MakeProcessor,
@@ -32,7 +33,12 @@ class ProcessorRegistry:
         Raises:
             ConfigError: one can't be imported, has no ``PROCESSORS``, or a name is taken.
         """
-        self._makers: dict[str, MakeProcessor] = dict(BUILT_IN)
+        self._grammars = Grammars()
+        self._makers: dict[str, MakeProcessor] = {
+            **BUILT_IN,
+            "json_schema": self._grammars.json_schema,
+            "grammar": self._grammars.grammar,
+        }
         for module in modules:
             for name, make in _makers_of(module).items():
                 if name in self._makers:
@@ -41,6 +47,22 @@ class ProcessorRegistry:
                         f"Tidegate itself; give it another name"
                     )
                 self._makers[name] = make
+
+    def prepare(self, text: str, setup: ProcessorSetup) -> Future[Any] | None:
+        """Begin what ``make`` would have to wait for; None if there is nothing of the kind.
+
+        Once the future is done, and while the caller holds it, ``make`` returns at once. It is
+        ``make`` that says what is wrong with ``text``.
+        """
+        try:
+            asked = Processor.from_str(text)
+            return self._grammars.prepare(asked.name, asked.arguments, setup)
+        except BaseException:  # noqa: BLE001 - as in ``make``, which is called next
+            return None
+
+    def close(self) -> None:
+        """End the process that compiles grammars, if there is one."""
+        self._grammars.close()
 
     def make(self, text: str, setup: ProcessorSetup) -> tuple[str, LogitProcessor]:
         """Make the processor that ``text`` asks for; return its name, too.
@@ -157,6 +179,4 @@ BUILT_IN: dict[str, MakeProcessor] = {
     "allowed_tokens": allowed_tokens,
     "disallowed_tokens": disallowed_tokens,
     "temperature_schedule": temperature_schedule,
-    "json_schema": json_schema,
-    "grammar": grammar,
 }

@@ -15,7 +15,7 @@ import torch
 
 from tidegate.engine.sampling import seen_tokens
 from tidegate.engine.sampling.options import RowOptions
-from tidegate.engine.scoring import RowScore
+from tidegate.engine.sampling.scoring import RowScore
 from tidegate.kernels.native import Native
 from tidegate.kernels.penalties import ban_, bias_, penalize_
 from tidegate.kernels.sampling import (
@@ -73,13 +73,6 @@ class StepOutput:
     """Rows that have sampled nothing, and why; what the columns say there means nothing."""
     scores: Sequence[RowScore] = ()
     """Of the rows that are scored, in their order."""
-
-    def without_failures(self) -> "StepOutput":
-        """The columns of the rows that have sampled."""
-        if not self.failures:
-            return self
-        kept = [row for row in range(len(self.token_ids)) if row not in self.failures]
-        return StepOutput(self.token_ids[kept], self.logprobs[kept])
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 
 from tidegate.errors import WeightsRefused
 from tidegate.kernels.int8_matrix import RoundedRows
-from tidegate.kernels.weight_matrix import Rows, storages, take_over
+from tidegate.kernels.weight_matrix import Rows, published, storages, take_over
 
 LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Others (float8, int8, …) mean nothing without their scales."""
@@ -76,6 +76,9 @@ class WeightStore:
         """Those of the version, by name; replaced, never changed."""
         self._ignored: set[str] = set()
         """Redundant names that came."""
+        self._early_copies: dict[str, tuple[str, torch.Tensor]] = {}
+        """Copies of tensors that came before the tensor they are tied to, by the latter's name,
+        each with its own name; they are compared once the latter is loaded."""
 
     def is_redundant(self, name: str) -> bool:
         """Whether a tensor by this name says nothing new, so that it may be left out or ignored."""
@@ -95,18 +98,20 @@ class WeightStore:
         """Begin a new version in the same memory: nothing counts as loaded any more."""
         self._loaded.clear()
         self._ignored.clear()
+        self._early_copies.clear()
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Copy the tensor that Hugging Face calls ``name`` into its place, casting it.
 
         Raises:
             WeightsRefused: the model has no such tensor, or it has another shape or kind, or holds
-                what is no number.
+                what is no number, or differs from the tensor that it is tied to.
         """
         place = self._places.get(name) or self._joint_places.get(name)
         if place is None:
             if self.is_redundant(name):
                 self._ignored.add(name)
+                self._compare_tied(name, tensor)
                 return
             raise WeightsRefused(
                 f"{self._model} has no tensor {name!r}; publish the model that config.json "
@@ -127,7 +132,39 @@ class WeightStore:
                     f"this publish went wrong. Take it back, and publish the weights of before"
                 )
             place.fill(tensor)
-        self._loaded.update(place.covers or (name,))
+        for loaded in place.covers or (name,):
+            self._loaded.add(loaded)
+            if (early := self._early_copies.pop(loaded, None)) is not None:
+                self._refuse_unless_same(*early, loaded)
+
+    def _compare_tied(self, name: str, tensor: torch.Tensor) -> None:
+        """Compare a tensor with the one it is tied to, now or when that one comes."""
+        tied = self.tied_to(name)
+        place = None if tied is None else self._places.get(tied)
+        if tied is None or place is None:
+            return
+        if tuple(tensor.shape) != place.shape:
+            raise WeightsRefused(
+                f"{name} has shape {list(tensor.shape)}, expected {list(place.shape)}"
+            )
+        part = place.cut(tensor)
+        if tied in self._loaded:
+            self._refuse_unless_same(name, part, tied)
+        else:
+            self._early_copies[tied] = name, part.clone()
+
+    def _refuse_unless_same(self, name: str, part: torch.Tensor, tied: str) -> None:
+        """Refuse a tensor that the model doesn't hold because it computes with ``tied`` instead.
+
+        The last target is compared: it is the most precise one, an LM head's.
+        """
+        there = published(self._places[tied].targets[-1])
+        if not torch.equal(part.to(there.device, there.dtype), there):
+            raise WeightsRefused(
+                f"{name} differs from {tied}, and {self._model} computes with {tied} in its place "
+                f"(tie_word_embeddings). Publish them equal, or serve a model directory that has "
+                f"both tensors and tie_word_embeddings=false in its config.json"
+            )
 
     @property
     def is_untouched(self) -> bool:

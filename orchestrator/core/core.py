@@ -1,8 +1,8 @@
-"""What happens next in a run? Opens no socket, reads no clock, awaits nothing.
+"""Sans-IO core of a run: takes events, returns commands. Does no I/O and reads no clock.
 
-Feed it what happened, in order; it answers with what to do, in order. Same events in, same
-commands out: that is what makes a run replayable and its promises testable. It owns the versions,
-the groups, the rollouts and the token ledger; which engine a turn is on is :mod:`turns`' matter.
+The scheduler feeds it what happened, in order, and carries out what it answers, in order. The same
+events give the same commands, so a run can be replayed from its journal. It owns versions, groups,
+rollouts and the token ledger; ``turns.py`` decides which engine a turn runs on.
 """
 
 from tidegate.errors import TidegateError
@@ -11,15 +11,97 @@ from tidegate.orchestrator.core import left_out
 from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.groups import GroupBook
 from tidegate.orchestrator.core.handed_batches import HandedBatches
-from tidegate.orchestrator.core.invariants import check
 from tidegate.orchestrator.core.prompts import Prompts
-from tidegate.orchestrator.core.resumption import resume
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
 from tidegate.orchestrator.core.trained import TrainedCounts
-from tidegate.orchestrator.turns.turns import TurnBook
+from tidegate.orchestrator.core.turns import TurnBook
 from tidegate.policies.staleness import OffPolicyness, refuse_selection
+
+
+def check(core: "Core") -> None:
+    """Verify all of them.
+
+    Raises:
+        AssertionError: one is broken; a bug of ours, never of the user's.
+    """
+    for ledger in (core.ledger, core.evaluation_ledger):
+        snapshot = ledger.snapshot()
+        assert snapshot.error == 0, f"ledger is off by {snapshot.error} tokens: {snapshot}"
+    limit = core.policy.outstanding_groups_ceiling
+    assert core.outstanding_groups <= limit, f"{core.outstanding_groups} groups > {limit}"
+    oldest, bound = max(core.trained.staleness, default=0), core.policy.guaranteed_bound
+    assert bound is None or oldest <= bound, f"trained at staleness {oldest}, not {bound}"
+    running = (r for r, g in core.groups.running.values() if not g.is_evaluation)
+    in_flight = sum(rollout.sampled_tokens for rollout in running)
+    assert in_flight == core.ledger.in_flight, f"{in_flight} != {core.ledger.in_flight}"
+
+
+def resume(core: "Core", event: ev.Resumed) -> list[ev.Command]:
+    """Go back to what the trainer's checkpoint knows of, and wait for everybody to return.
+
+    Batches after the checkpoint are undone, to be handed over again as they were. If weights
+    were published that the checkpoint has not seen, they are lost: the run goes on under a
+    number that nothing was sampled with, and what those weights sampled is given up.
+    """
+    core.batches_asked = 0
+    core.are_tasks_exhausted = False
+    core.is_restoring, core.is_paused, core.awaited = True, False, {}
+    core.was_asked = False
+    commands = core.groups.end_evaluations()
+    first_lost = core.handed.first_lost_version(event.batches)
+    core.turns.resume()
+    for batch in core.handed.take_back(event.batches):
+        core.trained.batches -= 1
+        left_out.take_back(batch, core.groups, core.trained)
+    core.handed.begin_anew()
+    core.handed.make_safe(event.batches, event.offer)
+    core.tasks.resume(event.offer)
+    if first_lost is not None:
+        core.trainer_version += 1
+        core.handed.roll_back(core.trainer_version)
+        core.turns.recall(core.trainer_version)
+        core.handed.release(core.turns.live_version)
+    for group in list(core.groups.in_order):
+        if group in core.groups:  # else it was given up with the one it is a rest of
+            commands += _resume_group(core, group, event.offer, first_lost)
+    while core.outstanding_groups > core.policy.outstanding_groups_ceiling:
+        commands += _roll_back(core, core.groups.newest)
+    for group in core.groups.in_order:
+        # Of an earlier iterator, it waits for the first one that is given, see Core._on_offered.
+        key = group.key
+        if key is not None and (key.offer == event.offer or group.body):
+            core.awaited.setdefault(key, []).append(group)
+    return commands
+
+
+def _resume_group(
+    core: "Core", group: Group, offer: int, first_lost: int | None
+) -> list[ev.Command]:
+    """Give a group up if it can't go on, or must not be trained any more."""
+    assert group.key is not None
+    if group.key.offer > offer:
+        return core.groups.give_up_group(group, "rolled_back")  # its iterator comes anew
+    if group.key.offer < offer and group.running and not group.body:
+        core.tasks.gone += 1
+        return core.groups.give_up_group(group, "task_gone")
+    if first_lost is not None and group.newest_version >= first_lost:
+        return _roll_back(core, group)
+    return []
+
+
+def _roll_back(core: "Core", group: Group) -> list[ev.Command]:
+    """Give a group up, and take its task anew when it is found."""
+    assert group.key is not None
+    commands: list[ev.Command] = []
+    if not group.is_rest:  # else the others of its group were trained, or are given up too
+        if group.body or group.key.offer >= core.tasks.gone_before:
+            core.tasks.put_back(group.key, group.task, group.body)
+        else:
+            core.tasks.gone += 1
+        commands += [c for g in core.groups.rests_of(group) for c in _roll_back(core, g)]
+    return commands + core.groups.give_up_group(group, "rolled_back")
 
 
 class Core:
@@ -40,6 +122,9 @@ class Core:
         self.trained = TrainedCounts()
         self.trainer_version = 0
         self.batches_asked = 0
+        self.was_asked = False
+        """Whether the trainer waits for a batch, or was refused one, at a publish that is yet to be
+        decided."""
         self.are_tasks_exhausted = False
         self.awaited: dict[TaskKey, list[Group]] = {}
         """After a resume: groups whose task the user's iterator is yet to give again."""
@@ -80,8 +165,14 @@ class Core:
 
     @property
     def training_groups(self) -> int:
-        """Groups handed over, whose version isn't live yet."""
+        """Places of batches handed over whose version isn't live yet; a short one holds a whole
+        batch's."""
         return self.handed.num_groups
+
+    @property
+    def consumption_version(self) -> int:
+        """Version at which a batch handed over now is trained: after those the trainer holds."""
+        return self.trainer_version + self.handed.untrained
 
     @property
     def next_version(self) -> int:
@@ -138,26 +229,30 @@ class Core:
                 return self._hand_over()
             case ev.EvaluationAsked(task=task, index=index):
                 return [*self._go_on(), *self.groups.evaluate(task, index)]  # it waits for nothing
-            case ev.TasksOffered():
-                self.are_tasks_exhausted = False
-                self.tasks.begin()
-                return []
+            case ev.TasksOffered(episode=episode):
+                return self._on_offered(episode)
             case ev.BatchAsked():
                 self.batches_asked += 1
-                return self._hand_over()
-            case ev.BatchNotWanted():
+                return self._release([]) if self.handed.note_asked() else self._hand_over()
+            case ev.BatchNotWanted(is_held=is_held):
                 self.batches_asked -= 1
+                self.was_asked |= is_held
                 return []
-            case ev.VersionPublished(version=version):
-                return self._on_published(version)
+            case ev.BatchReturned():
+                return self._take_back(event)
+            case ev.VersionPublished():
+                return self._on_published(event)
+            case ev.PublishFailed():
+                self.handed.note_failed(is_asked=self._is_asked_ahead)
+                return []
             case ev.VersionRetracted(version=version):
                 return self._retract(version)
             case ev.EngineSwapped(engine=engine, version=version):
                 return self._release(self.turns.swap(engine, version))
             case ev.EngineJoined():
                 return self._release(self.turns.join(event))
-            case ev.EngineLeft(engine=engine):
-                return self._release(self.turns.leave(engine))
+            case ev.EngineLeft(engine=engine, is_crash=is_crash):
+                return self._release(self.turns.leave(engine, is_crash=is_crash))
             case ev.BatchesSafe(batches=batches, offer=offer):
                 self.handed.make_safe(batches, offer)
                 return []
@@ -182,6 +277,35 @@ class Core:
 
     # ------------------------------------------------------------ admission
 
+    def _on_offered(self, episode: str) -> list[ev.Command]:
+        """Take tasks from another iterator, whose episode function has this name.
+
+        The first iterator after a resume continues the one in use at the checkpoint. No earlier one
+        is given again: their unfinished tasks are taken up from the journal. So are those of an
+        iterator that is broken out of before a resumed run has passed by what was taken from it.
+        """
+        self.are_tasks_exhausted = False
+        tasks = self.tasks
+        groups = [*self.groups.in_order, *(g for b in self.handed.kept for g in b.groups)]
+        tasks.begin(episode, {group.key.offer for group in groups if group.key is not None})
+        commands: list[ev.Command] = []
+        was_awaited = bool(self.awaited)
+        for key in sorted(key for key in tasks.requeued if key.offer < tasks.offer):
+            returned = tasks.requeued[key]
+            if tasks.is_known(key, returned.body):
+                commands.append(ev.RequeueTask(returned.task, key))
+            elif key.offer < tasks.gone_before:
+                tasks.forget(key)
+        for key in sorted(key for key in self.awaited if key.offer < tasks.offer):
+            for group in self.awaited.pop(key):
+                if tasks.is_known(key, group.body):
+                    running = self.groups.running_of(group)
+                    commands += [ev.StartEpisode(rollout, group.task) for rollout in running]
+                elif group.running:
+                    tasks.gone += 1
+                    commands += self.groups.give_up_group(group, "task_gone")
+        return commands + self._hand_over() if was_awaited else commands
+
     def _admit(self, event: ev.TaskArrived) -> list[ev.Command]:
         if not self._places_known:
             self._places_known = self.capacity_groups
@@ -195,7 +319,7 @@ class Core:
         if self.prompts.histories and self.prompts.pass_over(event.digest):
             return self._hand_over()
         is_retaken = event.key is not None
-        return self.groups.admit(event.task, key, event.digest, is_retaken=is_retaken)
+        return self.groups.admit(event, key, is_retaken=is_retaken)
 
     def _on_step(self, event: ev.StepArrived) -> list[ev.Command]:
         outcome = self.turns.step(event)
@@ -203,6 +327,8 @@ class Core:
         self.evaluation_ledger.sample(outcome.evaluation_tokens)
         if outcome.unwanted_tokens:
             self.ledger.sample_unwanted(outcome.unwanted_tokens, "cancelled")
+        if (tokens := outcome.unwanted_evaluation_tokens) > 0:
+            self.evaluation_ledger.sample_unwanted(tokens, "cancelled")
         return outcome.commands
 
     def _on_returned(self, event: ev.EpisodeReturned) -> list[ev.Command]:
@@ -228,7 +354,10 @@ class Core:
             self.batches_asked -= 1
             commands += self._train(batch)
         if self.batches_asked and not self._can_fill():
+            if self.handed.assume_trained():
+                return self._release(commands)
             self.batches_asked -= 1
+            self.was_asked = True  # it may look ahead further than it may
             commands.append(ev.RefuseBatch(self.handed.unpublished_groups))
         return commands
 
@@ -239,18 +368,34 @@ class Core:
             wanted = min(wanted, self.groups.places)
         if self.awaited:
             return None  # until the user's iterator has come to all that were unfinished
+        if self.handed.again and (undone := self._undone_batch()) is not None:
+            return undone
         if not wanted:  # only rests are left, if anything is
             return None if self.groups.running_groups else list(self.groups.in_order)
         ends = self.groups.rollout_ends if self.policy.splits_groups else 0
-        question = (self.policy, self.trainer_version, wanted, self.groups.revision, ends)
+        version = self.consumption_version
+        question = (self.policy, version, wanted, self.groups.revision, ends)
         if question == self._asked_in_vain:
             return None
-        batch = self.policy.select(self.groups, groups=wanted, trainer_version=self.trainer_version)
+        batch = self.policy.select(self.groups, groups=wanted, trainer_version=version)
         if batch is None:
             self._asked_in_vain = question
             return None
         refuse_selection(self.policy, batch, wanted)
         return [self.groups.split(group) if group.running else group for group in batch]
+
+    def _undone_batch(self) -> list[Group] | None:
+        """Return the groups of the oldest batch that a resume has undone, as they were handed over.
+
+        None once one of them was given up (by a rollback, or for its age): from that batch on the
+        policy selects anew.
+        """
+        groups = [self.groups.ended_group(group_id) for group_id in self.handed.again[0]]
+        whole = [group for group in groups if group is not None]
+        if len(whole) == len(groups):
+            return whole
+        self.handed.again.clear()
+        return None
 
     def _can_fill(self) -> bool:
         unpublished_groups = self.handed.unpublished_groups
@@ -263,7 +408,7 @@ class Core:
         if self.policy.masks_old_tokens:
             return []
         commands: list[ev.Command] = []
-        oldest_trainable = self.policy.oldest_trainable(self.trainer_version)
+        oldest_trainable = self.policy.oldest_trainable(self.consumption_version)
         for group in batch:
             if group.version_floor >= oldest_trainable:
                 continue  # no token is older than that
@@ -277,10 +422,10 @@ class Core:
         key = group.key
         assert key is not None
         commands = self.groups.give_up_group(group, reason)
-        if group.is_rest or key.offer < self.tasks.gone_before:
+        if group.is_rest or not self.tasks.can_be_taken_again(key, group.body):
             return commands
         commands += [c for g in self.groups.rests_of(group) for c in self._give_up_anew(g, reason)]
-        self.tasks.put_back(key)
+        self.tasks.put_back(key, group.task, group.body)
         self.are_tasks_exhausted = False  # there is this one again
         if self.awaited.pop(key, None) is not None:
             return commands  # it is taken once the user's iterator has come to it
@@ -290,6 +435,9 @@ class Core:
         """Give up what the policy says."""
         policy = self.policy
         expired = policy.expire(self.groups, trainer_version=self.trainer_version)
+        if self.handed.again:  # their age is checked when they are handed over
+            undone = {group_id for batch in self.handed.again for group_id in batch}
+            expired = [group for group in expired if group.group_id not in undone]
         return self._give_all_up_anew(expired, policy.expiry_reason)
 
     def _give_all_up_anew(self, groups: list[Group], reason: str) -> list[ev.Command]:
@@ -300,19 +448,44 @@ class Core:
     def _train(self, batch: list[Group]) -> list[ev.Command]:
         if not batch:
             return [ev.EndBatches()]
-        number = self.handed.hand(batch, self.trainer_version)
+        version = self.consumption_version
         oldest_trainable = 0
         if self.policy.masks_old_tokens:
-            oldest_trainable = max(0, self.policy.oldest_trainable(self.trainer_version))
+            oldest_trainable = max(0, self.policy.oldest_trainable(version))
         rows = self.groups.train(batch, oldest_trainable=oldest_trainable)
+        number = self.handed.hand(batch, version, places=self._places_of(batch))
         self.trained.batches += 1
-        self.trained.count(rows, self.trainer_version, 1)
-        hand_over = ev.HandOver(batch, self.trainer_version, number, oldest_trainable)
+        self.trained.count(rows, version, 1)
+        hand_over = ev.HandOver(batch, version, number, oldest_trainable)
         return [hand_over, *self._expire(), *self._pause_generation()]
 
+    def _places_of(self, batch: list[Group]) -> int:
+        """Places that a batch holds once its groups wait no more: a whole batch's.
+
+        A version is made from a short one too, so groups admitted beside it get as old as beside
+        a whole one. Where the policy allows no such number at once, it holds what is left.
+        """
+        groups = sum([group.split_from is None for group in batch])
+        left = self.policy.outstanding_groups_ceiling - self.outstanding_groups
+        return max(groups, min(self.policy.groups_per_batch, left))
+
+    def _take_back(self, event: ev.BatchReturned) -> list[ev.Command]:
+        """The newest batch waits again, to be selected anew under the version of then."""
+        assert event.number == self.handed.count, f"{event} of {self.handed.count} batches"
+        self.was_asked |= event.is_held
+        self.trained.batches -= 1
+        left_out.take_back(self.handed.give_back(), self.groups, self.trained)
+        return self._release([])
+
     def _pause_generation(self) -> list[ev.Command]:
-        """Until the version made from a batch is live, if the policy wants that."""
+        """Until the version made from a batch is live, if the policy wants that.
+
+        Not during an evaluation: a batch that was asked for ahead may be handed over while the
+        trainer waits for the evaluation, and would then stop it for ever.
+        """
         if not self.policy.pauses_generation or not self.groups.running_groups:
+            return []
+        if any(group.is_evaluation for _, group in self.groups.running.values()):
             return []
         self.is_paused = True
         return [ev.PauseGeneration(True)]
@@ -324,10 +497,20 @@ class Core:
 
     # ------------------------------------------------------------ versions
 
-    def _on_published(self, version: int) -> list[ev.Command]:
-        self.trainer_version = version
-        self.is_restoring = False
-        self.handed.publish(version)
+    @property
+    def _is_asked_ahead(self) -> bool:
+        """Whether the trainer waits for a batch while it publishes."""
+        return self.was_asked or self.batches_asked > 0
+
+    def _on_published(self, event: ev.VersionPublished) -> list[ev.Command]:
+        self.trainer_version = event.version
+        self.handed.publish(
+            event.version,
+            is_asked=self._is_asked_ahead,
+            is_restored=self.is_restoring,
+            replaced=event.replaced,
+        )
+        self.is_restoring = self.was_asked = False
         return self._release(self._expire())
 
     def _retract(self, version: int) -> list[ev.Command]:
@@ -352,6 +535,7 @@ class Core:
             return [ev.RequeueTask(task, key)]
         commands: list[ev.Command] = []
         for group in self.awaited.pop(key, ()):  # none: it was trained, or dropped
-            group.task = task
+            if not group.body:  # else the task came from the journal, and is an equal one
+                group.task = task
             commands += [ev.StartEpisode(r, task) for r in self.groups.running_of(group)]
         return [*commands, *self._hand_over()]

@@ -5,17 +5,14 @@ in bounded memory, the same for the same calls; it decides nothing and knows no 
 """
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
 
 from tidegate.orchestrator.core.group import TaskKey
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.statistics import (
-    DiscardStatistics,
-    LengthBiasStatistics,
-    TaskDiscards,
-)
 
 LENGTH_BUCKETS = 32
 """0 tokens, 1, 2 to 3, 4 to 7, … in doublings; the last holds what has 2^30 tokens or more."""
@@ -32,6 +29,54 @@ of lengths that is usual, and yet of this hour rather than of the whole run."""
 
 NOBODYS_CHOICE = frozenset({"run_ended"})
 """Reasons that are no bias of a policy: the end of a run cuts off whatever runs then."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDiscards:
+    """How many of one task's rollouts were discarded for one reason."""
+
+    offer: int
+    """Which of the user's iterators gave the task, from 0."""
+    index: int
+    """The task's place in it, from 0."""
+    rollouts: int
+    """At most so many; few tasks are counted one by one, see ``at_least``."""
+    at_least: int
+    """At least so many: it is not known what happened before this task came to be counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardStatistics:
+    """What was discarded for one reason: how much, how long, and of which tasks."""
+
+    rollouts: int
+    tokens: int
+    """Sampled by the time they were discarded."""
+    mean_tokens: float
+    share_of_generated: float
+    """Of all tokens sampled for training."""
+    lengths: Mapping[int, int]
+    """Rollouts by length: at the key n, those of n to 2n - 1 tokens; at 0, those without any."""
+    tasks: tuple[TaskDiscards, ...] = ()
+    """The few hit most, the most first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBiasStatistics:
+    """Whether what was trained lately is as long as what was generated.
+
+    A rollout that was discarded counts with what it had by then, which for one that was given up
+    on its way is less than it would have had: the true bias is larger.
+    """
+
+    rollouts: int
+    """Trained or discarded, the latest."""
+    mean_generated_tokens: float
+    mean_trained_tokens: float
+    ratio: float
+    """Trained over generated; 1 is unbiased, below it short rollouts were favoured."""
+    survival: Mapping[int, float]
+    """Share that was trained, by length as in :class:`DiscardStatistics`. Unbiased: all equal."""
 
 
 class SavedTally(msgspec.Struct, array_like=True):

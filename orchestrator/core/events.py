@@ -24,10 +24,15 @@ class TaskArrived(Struct, frozen=True, gc=False):
     """None for the next one of the iterator in use."""
     digest: bytes = b""
     """Of the task, to know it again; empty where it has no bytes of its own."""
+    body: bytes = b""
+    """The task itself, where a journal keeps it; empty for one that is no plain data."""
 
 
 class TasksOffered(Struct, frozen=True, gc=False):
     """The user gave a new iterator."""
+
+    episode: str = ""
+    """Name of the function that runs the iterator's tasks. It is compared, never imported."""
 
 
 class TasksExhausted(Struct, frozen=True, gc=False):
@@ -98,6 +103,9 @@ class EngineLeft(Struct, frozen=True, gc=False):
     """An engine is gone; what it was doing has to go on elsewhere."""
 
     engine: str
+    is_crash: bool = True
+    """Whether one of its turns may have ended it: it died, failed or fell silent. False if it left
+    on request, or was given up for its weights."""
 
 
 class StepArrived(Struct, frozen=True, gc=False):
@@ -144,13 +152,30 @@ class BatchAsked(Struct, frozen=True, gc=False):
 
 
 class BatchNotWanted(Struct, frozen=True, gc=False):
-    """The trainer has given up waiting for a batch."""
+    """The trainer has given up waiting for a batch, or is not given one for now."""
+
+    is_held: bool = False
+    """Whether the trainer still waits, and gets none until a publish is decided."""
+
+
+class BatchReturned(Struct, frozen=True, gc=False):
+    """The newest batch handed over did not reach the trainer, which has not trained on it."""
+
+    number: int
+    is_held: bool = False
+    """As of :class:`BatchNotWanted`."""
 
 
 class VersionPublished(Struct, frozen=True, gc=False):
-    """The trainer made new weights from every batch it has had so far."""
+    """The trainer made new weights from batches that it has had."""
 
     version: int
+    replaced: int = 0
+    """Earlier publishes whose place it took before every engine had staged them."""
+
+
+class PublishFailed(Struct, frozen=True, gc=False):
+    """Weights that the trainer made were refused, late or given up: no engine serves them."""
 
 
 class VersionRetracted(Struct, frozen=True, gc=False):
@@ -187,13 +212,16 @@ class OffPolicynessMeasured(Struct, frozen=True, gc=False):
 
 
 class RolloutCut(Struct, frozen=True, gc=False):
-    """A rollout goes on from an earlier point of its context: the rest will not be used."""
+    """A rollout continues from the end of an earlier turn: later turns are discarded.
+
+    What the episode has appended after that turn is reported by its next turn, as always.
+    """
 
     rollout_id: int
     turns: int
-    """Kept."""
+    """Number of turns that are kept."""
     tokens: int
-    """Of its context, kept."""
+    """Context tokens the episode had repeated when it went another way. Informational only."""
     reason: str
 
 
@@ -249,6 +277,8 @@ Event = (
     | EngineSwapped
     | BatchAsked
     | BatchNotWanted
+    | BatchReturned
+    | PublishFailed
     | VersionPublished
     | VersionRetracted
     | BatchesSafe
@@ -312,11 +342,12 @@ class FailTurn(Struct, frozen=True, gc=False):
 
 
 class HandOver(Struct, frozen=True, gc=False):
-    """Give the trainer a batch."""
+    """Offer the trainer a batch; :class:`BatchReturned` undoes it."""
 
     groups: list[Group]
     trainer_version: int
-    """At the time of handing over: what staleness is counted from."""
+    """Version at which it is trained, from which staleness is counted: the newest published, plus
+    one for each batch that the trainer holds and has not published yet."""
     number: int = 0
     """Counts a run's batches from 1."""
     oldest_trainable: int = 0

@@ -29,6 +29,8 @@ class Group:
     """Of the task; None for an evaluation's."""
     digest: bytes = b""
     """Of the task, to know it again after a crash."""
+    body: bytes = b""
+    """The task as bytes, where a journal keeps it: then a resume needs no iterator to give it."""
     rollouts: list[Rollout] = field(default_factory=list)
     """Its ``group_size`` rollouts, then their branches."""
     running: int = 0

@@ -19,8 +19,8 @@ from tidegate.orchestrator.core.rollout import (
     Turn,
 )
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
+from tidegate.orchestrator.core.turns import TurnBook
 from tidegate.orchestrator.core.waiting_groups import WaitingGroups
-from tidegate.orchestrator.turns.turns import TurnBook
 from tidegate.policies.filters import GroupFilter
 
 KEPT_ROLLOUTS_MIN = 2
@@ -67,11 +67,11 @@ class GroupBook(WaitingGroups):
 
     # ------------------------------------------------------------ start
 
-    def admit(
-        self, task: object, key: TaskKey, digest: bytes, *, is_retaken: bool
-    ) -> list[ev.Command]:
-        """A task begins, as the newest group."""
-        group = Group(self.next_group_id, task, key, digest, is_retaken=is_retaken)
+    def admit(self, event: ev.TaskArrived, key: TaskKey, *, is_retaken: bool) -> list[ev.Command]:
+        """Begin a task as the newest group."""
+        group = Group(
+            self.next_group_id, event.task, key, event.digest, event.body, is_retaken=is_retaken
+        )
         self.next_group_id += 1
         group.version_floor = self._turns.live_version
         self._add(group)
@@ -155,11 +155,11 @@ class GroupBook(WaitingGroups):
         ledger.discard_running(tokens, "refused")
 
     def cut(self, event: ev.RolloutCut) -> list[ev.Command]:
-        """An episode that is run again goes another way than before, from here on."""
+        """Discard what follows an episode's kept turns: run again, it went another way there."""
         rollout, group = self.running[event.rollout_id]
         commands = self._turns.cancel(rollout)
         before = rollout.sampled_tokens
-        rollout.cut(turns=event.turns, tokens=event.tokens)
+        rollout.cut(turns=event.turns)
         self._ledger_of(group).discard_running(before - rollout.sampled_tokens, event.reason)
         return commands
 
@@ -200,7 +200,7 @@ class GroupBook(WaitingGroups):
             del self.running[branch.rollout_id]
             commands += self._turns.cancel(branch)
             # What was appended after its last turn nobody has sampled from, and no event tells of.
-            branch.cut(turns=len(branch.turns), tokens=branch.sampled_end)
+            branch.cut(turns=len(branch.turns))
             for turn in branch.turns:
                 del turn.rollout
             if branch.sampled_tokens:
@@ -326,7 +326,7 @@ class GroupBook(WaitingGroups):
         """Part a group from its rollouts that go on: these become a rest, with an id of its own."""
         self._forget(group)
         done = [rollout for rollout in group.rollouts if rollout.rollout_id not in self.running]
-        part = Group(group.group_id, group.task, group.key, group.digest, done)
+        part = Group(group.group_id, group.task, group.key, group.digest, group.body, done)
         part.version_floor, part.is_retaken = group.version_floor, group.is_retaken
         group.split_from, group.group_id = group.group_id, self.next_group_id
         self.next_group_id += 1

@@ -1,8 +1,34 @@
 """Where is every token that was ever sampled? Double-entry book-keeping, exact at every instant."""
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from tidegate.orchestrator.statistics import LedgerSnapshot
+
+@dataclass(frozen=True, slots=True)
+class LedgerSnapshot:
+    """Where every sampled token is: ``generated`` equals the sum of the rest, at every instant."""
+
+    generated: int = 0
+    trained: int = 0
+    buffered: int = 0
+    """In rollouts that are finished and not yet handed to the trainer."""
+    in_flight: int = 0
+    """In rollouts whose episode is going on."""
+    discarded: Mapping[str, int] = field(default_factory=dict)
+    """By reason."""
+
+    @property
+    def discarded_total(self) -> int:
+        """Tokens that will never be trained, whatever the reason."""
+        return sum(self.discarded.values())
+
+    @property
+    def error(self) -> int:
+        """0, or the number of tokens that are unaccounted for."""
+        return self.generated - (
+            self.trained + self.buffered + self.in_flight + self.discarded_total
+        )
 
 
 class Ledger:

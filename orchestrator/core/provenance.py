@@ -65,6 +65,8 @@ def spans_of(
 
     A pass begins with a prefill, whose spans give the range of KV versions; every token sampled
     then widens it by its own version, for the position it was sampled from is computed with it.
+    An engine that a turn moves to and that tells no prefill leaves the KV unknown: it may have
+    computed the context with any version, or had the KV of some of it.
     """
     run_at = {run.start: run for run in runs}
     prefill_at = {prefill.at: prefill for prefill in prefills}
@@ -72,9 +74,11 @@ def spans_of(
     run: VersionRun | None = None
     kv: KvRange | None = None
     for start, end in itertools.pairwise(cuts):
-        run = run_at.get(start, run)
+        before, run = run, run_at.get(start, run)
         if run is None:
             raise AssertionError(f"output token {start} has no version")
+        if before is not None and before.engine != run.engine:
+            kv = None
         if start in prefill_at:
             versions = [span.version for span in prefill_at[start].spans]
             kv = KvRange(min(versions), max(versions)) if versions else None

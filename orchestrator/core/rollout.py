@@ -13,7 +13,7 @@ from typing import Protocol
 
 from tidegate.orchestrator.core.provenance import TurnPrefill, VersionRun, VersionSpan, spans_of
 from tidegate.orchestrator.core.token_arrays import token_array
-from tidegate.orchestrator.turns.token_details import TurnDetails
+from tidegate.orchestrator.core.token_details import TurnDetails
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
@@ -39,6 +39,8 @@ class Turn:
         "finish_reason",
         "held_back",
         "is_evaluation",
+        "losses",
+        "losses_in_vain",
         "media",
         "number",
         "place",
@@ -91,6 +93,10 @@ class Turn:
         self.sampled_by = -1
         """The version that its last tokens are of; -1: none is from there yet."""
         self.is_evaluation = rollout.group_id < 0
+        self.losses = 0
+        """Engines that were lost while they had this turn."""
+        self.losses_in_vain = 0
+        """The last of them, without a token of this turn in between."""
         self.reward: float | None = None
         """Its own, beside that of its rollout; None: its episode gave none."""
         wants_details = sampling.top_logprobs or sampling.raw_logprobs
@@ -307,9 +313,16 @@ class Rollout:
         """Index in the context after the last turn's tokens: what follows was given since."""
         return self.turns[-1].start + self.turns[-1].length if self.turns else 0
 
-    def cut(self, *, turns: int, tokens: int) -> None:
-        """Keep only so many turns, and tokens of context."""
-        del self.token_ids[tokens:], self.logprobs[tokens:], self.turns[turns:]
+    def cut(self, *, turns: int) -> None:
+        """Keep only the first ``turns`` turns, and the context up to the last kept turn's end.
+
+        Tokens that an episode appended after that turn are removed too: no event has reported them
+        yet, so a core that replays the journal does not have them.
+        """
+        self.settle()
+        del self.turns[turns:]
+        end = self.sampled_end
+        del self.filed_token_ids[end:], self.filed_logprobs[end:]
 
     @property
     def sampled_tokens(self) -> int:

@@ -1,23 +1,41 @@
-"""By what does a core decide? Everything that its answers depend on, but for the events."""
+"""Rules of a core: every policy it decides by, as objects and as the plain record a journal keeps.
+
+A journal's header names each policy by a registered name, so reading somebody else's journal never
+imports or calls anything. A user's own class is made only if the caller passes that class.
+"""
 
 import dataclasses
-import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tidegate.errors import ConfigError, ResumeMismatch
-from tidegate.orchestrator.turns.placement import PlacementRules
-from tidegate.policies.filters import GroupFilter
+from tidegate.orchestrator.core.placement import PlacementRules
+from tidegate.policies.adaptive import AdaptiveStaleness
+from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy, Unbounded
+from tidegate.policies.consumption import Window
+from tidegate.policies.filters import DynamicSampling, GroupFilter
+from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
+from tidegate.policies.routing import (
+    LeastLoaded,
+    PowerOfTwoChoices,
+    PrefixAffinity,
+    SessionAffinity,
+)
+from tidegate.policies.speeds import DeclaredSpeeds, MeasuredSpeeds
 from tidegate.policies.staleness import StalenessPolicy
+from tidegate.policies.stragglers import EvenOut, LongTailLane
 
 CLASS = "class"
-"""Where a record says what it is of."""
+"""Key under which a record names its class."""
+
+OUR_PACKAGE = "tidegate."
+"""Prefix of module names in records of journals written before classes had registered names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """A core's policies. Written down, they make an equal core anywhere."""
+    """A core's policies. Their record makes an equal core anywhere."""
 
     policy: StalenessPolicy
     group_size: int
@@ -25,16 +43,54 @@ class Rules:
     placement: PlacementRules = field(default_factory=PlacementRules)
 
 
+OUR_CLASSES: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        Rules,
+        PlacementRules,
+        AdaptiveStaleness,
+        BoundedStaleness,
+        OneStepOffPolicy,
+        OverSampling,
+        Synchronous,
+        TailPacking,
+        Unbounded,
+        Window,
+        DynamicSampling,
+        GroupFilter,
+        LeastLoaded,
+        PowerOfTwoChoices,
+        PrefixAffinity,
+        SessionAffinity,
+        DeclaredSpeeds,
+        MeasuredSpeeds,
+        EvenOut,
+        LongTailLane,
+    )
+}
+"""Classes that a record may name without anybody passing them, by their names there. A name is part
+of the journal's format: it stays when its class is moved or renamed."""
+
+RECORD_DEPTH_MAX = 16
+"""Levels of a record. Rules have four; a foreign header may have any number."""
+
+
+def class_name(kind: type) -> str:
+    """Return a class's name in records: its registered one, or a user's ``module:qualname``."""
+    if OUR_CLASSES.get(kind.__name__) is kind:
+        return kind.__name__
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
 def record_of(value: Any) -> Any:
-    """Rules, or any of them, as plain data.
+    """Return rules, or a policy, as plain data.
 
     Raises:
-        ConfigError: something of it can't be written down.
+        ConfigError: a part of it can't be written down.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kind = type(value)
         settings = {f.name: record_of(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {CLASS: f"{kind.__module__}:{kind.__qualname__}", **settings}
+        return {CLASS: class_name(type(value)), **settings}
     if isinstance(value, list | tuple):
         return [record_of(each) for each in value]
     if isinstance(value, Mapping):
@@ -47,50 +103,99 @@ def record_of(value: Any) -> Any:
     )
 
 
-def made_of(record: Any) -> Any:
-    """What :func:`record_of` has written down.
-
-    Raises:
-        ResumeMismatch: there is no such class here, or it takes other settings.
-    """
+def renamed(record: Any) -> Any:
+    """Return a record with our classes by their registered names, whichever version wrote it."""
     if isinstance(record, list):
-        return tuple(made_of(each) for each in record)
+        return [renamed(each) for each in record]
     if not isinstance(record, dict):
         return record
-    settings = {name: made_of(value) for name, value in record.items() if name != CLASS}
+    record = {name: renamed(value) for name, value in record.items()}
+    module, colon, name = str(record.get(CLASS, "")).partition(":")
+    if colon and module.startswith(OUR_PACKAGE) and name in OUR_CLASSES:
+        record[CLASS] = name
+    return record
+
+
+def made_of(record: Any, classes: Iterable[type] = ()) -> Any:
+    """Return the object that :func:`record_of` has written down. Imports nothing.
+
+    ``classes``: the user's own policies that the record may name.
+
+    Raises:
+        ResumeMismatch: the record names a class that is neither ours nor one of ``classes``, or
+            settings that the class refuses.
+    """
+    known = OUR_CLASSES | {class_name(kind): kind for kind in classes}
+    return _made(renamed(_checked_depth(record)), known)
+
+
+def _checked_depth(record: Any, depth: int = 0) -> Any:
+    if depth > RECORD_DEPTH_MAX:
+        raise ResumeMismatch(f"the journal's rules are nested over {RECORD_DEPTH_MAX} levels deep")
+    if isinstance(record, dict | list):
+        for each in record.values() if isinstance(record, dict) else record:
+            _checked_depth(each, depth + 1)
+    return record
+
+
+def _made(record: Any, known: Mapping[str, type]) -> Any:
+    if isinstance(record, list):
+        return tuple(_made(each, known) for each in record)
+    if not isinstance(record, dict):
+        return record
+    settings = {name: _made(value, known) for name, value in record.items() if name != CLASS}
     if CLASS not in record:
         return settings
-    module, _, name = str(record[CLASS]).partition(":")
-    try:
-        kind: Any = importlib.import_module(module)
-        for part in name.split("."):
-            kind = getattr(kind, part)
-        return kind(**settings)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    name = record[CLASS]
+    kind = known.get(name) if isinstance(name, str) else None
+    if kind is None:
         raise ResumeMismatch(
-            f"the run's {name}({settings}) can't be made here: {error}; run this where "
-            f"{module!r} can be imported, as it was then"
+            f"the journal's rules name {name!r:.200}, which is no policy of Tidegate's; if it is "
+            f"yours, pass the class: replay_journal(policies=[…]), or "
+            f"`tidegate replay --policy module:Name`"
+        )
+    try:
+        return kind(**settings)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ResumeMismatch(
+            f"the journal's {name}({settings!r:.200}) can't be made: {error}"
         ) from None
 
 
+def classes_of(value: Any) -> Iterator[type]:
+    """Return the classes of a policy and of all policies within it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield type(value)
+        for each in dataclasses.fields(value):
+            yield from classes_of(getattr(value, each.name))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from classes_of(each)
+
+
 def check_can_be_made_again(rules: Rules) -> None:
-    """See that a run by these can be resumed, before there is a journal.
+    """Check that the record of ``rules`` makes equal rules, before a journal is begun by them.
 
     Raises:
-        ConfigError: it could not.
+        ConfigError: it does not, so the run could be neither resumed nor replayed.
     """
+    for kind in classes_of(rules):
+        if "<locals>" in kind.__qualname__:
+            raise ConfigError(
+                f"a run with a journal must be able to make its policies again, and "
+                f"{kind.__qualname__} can't be named: define them in a module, not in a function"
+            )
     try:
-        made_of(record_of(rules))
+        made_of(record_of(rules), classes_of(rules))
     except ResumeMismatch as error:
         raise ConfigError(
-            f"a run with a journal must be able to make its policies again: {error}; define them "
-            f"in a module, not in a function"
+            f"a run with a journal must be able to make its policies again: {error}"
         ) from None
 
 
 def say(record: Any) -> str:
-    """A record, for people."""
+    """Return a record as text for people."""
     if not isinstance(record, dict):
         return repr(record)
     settings = ", ".join(f"{name}={say(value)}" for name, value in record.items() if name != CLASS)
-    return f"{str(record.get(CLASS, '')).partition(':')[2]}({settings})"
+    return f"{str(record.get(CLASS, '')).rpartition(':')[2]}({settings})"

@@ -1,7 +1,8 @@
-"""What is a core's whole state, as bytes? To go on from after a crash, and to compare two cores.
+"""A core's whole state as MessagePack bytes: saved in the journal, loaded after a crash.
 
-Everything that the next event could depend on is here, and nothing else: no task, and nothing that
-an episode has added to its context and not told the core yet.
+Holds everything that the next event could depend on, and nothing else: no task, because those are
+the user's, and nothing that an episode appended and has not told the core yet. Two cores are equal
+if their bytes are.
 """
 
 import hashlib
@@ -10,34 +11,210 @@ from collections import Counter, deque
 import msgspec
 
 from tidegate.orchestrator.core.core import Core
-from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.discards import SavedDiscards
+from tidegate.orchestrator.core.event_log import task_of
+from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.handed_batches import HandedBatch
 from tidegate.orchestrator.core.ledger import Ledger
+from tidegate.orchestrator.core.placement import EngineTurns
+from tidegate.orchestrator.core.provenance import TurnPrefill, VersionRun
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
-from tidegate.orchestrator.core.saved_state import (
-    SavedBatch,
-    SavedCore,
-    SavedEngine,
-    SavedGroup,
-    SavedLedger,
-    SavedRollout,
-    SavedSubmission,
-    SavedTasks,
-    SavedTraining,
-    SavedTurn,
-    SavedTurns,
-)
-from tidegate.orchestrator.journal.event_log import TASK_ELSEWHERE
-from tidegate.orchestrator.turns.turns import EngineTurns
 from tidegate.policies.filters import PromptHistory
-from tidegate.transport.messages import TokenDetails
+from tidegate.transport.media import Media, MediaKind
+from tidegate.transport.messages import SamplingParams, TokenDetails
+
+
+class Saved(msgspec.Struct, array_like=True):
+    """Base of what is saved."""
+
+
+class SavedTurn(Saved):
+    """A turn; its tokens are in its rollout's context."""
+
+    sampling: SamplingParams
+    start: int
+    length: int
+    runs: list[VersionRun]
+    prefills: list[TurnPrefill]
+    finish_reason: str | None
+    raw_logprobs: bytes = b""
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+    reward: float | None = None
+    media: tuple[Media, ...] = ()
+    losses: int = 0
+    losses_in_vain: int = 0
+
+
+class SavedRollout(Saved):
+    """A rollout, with what the core knows of its context."""
+
+    rollout_id: int
+    index: int
+    token_ids: bytes
+    logprobs: bytes
+    turns: list[SavedTurn]
+    reward: float | None
+    state: RolloutState
+    discard_reason: str | None
+    oldest_trainable: int
+    branch_of: int | None = None
+    fork_reason: str = ""
+
+
+class SavedGroup(Saved):
+    """A group and all its rollouts."""
+
+    group_id: int
+    key: TaskKey | None
+    digest: bytes
+    running: int
+    rollouts: list[SavedRollout]
+    version_floor: int
+    is_retaken: bool
+    split_from: int | None
+    sibling_rewards: list[float]
+    body: bytes = b""
+    """The task, if it is plain data."""
+
+
+class SavedSubmission(Saved):
+    """A turn on an engine: always its rollout's last."""
+
+    handle: int
+    rollout_id: int
+    priority: int
+    sampled_before: int
+
+
+class SavedEngine(Saved):
+    """An engine and the turns it has."""
+
+    name: str
+    epoch: int
+    weight_version: int
+    max_running_turns: int
+    submissions: list[SavedSubmission]
+    missing: list[int]
+    replay_until: int
+    is_away: bool
+    speed: float
+    media: tuple[MediaKind, ...] = ()
+
+
+class SavedBatch(Saved):
+    """A batch that was handed over and still matters."""
+
+    number: int
+    num_groups: int
+    trainer_version: int
+    version: int | None
+    groups: list[SavedGroup]
+    is_holding: bool
+    is_kept: bool
+    is_again: bool = False
+
+
+class SavedLedger(Saved):
+    """The accounts."""
+
+    generated: int
+    in_flight: int
+    buffered: int
+    trained: int
+    discarded: dict[str, int]
+
+
+class SavedTurns(Saved):
+    """Which turn is where."""
+
+    engines: list[SavedEngine]
+    live_version: int
+    next_handle: int
+    waiting: list[tuple[int, int]]
+    """(rollout id, priority)"""
+    streams: dict[str, tuple[int, int]]
+    media_taken: list[MediaKind] = []
+
+
+class SavedTasks(Saved):
+    """Which tasks have been taken."""
+
+    offer: int
+    counts: list[tuple[int, int]]
+    requeued: list[TaskKey]
+    is_continued: bool
+    gone_before: int
+    requeued_bodies: list[bytes] = []
+    """Bodies of ``requeued``, in that order."""
+    episodes: list[tuple[int, str]] = []
+    """(iterator, name of its episode function)"""
+
+
+class SavedTraining(Saved):
+    """What the trainer has had."""
+
+    batches: list[SavedBatch]
+    count: int
+    safe: int
+    safe_offer: int
+    versions: list[tuple[int, int]]
+    trained_batches: int
+    trained_rollouts: int
+    mixed_version: int
+    staleness: list[tuple[int, int]]
+    again: list[tuple[int, ...]] = []
+    """Group ids of batches to be handed over again as they were, oldest batch first."""
+    covered: int = 0
+    taken_before: int = 0
+    tried: int = 0
+    failed: int = 0
+    is_asked_ahead: bool = False
+
+
+class SavedCore(Saved):
+    """All of it."""
+
+    trainer_version: int
+    batches_asked: int
+    are_tasks_exhausted: bool
+    is_restoring: bool
+    awaited: list[TaskKey]
+    groups: list[SavedGroup]
+    evaluations: list[SavedGroup]
+    next_rollout_id: int
+    next_group_id: int
+    ledger: SavedLedger
+    evaluation_ledger: SavedLedger
+    discarded_rollouts: dict[str, int]
+    discards: SavedDiscards
+    turns: SavedTurns
+    tasks: SavedTasks
+    training: SavedTraining
+    ended: list[int]
+    """Buffered groups, in the order in which they ended."""
+    floors_version: int
+    is_paused: bool
+    adaptation: int | None
+    """Of the staleness policy."""
+    prompts: list[tuple[bytes, int, float]]
+    """(digest, rollouts, total reward)"""
+    passed_over: int
+    was_asked: bool = False
+
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 _decoder = msgspec.msgpack.Decoder(SavedCore)
 
 
-def save(core: Core) -> bytes:
-    """The whole state of a core."""
+def save(core: Core, *, is_replayed: bool = False) -> bytes:
+    """Return a core's whole state.
+
+    In a live core, tokens that an episode appended after its rollout's last turn are left out,
+    because no event has reported them yet. ``is_replayed`` is for a core that was made by replaying
+    events and runs no episodes: it can have no such tokens, so its contexts are saved whole, and
+    tokens that should not be there make its digest another one.
+    """
     groups = core.groups
     evaluations = {id(g): g for _, g in groups.running.values() if g.is_evaluation}
     return _encoder.encode(
@@ -47,8 +224,8 @@ def save(core: Core) -> bytes:
             are_tasks_exhausted=core.are_tasks_exhausted,
             is_restoring=core.is_restoring,
             awaited=sorted(core.awaited),
-            groups=[_group(group) for group in groups.in_order],
-            evaluations=[_group(group) for group in evaluations.values()],
+            groups=[_group(group, is_replayed) for group in groups.in_order],
+            evaluations=[_group(group, is_replayed) for group in evaluations.values()],
             next_rollout_id=groups.next_rollout_id,
             next_group_id=groups.next_group_id,
             ledger=_ledger(core.ledger),
@@ -64,17 +241,19 @@ def save(core: Core) -> bytes:
             adaptation=core.policy.adaptation,
             prompts=[(d, h.rollouts, h.total_reward) for d, h in core.prompts.histories.items()],
             passed_over=core.prompts.passed_over,
+            was_asked=core.was_asked,
         )
     )
 
 
-def digest(core: Core) -> str:
-    """Equal for equal states."""
-    return hashlib.blake2b(save(core), digest_size=16).hexdigest()
+def digest(core: Core, *, is_replayed: bool = False) -> str:
+    """Return a hash of what :func:`save` returns: equal for equal states."""
+    saved = save(core, is_replayed=is_replayed)
+    return hashlib.blake2b(saved, digest_size=16).hexdigest()
 
 
-def _group(group: Group) -> SavedGroup:
-    rollouts = [_rollout(rollout) for rollout in group.rollouts]
+def _group(group: Group, is_replayed: bool = False) -> SavedGroup:
+    rollouts = [_rollout(rollout, is_replayed) for rollout in group.rollouts]
     return SavedGroup(
         group.group_id,
         group.key,
@@ -85,12 +264,13 @@ def _group(group: Group) -> SavedGroup:
         group.is_retaken,
         group.split_from,
         [*group.sibling_rewards],
+        group.body,
     )
 
 
-def _rollout(rollout: Rollout) -> SavedRollout:
-    is_running = rollout.state is RolloutState.RUNNING
-    end = rollout.sampled_end if is_running else len(rollout.token_ids)
+def _rollout(rollout: Rollout, is_replayed: bool) -> SavedRollout:
+    is_live = rollout.state is RolloutState.RUNNING and not is_replayed
+    end = rollout.sampled_end if is_live else len(rollout.token_ids)
     return SavedRollout(
         rollout.rollout_id,
         rollout.index,
@@ -116,6 +296,7 @@ def _turn(turn: Turn) -> SavedTurn:
         saved.top_logprobs = details.top_logprobs.tobytes()
     saved.reward = turn.reward
     saved.media = turn.media
+    saved.losses, saved.losses_in_vain = turn.losses, turn.losses_in_vain
     return saved
 
 
@@ -132,7 +313,7 @@ def _ledger(ledger: Ledger) -> SavedLedger:
 def _turns(core: Core) -> SavedTurns:
     book = core.turns
     return SavedTurns(
-        engines=[_engine(name, engine) for name, engine in sorted(book.engines.items())],
+        engines=[_engine(name, engine) for name, engine in book.engines.items()],
         live_version=book.live_version,
         next_handle=book.next_handle,
         waiting=[(turn.rollout_id, priority) for turn, priority in book.waiting.items()],
@@ -163,8 +344,15 @@ def _engine(name: str, engine: EngineTurns) -> SavedEngine:
 def _tasks(core: Core) -> SavedTasks:
     tasks = core.tasks
     counts = [(offer, count) for offer, count in sorted(tasks.counts.items()) if count]
+    requeued = sorted(tasks.requeued)
     return SavedTasks(
-        tasks.offer, counts, sorted(tasks.requeued), tasks.is_continued, tasks.gone_before
+        tasks.offer,
+        counts,
+        requeued,
+        tasks.is_continued,
+        tasks.gone_before,
+        [tasks.requeued[key].body for key in requeued],
+        sorted(tasks.episodes.items()),
     )
 
 
@@ -183,6 +371,7 @@ def _training(core: Core) -> SavedTraining:
                 [_group(group) for group in batch.groups] if number in kept else [],
                 number in holding,
                 number in kept,
+                batch.is_again,
             )
             for number, batch in sorted(batches.items())
         ],
@@ -194,6 +383,12 @@ def _training(core: Core) -> SavedTraining:
         trained_rollouts=trained.rollouts,
         mixed_version=trained.mixed_version,
         staleness=[(age, count) for age, count in sorted(trained.staleness.items()) if count],
+        again=list(handed.again),
+        covered=handed.covered,
+        taken_before=handed.taken_before,
+        tried=handed.tried,
+        failed=handed.failed,
+        is_asked_ahead=handed.is_asked_ahead,
     )
 
 
@@ -214,6 +409,7 @@ def load(state: bytes, core: Core) -> None:
     core.batches_asked = saved.batches_asked
     core.are_tasks_exhausted = saved.are_tasks_exhausted
     core.is_restoring = saved.is_restoring
+    core.was_asked = saved.was_asked
     _load_groups(saved, core)
     _load_training(saved.training, core)
     awaited = set(saved.awaited)
@@ -227,7 +423,10 @@ def load(state: bytes, core: Core) -> None:
         core.policy = core.policy.adapted(saved.adaptation)
     core.tasks.offer = saved.tasks.offer
     core.tasks.counts = Counter(dict(saved.tasks.counts))
-    core.tasks.requeued = set(saved.tasks.requeued)
+    bodies = saved.tasks.requeued_bodies or [b""] * len(saved.tasks.requeued)
+    for key, body in zip(saved.tasks.requeued, bodies, strict=True):
+        core.tasks.put_back(key, task_of(body), body)
+    core.tasks.episodes = dict(saved.tasks.episodes)
     core.tasks.is_continued = saved.tasks.is_continued
     core.tasks.gone_before = saved.tasks.gone_before
     _load_turns(saved.turns, core)
@@ -262,9 +461,10 @@ def _load_groups(saved: SavedCore, core: Core) -> None:
 def _loaded_group(saved: SavedGroup) -> Group:
     group = Group(
         saved.group_id,
-        TASK_ELSEWHERE,
+        task_of(saved.body),
         saved.key,
         saved.digest,
+        saved.body,
         is_retaken=saved.is_retaken,
         split_from=saved.split_from,
         sibling_rewards=saved.sibling_rewards,
@@ -312,6 +512,7 @@ def _loaded_turn(saved: SavedTurn, rollout: Rollout) -> Turn:
         told = TokenDetails(0, saved.raw_logprobs, saved.top_ids, saved.top_logprobs)
         turn.details.restore(told)
     turn.reward = saved.reward
+    turn.losses, turn.losses_in_vain = saved.losses, saved.losses_in_vain
     return turn
 
 
@@ -320,7 +521,12 @@ def _load_training(saved: SavedTraining, core: Core) -> None:
     for each in saved.batches:
         groups = [_loaded_group(group) for group in each.groups]
         batch = HandedBatch(
-            each.number, each.num_groups, each.trainer_version, each.version, groups
+            each.number,
+            each.num_groups,
+            each.trainer_version,
+            each.version,
+            groups,
+            each.is_again,
         )
         if each.is_holding:
             handed.holding.append(batch)
@@ -329,6 +535,10 @@ def _load_training(saved: SavedTraining, core: Core) -> None:
     handed.count, handed.safe = saved.count, saved.safe
     handed.safe_offer = saved.safe_offer
     handed.versions = deque(saved.versions)
+    handed.again = deque(saved.again)
+    handed.covered, handed.taken_before = saved.covered, saved.taken_before
+    handed.tried, handed.failed = saved.tried, saved.failed
+    handed.is_asked_ahead = saved.is_asked_ahead
     trained.batches = saved.trained_batches
     trained.rollouts = saved.trained_rollouts
     trained.mixed_version = saved.mixed_version
@@ -353,3 +563,4 @@ def _load_turns(saved: SavedTurns, core: Core) -> None:
             engine.submissions[s.handle] = turn
             turn.place = (each.name, s.handle)
         book.engines[each.name] = engine
+    book.find_suspect()

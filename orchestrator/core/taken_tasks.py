@@ -1,12 +1,23 @@
-"""Which of the user's tasks have been taken? Counted per iterator, so that a resume takes the rest.
+"""Bookkeeping of the user's tasks: which were taken, from which iterator, and which are retaken.
 
 A task is known by its place: the user gives the same iterators again after a crash, and the run
-goes on where it was. It never sees a task itself.
+continues where it was. Tasks of iterators before the one in use at the checkpoint are not given
+again; those that the journal holds as plain data are taken up from there.
 """
 
 from collections import Counter
+from dataclasses import dataclass
 
 from tidegate.orchestrator.core.group import TaskKey
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnedTask:
+    """A task that was given back, to be taken again."""
+
+    task: object
+    body: bytes
+    """As :attr:`~tidegate.orchestrator.core.group.Group.body`."""
 
 
 class TakenTasks:
@@ -14,45 +25,76 @@ class TakenTasks:
 
     def __init__(self) -> None:
         self.offer = -1
-        """The iterator in use; -1 before the first."""
+        """Number of the iterator in use; -1 before the first."""
         self.counts: Counter[int] = Counter()
-        """Tasks taken, by iterator."""
-        self.requeued: set[TaskKey] = set()
-        """Given back to be taken again."""
+        """Number of tasks taken, by iterator."""
+        self.requeued: dict[TaskKey, ReturnedTask] = {}
+        """Tasks that were given back, and not taken again yet."""
+        self.episodes: dict[int, str] = {}
+        """Name of the episode function of each iterator that has tasks left; empty if unknown."""
         self.gone_before = 0
-        """Tasks of older iterators can't be taken again: a crash has parted the run from them."""
+        """Iterators below this number are not given again: a crash has parted the run from them."""
+        self.gone = 0
+        """Number of unfinished tasks that the newest resume had to drop."""
         self.is_continued = False
         """Whether the next iterator is the one that was in use before a crash."""
 
     @property
     def count(self) -> int:
-        """Taken from the iterator in use."""
+        """Number of tasks taken from the iterator in use."""
         return self.counts[self.offer]
 
-    def begin(self) -> None:
-        """The user gives an iterator."""
+    def begin(self, episode: str = "", used: "set[int] | None" = None) -> None:
+        """The user gives an iterator; ``used``: those that groups have tasks of."""
         if not self.is_continued:
             self.offer += 1
         self.is_continued = False
+        used = (used or set()) | {key.offer for key in self.requeued}
+        self.episodes = {offer: name for offer, name in self.episodes.items() if offer in used}
+        self.episodes[self.offer] = episode
 
     def take(self, key: TaskKey | None) -> TaskKey:
         """A task is taken: the next one of the iterator in use, or one that was given back."""
         if key is not None:
-            self.requeued.discard(key)
+            self.requeued.pop(key, None)
+            # One that was read ahead from an earlier iterator was never counted before.
+            self.counts[key.offer] = max(self.counts[key.offer], key.index + 1)
             return key
         count = self.counts[self.offer]
         key = TaskKey(self.offer, count)
         self.counts[self.offer] = count + 1
         return key
 
-    def put_back(self, key: TaskKey) -> None:
+    def put_back(self, key: TaskKey, task: object, body: bytes) -> None:
         """A task is to be taken again."""
-        self.requeued.add(key)
+        self.requeued[key] = ReturnedTask(task, body)
+
+    def forget(self, key: TaskKey) -> None:
+        """A task that was given back can't be taken again."""
+        del self.requeued[key]
+        self.gone += 1
+
+    def can_be_taken_again(self, key: TaskKey, body: bytes) -> bool:
+        """Whether a task can be given out once more: by its iterator, or from the journal."""
+        return key.offer >= self.gone_before or self.is_known(key, body)
+
+    def is_known(self, key: TaskKey, body: bytes) -> bool:
+        """Whether a task of an earlier iterator can be run without that iterator.
+
+        It can if the journal holds the task, and if its iterator had the episode function that the
+        iterator in use has: after a resume no other function is known.
+        """
+        before, now = self.episodes.get(key.offer, ""), self.episodes.get(self.offer, "")
+        return bool(body) and (not before or not now or before == now)
 
     def resume(self, offer: int) -> None:
-        """Go on with iterator ``offer``; what was taken from later ones will be taken anew."""
+        """Continue with iterator ``offer``; what was taken from later ones will be taken anew."""
         self.offer = offer
         self.gone_before = max(0, offer)
+        self.gone = 0
         self.is_continued = offer >= 0
         self.counts = Counter({o: n for o, n in self.counts.items() if o <= offer})
-        self.requeued = {key for key in self.requeued if key.offer == offer}
+        self.episodes = {o: name for o, name in self.episodes.items() if o <= offer}
+        requeued = {k: each for k, each in self.requeued.items() if k.offer <= offer}
+        self.requeued = {k: each for k, each in requeued.items() if k.offer == offer or each.body}
+        self.gone += len(requeued) - len(self.requeued)

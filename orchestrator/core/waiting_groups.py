@@ -50,6 +50,10 @@ class WaitingGroups:
         """Buffered ones, in the order in which they ended."""
         return self._ended.values()
 
+    def ended_group(self, group_id: int) -> Group | None:
+        """Return a buffered group by its id; None if no group of this id is buffered."""
+        return self._ended.get(group_id)
+
     @property
     def oldest_running(self) -> Group | None:
         """Of the running ones, the one admitted first."""

@@ -17,6 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tidegate.errors import ChatRefused, ModelError
+from tidegate.transport.regular_files import read_regular
 
 Message = Mapping[str, Any]
 """``role``, ``content`` and so on, as OpenAI's API has them."""
@@ -55,8 +56,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a conversation, up to where the model begins to speak.
+
+        ``options`` are further names that the template may look at, such as ``enable_thinking``.
 
         Raises:
             ChatRefused: the template takes no such conversation; it says why.
@@ -68,6 +72,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
+                **(options or {}),  # a name that is there already raises TypeError
             )
         except Exception as error:  # the template's code may raise whatever Python does
             why = f"{type(error).__name__}: {error}"
@@ -95,7 +100,7 @@ def read_chat_template(path: Path) -> ChatTemplate:
     """
     config = _read_config(path / "tokenizer_config.json")
     file = path / "chat_template.jinja"
-    source = file.read_text() if file.exists() else config.get("chat_template")
+    source = read_regular(file).decode() if file.exists() else config.get("chat_template")
     if isinstance(source, list):
         named = {each.get("name"): each.get("template") for each in source}
         source = next((named[name] for name in TEMPLATE_NAMES if name in named), None)
@@ -116,7 +121,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(read_regular(path))
     except (ValueError, OSError) as error:
         raise ModelError(f"{path} can't be read: {error}") from None
     return config if isinstance(config, dict) else {}

@@ -7,44 +7,103 @@ Where the template or the agent shows the past otherwise than it was, that is an
 episode forks, and the new row says why. Of engines and rewards it knows nothing.
 """
 
+import asyncio
+import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, Self, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
 from tidegate.errors import ChatRefused
 from tidegate.orchestrator.episodes.chat_template import PLACEHOLDER, Message, read_chat_template
 from tidegate.orchestrator.episodes.forced_calls import Choice, forced_call, is_free
+from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 from tidegate.orchestrator.episodes.media_parts import media_of, refuse_if_written_out, words_of
 from tidegate.orchestrator.episodes.messages_seen import keys, plain_messages
+from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.tool_calls import Reply, parse_reply
-from tidegate.orchestrator.weights.model_files import ModelFiles
 from tidegate.transport.media import Media
 from tidegate.transport.sampling import Processor
-
-if TYPE_CHECKING:
-    from tidegate.orchestrator.episodes.episode import Episode
-    from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 
 Tools = Sequence[Mapping[str, Any]]
 """As OpenAI's API has them: ``{"type": "function", "function": {"name": …, …}}``."""
 
-Known = Mapping[str, list[int]]
-"""Texts and their tokens."""
-NOTHING: Known = {}
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs a function in a thread, and returns what it returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What was computed ahead of :meth:`Conversation.prepare`, in a thread, for a long request."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    """Texts and their tokens."""
+    rendered: dict[bytes, str] = field(default_factory=dict)
+    """What the chat template makes of messages and tools, by :func:`_digest` of both."""
+
+
+NOTHING = Known()
 
 log = logging.getLogger("tidegate")
 
 
+class ContextRow(Protocol):
+    """One context of an episode: its own, or a branch's. :class:`Episode` implements it."""
+
+    @property
+    def rollout_id(self) -> int:
+        """The row's rollout number, unique in the run."""
+        ...
+
+    @property
+    def token_ids(self) -> list[int]:
+        """A copy of the context's token ids."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the context in tokens."""
+        ...
+
+    @property
+    def media(self) -> list[Media]:
+        """Media of the context, in order of their positions."""
+        ...
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no turn is being generated here, and none is reserved."""
+        ...
+
+    def reserve(self) -> None:
+        """Keep this row for a turn that is about to be asked for."""
+
+    def append(self, content: str | Sequence[int], *, media: Sequence[Media] = ()) -> None:
+        """Append given tokens to the context."""
+
+    def branch(self, context: Sequence[int], reason: str, *, media: Sequence[Media] = ()) -> Self:
+        """Start another row with its own context; ``reason`` is recorded."""
+        ...
+
+    @property
+    def generate(self) -> Callable[..., Awaitable[GeneratedTurn]]:
+        """Have the model continue the context; takes the options of :meth:`Episode.generate`."""
+        ...
+
+
+Row = TypeVar("Row", bound=ContextRow)
+
+
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _Said(Generic[Row]):
     """A turn of the model's, and all that was there before it."""
 
-    row: "Episode"
+    row: Row
     tokens: int
     """Of the row's context, up to and with the turn."""
     prompt: str
@@ -54,10 +113,10 @@ class _Said:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(Generic[Row]):
     """Where messages lead to, before anything is done about it."""
 
-    said: _Said | None
+    said: _Said[Row] | None
     """The turn that they go on from; None: they begin a row."""
     text: str
     """What they add."""
@@ -67,10 +126,10 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(Generic[Row]):
     """A row whose next turn answers these messages."""
 
-    row: "Episode"
+    row: Row
     messages: list[dict[str, Any]]
     tools: list[str]
     prompt: str
@@ -78,16 +137,16 @@ class Prepared:
     """What holds the turn to a tool call."""
 
 
-class Conversation:
+class Conversation(Generic[Row]):
     """An episode that is asked for turns with messages. Several at once, and any number of threads
     of messages: each that goes on from another turn's end stays in its row."""
 
-    def __init__(self, episode: "Episode", model: ModelFiles) -> None:
+    def __init__(self, episode: Row, model: ModelFiles) -> None:
         """Raises ModelError if the model has no chat template."""
         self._episode = episode
         self._model = model
         self._template = read_chat_template(model.path)
-        self._said: dict[bytes, _Said] = {}
+        self._said: dict[bytes, _Said[Row]] = {}
         """By the messages up to and with it."""
         self._seen: set[bytes] = set()
         """All that was ever asked for, and each beginning of it."""
@@ -96,7 +155,7 @@ class Conversation:
 
     async def generate(
         self, messages: object, tools: Tools | None, tool_choice: Choice = None, **options: Any
-    ) -> "GeneratedTurn":
+    ) -> GeneratedTurn:
         """Have the model speak next; ``options`` are those of :meth:`Episode.generate`.
 
         Raises:
@@ -104,15 +163,24 @@ class Conversation:
         """
         return await self.generate_from(self.prepare(messages, tools, tool_choice), options)
 
-    async def read_ahead(self, messages: object, tools: Tools | None) -> Known:
-        """What :meth:`prepare` would tokenise for these, done in a thread if it is long.
+    async def read_ahead(
+        self, messages: object, tools: Tools | None, *, in_thread: InThread = asyncio.to_thread
+    ) -> Known:
+        """Render and tokenise in a thread what :meth:`prepare` would on the event loop.
 
         Raises:
             ChatRefused: there is no prompt for these messages.
         """
-        plain = plain_messages(messages)
-        place = self._place_of(plain, keys(plain), tools, self._template.render(plain, tools))
-        return {place.text: await self._model.encoded(place.text)}
+        known = Known()
+
+        def work() -> None:
+            plain = plain_messages(messages)
+            prompt = known.rendered[_digest(plain, tools)] = self._template.render(plain, tools)
+            text = self._place_of(plain, keys(plain), tools, prompt, known).text
+            known.tokens[text] = self._model.encode(text)
+
+        await in_thread(work)
+        return known
 
     def prepare(
         self,
@@ -121,7 +189,7 @@ class Conversation:
         tool_choice: Choice = None,
         *,
         known: Known = NOTHING,
-    ) -> "Prepared":
+    ) -> "Prepared[Row]":
         """Give a row what these messages add to it; a turn is to be asked for there next.
 
         ``known``: texts that were read ahead.
@@ -136,15 +204,15 @@ class Conversation:
         forced = None
         if not is_free(tool_choice):
             forced = forced_call(tool_choice, tools, self._template.source)
-        prompt = self._template.render(plain, tools)
+        prompt = self._rendered(plain, tools, known)
         refuse_if_written_out(prompt, plain)
         row = self._row_for(plain, tools, prompt, known)
         row.reserve()
         return Prepared(row, plain, names, prompt, forced)
 
     async def generate_from(
-        self, prepared: "Prepared", options: Mapping[str, Any]
-    ) -> "GeneratedTurn":
+        self, prepared: "Prepared[Row]", options: Mapping[str, Any]
+    ) -> GeneratedTurn:
         """Have the model speak where that was prepared."""
         row, messages = prepared.row, prepared.messages
         if prepared.forced is not None:
@@ -158,20 +226,38 @@ class Conversation:
         self._said[key] = _Said(row, row.num_tokens, prepared.prompt, reply.content, has_calls)
         return turn
 
-    async def prompt_tokens(self, messages: object, tools: Tools | None) -> list[int]:
-        """What these messages are as a context of their own."""
-        return await self._model.encoded(self._template.render(plain_messages(messages), tools))
+    async def prompt_tokens(
+        self, messages: object, tools: Tools | None, *, in_thread: InThread | None = None
+    ) -> list[int]:
+        """Return these messages as a context of their own; ``in_thread`` is where to compute it."""
+
+        def rendered() -> str:
+            return self._template.render(plain_messages(messages), tools)
+
+        if in_thread is None:
+            return await self._model.encoded(rendered())
+        ids: list[int] = await in_thread(lambda: self._model.encode(rendered()))
+        return ids
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: Tools | None, known: Known) -> str:
+        """Render messages, unless that was done ahead."""
+        if known is NOTHING:
+            return self._template.render(messages, tools)
+        digest = _digest(messages, tools)
+        if digest not in known.rendered:
+            known.rendered[digest] = self._template.render(messages, tools)
+        return known.rendered[digest]
 
     # ------------------------------------------------------------ which row, and what it gets
 
     def _row_for(
         self, messages: list[dict[str, Any]], tools: Tools | None, prompt: str, known: Known
-    ) -> "Episode":
+    ) -> Row:
         """A row whose context is now what these messages say."""
         digests = keys(messages)
-        place = self._place_of(messages, digests, tools, prompt)
+        place = self._place_of(messages, digests, tools, prompt, known)
         self._seen.update(digests)
-        ids = known.get(place.text)
+        ids = known.tokens.get(place.text)
         if ids is None:
             ids = self._model.encode(place.text)
         if place.said is not None:
@@ -184,13 +270,14 @@ class Conversation:
         digests: list[bytes],
         tools: Tools | None,
         prompt: str,
-    ) -> _Place:
+        known: Known,
+    ) -> _Place[Row]:
         why = self._why_anew(digests)
         for place in range(len(messages) - 2, -1, -1):
             said = self._said.get(digests[place])
             if said is None:
                 continue
-            added = self._added(said, messages, place + 1, tools, prompt)
+            added = self._added(said, messages, place + 1, tools, prompt, known)
             if added is not None:
                 return _Place(said, added, media_of(messages[place + 1 :]), "")
             why = (
@@ -200,7 +287,7 @@ class Conversation:
             break
         return _Place(None, prompt, media_of(messages), why)
 
-    def _go_on(self, said: _Said, added: list[int], media: list[Media]) -> "Episode":
+    def _go_on(self, said: _Said[Row], added: list[int], media: list[Media]) -> Row:
         row = said.row
         last = row.token_ids[said.tokens - 1 : said.tokens]
         if added[:1] == last:  # the engine has sampled the end of the turn itself
@@ -214,14 +301,14 @@ class Conversation:
         why = "resampled: its row has gone on from here in another way"
         return self._fork(row, context, why, media)
 
-    def _begin(self, context: list[int], why: str, media: list[Media]) -> "Episode":
+    def _begin(self, context: list[int], why: str, media: list[Media]) -> Row:
         episode = self._episode
         if episode.is_idle and not episode.num_tokens:
             episode.append(context, media=media)
             return episode
         return self._fork(episode, context, why, media)
 
-    def _fork(self, row: "Episode", context: list[int], why: str, media: list[Media]) -> "Episode":
+    def _fork(self, row: Row, context: list[int], why: str, media: list[Media]) -> Row:
         self.forks[why.partition(":")[0]] += 1
         branch = row.branch(context, why, media=media)
         log.info("rollout=%d forks into %d, %s", row.rollout_id, branch.rollout_id, why)
@@ -238,11 +325,12 @@ class Conversation:
 
     def _added(
         self,
-        said: _Said,
+        said: _Said[Row],
         messages: list[dict[str, Any]],
         start: int,
         tools: Tools | None,
         prompt: str,
+        known: Known,
     ) -> str | None:
         """What the template adds after a turn; None if it shows what was before as something else.
 
@@ -261,7 +349,7 @@ class Conversation:
         other = PLACEHOLDER if words.lstrip()[:1] != PLACEHOLDER[0] else "0"
         try:
             changed = [*messages[:start], {**first, "content": other}, *messages[start + 1 :]]
-            common = _common(prompt, self._template.render(changed, tools))
+            common = _common(prompt, self._rendered(changed, tools, known))
         except ChatRefused:
             return None
         end = common.rfind(end_of_turn, begin)
@@ -271,7 +359,7 @@ class Conversation:
 
     # ------------------------------------------------------------ tokens and words
 
-    def _words(self, turn: "GeneratedTurn", options: Mapping[str, Any]) -> str:
+    def _words(self, turn: GeneratedTurn, options: Mapping[str, Any]) -> str:
         """Without what ended it."""
         stops = options.get("stop_token_ids")
         stops = self._model.stop_token_ids if stops is None else stops
@@ -283,6 +371,12 @@ class Conversation:
         places = [turn.text.rfind(stop) for stop in options.get("stop_strings") or ()]
         ends = [place for place in places if place >= 0]
         return turn.text[: min(ends)] if ends else turn.text
+
+
+def _digest(messages: list[dict[str, Any]], tools: Tools | None) -> bytes:
+    """Return a digest of all that a chat template is given; equal ones are rendered alike."""
+    given = msgspec.json.encode((messages, tools), enc_hook=repr)
+    return hashlib.blake2b(given, digest_size=16).digest()
 
 
 def tool_names(tools: object) -> list[str]:

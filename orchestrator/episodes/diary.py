@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.records.episode_tracks import EpisodeInterval
+from tidegate.orchestrator.telemetry.recorder import EpisodeInterval
 
 LANES_MAX = 24
 """Episodes that are watched at a time: as many lines as a screen has beside the engines'."""

@@ -11,29 +11,302 @@ Where an episode wants more than one context, it forks: each branch is a row of 
 """
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Unpack
+from dataclasses import dataclass
+from typing import Any, Protocol, Unpack, cast
 
 import msgspec
 
-from tidegate.errors import TurnTimeout
+from tidegate.errors import RunClosed, TurnRefused, TurnTimeout
 from tidegate.orchestrator.core.events import TurnsRewarded
 from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.episodes.activities import SCORE
 from tidegate.orchestrator.episodes.chat_template import Message
 from tidegate.orchestrator.episodes.conversation import Conversation, Tools
 from tidegate.orchestrator.episodes.forced_calls import Choice
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
-from tidegate.orchestrator.episodes.generating import Generating, SamplingDefaults
 from tidegate.orchestrator.episodes.media_parts import refuse_too_much
-from tidegate.orchestrator.episodes.recollection import Recollection
+from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.sampling_options import SamplingOptions, sampling_params
-from tidegate.orchestrator.episodes.scoring import ScoringEpisode
-from tidegate.orchestrator.episodes.turn_seeds import mixed, turn_seed
-from tidegate.orchestrator.episodes.turn_timeout import within
-from tidegate.orchestrator.weights.model_files import ModelFiles
+from tidegate.orchestrator.fleet.scores import (
+    Asked,
+    Readout,
+    Score,
+    TokenScores,
+    ask_logprobs,
+    ask_rewards,
+)
+from tidegate.transport.limits import CONTEXT_TOKENS_MAX, TURN_BYTES_MAX
 from tidegate.transport.media import Media
-from tidegate.transport.messages import SamplingParams
+from tidegate.transport.messages import SamplingParams, SubmitTurn, encode
+
+
+class Generating(Protocol):
+    """Who has the model continue a rollout's context."""
+
+    def ask(
+        self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
+    ) -> Awaitable[Turn]:
+        """A new turn, asked for now, once it has ended; ``media`` are new in its context."""
+
+    def rejoin(self, rollout: Rollout) -> Awaitable[Turn]:
+        """The turn that was going on when the run was resumed, once it has ended."""
+
+    def give_up_turn(self, rollout: Rollout) -> None:
+        """Nobody waits for what ``ask`` or ``rejoin`` gave any more."""
+
+    def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
+        """Keep ``turns`` turns of the rollout, and its context up to the last kept turn's end.
+
+        ``tokens``: how much of the context the episode had repeated. Nothing is cut from a rollout
+        that was given up.
+        """
+
+    def is_over_budget(self, rollout: Rollout) -> bool:
+        """Whether its episode is to be parked before its next turn, for it has taken long."""
+
+    async def park(self, rollout: Rollout) -> None:
+        """Return once newer weights are live, or the trainer waits for rollouts."""
+
+    def doing(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
+        """Within it, its episode is at something that has a name, beside generating."""
+
+    def score(self, rollout: Rollout, asked: Sequence[Asked]) -> Awaitable[list[Score]]:
+        """What the engines make of given tokens, for this rollout's episode."""
+
+    def fork(self, rollout: Rollout, reason: str) -> Rollout:
+        """Another row for this one's episode, with nothing in it yet."""
+
+
+SMALL_CONTEXT_TOKENS = 64 * 1024
+"""A turn with so short a context and no media fits its frame, whatever its options are."""
+
+
+class AsksScores(Protocol):
+    """A run that can be asked from any event loop, such as a :class:`~tidegate.Scorer`."""
+
+    async def ask_scores(self, asked: Sequence[Asked]) -> list[Score]:
+        """An answer to each."""
+
+
+class ScoringEpisode:
+    """What of an episode has tokens scored, and knows when that is of no use any more."""
+
+    __slots__ = ("_asking", "_generating", "_is_over", "_rollout")
+
+    def __init__(self, rollout: Rollout, generating: Generating) -> None:
+        self._rollout = rollout
+        self._generating = generating
+        self._is_over = False
+        self._asking: tuple[asyncio.Future[list[Score]], ...] = ()
+        """Not answered yet."""
+
+    async def score(
+        self,
+        sequences: Sequence[Any],
+        *,
+        start: int | Sequence[int] = 1,
+        top_logprobs: int = 0,
+        temperature: float = 1.0,
+        by: AsksScores | None = None,
+    ) -> list[TokenScores]:
+        """How likely the policy's live weights find each sequence's tokens from ``start`` on.
+
+        As :meth:`tidegate.Rollouts.score`, while the episode goes on, and beside its turns too. The
+        sequences are whole contexts: ``[episode.token_ids + answer for answer in answers]``.
+
+        ``by``: the scorer to ask in place of the policy's engines, such as one of
+        ``tidegate.score_server(model=reference)``, or its twin that is not async.
+
+        Cancelled with the episode, or by ``asyncio.timeout``, engines are told.
+
+        Raises:
+            ScoreRefused: no engine can ever answer, e.g. a sequence is too long.
+            EngineLost: several engines were lost with the same sequence, or the scorer's last one.
+        """
+        asked = ask_logprobs(sequences, start, top_logprobs, temperature)
+        return cast("list[TokenScores]", await self._ask(asked, by))
+
+    async def reward(
+        self, sequences: Sequence[Any], *, by: AsksScores | None = None
+    ) -> list[Readout]:
+        """What a classification head says of each sequence; as :meth:`score` otherwise."""
+        return cast("list[Readout]", await self._ask(ask_rewards(sequences), by))
+
+    async def _ask(self, asked: Sequence[Asked], by: AsksScores | None) -> list[Score]:
+        self._refuse_if_over()
+        coming: Awaitable[list[Score]]
+        if by is None:
+            coming = self._generating.score(self._rollout, asked)
+        else:
+            coming = by.ask_scores(asked)
+        asking = asyncio.ensure_future(coming)
+        self._asking += (asking,)
+        try:
+            with self._generating.doing(self._rollout, SCORE):
+                return await asking
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_over and task is not None and not task.cancelling():
+                self._refuse_if_over()
+            raise
+        finally:
+            asking.cancel()
+            self._asking = tuple(other for other in self._asking if other is not asking)
+
+    def _take_scores_back(self) -> None:
+        """The episode is over: who has it ask in the background is told so."""
+        for asking in self._asking:
+            asking.cancel()
+
+    def _refuse_if_over(self) -> None:
+        if self._is_over:
+            raise RunClosed("the episode has returned; its context is settled")
+
+
+BITS_64 = (1 << 64) - 1
+
+
+def turn_seed(run_seed: int, rollout: Rollout, turn: int) -> int:
+    """A 63-bit seed for a turn of the rollout: splitmix64's finaliser over what names it.
+
+    Its name is its group, its place there and the turn: the same in every run with these tasks.
+    Each part has an odd factor of its own (fractions of the golden ratio, sqrt 2 and sqrt 3), so
+    that no two small names meet in one number.
+    """
+    x = run_seed + rollout.group_id * 0x9E3779B97F4A7C15
+    x += rollout.index * 0x6A09E667F3BCC909 + turn * 0xBB67AE8584CAA73B
+    return mixed(x) >> 1
+
+
+def mixed(x: int) -> int:
+    """splitmix64's finaliser."""
+    x &= BITS_64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS_64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & BITS_64
+    return x ^ (x >> 31)
+
+
+async def within(timeout_s: float, coming: Awaitable[Turn], rollout: Rollout) -> Turn:
+    """The turn that ``rollout`` waits for.
+
+    Raises:
+        TurnTimeout: it took longer.
+    """
+    clock = asyncio.timeout(timeout_s)
+    try:
+        async with clock:
+            return await coming
+    except TimeoutError:
+        if not clock.expired():
+            raise
+        raise TurnTimeout(timeout_s=timeout_s, tokens=rollout.turns[-1].length) from None
+
+
+NOT_REPEATABLE = ("cancelled", "refused")
+"""How a turn may have ended that can't be given again: its episode saw an exception."""
+
+
+class Recollection:
+    """A rollout's past, and how far the episode has come in it."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self._rollout = rollout
+        self.turns = 0
+        """Lived through again."""
+        self.tokens = 0
+        """Of the context, lived through again."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether what comes now is new."""
+        return self.turns >= len(self._rollout.turns)
+
+    def follows(self, given: "array[int]") -> bool:
+        """Whether the episode appended these then, too; if so, they are in the context already."""
+        end = self.tokens + len(given)
+        next_turn = self._rollout.turns[self.turns]
+        if end > next_turn.start or self._rollout.token_ids[self.tokens : end] != given:
+            return False
+        self.tokens = end
+        return True
+
+    @property
+    def next_seed(self) -> int:
+        """Of the turn that comes next."""
+        return self._rollout.turns[self.turns].sampling.seed
+
+    def next_turn(self, sampling: SamplingParams, media: tuple[Media, ...] = ()) -> Turn | None:
+        """The turn that the episode asked for here, then; None if it asks for another."""
+        turn = self._rollout.turns[self.turns]
+        is_same = self.tokens == turn.start and sampling == turn.sampling and media == turn.media
+        if not is_same or turn.finish_reason in NOT_REPEATABLE:
+            return None
+        return turn
+
+    def lived_through(self, turn: Turn) -> None:
+        """The episode has got this turn again, whole."""
+        self.turns += 1
+        self.tokens = turn.start + turn.length
+
+
+def too_long(tokens: int) -> TurnRefused:
+    """The error for a context that no message to an engine can hold."""
+    return TurnRefused(
+        f"a context of {tokens} tokens; one may have {CONTEXT_TOKENS_MAX}, for a message to an "
+        f"engine holds no more. Shorten the prompt, or what is appended to it"
+    )
+
+
+def refuse_too_large(
+    rollout: Rollout,
+    sampling: SamplingParams,
+    media: Sequence[Media],
+    context_tokens_max: int,
+) -> None:
+    """Refuse a turn that no engine reads, or that does not fit one message.
+
+    ``context_tokens_max``: the longest context that an engine of the run reads; 0 if none is known.
+
+    Raises:
+        TurnRefused: its context is too long, or context, options and media are too large together.
+    """
+    context = rollout.token_ids
+    if context_tokens_max and len(context) >= context_tokens_max:
+        raise TurnRefused(
+            f"a context of {len(context)} tokens, where engines read {context_tokens_max} "
+            f"together with what they sample; shorten the prompt"
+        )
+    if len(context) <= SMALL_CONTEXT_TOKENS and not media and not rollout.may_have_media:
+        return
+    if len(context) > CONTEXT_TOKENS_MAX:
+        raise too_long(len(context))
+    turn = SubmitTurn(
+        turn=0, token_ids=context.tobytes(), sampling=sampling, media=[*rollout.media, *media]
+    )
+    try:
+        turn_bytes = len(encode(turn))
+    except (ValueError, TypeError, OverflowError) as error:  # a text that is no Unicode
+        raise TurnRefused(f"this turn can't be sent to an engine: {error}") from None
+    if turn_bytes > TURN_BYTES_MAX:
+        raise TurnRefused(
+            f"a turn of {turn_bytes} bytes, of which {4 * len(context)} are its context; one may "
+            f"have {TURN_BYTES_MAX}. Shorten the context, its options or its media"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What ``generate`` uses where it isn't told."""
+
+    max_tokens: int
+    temperature: float
+    seed: int
+    """Of the run."""
+    adapter: str = ""
+
 
 _replace = msgspec.structs.replace
 
@@ -72,7 +345,7 @@ class Episode(ScoringEpisode):
         self.branches: list[Episode] = []
         """Forked from this one, in order."""
         self._turns: list[GeneratedTurn] = []
-        self._conversation: Conversation | None = None
+        self._conversation: Conversation[Episode] | None = None
         self._given_media: tuple[Media, ...] = ()
         """Since the last turn."""
         self._model = model
@@ -144,7 +417,7 @@ class Episode(ScoringEpisode):
             yield from branch.rows
 
     @property
-    def conversation(self) -> Conversation:
+    def conversation(self) -> "Conversation[Episode]":
         """What ``generate(messages=…)`` keeps of them.
 
         Raises:
@@ -171,12 +444,15 @@ class Episode(ScoringEpisode):
 
         Raises:
             ConfigError: they are too many, or too large.
+            TurnRefused: no turn could ever be asked for after it, so long is the context then.
         """
         if self._is_over:  # looked at here too, for the call costs as much again
             self._refuse_if_over()
         if self._is_generating:
             raise RuntimeError("the context can't be appended to while a turn is generated")
         given = self._model.given.of(content)
+        if self.num_tokens + len(given) > CONTEXT_TOKENS_MAX:
+            raise too_long(self.num_tokens + len(given))
         if media:
             self._give_media(media)
         if self._past is not None:
@@ -393,6 +669,15 @@ class Episode(ScoringEpisode):
         return turn
 
     def _forget_the_past(self) -> None:
+        """Go another way from here: discard the turns that the episode has not repeated.
+
+        The cut removes every token after the last repeated turn. Those that the episode has
+        appended again since that turn are put back, as if it had just appended them.
+        """
         past, self._past = self._past, None
-        if past is not None:
-            self._generating.cut(self._rollout, turns=past.turns, tokens=past.tokens)
+        if past is None:
+            return
+        rollout = self._rollout
+        repeated = rollout.token_ids[: past.tokens]
+        self._generating.cut(rollout, turns=past.turns, tokens=past.tokens)
+        rollout.extend(repeated[rollout.sampled_end :])

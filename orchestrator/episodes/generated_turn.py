@@ -63,6 +63,11 @@ class GeneratedTurn:
         details = self._turn.details
         return None if details is None else details.top_of(len(self.token_ids))
 
+    def top_logprobs_from(self, start: int) -> list[dict[int, float]] | None:
+        """:attr:`top_logprobs` of the tokens from ``start`` on, for readers of a growing turn."""
+        details = self._turn.details
+        return None if details is None else details.top_of(len(self.token_ids), start=start)
+
     @property
     def finish_reason(self) -> str:
         """``stop``: the last token is a stop token, or completes a stop string; ``length``: cut

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tidegate.orchestrator.core.events import StepArrived
-from tidegate.orchestrator.statistics import EngineStatistics
+from tidegate.orchestrator.telemetry.statistics import EngineStatistics
 from tidegate.transport.messages import Hello, Step, WeightsLive
 from tidegate.transport.streams import ReceiveWindow
 
@@ -74,6 +74,8 @@ class Engine:
             rows_squared=self.rows_squared,
             rows_busy_s=self.rows_busy_us / 1e6,
             model_code=self.hello.model_code,
+            dtype=self.hello.dtype,
+            block_tokens=self.hello.block_tokens,
             speculation=self.hello.speculation,
             is_deterministic=self.hello.is_deterministic,
             drafted_tokens=self.drafted_tokens,

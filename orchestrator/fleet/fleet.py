@@ -1,7 +1,7 @@
-"""Which engines are there, and what do they say? From frames to events; time is an argument.
+"""Registry of a run's engines: turns their frames into events; time is an argument.
 
-It owns the handshake, the acknowledgements and the heartbeats. It knows messages and engines; not
-rollouts or batches, and no socket: it is given one to send with.
+Owns the handshake (and which engines may join), acknowledgements, credits and heartbeats. It is
+given a function to send with, and knows neither rollouts nor batches.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tidegate.errors import BadFrame
-from tidegate.orchestrator.config import RunSettings
 from tidegate.orchestrator.core.events import EngineJoined, EngineLeft, Event, TurnRejected
+from tidegate.orchestrator.core.step_checks import are_tokens_fine, check_step, step_arrived
 from tidegate.orchestrator.fleet.engine_record import Engine
-from tidegate.orchestrator.fleet.joining import ENGINE_NAME_BYTES_MAX, Demands, objection
-from tidegate.orchestrator.statistics import EngineStatistics, EngineWork
-from tidegate.orchestrator.turns.step_checks import are_tokens_fine, check_step, step_arrived
+from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.orchestrator.telemetry.statistics import EngineStatistics, EngineWork
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import (
+    PROTOCOL,
     Ack,
     Complaint,
     EngineHeartbeat,
@@ -35,6 +35,123 @@ from tidegate.transport.messages import (
 )
 from tidegate.transport.patience import Patience
 from tidegate.transport.streams import ReceiveWindow, Verdict
+
+ENGINE_NAME_BYTES_MAX = 200
+"""ZeroMQ identities are at most 255 bytes."""
+
+ENGINES_MAX = 4096
+"""More than one process can hear; a peer that joins under ever new names is stopped there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demands:
+    """What a run wants of each of its engines."""
+
+    is_deterministic: bool
+    quantization: str
+    """What weights are rounded to; empty: nothing."""
+    kv_policy: KvPolicy | None
+    """None: any."""
+    weight_channel: str | None
+    """None: any."""
+
+
+def objection(
+    peer: bytes,
+    hello: Hello,
+    demands: Demands,
+    engines: Mapping[str, Engine],
+    newest_version: int,
+) -> str | None:
+    """Why this engine can't join those that are there; None if it can.
+
+    ``newest_version``: of the weights that this run has published.
+    """
+    return (
+        _of_its_name(peer, hello, engines)
+        or _of_what_it_can(hello, demands)
+        or _of_its_blocks(hello, demands, engines)
+        or _of_its_weights(hello, demands, engines, newest_version)
+    )
+
+
+def _of_its_name(peer: bytes, hello: Hello, engines: Mapping[str, Engine]) -> str | None:
+    if hello.protocol != PROTOCOL:
+        return (
+            f"engine {hello.engine!r} speaks protocol {hello.protocol}, this run {PROTOCOL}; "
+            f"run the same version of Tidegate on both ends"
+        )
+    if not 0 < len(hello.engine.encode()) <= ENGINE_NAME_BYTES_MAX:
+        return f"engine names have 1 to {ENGINE_NAME_BYTES_MAX} bytes, got {hello.engine!r}"
+    if not hello.engine.isprintable():
+        return f"engine names are printable, got {hello.engine!r}"
+    if len(engines) >= ENGINES_MAX and hello.engine not in engines:
+        return f"this run has {len(engines)} engines, and takes no more"
+    if hello.engine.encode() != peer:
+        return f"engine {hello.engine!r} must connect under its own name, not {peer!r}"
+    return None
+
+
+def _of_what_it_can(hello: Hello, demands: Demands) -> str | None:
+    if hello.max_running_turns < 1:
+        return f"max_running_turns must be >= 1, got {hello.max_running_turns}"
+    if demands.is_deterministic and not hello.is_deterministic:
+        return (
+            f"engine {hello.engine!r} gives a turn other bits in other batches, and this run "
+            f"is deterministic; start the engine with --deterministic"
+        )
+    if hello.quantization != demands.quantization:
+        return (
+            f"engine {hello.engine!r} rounds weights to {hello.quantization or 'nothing'!r}, "
+            f"and this run's are to be rounded to {demands.quantization or 'nothing'!r}; start "
+            f"both with the same quantize"
+        )
+    if demands.kv_policy is not None and demands.kv_policy not in hello.kv_policies:
+        can = ", ".join(map(repr, hello.kv_policies)) or "nothing"
+        return (
+            f"engine {hello.engine!r} ({hello.model_code or hello.architecture}) can't do "
+            f"kv_policy={demands.kv_policy!r} and be right about whose weights sampled what; it "
+            f"can do {can}: set that"
+        )
+    return None
+
+
+def _of_its_blocks(hello: Hello, demands: Demands, engines: Mapping[str, Engine]) -> str | None:
+    """Deterministic engines add up attention block by block, so all need blocks of one size."""
+    for other in engines.values() if demands.is_deterministic else ():
+        its = other.hello.block_tokens
+        if other.hello.engine != hello.engine and its != hello.block_tokens:
+            return (
+                f"engine {hello.engine!r} has KV blocks of {hello.block_tokens} tokens, "
+                f"{other.hello.engine!r} of {its}, and the bits of a deterministic engine depend "
+                f"on them; start all with the same --block-tokens"
+            )
+    return None
+
+
+def _of_its_weights(
+    hello: Hello, demands: Demands, engines: Mapping[str, Engine], newest_version: int
+) -> str | None:
+    if demands.weight_channel not in (None, *hello.weight_channels):
+        return (
+            f"engine {hello.engine!r} has no weight channel {demands.weight_channel!r}, and "
+            f"could never serve what this run publishes; it has "
+            f"{', '.join(hello.weight_channels) or 'none'}: set weight_channel to one of these"
+        )
+    if hello.weight_version > newest_version:
+        return (
+            f"engine {hello.engine!r} serves weights v{hello.weight_version}, but this run has "
+            f"published no newer ones than v{newest_version}; start the engine anew"
+        )
+    for other in engines.values():
+        if other.hello.engine != hello.engine and other.hello.vocab_size != hello.vocab_size:
+            return (
+                f"engine {hello.engine!r} serves a vocabulary of {hello.vocab_size} tokens, "
+                f"{other.hello.engine!r} one of {other.hello.vocab_size}; all must serve the "
+                f"same model"
+            )
+    return None
+
 
 REMEMBERED_MAX = 1000
 """Engines that left or were refused; the oldest are forgotten."""
@@ -73,7 +190,7 @@ class FleetTimes:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an engine says of weights and pauses: the coordinator's business."""
+    """What an engine says of weights, pauses, sleep and scores, which the fleet only passes on."""
 
     engine: str
     message: FromEngine
@@ -134,6 +251,8 @@ class Fleet:
         """Of the weights published; an engine that serves newer ones is of another run."""
         self._vocab_size_min = VOCAB_SIZE_UNKNOWN
         """No engine so far had a smaller one."""
+        self.context_tokens_max = 0
+        """The longest context that any engine so far reads; 0 before the first has joined."""
         self._have_fine_tokens = False
         """Of the steps that are heard at the moment: whether none has a number out of range."""
         self._answers = Patience(answers_max=ANSWERS_PER_S_MAX, interval_s=1.0)
@@ -184,7 +303,7 @@ class Fleet:
         for name in [name for name, until_s in self._expected.items() if now_s > until_s]:
             del self._expected[name]
             self.departed[name] = "did not come back after the run was resumed"
-            events.append(EngineLeft(name))
+            events.append(EngineLeft(name, is_crash=False))  # its host may have died with the run
         return events
 
     def _deaf_s(self, now_s: float) -> float:
@@ -193,14 +312,14 @@ class Fleet:
         self._next_tick_s = now_s + self._times.heartbeat_interval_s
         return max(0.0, now_s - due_s)
 
-    def lose(self, name: str, why: str) -> list[Event]:
-        """Strike an engine from the fleet."""
+    def lose(self, name: str, why: str, *, is_crash: bool = True) -> list[Event]:
+        """Strike an engine from the fleet; ``is_crash``: one of its turns may have ended it."""
         engine = self.engines.pop(name, None)
         if engine is None:
             return []
         _remember(self._given_up, name, engine)
         _remember(self.departed, name, cut(why))
-        return [EngineLeft(name)]
+        return [EngineLeft(name, is_crash)]
 
     # ------------------------------------------------------------ incoming
 
@@ -256,8 +375,8 @@ class Fleet:
                 engine.out_of_memory_steps = message.out_of_memory_steps
             case TurnRefused(turn=turn, message=why):
                 heard.append(TurnRejected(name, turn, cut(why)))
-            case Goodbye(reason=reason):
-                heard += self.lose(name, reason)
+            case Goodbye(reason=reason, has_failed=has_failed):
+                heard += self.lose(name, reason, is_crash=has_failed)
             case Complaint() if not self._answers.has(peer, now_s):
                 self.malformed_frames += 1  # nobody would read so many
             case _:
@@ -307,6 +426,7 @@ class Fleet:
         held = _handles(hello)
         if hello.vocab_size < self._vocab_size_min:
             self._vocab_size_min, self._have_fine_tokens = hello.vocab_size, False
+        self.context_tokens_max = max(self.context_tokens_max, hello.context_tokens_max)
         known = self.engines.get(hello.engine)
         if known is not None and known.hello.epoch != hello.epoch:
             heard += self.lose(hello.engine, "came back as a new process")

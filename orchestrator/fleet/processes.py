@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from tidegate.orchestrator.config import RunSettings
+from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.transport.private_directory import make_private_directory, make_private_file
 from tidegate.transport.security import ENGINE_DEFAULT
 
 LOG_LINES_SHOWN = 8
@@ -38,6 +39,7 @@ class EngineProcess:
         self.name = name
         self.log = log
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        make_private_file(log)
         with log.open("ab") as output:
             # Its own session: Ctrl-C in the terminal is for the run, which then ends its engines.
             self._process = subprocess.Popen(
@@ -135,7 +137,7 @@ class LocalEngines:
 
     def start(self) -> None:
         """Start all of them; they join when they have loaded the model."""
-        self._logs.mkdir(parents=True, exist_ok=True)
+        make_private_directory(self._logs)
         for index in range(self._settings.engines_started):
             self._start(f"engine-{index}")
 
@@ -199,11 +201,13 @@ def engine_command(settings: RunSettings, name: str, address: str) -> list[str]:
     command = [sys.executable, "-m", WORKER, "--die-with-parent", str(os.getpid())]
     if settings.keys is not None:
         command += ["--keys", str(settings.keys / ENGINE_DEFAULT)]
-    return [*command, *engine_options(settings, name, address)]
+    return [*command, *engine_options(settings, name, address, threads=settings.engine_threads)]
 
 
-def engine_options(settings: RunSettings, name: str, address: str) -> list[str]:
-    """What that worker is told wherever it runs."""
+def engine_options(
+    settings: RunSettings, name: str, address: str, *, threads: int | None = None
+) -> list[str]:
+    """Return a worker's options; ``threads`` if it runs on this host, whose cores are known."""
     command: list[str] = []
     options: dict[str, object] = {
         "connect": address,
@@ -211,12 +215,14 @@ def engine_options(settings: RunSettings, name: str, address: str) -> list[str]:
         "engine": name,
         "dtype": settings.dtype,
         "max-running-turns": settings.max_running_turns,
-        "threads": settings.threads_per_engine,
+        "threads": threads or settings.threads_per_engine or 1,
     }
     if settings.device != "cpu":
         options["device"] = settings.device
     if settings.num_blocks is not None:
         options["num-blocks"] = settings.num_blocks
+    if settings.step_time_min_s:
+        options["step-time-min"] = settings.step_time_min_s
     if settings.speculate is not None:
         options["speculate"] = settings.speculate
     for option, value in options.items():
@@ -234,7 +240,7 @@ def engine_options(settings: RunSettings, name: str, address: str) -> list[str]:
 
 def adapter_command(settings: RunSettings, name: str, address: str, url: str) -> list[str]:
     """The command line of a worker that drives the server at ``url``, which serves that model."""
-    command = [sys.executable, "-m", "tidegate.engine.adapters.worker"]
+    command = [sys.executable, "-m", "tidegate.engine.external.worker"]
     options: dict[str, object] = {
         "die-with-parent": os.getpid(),
         "connect": address,

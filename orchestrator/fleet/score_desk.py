@@ -11,15 +11,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tidegate.errors import EngineLost, ScoreRefused
+from tidegate.orchestrator.core.turns import LOSSES_MAX
 from tidegate.orchestrator.fleet.engine_record import Engine
 from tidegate.orchestrator.fleet.scores import Asked, Score, read_answer
-from tidegate.orchestrator.waiting import fail, resolve
+from tidegate.orchestrator.fleet.waiting import fail, resolve
 from tidegate.transport.messages import Message
 from tidegate.transport.scoring import ANSWER_BYTES_MAX, CancelScore, Scored
 from tidegate.transport.scoring import ScoreRefused as Refusal
-
-LOSSES_MAX = 3
-"""Engines that a request may lose before it is taken for what ends them."""
 
 
 class FleetView(Protocol):

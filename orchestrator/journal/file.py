@@ -31,6 +31,7 @@ from tidegate.orchestrator.journal.schema import (
     migrate,
     pack,
 )
+from tidegate.transport.private_directory import make_private_directory, make_private_file
 
 WAL_BYTES_MAX = 64 * 1024 * 1024
 """Merged into the database when it has grown by so much. With the largest commit it is what the WAL
@@ -69,8 +70,10 @@ class JournalFile:
     def create(cls, path: Path, header: bytes) -> "JournalFile":
         """Make a journal with nothing in it but its header."""
         with as_journal_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private_directory(path.parent)
             _refuse_orphaned_wal(path)
+            if not path.exists():
+                make_private_file(path)  # SQLite gives the WAL the same permissions
             file = cls(path)
             try:
                 file._refuse_if_used()
@@ -219,11 +222,20 @@ class JournalFile:
                 )
 
 
+def refuse_irregular(path: Path) -> None:
+    """Refuse a journal one of whose files is a FIFO or a device: SQLite would wait for it."""
+    for suffix in ("", "-wal", "-shm"):
+        file = path.with_name(path.name + suffix)
+        if file.exists() and not file.is_file():
+            raise JournalCorrupt(path=path, where=f"{file.name} is not a regular file")
+
+
 def _refuse_orphaned_wal(path: Path) -> None:
     """SQLite deletes the WAL of a database that is empty or gone, and with it what was committed.
 
     A creator that died leaves no such thing: the database is never empty once there is a WAL.
     """
+    refuse_irregular(path)
     wal = path.with_name(path.name + "-wal")
     is_empty = not path.exists() or path.stat().st_size == 0
     if is_empty and wal.exists() and wal.stat().st_size:

@@ -27,7 +27,7 @@ class FileLock:
 
     def __init__(self, path: Path) -> None:
         lock_path = path.with_name(path.name + "-lock")
-        self._descriptor: int | None = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._descriptor: int | None = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

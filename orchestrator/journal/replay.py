@@ -5,20 +5,20 @@ bit for bit; what differs is a defect, and the event after which it shows is nam
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from tidegate.errors import JournalCorrupt
+from tidegate.errors import JournalCorrupt, JournalError, ResumeMismatch, TidegateError
 from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.event_log import replay
+from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.core.state import digest, load
-from tidegate.orchestrator.journal.event_log import replay
 from tidegate.orchestrator.journal.journal import Journal
 from tidegate.orchestrator.journal.resuming import JOURNAL_FILE, core_of
 from tidegate.orchestrator.journal.run_journal import JournalHeader
-from tidegate.orchestrator.statistics import LedgerSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,25 +57,32 @@ class ReplayReport:
         yield f"digest {self.digest}"
 
 
-def replay_journal(run_directory: Path) -> ReplayReport:
+def replay_journal(run_directory: Path, *, policies: Iterable[type] = ()) -> ReplayReport:
     """Replay a run's journal, checking the core's invariants after every event.
 
+    ``policies``: the user's own policy classes that the run was started with. A journal that names
+    any other class of a user's is refused: no class is ever imported because a journal names it.
+
     Raises:
-        JournalError: there is none, it is in use, or can't be read.
+        ResumeMismatch: the run was started with a policy that is not in ``policies``.
+        JournalError: there is no journal, it is in use, or can't be read.
     """
     path = Path(run_directory) / JOURNAL_FILE
     with Journal.open(path) as journal:
         try:
-            return _replay(journal)
-        except (msgspec.MsgspecError, ValueError) as error:
-            if isinstance(error, JournalCorrupt):
+            return _replay(journal, policies)
+        except TidegateError as error:
+            if isinstance(error, JournalError | ResumeMismatch):
                 raise
             raise JournalCorrupt(path=path, where=str(error)) from error
+        except Exception as error:  # records of a foreign journal may break any assumption
+            where = f"{type(error).__name__}: {error}"
+            raise JournalCorrupt(path=path, where=where) from error
 
 
-def _replay(journal: Journal) -> ReplayReport:
+def _replay(journal: Journal, policies: Iterable[type]) -> ReplayReport:
     header = msgspec.json.decode(journal.header, type=JournalHeader)
-    core = core_of(header)
+    core = core_of(header, policies)
     snapshot = journal.snapshot()
     if snapshot is not None:
         load(snapshot.body, core)
@@ -91,7 +98,7 @@ def _replay(journal: Journal) -> ReplayReport:
             difference = difference or f"after event {lsn}, {event}: {error}"
         if isinstance(event, ev.StateNoted):
             states += 1
-            if event.digest != digest(core):
+            if event.digest != digest(core, is_replayed=True):
                 difference = difference or f"the state at event {lsn} is another than was noted"
     return ReplayReport(
         run_id=header.run_id,
@@ -102,5 +109,5 @@ def _replay(journal: Journal) -> ReplayReport:
         trainer_version=core.trainer_version,
         batches=core.trained.batches,
         ledger=core.ledger.snapshot(),
-        digest=digest(core),
+        digest=digest(core, is_replayed=True),
     )

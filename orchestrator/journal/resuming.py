@@ -5,19 +5,27 @@ two meet is decided here, once, before anything is started.
 """
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
-from tidegate.errors import ConfigError, JournalCorrupt, ResumeMismatch
-from tidegate.orchestrator.config import RunSettings
+from tidegate.errors import ConfigError, JournalCorrupt, JournalError, ResumeMismatch
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.events import Resumed
-from tidegate.orchestrator.core.rules import check_can_be_made_again, made_of, record_of, say
+from tidegate.orchestrator.core.rules import (
+    Rules,
+    check_can_be_made_again,
+    made_of,
+    record_of,
+    renamed,
+    say,
+)
 from tidegate.orchestrator.journal.journal import Journal
 from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
+from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.transport.private_directory import make_private_directory
 
 JOURNAL_FILE = "journal.db"
 
@@ -73,7 +81,7 @@ def open_for(settings: RunSettings, resume: Resume) -> OpenedRun:
     path = settings.run_directory / JOURNAL_FILE
     if resume is None or (resume is True and not path.exists()):
         check_can_be_made_again(settings.rules())
-        settings.run_directory.mkdir(parents=True, exist_ok=True)
+        make_private_directory(settings.run_directory)
         header = new_header(settings, uuid.uuid4().hex)
         file = Journal.create(path, header=msgspec.json.encode(header))
         return OpenedRun(RunJournal(file, new_core(header, settings), header), file=file)
@@ -84,10 +92,10 @@ def open_for(settings: RunSettings, resume: Resume) -> OpenedRun:
         if token is None:
             token = ResumeToken(journal.header.run_id, handed.safe, 0, handed.safe_offer)
         check_token(token, journal)
-    except ResumeMismatch:
+    except (ResumeMismatch, JournalError):
         file.close()
         raise
-    except ValueError as error:
+    except Exception as error:  # records of a foreign journal may break any assumption
         file.close()
         raise JournalCorrupt(path=path, where=str(error)) from error
     return OpenedRun(journal, Resumed(token.batches, token.offer), file)
@@ -114,26 +122,37 @@ def _restored(file: Journal, settings: RunSettings) -> RunJournal:
     return journal
 
 
-def core_of(header: JournalHeader) -> Core:
-    """The core that lived through a journal with this header, as it was at first."""
-    return Core(made_of(header.rules), survives_crashes=True)
+def core_of(header: JournalHeader, policies: Iterable[type] = ()) -> Core:
+    """Return a new core by the rules in a journal's header.
+
+    ``policies``: the user's own policy classes that the header may name.
+
+    Raises:
+        ResumeMismatch: the header names others, or its rules can't be made.
+    """
+    rules = made_of(header.rules, policies)
+    if not isinstance(rules, Rules):
+        raise ResumeMismatch(f"the journal's header has no rules, but {rules!r:.200}")
+    return Core(rules, survives_crashes=True)
 
 
 def new_core(header: JournalHeader, settings: RunSettings) -> Core:
-    """The core that a journal with this header belongs to.
+    """Return a new core by the caller's rules, which must be those of the journal's header.
+
+    Nothing is made from the header: it is only compared.
 
     Raises:
         ResumeMismatch: the run was started with other settings.
     """
-    rules = record_of(settings.rules())
-    for name, now in rules.items():
-        was = header.rules.get(name)
+    before = renamed(header.rules)
+    for name, now in record_of(settings.rules()).items():
+        was = before.get(name)
         if was != now:
             raise ResumeMismatch(
                 f"this run was started with {name}={say(was)}, and can't go on with "
                 f"{name}={say(now)}; give the old value, or begin a new run in another directory"
             )
-    return core_of(header)
+    return Core(settings.rules(), survives_crashes=True)
 
 
 def new_header(settings: RunSettings, run_id: str) -> JournalHeader:

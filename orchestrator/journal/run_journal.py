@@ -16,8 +16,8 @@ import msgspec
 
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.event_log import encode_event, replay
 from tidegate.orchestrator.core.state import digest, load, save
-from tidegate.orchestrator.journal.event_log import encode_event, replay
 from tidegate.orchestrator.journal.journal import BODY_BYTES_MAX
 from tidegate.orchestrator.journal.reading import Snapshot
 

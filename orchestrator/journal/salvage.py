@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 from tidegate.errors import JournalCorrupt, JournalMissing, TidegateError
-from tidegate.orchestrator.journal.file import JournalFile
+from tidegate.orchestrator.journal.file import JournalFile, refuse_irregular
 from tidegate.orchestrator.journal.lock import FileLock
 from tidegate.orchestrator.journal.reading import (
     as_journal_errors,
@@ -22,6 +22,7 @@ from tidegate.orchestrator.journal.reading import (
     read_records,
     read_snapshot,
 )
+from tidegate.transport.printable import say
 
 RECORDS_PER_COMMIT = 10_000
 """A commit is some milliseconds, however small; these are 50 MB of the largest usual records."""
@@ -37,6 +38,7 @@ def salvage(damaged: Path, target: Path) -> int:
     """
     if not damaged.exists():
         raise JournalMissing(path=damaged)
+    refuse_irregular(damaged)
     lock = FileLock(damaged)
     try:
         with as_journal_errors(damaged):
@@ -80,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         lsn = salvage(options.damaged, options.target)
     except TidegateError as error:
-        sys.stderr.write(f"error: {error}\n")
+        say(f"error: {error}")
         return 2
     sys.stdout.write(f"{options.target} holds all records up to {lsn}\n")
     return 0

@@ -10,47 +10,59 @@ importing this package does not import torch.
 """
 
 import importlib
+import logging
 from typing import TYPE_CHECKING
 
+from tidegate.transport.printable import EscapeControls
+
 if TYPE_CHECKING:
+    from tidegate.environments.environment import Environment, Observation
+    from tidegate.environments.environment_episode import environment_episode
+    from tidegate.environments.pool import EnvironmentPool
+    from tidegate.environments.tools import Tools
     from tidegate.errors import TidegateError
-    from tidegate.orchestrator.client import Evaluation
-    from tidegate.orchestrator.cluster.ray_places import RayPlaces
-    from tidegate.orchestrator.cluster.ray_trainers import train_on_ray
-    from tidegate.orchestrator.config import RunSettings
-    from tidegate.orchestrator.environments.environment import Environment, Observation
-    from tidegate.orchestrator.environments.environment_episode import environment_episode
-    from tidegate.orchestrator.environments.pool import EnvironmentPool
-    from tidegate.orchestrator.environments.tools import Tools
+    from tidegate.integrations.ray.ray_environments import ray_workers
+    from tidegate.integrations.ray.ray_places import RayPlaces
+    from tidegate.integrations.ray.ray_trainers import train_on_ray
+    from tidegate.integrations.rollout_worker import RolloutWorker
+    from tidegate.integrations.trl_rollouts import TRLRollouts
+    from tidegate.observability.logs import log_as_json
+    from tidegate.observability.tensorboard import TensorBoard
+    from tidegate.orchestrator.batches.batches import Batch, PackedBatch
     from tidegate.orchestrator.episodes.episode import Episode
     from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
     from tidegate.orchestrator.episodes.sampling_options import SamplingOptions
-    from tidegate.orchestrator.faces import Scorer, SyncScorer, score_server, score_server_sync
-    from tidegate.orchestrator.feed.batches import Batch, PackedBatch
-    from tidegate.orchestrator.feed.dataset import RolloutDataset
     from tidegate.orchestrator.fleet.scores import Readout, TokenScores
-    from tidegate.orchestrator.gateway.gateway import Endpoint, Gateway
-    from tidegate.orchestrator.observing.logs import log_as_json
-    from tidegate.orchestrator.observing.tensorboard import TensorBoard
-    from tidegate.orchestrator.remote.faces import (
+    from tidegate.orchestrator.settings.config import RunSettings
+    from tidegate.orchestrator.telemetry.statistics import RunStatistics
+    from tidegate.orchestrator.telemetry.watchdog import Stuck
+    from tidegate.orchestrator.trainer.dataset import RolloutDataset
+    from tidegate.orchestrator.trainer.remote.listener import listen
+    from tidegate.orchestrator.trainer.remote.rollouts import (
         RemoteRollouts,
         SyncRemoteRollouts,
         connect,
         connect_sync,
     )
-    from tidegate.orchestrator.rollout_worker import RolloutWorker
-    from tidegate.orchestrator.serve import Rollouts, SyncRollouts, serve, serve_sync
-    from tidegate.orchestrator.statistics import RunStatistics
-    from tidegate.orchestrator.trl_rollouts import TRLRollouts
-    from tidegate.orchestrator.vllm_server.server import VLLMServer
-    from tidegate.orchestrator.watchdog import Stuck
+    from tidegate.orchestrator.trainer.rollouts import (
+        Evaluation,
+        Rollouts,
+        Scorer,
+        SyncRollouts,
+        SyncScorer,
+    )
     from tidegate.policies.adaptive import AdaptiveStaleness
     from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy, Unbounded
     from tidegate.policies.consumption import Window
     from tidegate.policies.filters import DynamicSampling, GroupFilter
     from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
     from tidegate.policies.staleness import StalenessPolicy
+    from tidegate.runs import score_server, score_server_sync, serve, serve_sync, vllm_server
+    from tidegate.serving.gateway.gateway import Endpoint, Gateway
+    from tidegate.serving.vllm_server.server import VLLMServer
     from tidegate.transport.sampling import Processor
+
+logging.getLogger("tidegate").addFilter(EscapeControls())
 
 __all__ = [
     "AdaptiveStaleness",
@@ -98,66 +110,72 @@ __all__ = [
     "connect",
     "connect_sync",
     "environment_episode",
+    "listen",
     "log_as_json",
+    "ray_workers",
     "score_server",
     "score_server_sync",
     "serve",
     "serve_sync",
     "train_on_ray",
+    "vllm_server",
 ]
 
 _HOMES = {
     "AdaptiveStaleness": "policies.adaptive",
-    "Batch": "orchestrator.feed.batches",
+    "Batch": "orchestrator.batches.batches",
     "BoundedStaleness": "policies.asynchrony",
     "DynamicSampling": "policies.filters",
-    "Environment": "orchestrator.environments.environment",
-    "EnvironmentPool": "orchestrator.environments.pool",
-    "Endpoint": "orchestrator.gateway.gateway",
+    "Environment": "environments.environment",
+    "EnvironmentPool": "environments.pool",
+    "Endpoint": "serving.gateway.gateway",
     "Episode": "orchestrator.episodes.episode",
-    "Evaluation": "orchestrator.client",
-    "Gateway": "orchestrator.gateway.gateway",
+    "Evaluation": "orchestrator.trainer.rollouts",
+    "Gateway": "serving.gateway.gateway",
     "GeneratedTurn": "orchestrator.episodes.generated_turn",
     "GroupFilter": "policies.filters",
-    "Observation": "orchestrator.environments.environment",
+    "Observation": "environments.environment",
     "OneStepOffPolicy": "policies.asynchrony",
     "OverSampling": "policies.rounds",
-    "PackedBatch": "orchestrator.feed.batches",
+    "PackedBatch": "orchestrator.batches.batches",
     "Processor": "transport.sampling",
-    "RayPlaces": "orchestrator.cluster.ray_places",
+    "RayPlaces": "integrations.ray.ray_places",
     "Readout": "orchestrator.fleet.scores",
-    "RemoteRollouts": "orchestrator.remote.faces",
-    "RolloutDataset": "orchestrator.feed.dataset",
-    "RolloutWorker": "orchestrator.rollout_worker",
-    "Rollouts": "orchestrator.serve",
-    "RunSettings": "orchestrator.config",
-    "RunStatistics": "orchestrator.statistics",
+    "RemoteRollouts": "orchestrator.trainer.remote.rollouts",
+    "RolloutDataset": "orchestrator.trainer.dataset",
+    "RolloutWorker": "integrations.rollout_worker",
+    "Rollouts": "orchestrator.trainer.rollouts",
+    "RunSettings": "orchestrator.settings.config",
+    "RunStatistics": "orchestrator.telemetry.statistics",
     "SamplingOptions": "orchestrator.episodes.sampling_options",
-    "Scorer": "orchestrator.faces",
+    "Scorer": "orchestrator.trainer.rollouts",
     "StalenessPolicy": "policies.staleness",
-    "Stuck": "orchestrator.watchdog",
-    "SyncRemoteRollouts": "orchestrator.remote.faces",
-    "SyncRollouts": "orchestrator.serve",
-    "SyncScorer": "orchestrator.faces",
+    "Stuck": "orchestrator.telemetry.watchdog",
+    "SyncRemoteRollouts": "orchestrator.trainer.remote.rollouts",
+    "SyncRollouts": "orchestrator.trainer.rollouts",
+    "SyncScorer": "orchestrator.trainer.rollouts",
     "Synchronous": "policies.rounds",
-    "TRLRollouts": "orchestrator.trl_rollouts",
+    "TRLRollouts": "integrations.trl_rollouts",
     "TailPacking": "policies.rounds",
-    "TensorBoard": "orchestrator.observing.tensorboard",
+    "TensorBoard": "observability.tensorboard",
     "TidegateError": "errors",
     "TokenScores": "orchestrator.fleet.scores",
-    "Tools": "orchestrator.environments.tools",
+    "Tools": "environments.tools",
     "Unbounded": "policies.asynchrony",
-    "VLLMServer": "orchestrator.vllm_server.server",
+    "VLLMServer": "serving.vllm_server.server",
     "Window": "policies.consumption",
-    "connect": "orchestrator.remote.faces",
-    "connect_sync": "orchestrator.remote.faces",
-    "environment_episode": "orchestrator.environments.environment_episode",
-    "log_as_json": "orchestrator.observing.logs",
-    "score_server": "orchestrator.faces",
-    "score_server_sync": "orchestrator.faces",
-    "serve": "orchestrator.serve",
-    "serve_sync": "orchestrator.serve",
-    "train_on_ray": "orchestrator.cluster.ray_trainers",
+    "connect": "orchestrator.trainer.remote.rollouts",
+    "connect_sync": "orchestrator.trainer.remote.rollouts",
+    "environment_episode": "environments.environment_episode",
+    "log_as_json": "observability.logs",
+    "score_server": "runs",
+    "score_server_sync": "runs",
+    "listen": "orchestrator.trainer.remote.listener",
+    "ray_workers": "integrations.ray.ray_environments",
+    "serve": "runs",
+    "serve_sync": "runs",
+    "vllm_server": "runs",
+    "train_on_ray": "integrations.ray.ray_trainers",
 }
 
 

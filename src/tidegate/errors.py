@@ -35,6 +35,7 @@ TidegateError
 ├── TrainerLost             a remote trainer, or a rank of it, is gone  (also ConnectionError)
 ├── RunLost                 a remote trainer's run stopped answering    (also ConnectionError)
 ├── RunClosed               the run has ended; nothing more can be asked of it (also RuntimeError)
+├── RunForked               a forked process uses its parent's run      (also RuntimeError)
 ├── NothingLeftToHappen     a simulated program waits for ever          (also RuntimeError)
 ├── VirtualTimeUp           a simulated program takes for ever          (also TimeoutError)
 ├── ResumeMismatch          the run can't be resumed from there          (also ValueError)
@@ -46,11 +47,13 @@ TidegateError
 │   ├── JournalTooNew       a newer Tidegate wrote it                   (also NotImplementedError)
 │   ├── JournalFailed       the disk refused to read or write it        (also OSError)
 │   └── JournalBehind       the disk is too slow for what is appended   (also TimeoutError)
+├── RecordingFailed         a run's records can't be written            (also OSError)
 └── AuditError              a run directory that can't be audited       (also ValueError)
 
 Each says what was wrong, with its value, and what to do about it.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -304,6 +307,29 @@ class RunClosed(TidegateError, RuntimeError):
     """The run has ended; nothing more can be asked of it."""
 
 
+class RunForked(TidegateError, RuntimeError):
+    """A forked process uses a run, or a connection to one, that its parent process has.
+
+    A run lives on a thread, and ``fork()`` copies no threads, so nobody would ever answer.
+    """
+
+
+def check_not_forked(owner_pid: int) -> None:
+    """Refuse use in a process that was forked from the owner's.
+
+    Raises:
+        RunForked: this process is not ``owner_pid``.
+    """
+    pid = os.getpid()
+    if pid != owner_pid:
+        raise RunForked(
+            f"this run belongs to process {owner_pid}, and process {pid} was forked from it: the "
+            f"run's thread, sockets and engines stay there. Use the run in process {owner_pid} "
+            f"only; start worker processes with the 'spawn' method, or give them batches and not "
+            f"the run (torch's DataLoader: num_workers=0)"
+        )
+
+
 class TrainerLost(TidegateError, ConnectionError):
     """A trainer in another process, or one of its data-parallel ranks, is gone."""
 
@@ -412,6 +438,18 @@ class JournalFailed(JournalError, OSError):
         super().__init__(
             f"{path} can't be used: {why}. All that was told as committed is there; make room or "
             f"mend the disk, then resume the run"
+        )
+
+
+class RecordingFailed(TidegateError, OSError):
+    """A file of a run's records can't be written."""
+
+    def __init__(self, *, path: Path, why: str) -> None:
+        self.path = path
+        self.why = why
+        super().__init__(
+            f"{path} can't be written: {why}. What was recorded before is readable; make room or "
+            f"mend the disk, or leave out run_directory to go on without records"
         )
 
 

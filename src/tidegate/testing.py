@@ -7,9 +7,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tidegate.orchestrator.simulation.scripted_engine import ScriptedEngine, TurnRequest
-    from tidegate.orchestrator.simulation.serve import ServeInTests
-    from tidegate.orchestrator.simulation.virtual_time import VirtualTime
+    from tidegate.simulation.scripted_engine import ScriptedEngine, TurnRequest
+    from tidegate.simulation.serve import ServeInTests
+    from tidegate.simulation.virtual_time import VirtualTime
 
 __all__ = ["ScriptedEngine", "ServeInTests", "TurnRequest", "VirtualTime"]
 
@@ -24,6 +24,4 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'tidegate.testing' has no attribute {name!r}")
-    return getattr(
-        importlib.import_module(f"tidegate.orchestrator.simulation.{_HOMES[name]}"), name
-    )
+    return getattr(importlib.import_module(f"tidegate.simulation.{_HOMES[name]}"), name)

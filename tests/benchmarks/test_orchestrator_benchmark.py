@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.wire
+
 ROOT = Path(__file__).parents[2]
 
 FEW = ["--group-size", "2", "--rollouts", "16", "--batch", "4", "--warm-up", "1", "--batches", "3"]

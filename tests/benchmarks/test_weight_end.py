@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.transport.weight_end import plain
 
+pytestmark = pytest.mark.wire
+
 
 def test_a_receiving_end_whose_peer_has_gone_ends_and_does_not_wait_on(
     monkeypatch: pytest.MonkeyPatch,

@@ -9,7 +9,7 @@ import torch
 from tests.engine.orchestra import Models, Orchestra
 from tests.models import make_model_directory
 from tidegate.engine.models.model_config import ModelConfig
-from tidegate.engine.weights.weights import load_directory
+from tidegate.engine.models.model_weights import load_directory
 from tidegate.transport.messages import Goodbye, Shutdown
 
 

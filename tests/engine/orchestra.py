@@ -18,7 +18,7 @@ import zmq
 
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.engine.models.model_config import ModelConfig
-from tidegate.engine.weights.weights import Weights
+from tidegate.engine.models.model_weights import Weights
 from tidegate.transport import messages
 from tidegate.transport.messages import (
     RUNNING,

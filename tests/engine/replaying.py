@@ -5,9 +5,9 @@ from collections import defaultdict
 import numpy as np
 
 from tests.engine.orchestra import Orchestra, SeenTurn
+from tidegate.engine.execution.runner import ModelRunner, Row, RowSampling
 from tidegate.engine.models.model_config import ModelConfig
-from tidegate.engine.runner import ModelRunner, Row, RowSampling
-from tidegate.engine.weights.weights import Weights
+from tidegate.engine.models.model_weights import Weights
 
 BLOCK_TOKENS = 16
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.engine.fake_engine import FakeEngine
+from tests.engine.external.fake_engine import FakeEngine
 from tidegate.transport.scoring import Scored, ScoreRefused, ScoreTokens, Want
 
 

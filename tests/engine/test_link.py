@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.orchestrator.test_fleet import hello
+from tests.orchestrator.fleet.test_fleet import hello
 from tidegate.engine.link import Link
 from tidegate.transport.messages import (
     FromOrchestrator,
@@ -16,6 +16,8 @@ from tidegate.transport.messages import (
     encode,
 )
 from tidegate.transport.sockets import DealerSocket
+
+pytestmark = pytest.mark.wire
 
 WELCOME = Welcome(heartbeat_interval_s=1.0, orchestrator_timeout_s=60.0, credit_steps=8)
 

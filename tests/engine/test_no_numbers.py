@@ -9,18 +9,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.engine.driving import GREEDY, DrivenTurn, drive
-from tests.engine.fake_engine import DrivenEngine
+from tests.engine.external.fake_engine import DrivenEngine
 from tests.engine.orchestra import Orchestra, Publisher
-from tests.engine.ranked import ranked_engine
+from tests.engine.ranks.ranked import ranked_engine
 from tests.engine.replaying import assert_replays
+from tests.engine.scheduling.driving import GREEDY, DrivenTurn, drive
 from tests.models import make_model_directory
-from tidegate.engine.drafts.drafts import Tokens
 from tidegate.engine.models.model_config import ModelConfig
-from tidegate.engine.turns import TurnState
-from tidegate.engine.weights.weights import Weights, load_directory
+from tidegate.engine.models.model_weights import Weights, load_directory
+from tidegate.engine.scheduling.drafts import Tokens
+from tidegate.engine.scheduling.turns import TurnState
 from tidegate.kernels.native import native
 from tidegate.transport.messages import SamplingParams, TurnRefused
+
+pytestmark = pytest.mark.wire
 
 POISON = 7
 """The token of which the weights make no number."""

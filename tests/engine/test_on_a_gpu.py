@@ -12,19 +12,19 @@ import pytest
 import torch
 
 import tidegate
-from tests.engine.driving import GREEDY, DrivenTurn, drive
 from tests.engine.orchestra import named_buffers
+from tests.engine.scheduling.driving import GREEDY, DrivenTurn, drive
 from tests.models import make_model_directory
 from tidegate.engine.device.memory import DeviceMemory
 from tidegate.engine.device.runner import DeviceRunner
 from tidegate.engine.device.weights import DeviceWeights
+from tidegate.engine.execution.runner import ModelRunner, RowSampling
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.engine.models.model_config import ModelConfig
-from tidegate.engine.runner import ModelRunner, RowSampling
+from tidegate.engine.models.model_weights import fill_from_directory, load_directory
 from tidegate.engine.weights.staging import Staging
-from tidegate.engine.weights.weights import fill_from_directory, load_directory
 from tidegate.errors import WeightsRefused
-from tidegate.orchestrator.records.audit import audit_run
+from tidegate.observability.audit.audit import audit_run
 from tidegate.transport.messages import (
     InitWeights,
     Message,

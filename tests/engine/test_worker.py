@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.engine.hungry_worker import STEPS_FED
+from tests.engine.memory.hungry_worker import STEPS_FED
 from tests.engine.orchestra import (
     GREEDY,
     LONG,
@@ -43,6 +43,8 @@ from tidegate.transport.messages import (
 )
 from tidegate.transport.sampling import Processor
 from tidegate.transport.scoring import CancelScore, Scored, ScoreRefused, ScoreTokens
+
+pytestmark = pytest.mark.wire
 
 
 def test_tokens_are_those_of_the_model_and_say_who_sampled_them(
@@ -109,6 +111,24 @@ def test_a_refusal_that_quotes_something_endless_is_cut(engine: Orchestra) -> No
     engine.submit(PROMPT, SamplingParams(max_tokens=2, processors=[endless]))
     assert "xxx" in engine.await_one(TurnRefused).message
     assert len(engine.generate(PROMPT, GREEDY).token_ids) == GREEDY.max_tokens
+
+
+def test_an_engine_decodes_other_turns_while_it_compiles_a_grammar_that_costs_too_much(
+    engine: Orchestra,
+) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "integer", "multipleOf": 100_000_007}
+    costly = Processor("json_schema", {"schema": schema}).to_str()
+    asked = SamplingParams(max_tokens=9, stop_token_ids=[0], processors=[costly])
+    turn = engine.submit(PROMPT, asked)
+    other = engine.generate(PROMPT, GREEDY)
+    assert len(other.token_ids) == GREEDY.max_tokens
+    refused = [each.turn for each in engine.log if isinstance(each, TurnRefused)]
+    assert turn not in refused
+    assert engine.await_heartbeat().waiting_turns == 1
+    refusal = engine.await_one(TurnRefused)
+    assert refusal.turn == turn
+    assert "compiling it took more than" in refusal.message
 
 
 def test_stop_strings_and_details_come_from_a_real_process(engine: Orchestra) -> None:
@@ -271,7 +291,7 @@ def test_an_engine_that_hears_nothing_leaves(fresh: Orchestra) -> None:
 def test_an_engine_without_memory_for_a_step_says_what_to_lower_and_has_told_every_token(
     models: Models, tmp_path: Path
 ) -> None:
-    program = "tests.engine.hungry_worker"
+    program = "tests.engine.memory.hungry_worker"
     with Orchestra(tmp_path, models.directories[0], program=program) as engine:
         engine.welcome(credit_steps=64)
         turn = engine.submit(PROMPT, GREEDY)
@@ -308,6 +328,8 @@ def test_a_refused_engine_says_why_and_exits_with_3(fresh: Orchestra) -> None:
         (["--block-tokens", "0"], "block_tokens must be at least 1, got 0"),
         (["--max-step-tokens", "8"], "less than one token for each of max_running_turns=64"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--step-time-min", "2"], "--step-time-min must be between 0 and 1 s, got 2"),
+        (["--step-time-min", "nan"], "--step-time-min must be between 0 and 1 s, got nan"),
         (["--connect", "carrier-pigeon"], "carrier-pigeon"),
         (["--num-blocks", str(10**12)], "out of memory for a KV cache of 1000000000000 blocks of"),
     ],
@@ -321,6 +343,20 @@ def test_what_cannot_work_is_one_line_and_status_2(
     assert said.startswith("error: ")
     assert told in said
     assert said.count("\n") == 1
+
+
+def test_a_paced_engine_takes_its_time_for_every_step_and_computes_the_same_tokens(
+    models: Models, tmp_path: Path
+) -> None:
+    options = ["--step-time-min", "0.03"]
+    with Orchestra(tmp_path, models.directories[0], options) as engine:
+        engine.welcome()
+        turn = engine.submit(PROMPT, GREEDY)
+        assert engine.finish(turn).finish == LENGTH
+        assert_replays(turn, engine, {0: models.weights[0]})
+        steps = [message for message in engine.log if isinstance(message, Step)]
+        assert len(steps) == GREEDY.max_tokens
+        assert min(step.busy_us for step in steps) >= 30_000
 
 
 def test_steps_carry_no_finish_column_while_every_turn_goes_on(engine: Orchestra) -> None:

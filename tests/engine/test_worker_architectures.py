@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engine.models.test_model_parity import TOLERANCE_NATS, load_peer
 from tests.engine.orchestra import PROMPT, Orchestra, Publisher
-from tests.engine.test_model_parity import TOLERANCE_NATS, load_peer
 from tests.models import make_model_directory
 from tidegate.transport.messages import LENGTH, SamplingParams, Shutdown
+
+pytestmark = pytest.mark.wire
 
 OPTIONS = ["--max-running-turns", "8", "--max-step-tokens", "16"]
 """So that the prompt is prefilled in chunks."""

@@ -37,6 +37,8 @@ from tidegate.transport.messages import (
     WeightsFailed,
 )
 
+pytestmark = pytest.mark.wire
+
 BREAKS_MAX = 100
 """A step takes a hundredth of the time that a reconnect does; so many are never needed."""
 

@@ -40,6 +40,8 @@ from tidegate.transport.messages import (
 )
 from tidegate.transport.weight_channels.zmq_sender import ZmqSender
 
+pytestmark = pytest.mark.wire
+
 
 @pytest.fixture(scope="module")
 def publisher(engine: Orchestra) -> Iterator[Publisher]:

@@ -19,9 +19,11 @@ from examples.tiny_model import make_model
 from examples.tool_agent import TURN_TOKENS_MAX, TURNS_MAX, ToolAgent
 from examples.tool_lessons import TOOL_AGENT, ToolLessons, said_for, sums
 from tidegate import EnvironmentPool, environment_episode
-from tidegate.orchestrator.environments.tools import ToolAnswer
-from tidegate.orchestrator.records.audit import AUDIT_FILE
+from tidegate.environments.tools import ToolAnswer
+from tidegate.observability.audit.audit import AUDIT_FILE
 from tidegate.testing import ServeInTests
+
+pytestmark = pytest.mark.wire
 
 SCHEMAS: list[Any] = [{"type": "function", "function": {"name": "calculate"}}]
 

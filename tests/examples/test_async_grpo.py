@@ -11,10 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from examples.async_grpo import main
+from examples.async_grpo import LATEST, MODES, main
 from examples.tiny_model import make_model
 from tests.models import make_model_directory
-from tidegate.orchestrator.records.audit import audit_run
+from tidegate.observability.audit.audit import audit_run
+
+pytestmark = pytest.mark.wire
 
 KEYS = {
     "reward_before",
@@ -30,7 +32,7 @@ KEYS = {
     "engine_idle_share",
 }
 
-SHORT = ["--versions", "4", "--groups-per-batch", "4", "--held-out", "16"]
+SHORT = ["--versions", "4", "--groups-per-batch", "4", "--held-out", "16", "--step-time-s", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,8 @@ def report_of(run: Path) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_the_demo_learns_within_its_bound_and_every_token_agrees(tmp_path: Path) -> None:
-    assert main(["--runs", str(tmp_path), "--name", "demo", "--versions", "25"]) == 0
+    arguments = ["--mode", "async", "--runs", str(tmp_path), "--name", "demo"]
+    assert main([*arguments, "--step-time-s", "0.01"]) == 0
     run = tmp_path / "demo"
     report = report_of(run)
     assert report.keys() >= KEYS
@@ -62,8 +65,11 @@ def test_the_demo_learns_within_its_bound_and_every_token_agrees(tmp_path: Path)
     assert isinstance(after, float)
     assert before <= 0.40
     assert after >= 0.60
-    assert report["versions"] == 25
+    assert report["versions"] == 24
+    assert report["step_time_min_s"] == 0.01
     assert report["max_staleness"] == report["staleness_bound"] == 2
+    assert isinstance(report["mixed_version_share"], float)
+    assert report["mixed_version_share"] > 0
     assert report["tokens_discarded"] == 0
     assert {path.name for path in run.iterdir()} >= {
         "report.md",
@@ -81,7 +87,6 @@ def test_the_demo_learns_within_its_bound_and_every_token_agrees(tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "bound"),
     [
-        (["--mode", "sync"], 0),
         (["--mode", "one-step", "--pause", "wait"], 1),
         (["--mode", "async", "--pause", "abort"], 2),
         (["--mode", "async", "--kv-policy", "keep"], 2),
@@ -104,12 +109,33 @@ def test_every_mode_and_pause_runs_and_keeps_its_bound(
     assert audit_run(tmp_path / "run").agrees
 
 
+def test_without_a_mode_all_are_run_on_the_same_tasks_and_compared(
+    hardly_warm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--model", str(hardly_warm), "--runs", str(tmp_path), "--name", "demo", *SHORT]
+    assert main([*common, "--step-time-s", "0.001"]) == 0
+    reports = {mode: report_of(tmp_path / LATEST / mode) for mode in MODES}
+    assert {mode: report["staleness_bound"] for mode, report in reports.items()} == MODES
+    assert {report["rollouts_trained"] for report in reports.values()} == {4 * 4 * 8}
+    assert len({report["reward_before"] for report in reports.values()}) == 1
+    said = capsys.readouterr().out
+    assert "engines are paced: no step takes less than 1 ms" in said
+    rows = (tmp_path / "demo" / "comparison.txt").read_text().splitlines()
+    assert all(row in said for row in rows)
+    assert rows[0].split() == list(MODES)
+    assert rows[1].split()[-3:] == ["0", "1", "2"]
+    assert rows[2] == f"{'engines paced to steps of at least':<46}" + 3 * "      1 ms"
+    assert any(row.startswith("rollouts of two or more versions") for row in rows)
+    assert (tmp_path / "demo" / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert audit_run(tmp_path / "demo" / "async").agrees
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_the_same_script_trains_any_directory_it_is_given(
     tmp_path: Path, architecture: str
 ) -> None:
     path = make_model_directory(tmp_path / "model", architecture)
-    common = ["--model", str(path), "--runs", str(tmp_path), "--name", "run"]
+    common = ["--mode", "async", "--model", str(path), "--runs", str(tmp_path), "--name", "run"]
     assert main([*common, *SHORT]) == 0
     assert report_of(tmp_path / "run")["versions"] == 4
 
@@ -140,6 +166,7 @@ def test_the_demo_ends_cleanly_when_told_to(
 ) -> None:
     command = [sys.executable, "-m", "examples.async_grpo", "--model", str(hardly_warm)]
     options = ["--runs", str(tmp_path), "--name", "run", "--held-out", "8", "--versions", "500"]
+    options += ["--step-time-s", "0"]
     with subprocess.Popen(
         [*command, *options],
         stdout=subprocess.PIPE,

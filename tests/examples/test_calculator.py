@@ -1,17 +1,22 @@
-"""Is the calculator task fair: right tool, right grader, and no sum in both splits?"""
+"""The calculator task: its tool, its grader, its lengths, and no sum in both splits."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from statistics import fmean
 
 import pytest
 
 from examples.calculator import (
-    ACTIONS_MAX,
+    ACTIONS_SPARE,
     INSTRUCTION,
+    TERMS_MAX,
+    Calculator,
     FinishedTurn,
+    Split,
     Task,
-    calculate,
     grade,
+    long_tailed_tasks,
     solve,
     tasks,
 )
@@ -55,14 +60,14 @@ def task_of(expression: str, answer: str) -> Task:
     ],
 )
 def test_a_call_is_answered_with_its_result(call: str, answer: str) -> None:
-    assert calculate(call) == answer
+    assert Calculator(task_of("1 + 1", "2")).answer(call) == answer
 
 
 @pytest.mark.parametrize(
     "call", ["", "?", "12", "?3", "?3+", "?3+-9", "?3*9", "?3+9+1", "? 3+9", "?3+9\n", "?12345+1"]
 )
 def test_anything_but_two_operands_is_an_error(call: str) -> None:
-    assert calculate(call) == ">error\n"
+    assert Calculator(task_of("1 + 1", "2")).answer(call) == ">error\n"
 
 
 async def test_calls_are_answered_until_the_policy_answers_itself() -> None:
@@ -72,7 +77,15 @@ async def test_calls_are_answered_until_the_policy_answers_itself() -> None:
     reward = await solve(episode, task)
 
     assert reward == 1.0
-    assert episode.transcript == [task.question, "?3+9", ">12\n", "?12-4", ">8\n", "8"]
+    assert episode.transcript == [task.question, "?3+9", ">12-4\n", "?12-4", ">8\n", "8"]
+
+
+async def test_the_calculator_reads_the_sum_along_past_a_malformed_call() -> None:
+    task = task_of("3 + 9 - 4 + 1", "9")
+    episode = ScriptedEpisode(["?3+9", "?12-", "?12-4", "?8+1", "9"])
+
+    assert await solve(episode, task) == 1.0
+    assert episode.transcript[2::2] == [">12-4\n", ">error\n", ">8+1\n", ">9\n"]
 
 
 async def test_a_guess_ends_the_episode_right_or_wrong() -> None:
@@ -95,7 +108,8 @@ async def test_only_calls_score_nothing_and_the_last_is_not_answered() -> None:
     episode = ScriptedEpisode(["?1+1"] * 9)
 
     assert await solve(episode, task) == 0.0
-    assert episode.transcript == [task.question, *["?1+1", ">2\n"] * (ACTIONS_MAX - 1), "?1+1"]
+    calls_answered = 1 + ACTIONS_SPARE
+    assert episode.transcript == [task.question, *["?1+1", ">2\n"] * calls_answered, "?1+1"]
 
 
 @pytest.mark.parametrize("text", ["12", "+12", "012", "12.0"])
@@ -108,11 +122,25 @@ def test_there_is_no_reward_for_less_than_the_right_answer(text: str) -> None:
     assert grade(text, task_of("3 + 9", "12")) == 0.0
 
 
-def test_no_sum_is_both_trained_on_and_held_out() -> None:
-    train = {task.expression for task in islice(tasks("train", 0), 3000)}
-    held_out = {task.expression for task in islice(tasks("held_out", 0), 1000)}
+@pytest.mark.parametrize("make", [tasks, long_tailed_tasks])
+def test_no_sum_is_both_trained_on_and_held_out(
+    make: Callable[[Split, int], Iterator[Task]],
+) -> None:
+    train = {task.expression for task in islice(make("train", 0), 3000)}
+    held_out = {task.expression for task in islice(make("held_out", 0), 1000)}
 
     assert not train & held_out
+
+
+def test_the_longest_of_a_batch_of_long_tailed_sums_has_three_times_the_mean_of_terms() -> None:
+    terms = [
+        len(task.expression.split()) // 2 + 1 for task in islice(long_tailed_tasks("train", 0), 960)
+    ]
+    longest = [max(terms[start : start + 16]) for start in range(0, 960, 16)]
+
+    assert min(terms) == 2
+    assert max(terms) == TERMS_MAX
+    assert fmean(longest) / fmean(terms) > 2.8
 
 
 def test_a_fifth_of_the_sums_is_held_out() -> None:

@@ -10,6 +10,8 @@ from tests.models import make_model_directory
 from tidegate import EnvironmentPool, environment_episode
 from tidegate.testing import ServeInTests, TurnRequest
 
+pytestmark = pytest.mark.wire
+
 STEPS = dict(zip(MOVES, ((0, -1), (1, 0), (0, 1), (-1, 0)), strict=True))
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from examples.calculator import FinishedTurn, Task, solve, tasks
-from examples.imitation import Progress
+from examples.calculator import FinishedTurn, Task, long_tailed_tasks, solve, tasks
+from examples.imitation import COOLED, Phase, Progress
 from examples.tiny_model import (
     MARKER,
     WarmUpReport,
@@ -120,10 +120,8 @@ class Demonstrator:
         return self
 
 
-async def test_the_demonstrated_tool_path_solves_every_task_within_the_limits(
-    some_tasks: Iterator[Task],
-) -> None:
-    for task in islice(some_tasks, 100):
+async def test_the_demonstrated_tool_path_solves_every_task_within_the_limits() -> None:
+    for task in islice(long_tailed_tasks("train", 4), 300):
         assert await solve(Demonstrator(tool_actions(task)), task) == 1.0
 
 
@@ -157,6 +155,20 @@ def test_the_report_is_what_lies_beside_the_weights(made: Made) -> None:
 def test_warm_up_has_begun_to_learn(made: Made) -> None:
     """80 tokens, all equally likely, would cost log(80) = 4.38 nats each."""
     assert made.report.loss < 4.3
+
+
+def test_the_learning_rate_of_a_phase_that_cools_falls_to_a_tenth_by_its_last_step() -> None:
+    phase = Phase(skill_share=1.0, learning_rate=2.0, check_steps=5, cooling_steps=(10, 20))
+
+    assert [phase.rate(step) for step in (1, 10, 15, 19, 20)] == [2.0, 2.0, 1.0, 0.2, 2 * COOLED]
+    assert [phase.is_over(step) for step in (19, 20, 21)] == [False, True, True]
+
+
+def test_a_phase_that_does_not_cool_keeps_its_rate_and_has_no_last_step() -> None:
+    phase = Phase(skill_share=1.0, learning_rate=2.0, check_steps=5)
+
+    assert phase.rate(1) == phase.rate(1000) == 2.0
+    assert not phase.is_over(1000)
 
 
 def test_a_finished_model_is_found_and_not_made_again(made: Made) -> None:

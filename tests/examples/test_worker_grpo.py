@@ -4,6 +4,8 @@ import pytest
 
 from examples.worker_grpo import main
 
+pytestmark = pytest.mark.wire
+
 
 def test_each_step_is_generated_by_the_weights_of_the_step_before(
     capsys: pytest.CaptureFixture[str],

@@ -19,7 +19,6 @@ from tidegate.kernels.head_logprobs import head_logprobs_triton
 from tidegate.kernels.paged_attention import AttentionRule, PagedRows, paged_attention_triton
 from tidegate.kernels.residual_norm import residual_norm_triton
 from tidegate.kernels.rope_write import rope_write_triton
-from tidegate.kernels.segment_weights import WeightRule, segment_weights_triton
 
 TARGETS = {
     "a100": GPUTarget("cuda", 80, 32),
@@ -111,8 +110,6 @@ def columns() -> None:
     ids, ones, allowed = torch.zeros(4, dtype=torch.int64), torch.ones(4), torch.zeros(4, 4748)
     rows = SamplingColumns(ones, ids, ones, ones, ones.double(), allowed.int())
     fused_sample_triton(torch.zeros(4, 151_936), rows)
-    rule = WeightRule(mean=True, outside="drop", weight_max=2.0)
-    segment_weights_triton(ones, ones > 0, ids, rule)
 
 
 def main() -> None:

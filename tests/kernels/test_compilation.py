@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.wire
+
 SHARED_BYTES_MAX = 227 * 1024
 """Of one program on an H100. compile_kernels.py also knows the A100 (163 KB) and MI300 (64 KB)."""
 
@@ -16,7 +18,6 @@ KERNELS = {
     "_residual_norm_kernel",
     "_head_logprobs_kernel",
     "_sample_kernel",
-    "_segment_weights_kernel",
 }
 
 

@@ -11,10 +11,13 @@ import pytest
 
 from tidegate.kernels import compiled
 
-pytestmark = pytest.mark.skipif(
-    shutil.which(shlex.split(compiled.COMPILER)[0]) is None,
-    reason=f"no {compiled.COMPILER}: engines compute by torch's code here",
-)
+pytestmark = [
+    pytest.mark.wire,
+    pytest.mark.skipif(
+        shutil.which(shlex.split(compiled.COMPILER)[0]) is None,
+        reason=f"no {compiled.COMPILER}: engines compute by torch's code here",
+    ),
+]
 
 
 @dataclass

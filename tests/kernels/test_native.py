@@ -17,10 +17,13 @@ from tidegate.kernels.rope import apply_rope, rope_table
 from tidegate.kernels.sampling import sample
 from tidegate.kernels.uniforms import GOLDEN_GAMMA, uniforms
 
-pytestmark = pytest.mark.skipif(
-    shutil.which(shlex.split(COMPILER)[0]) is None,
-    reason=f"no {COMPILER}: engines compute by torch's code here",
-)
+pytestmark = [
+    pytest.mark.wire,
+    pytest.mark.skipif(
+        shutil.which(shlex.split(COMPILER)[0]) is None,
+        reason=f"no {COMPILER}: engines compute by torch's code here",
+    ),
+]
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -1,6 +1,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.wire
+
 HIDDEN = "import sys; sys.modules['triton'] = None\n"
 """Makes every import of it fail, as where it is not installed."""
 
@@ -8,7 +12,7 @@ CPU = """
 import torch
 import tidegate.engine.worker
 from tidegate.errors import TritonMissing
-from tidegate.kernels import fused_sampling, paged_attention, rope_write, segment_weights
+from tidegate.kernels import fused_sampling, paged_attention, rope_write
 from tidegate.kernels.head_logprobs import head_logprobs
 from tidegate.kernels.residual_norm import residual_norm, residual_norm_triton
 

@@ -15,6 +15,8 @@ from tidegate.transport.addresses import (
 )
 from tidegate.transport.sockets import DealerSocket, RouterSocket
 
+pytestmark = pytest.mark.wire
+
 
 @pytest.mark.parametrize(
     "address",

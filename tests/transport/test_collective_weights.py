@@ -26,6 +26,8 @@ from tidegate.transport.weight_channels import (
 from tidegate.transport.weight_channels.collective import PIECE_BYTES
 from tidegate.transport.weight_channels.collective_sender import CollectiveSender
 
+pytestmark = pytest.mark.wire
+
 WAIT_S = 100.0
 
 FOR_EVER_S = 1000.0

@@ -36,6 +36,8 @@ from tidegate.transport.weight_channels.cuda_ipc import (
 )
 from tidegate.transport.weight_channels.cuda_memory import find_gpu
 
+pytestmark = pytest.mark.wire
+
 replace = msgspec.structs.replace
 
 

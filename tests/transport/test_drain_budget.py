@@ -2,13 +2,16 @@
 
 import asyncio
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.transport.conftest import Inbox
-from tidegate.transport.drain_budget import FRAMES_AT_FIRST, FRAMES_MIN, TURN_S, DrainBudget
 from tidegate.transport.messages import Goodbye
+from tidegate.transport.router import FRAMES_AT_FIRST, FRAMES_MIN, TURN_S, DrainBudget
 from tidegate.transport.sockets import DealerSocket, RouterSocket
+
+pytestmark = pytest.mark.wire
 
 
 @given(

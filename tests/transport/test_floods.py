@@ -22,6 +22,8 @@ from tidegate.transport.router import BYTES_PER_DRAIN
 from tidegate.transport.sockets import DealerSocket, RouterSocket
 from tidegate.transport.zeromq import COMPLAINTS_PER_S_MAX, QUEUED_MESSAGES_MAX
 
+pytestmark = pytest.mark.wire
+
 
 async def test_a_flooding_peer_delays_anothers_word_by_a_message_or_two() -> None:
     router = RouterSocket("inproc://flooded", name="test")  # where what is sent has arrived

@@ -28,6 +28,8 @@ from tidegate.transport.messages import (
     encode,
 )
 
+pytestmark = pytest.mark.wire
+
 VALUES = st.recursive(
     st.sampled_from(ODD_VALUES) | st.integers(-(2**63), 2**64 - 1) | st.binary() | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),

@@ -9,7 +9,8 @@ import pytest
 
 from tests.transport.conftest import WAIT_S
 from tidegate.transport.dealer import DealerSocket
-from tidegate.transport.looks import (
+from tidegate.transport.messages import Ack, Resumed, encode
+from tidegate.transport.router import (
     BUSY_WAKEUPS,
     BUSY_WITHIN_S,
     LOOK_INTERVAL_S,
@@ -17,9 +18,10 @@ from tidegate.transport.looks import (
     QUIET_LOOK_INTERVAL_S,
     VAIN_LOOKS_MAX,
     Looks,
+    RouterSocket,
 )
-from tidegate.transport.messages import Ack, Resumed, encode
-from tidegate.transport.router import RouterSocket
+
+pytestmark = pytest.mark.wire
 
 
 def by_the_clock() -> Looks:

@@ -10,6 +10,8 @@ import pytest
 
 from tidegate.transport.private_directory import PrivateDirectory, remove_abandoned
 
+pytestmark = pytest.mark.wire
+
 HOLDER = """
 import sys
 from tidegate.transport.private_directory import PrivateDirectory

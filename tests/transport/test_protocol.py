@@ -66,6 +66,8 @@ from tidegate.transport.messages import (
 from tidegate.transport.scoring import CancelScore, Scored, ScoreRefused, ScoreTokens
 from tidegate.transport.sockets import RouterSocket
 
+pytestmark = pytest.mark.wire
+
 PROTOCOL_PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 EXAMPLE_STEP = Step(
@@ -117,6 +119,7 @@ ENGINE_EXAMPLES: list[Message] = [
         next_seq=45,
         turns=struct.pack("<2I", 7, 4_294_967_295),
         model_code="transformers",
+        dtype="bfloat16",
         scores=["logprobs"],
         sleep_levels=[1, 2],
         asleep=["weights"],

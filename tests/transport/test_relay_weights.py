@@ -24,6 +24,8 @@ from tidegate.transport.weight_channels.relay_sender import Line, RelaySender
 from tidegate.transport.weight_channels.zmq import CHUNK_BYTES, Chunk, Fetch, decode_fetch
 from tidegate.transport.weight_channels.zmq import encode as encode_chunk
 
+pytestmark = pytest.mark.wire
+
 ORCHESTRATOR = "tcp://127.0.0.1:5555"
 """Nobody listens there; weights come from beside it."""
 

@@ -17,9 +17,9 @@ from zmq.utils.monitor import recv_monitor_message
 import tidegate
 from tests.models import make_model_directory
 from tests.transport.conftest import WAIT_S, Inbox
+from tidegate.cli import app
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.cli import app
-from tidegate.orchestrator.config import run_settings
+from tidegate.orchestrator.settings.config import run_settings
 from tidegate.transport.messages import Ack, Paused, Resumed, encode
 from tidegate.transport.security import (
     EngineKeys,
@@ -30,6 +30,8 @@ from tidegate.transport.security import (
     secure_listener,
 )
 from tidegate.transport.sockets import DealerSocket, RouterSocket
+
+pytestmark = pytest.mark.wire
 
 
 @pytest.fixture

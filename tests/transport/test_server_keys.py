@@ -4,11 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.engine.adapters.worker import open_adapter
+from tidegate.engine.external.worker import open_adapter
+from tidegate.environments.worker_command import child_environment
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.environments.worker_command import child_environment
-from tidegate.orchestrator.observing.access import TOKEN_VARIABLE
-from tidegate.transport.server_keys import FILE_VARIABLE, VARIABLE, key_of, refuse_secrets
+from tidegate.transport.server_keys import (
+    DASHBOARD_TOKEN_VARIABLE,
+    FILE_VARIABLE,
+    VARIABLE,
+    key_of,
+    refuse_secrets,
+)
 
 URL = "http://host:8000"
 
@@ -82,6 +87,6 @@ def test_an_adapter_repeats_no_key_whatever_else_is_wrong_with_its_url(
 
 
 def test_processes_of_environments_are_not_given_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (VARIABLE, FILE_VARIABLE, TOKEN_VARIABLE):
+    for name in (VARIABLE, FILE_VARIABLE, DASHBOARD_TOKEN_VARIABLE):
         monkeypatch.setenv(name, "sesame")
     assert "sesame" not in child_environment().values()

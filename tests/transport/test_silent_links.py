@@ -1,6 +1,7 @@
 """Is an end that fell silent noticed, though nobody was told of its link's?
 
-What TCP's questions come to where a link is really cut: tests/test_network_namespaces.py.
+What TCP's questions come to where a link is really cut:
+tests/orchestrator/trainer/test_network_namespaces.py.
 """
 
 import socket
@@ -24,6 +25,8 @@ from tidegate.transport.weight_channels.relay_sockets import RelaySockets, Upstr
 from tidegate.transport.weight_channels.zmq_receiver import ZmqReceiver
 from tidegate.transport.weight_channels.zmq_sender import ZmqSender
 from tidegate.transport.zeromq import ASKED_AFTER_S
+
+pytestmark = pytest.mark.wire
 
 WAIT_S = 60.0
 

@@ -34,6 +34,8 @@ from tidegate.transport.messages import (
 )
 from tidegate.transport.sockets import DealerSocket, RouterSocket, SocketStatistics
 
+pytestmark = pytest.mark.wire
+
 
 async def hello(dealer: DealerSocket, inbox: Inbox) -> None:
     """Have one message come through, so that the router knows the peer."""

@@ -15,6 +15,8 @@ from tidegate.transport.security import EngineKeys, passing_keys
 from tidegate.transport.tunnel_exit import TunnelExit
 from tidegate.transport.tunnels import Tunnel, TunnelEntrance
 
+pytestmark = pytest.mark.wire
+
 WAIT_S = 60.0
 """Far longer than anything here takes."""
 

@@ -26,6 +26,8 @@ from tidegate.transport.weight_channels import (
 )
 from tidegate.transport.weight_channels.base import ITEM_BYTES, views
 
+pytestmark = pytest.mark.wire
+
 ENGINE = """
 import hashlib, json, sys
 from tidegate.transport.messages import InitWeights, UpdateWeights, decode_from_orchestrator
@@ -212,12 +214,14 @@ def test_a_view_is_the_receivers_own_and_outlives_it(weights: WeightSender) -> N
     assert bytes(view) == b"Xbcd"
 
 
-def test_views_are_no_copies(weights: WeightSender) -> None:
+def test_views_of_shared_memory_are_no_copies() -> None:
+    weights = sender("shm")
     [update] = weights.write(0, [bfloat16("a", 4), bfloat16("b", 4)])
     end = receiver(weights.init())
     (_, a), (_, b) = end.tensors(update)
     assert a.obj is b.obj
     end.close()
+    weights.close()
 
 
 def test_shared_memory_is_used_again() -> None:

@@ -1,5 +1,6 @@
 """Can others read the files of weights on disk, and are these few, and in one directory?"""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,33 @@ def test_only_the_newest_two_versions_stay_on_disk_and_none_after_closing(tmp_pa
     ]
     weights.close()
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_file_that_is_truncated_while_it_is_read_is_refused_and_ends_no_process(
+    tmp_path: Path,
+) -> None:
+    weights = sender("disk", tmp_path)
+    tensors = [
+        NamedBuffer(name, "float32", (4096,), memoryview(bytes(4 * 4096))) for name in ("a", "b")
+    ]
+    [update] = weights.write(0, tensors)
+    read = receiver(weights.init()).tensors(update)
+    _, first = next(read)
+    os.truncate(update.location, 4096)
+    assert bytes(first) == bytes(4 * 4096)
+    with pytest.raises(WeightsRefused, match="while it was read: it ends at byte 16576"):
+        next(read)
+    weights.close()
+
+
+def test_a_fifo_in_place_of_a_version_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    weights = sender("disk", tmp_path)
+    os.mkfifo(tmp_path / "x")
+    with pytest.raises(WeightsRefused, match="it is not a regular file"):
+        receiver(weights.init()).tensors(
+            UpdateWeights(version=0, location=f"{tmp_path}/x", tensors=[])
+        )
+    weights.close()
 
 
 def test_files_that_a_killed_process_left_make_place_for_newer_ones(tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ from tidegate.errors import WeightsRefused
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.security import make_keys, read_engine_keys, read_orchestrator_keys
 from tidegate.transport.weight_channels import Home, NamedBuffer, receiver, zmq_receiver
-from tidegate.transport.weight_channels.sendable_memory import SendableMemory
 from tidegate.transport.weight_channels.zmq import CHUNK_BYTES, CHUNKS_AHEAD
-from tidegate.transport.weight_channels.zmq_sender import ZmqSender
+from tidegate.transport.weight_channels.zmq_sender import SendableMemory, ZmqSender
+
+pytestmark = pytest.mark.wire
 
 WAIT_S = 30.0
 ORCHESTRATOR = "tcp://127.0.0.1:5555"
@@ -116,7 +117,7 @@ MAPPED_FOR_CHUNKS = """
 import ctypes, sys
 from tidegate.transport.messages import InitWeights
 from tidegate.transport.weight_channels import Home, receiver
-from tidegate.transport.weight_channels.sendable_memory import SendableMemory
+from tidegate.transport.weight_channels.zmq_sender import SendableMemory
 from tidegate.transport.weight_channels.zmq import CHUNK_BYTES, CHUNKS_AHEAD
 
 class Statistics(ctypes.Structure):

@@ -1,19 +1,14 @@
-"""Which way do weights travel, apart from messages? In shared memory, by ZeroMQ, by relays, by
-torch.distributed, or as files."""
+"""Ways for weights besides messages: shared memory, ZeroMQ, relays, torch.distributed, files.
+
+A run uses one of them; only that one's module is imported.
+"""
 
 from pathlib import Path
 
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.transport.messages import InitWeights
 from tidegate.transport.security import OrchestratorKeys
-from tidegate.transport.weight_channels import collective, disk, relay, shm, zmq
 from tidegate.transport.weight_channels.base import Home, NamedBuffer, WeightReceiver, WeightSender
-from tidegate.transport.weight_channels.collective_receiver import CollectiveReceiver
-from tidegate.transport.weight_channels.collective_sender import CollectiveSender
-from tidegate.transport.weight_channels.relay_receiver import RelayReceiver
-from tidegate.transport.weight_channels.relay_sender import RelaySender
-from tidegate.transport.weight_channels.zmq_receiver import ZmqReceiver
-from tidegate.transport.weight_channels.zmq_sender import ZmqSender
 
 __all__ = [
     "CHANNELS",
@@ -26,7 +21,7 @@ __all__ = [
     "sender",
 ]
 
-CHANNELS = (shm.NAME, zmq.NAME, relay.NAME, collective.NAME, disk.NAME)
+CHANNELS = ("shm", "zmq", "relay", "collective", "disk")
 """Those that this version has, the fastest first."""
 
 NOWHERE = Home()
@@ -49,16 +44,26 @@ def sender(
         ConfigError: no such channel, or nothing can be written or bound there.
     """
     match channel:
-        case shm.NAME:
-            return shm.ShmSender()
-        case zmq.NAME:
+        case "shm":
+            from tidegate.transport.weight_channels.shm import ShmSender
+
+            return ShmSender()
+        case "zmq":
+            from tidegate.transport.weight_channels.zmq_sender import ZmqSender
+
             return ZmqSender(address, keys=keys)
-        case relay.NAME:
+        case "relay":
+            from tidegate.transport.weight_channels.relay_sender import RelaySender
+
             return RelaySender(address, keys=keys)
-        case collective.NAME:
+        case "collective":
+            from tidegate.transport.weight_channels.collective_sender import CollectiveSender
+
             return CollectiveSender(address, keys=keys)
-        case disk.NAME:
-            return disk.DiskSender(directory)
+        case "disk":
+            from tidegate.transport.weight_channels.disk import DiskSender
+
+            return DiskSender(directory)
     raise ConfigError(f"no weight channel {channel!r}; there are {', '.join(CHANNELS)}")
 
 
@@ -69,16 +74,26 @@ def receiver(init: InitWeights, home: Home = NOWHERE) -> WeightReceiver:
         WeightsRefused: no such channel here, or it can't reach the sender's buffer.
     """
     match init.channel:
-        case shm.NAME:
-            return shm.ShmReceiver(init)
-        case zmq.NAME:
+        case "shm":
+            from tidegate.transport.weight_channels.shm import ShmReceiver
+
+            return ShmReceiver(init)
+        case "zmq":
+            from tidegate.transport.weight_channels.zmq_receiver import ZmqReceiver
+
             return ZmqReceiver(init, home)
-        case relay.NAME:
+        case "relay":
+            from tidegate.transport.weight_channels.relay_receiver import RelayReceiver
+
             return RelayReceiver(init, home)
-        case collective.NAME:
+        case "collective":
+            from tidegate.transport.weight_channels.collective_receiver import CollectiveReceiver
+
             return CollectiveReceiver(init, home)
-        case disk.NAME:
-            return disk.DiskReceiver(init)
+        case "disk":
+            from tidegate.transport.weight_channels.disk import DiskReceiver
+
+            return DiskReceiver(init)
     raise WeightsRefused(
         f"this engine has no weight channel {init.channel!r}; it has {', '.join(CHANNELS)}"
     )

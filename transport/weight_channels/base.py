@@ -95,7 +95,9 @@ class WeightReceiver(Protocol):
     def tensors(
         self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
     ) -> Iterator[tuple[TensorSpec, memoryview]]:
-        """The bytes of each tensor, without a copy. All specs are checked before the first one.
+        """The bytes of each tensor; those of a file are copies, others are where they came to.
+
+        All specs are checked before the first one.
 
         Where they come from afar, ``is_wanted`` is asked now and then; once it says no, there are
         no more.

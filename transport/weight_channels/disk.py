@@ -6,7 +6,6 @@ files with the library is what the tests do.
 """
 
 import json
-import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,7 +14,13 @@ from pathlib import Path
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.private_directory import PrivateDirectory
-from tidegate.transport.weight_channels.base import ITEM_BYTES, NamedBuffer, check_buffers, views
+from tidegate.transport.regular_files import open_regular, read_whole
+from tidegate.transport.weight_channels.base import (
+    ITEM_BYTES,
+    NamedBuffer,
+    check_buffers,
+    check_specs,
+)
 
 NAME = "disk"
 
@@ -111,7 +116,7 @@ class DiskSender:
 
 
 class DiskReceiver:
-    """Maps one file at a time."""
+    """Copies one tensor at a time: a mapped file that is truncated would end the engine."""
 
     def __init__(self, init: InitWeights) -> None:
         """Read from the directory that ``init`` names.
@@ -129,27 +134,50 @@ class DiskReceiver:
     def tensors(
         self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
     ) -> Iterator[tuple[TensorSpec, memoryview]]:
-        """Views of the file."""
+        """Copies of the file's tensors."""
         path = Path(update.location)
         if path.parent != self._directory:
             raise WeightsRefused(
                 f"an update lies at {update.location!r}, outside of the directory agreed on at "
                 f"init, {str(self._directory)!r}"
             )
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise WeightsRefused(f"can't open {update.location!r}: {error.strerror}") from error
-        try:
-            if os.fstat(fd).st_size == 0:
-                raise WeightsRefused(f"{update.location!r} is empty")
-            buffer = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
-        finally:
-            os.close(fd)
-        return views(update.tensors, buffer)
+        os.close(_opened(path, update))  # so that what is wrong is told now, and not at the first
+        return _read(path, update)
 
     def close(self) -> None:
-        """Nothing to let go of: a file is unmapped when the last view of it is gone."""
+        """Nothing to let go of: a file is closed once its tensors were read."""
+
+
+def _opened(path: Path, update: UpdateWeights) -> int:
+    """The descriptor of a file that can hold the tensors of an update."""
+    try:
+        fd = open_regular(path)
+    except OSError as error:
+        raise WeightsRefused(f"can't open {update.location!r}: {error.strerror}") from error
+    try:
+        if (nbytes := os.fstat(fd).st_size) == 0:
+            raise WeightsRefused(f"{update.location!r} is empty")
+        check_specs(update.tensors, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _read(path: Path, update: UpdateWeights) -> Iterator[tuple[TensorSpec, memoryview]]:
+    fd = _opened(path, update)
+    try:
+        for spec in update.tensors:
+            data = memoryview(bytearray(spec.nbytes))
+            try:
+                read_whole(fd, data, spec.offset)
+            except OSError as error:
+                raise WeightsRefused(
+                    f"{update.location!r} was changed while it was read: {error.strerror}"
+                ) from error
+            yield spec, data
+    finally:
+        os.close(fd)
 
 
 def _header(version: int, tensors: Sequence[NamedBuffer]) -> tuple[bytes, list[TensorSpec]]:

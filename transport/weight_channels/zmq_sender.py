@@ -1,7 +1,7 @@
-"""How are weights sent to other hosts? A thread hands out chunks of a buffer to whoever asks.
+"""Sender of the ZeroMQ weight channel: a thread serves chunks of a buffer to whoever asks.
 
-It knows neither engines nor what becomes of the chunks. The memory is used again for each version:
-the first touch of a fresh page costs ten times a copy into an old one.
+The buffer is used again for each version, because the first touch of a fresh page costs ten times a
+copy into an old one. ZeroMQ sends its memory without a copy, by frames that are made once.
 """
 
 import threading
@@ -20,7 +20,6 @@ from tidegate.transport.messages import InitWeights, UpdateWeights
 from tidegate.transport.private_directory import PrivateDirectory
 from tidegate.transport.security import OrchestratorKeys, secure_listener
 from tidegate.transport.weight_channels.base import NamedBuffer, check_buffers, layout
-from tidegate.transport.weight_channels.sendable_memory import SendableMemory
 from tidegate.transport.weight_channels.zmq import (
     CHUNK_BYTES,
     CHUNKS_PER_REQUEST_MAX,
@@ -32,6 +31,33 @@ from tidegate.transport.weight_channels.zmq import (
     encode,
 )
 from tidegate.transport.zeromq import Context, Socket, outlive_links
+
+
+class SendableMemory:
+    """Some bytes, for one thread to write and one to send."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Not touched yet."""
+        self.bytes = np.empty(nbytes, np.uint8)
+        self._frames: dict[int, zmq.Frame] = {}
+        """By their start: those of whole chunks, at multiples of their size."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.bytes)
+
+    def frame(self, start: int, end: int) -> zmq.Frame:
+        """Shows the bytes ``[start, end)``, whatever is written there until they are sent."""
+        if start % CHUNK_BYTES or end - start != CHUNK_BYTES:
+            return self._made(start, end)
+        frame = self._frames.get(start)
+        if frame is None:
+            frame = self._frames[start] = self._made(start, end)
+        return frame
+
+    def _made(self, start: int, end: int) -> zmq.Frame:
+        return zmq.Frame(self.bytes.data[start:end], copy=False)
+
 
 REQUEST_BYTES_MAX = 1024
 """A request is 60 bytes; larger frames are refused unread."""

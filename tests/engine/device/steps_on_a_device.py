@@ -18,18 +18,16 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests.kernels.compile_kernels import TARGETS, constants_of, tell_compiled
-from tidegate.engine.device.forward import LayerPlace, device_forward, rule_of
 from tidegate.engine.device.plan import HostPlanner
+from tidegate.engine.device.runner import DTYPES, LayerPlace, device_forward, launch_scores, rule_of
 from tidegate.engine.device.sampling import HostDraw
-from tidegate.engine.device.scoring import launch_scores
-from tidegate.engine.device.upload import DTYPES
 from tidegate.engine.device.weights import DeviceWeights
+from tidegate.engine.execution.runner import Row
 from tidegate.engine.models.model import head_logits
 from tidegate.engine.models.model_config import AttentionKind, LayerShape, ModelConfig
 from tidegate.engine.models.rope_config import Rope
-from tidegate.engine.runner import Row
 from tidegate.engine.sampling.sampling import RowSampling
-from tidegate.engine.scoring import RowScoring
+from tidegate.engine.sampling.scoring import RowScoring
 
 DEVICE = torch.device("meta")
 """Stands for cuda: a build of torch without CUDA can't index even a tensor that only says it is

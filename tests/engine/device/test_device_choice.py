@@ -11,8 +11,8 @@ from tidegate.engine import worker
 from tidegate.engine.device.devices import find_device
 from tidegate.engine.device.model import DeviceModel, open_on_device, refuse_on_device
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.config import run_settings
 from tidegate.orchestrator.fleet.processes import engine_options
+from tidegate.orchestrator.settings.config import run_settings
 
 CUDA = torch.device("cuda:0")
 

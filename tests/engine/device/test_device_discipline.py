@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.wire
+
 SHARED_BYTES_MAX = 227 * 1024
 """Of one program on an H100."""
 

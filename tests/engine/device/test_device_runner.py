@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.driving import GREEDY, DrivenTurn, drive
 from tests.engine.orchestra import named_buffers
+from tests.engine.scheduling.driving import GREEDY, DrivenTurn, drive
 from tests.models import make_model_directory
 from tidegate.engine.device.memory import (
     SLEEP_DEEPER,
@@ -22,17 +22,17 @@ from tidegate.engine.device.memory import (
 )
 from tidegate.engine.device.runner import DeviceRunner
 from tidegate.engine.device.weights import DeviceWeights
-from tidegate.engine.memory.sleep import Sleeper
+from tidegate.engine.execution.runner import ModelRunner, Row, RowSampling, Runner
+from tidegate.engine.execution.sleep import Sleeper
 from tidegate.engine.models.model_config import ModelConfig
-from tidegate.engine.runner import ModelRunner, Row, RowSampling, Runner
+from tidegate.engine.models.model_weights import fill_from_directory, load_directory
 from tidegate.engine.sampling.options import RowOptions
+from tidegate.engine.sampling.scoring import Reads, RowScoring
 from tidegate.engine.sampling.seen_tokens import SeenCounts
-from tidegate.engine.scheduler import Scheduler
-from tidegate.engine.scoring import Reads, RowScoring
-from tidegate.engine.turns import EngineLimits
+from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.engine.scheduling.turns import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore
-from tidegate.engine.weights.weights import fill_from_directory, load_directory
 from tidegate.errors import OutOfMemory, WeightsRefused
 from tidegate.transport.messages import StartWeightUpdate, WeightsStaged
 from tidegate.transport.sampling import SamplingParams, TokenBias

@@ -1,0 +1,70 @@
+"""Which commands need a clone of the repository? The demo and the benchmarks: they are no library.
+
+Each is a program of its own, and gets all arguments.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+import tidegate
+from tidegate.cli.conventions import echo
+from tidegate.errors import ConfigError
+
+SELF = "__init__", "__main__"
+
+
+def demo(context: typer.Context) -> None:
+    """Train a small model synchronously and asynchronously, in three minutes; compare the runs."""
+    _become("examples.async_grpo", context.args)
+
+
+def bench(context: typer.Context) -> None:
+    """Run a benchmark, e.g. `tidegate bench transport`; without a name, list them."""
+    names = _benchmarks()
+    arguments = context.args
+    if not arguments or arguments[0] in ("--help", "-h"):
+        echo("Usage: tidegate bench NAME [OPTIONS], where NAME is one of:")
+        for name, question in names.items():
+            echo(f"  {name:<14} {question}")
+        return
+    name = arguments[0].replace("-", "_")
+    if name not in names:
+        raise ConfigError(f"there is no benchmark {name!r}; there are {', '.join(names)}")
+    _become(f"benchmarks.{name}", arguments[1:])
+
+
+def _benchmarks() -> dict[str, str]:
+    """By name, the question that each answers: the first line of its file."""
+    folder = _root() / "benchmarks"
+    programs = {path.parent.name: path for path in folder.glob("*/__main__.py")}
+    programs |= {path.stem: path for path in folder.glob("*.py") if path.stem not in SELF}
+    found = {}
+    for name, path in sorted(programs.items()):
+        text = path.read_text()
+        if '__name__ == "__main__"' in text:
+            found[name] = text.split("\n", 1)[0].strip('" ')
+    return found
+
+
+def _root() -> Path:
+    root = Path(tidegate.__file__).resolve().parents[2]
+    if (root / "examples" / "async_grpo.py").exists():
+        return root
+    raise ConfigError(
+        "the demo and the benchmarks are in Tidegate's repository, which this installation isn't "
+        "of; clone it and `make demo` there, or `pip install -e .`"
+    )
+
+
+def _become(module: str, arguments: list[str]) -> NoReturn:
+    """Go on as that program, from where it can be found."""
+    root = str(_root())
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = f"{root}{os.pathsep}{inherited}" if inherited else root
+    sys.stdout.flush()
+    # -P: a folder of the user's own called `examples` must not stand before ours.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])

@@ -1,0 +1,104 @@
+"""What does the command `tidegate` do? It looks up which command was meant; errors are one line.
+
+A command is a function in a file of this folder, with typer's annotations and a docstring that is
+its help. To add one, import its file below and register it by one :func:`_add`. Such a file
+imports nothing heavy at its top, for `tidegate --help` imports all of them.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from tidegate.cli import checkout, doctor, engines, plan, records, run, simulate, watch
+from tidegate.cli.conventions import (
+    PASS_ON,
+    STATUS_ERROR,
+    STATUS_INTERRUPTED,
+    Commands,
+    echo,
+    example_text,
+)
+from tidegate.cli.serving import serve
+from tidegate.errors import TidegateError
+
+app = typer.Typer(
+    name="tidegate",
+    cls=Commands,
+    help="Asynchronous rollouts for RL on language models, with a hard bound on staleness.",
+    epilog="\b\nExit status: 0 all is well; 1 it ran and found a fault; 2 wrong usage, or what you "
+    "can\nmend; 130 interrupted. Colours end where the output is no terminal, or NO_COLOR is set.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _add(heading: str, function: Callable[..., None], *examples: str, **options: Any) -> None:
+    """Register a command under a heading of `tidegate --help`."""
+    epilog = example_text(examples)
+    app.command(rich_help_panel=heading, epilog=epilog, **options)(function)
+
+
+def version() -> None:
+    """Say which version this is."""
+    import importlib.metadata
+
+    echo(importlib.metadata.version("tidegate"))
+
+
+TRAIN, LOOK, ENGINES, CHECK = "Train", "Look at a run", "Engines", "Check and measure"
+
+_add(TRAIN, checkout.demo, **PASS_ON)
+_add(TRAIN, run.run, *run.EXAMPLES, **run.TAKES_ANY_FLAG)
+
+_add(TRAIN, plan.plan, *plan.EXAMPLES)
+
+_add(LOOK, watch.dashboard, "tidegate dashboard runs/demo")
+_add(LOOK, watch.top, "tidegate top runs/demo", "tidegate top http://127.0.0.1:8080")
+_add(LOOK, records.report, "tidegate report runs/demo")
+_add(LOOK, records.compare, "tidegate compare runs/sync runs/async --picture both.png")
+_add(LOOK, records.trace, "tidegate trace runs/demo")
+_add(LOOK, records.audit, "tidegate audit runs/demo", "tidegate audit runs/big --rollouts-max 500")
+_add(LOOK, records.replay, "tidegate replay runs/demo")
+
+_add(ENGINES, engines.engine, **PASS_ON)
+_add(ENGINES, serve, "tidegate serve --model DIR --engines 2 --port 8000")
+_add(ENGINES, engines.keys, "tidegate keys keys", "tidegate keys keys --engine gpu-host-7")
+_add(
+    ENGINES,
+    doctor.doctor,
+    "tidegate doctor http://127.0.0.1:8000 --model models/served",
+    "tidegate doctor http://127.0.0.1:30000 --json",
+)
+
+_add(
+    CHECK,
+    simulate.simulate,
+    "tidegate simulate --seeds 1000 --lives 100",
+    "tidegate simulate --first-seed 9 --seeds 1",
+    "tidegate simulate --faults crash,cut",
+)
+_add(CHECK, checkout.bench, **PASS_ON)
+_add(CHECK, version)
+
+
+def main() -> None:
+    """Run the command; errors made for people are one line, and the status says what kind."""
+    try:
+        app()
+    except TidegateError as error:
+        _end(str(error))
+    except OSError as error:
+        if error.filename is None:
+            raise  # nothing that was asked for: our own defect, and it needs its traceback
+        _end(f"{error.filename}: {error.strerror}")
+    except KeyboardInterrupt:
+        echo("interrupted", err=True)
+        sys.exit(STATUS_INTERRUPTED)
+
+
+def _end(said: str) -> None:
+    echo(f"error: {' '.join(said.split())}", err=True)
+    sys.exit(STATUS_ERROR)

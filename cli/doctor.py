@@ -1,0 +1,91 @@
+"""How does `tidegate doctor` show what it found? Findings with remedies, or JSON; a status.
+
+What is asked and how it is judged is the business of cli/engine_doctor/.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tidegate.cli.conventions import STATUS_FOUND, echo
+from tidegate.cli.engine_doctor.finding import Finding, Verdict
+from tidegate.cli.engine_doctor.measurements import Identity, Measurements
+
+
+def doctor(
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="An engine's, e.g. http://127.0.0.1:8000.")
+    ],
+    model: Annotated[
+        Path | None,
+        typer.Option(help="The directory of the weights it serves: compare log-probs and tokens."),
+    ] = None,
+    update: Annotated[
+        bool,
+        typer.Option(
+            "--update",
+            help="Also give it other weights (--model's with noise, written beside it), and its "
+            "own again. Only while nobody else uses it.",
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Examine an engine before training on what it says; status 1 if something is wrong.
+
+    vLLM, SGLang, or a Tidegate run by its vLLM-compatible server. Without --update it changes
+    nothing there.
+    """
+    from rich.console import Console
+
+    from tidegate.cli.engine_doctor.findings import findings
+    from tidegate.cli.engine_doctor.measuring import examined, measure
+
+    with Console(stderr=True).status("looking who is there") as status:
+        measured = measure(
+            examined(url), model, updates=update, progress=lambda doing: status.update(doing)
+        )
+    found = findings(measured)
+    is_ill = any(finding.verdict == Verdict.FAIL for finding in found)
+    if as_json:
+        echo(json.dumps(_as_json(url, measured, found, is_ill=is_ill)))
+    else:
+        for line in lines(url, measured.identity, found):
+            echo(line)
+    if is_ill:
+        raise typer.Exit(STATUS_FOUND)
+
+
+def lines(url: str, identity: Identity, found: list[Finding]) -> list[str]:
+    """The report for people."""
+    version = identity.version or "of an unknown version"
+    told = [f"{url}: {identity.kind} {version}, model {identity.model}"]
+    for finding in found:
+        told.append(f"{finding.verdict:<5} {finding.check}: {finding.says}")
+        if finding.remedy and finding.verdict != Verdict.OK:
+            told.append(f"      -> {finding.remedy}")
+        elif finding.remedy:
+            told.append(f"      ({finding.remedy})")
+    failed = sum(finding.verdict == Verdict.FAIL for finding in found)
+    warned = sum(finding.verdict == Verdict.WARN for finding in found)
+    told.append(
+        f"{failed} to mend before training, {warned} to know of"
+        if failed or warned
+        else "fit to train on"
+    )
+    return told
+
+
+def _as_json(
+    url: str, measured: Measurements, found: list[Finding], *, is_ill: bool
+) -> dict[str, Any]:
+    measurements = dataclasses.asdict(measured)
+    measurements["identity"]["paths"] = sorted(measured.identity.paths)
+    return {
+        "url": url,
+        "fit": not is_ill,
+        "findings": [dataclasses.asdict(finding) for finding in found],
+        "measurements": measurements,
+    }

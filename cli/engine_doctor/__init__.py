@@ -1,0 +1,1 @@
+"""`tidegate doctor`: examines an external engine and reports what it gets wrong."""

@@ -1,0 +1,542 @@
+"""Findings of `tidegate doctor`: what an engine's measurements mean for RL, and what to do.
+
+Pure functions from measurements to findings: of tokens, log-probs and seeds, of the RL surface that
+/openapi.json shows, and of answers around a weight update. Each threshold states its reason.
+"""
+
+from dataclasses import dataclass
+
+from tidegate.cli.engine_doctor.finding import Finding, Verdict
+from tidegate.cli.engine_doctor.measurements import (
+    Distance,
+    EngineKind,
+    Identity,
+    LogprobMode,
+    Measurements,
+    Mismatch,
+    PrefixCache,
+    Repeats,
+    TokenizerCheck,
+    WeightUpdate,
+)
+
+DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1, and let nobody else reach it"
+NEWER_SGLANG = "take SGLang 0.5.21 or newer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """One thing an engine must be able to do, and the routes it does it by; any one will do."""
+
+    name: str
+    any_of: tuple[str, ...]
+    remedy: str
+    without_it: Verdict = Verdict.FAIL
+
+
+TOKENS = Capability(
+    name="token ids in and out",
+    any_of=("/inference/v1/generate",),
+    remedy="start it with --enable-scale-out, or engine_urls can't have it; /v1/completions gives "
+    "tokens, but no spans",
+    without_it=Verdict.WARN,
+)
+
+NEEDED: dict[EngineKind, tuple[Capability, ...]] = {
+    "vllm": (
+        TOKENS,
+        Capability(name="pause and resume", any_of=("/pause",), remedy=DEV_MODE),
+        Capability(
+            name="weight updates",
+            any_of=("/start_weight_update", "/collective_rpc"),
+            remedy=f"{DEV_MODE}; over NCCL or IPC also with --weight-transfer-config",
+        ),
+        Capability(
+            name="weight labels",
+            any_of=("/weight_info",),
+            remedy="take vLLM 0.27 or newer; " + DEV_MODE,
+            without_it=Verdict.WARN,
+        ),
+        Capability(
+            name="sleep and wake",
+            any_of=("/sleep",),
+            remedy=f"only where the trainer shares its GPU: --enable-sleep-mode; {DEV_MODE}",
+            without_it=Verdict.NOTE,
+        ),
+    ),
+    "sglang": (
+        Capability(
+            name="token ids in and out", any_of=("/generate",), remedy="that is no SGLang server"
+        ),
+        Capability(
+            name="pause and resume",
+            any_of=("/pause_generation",),
+            remedy="take SGLang 0.5.6 or newer, which also pauses in place and by retraction",
+        ),
+        Capability(
+            name="weight updates", any_of=("/update_weights_from_disk",), remedy=NEWER_SGLANG
+        ),
+        Capability(
+            name="update sessions",
+            any_of=("/begin_weight_update",),
+            remedy=NEWER_SGLANG,
+            without_it=Verdict.WARN,
+        ),
+        Capability(
+            name="sleep and wake",
+            any_of=("/release_memory_occupation",),
+            remedy="only where the trainer shares its GPU: --enable-memory-saver",
+            without_it=Verdict.NOTE,
+        ),
+    ),
+    "tidegate": (
+        Capability(
+            name="pause and resume",
+            any_of=("/pause",),
+            remedy="take the run's own server, not an agent's gateway",
+            without_it=Verdict.NOTE,
+        ),
+    ),
+}
+
+
+def capability_findings(identity: Identity, *, weight_spans: bool) -> list[Finding]:
+    """One finding for all that is there, and one for each thing that is not."""
+    has = [need for need in NEEDED[identity.kind] if identity.paths.intersection(need.any_of)]
+    lacks = [need for need in NEEDED[identity.kind] if need not in has]
+    found = []
+    if has:
+        says = ", ".join(need.name for need in has)
+        found.append(Finding(check="capabilities", verdict=Verdict.OK, says=says))
+    for need in lacks:
+        says = f"{need.name}: it has no {' or '.join(need.any_of)}"
+        found.append(
+            Finding(check="capabilities", verdict=need.without_it, says=says, remedy=need.remedy)
+        )
+    if not weight_spans:
+        found.append(
+            Finding(
+                check="weight spans",
+                verdict=Verdict.WARN,
+                says="answers don't say which weights sampled which tokens",
+                remedy="take vLLM 0.32 with --enable-scale-out or SGLang 0.5.19, or newer: a turn "
+                "that an update crosses is labelled only as well as Tidegate saw it",
+            )
+        )
+    return found
+
+
+MISMATCHES_MAX = 5.0
+"""An answer is some weights' if it is no more than so many times as far from them as the engine was
+from its own before: noise spreads logits, and rounding with them."""
+
+SAME_NATS = 1e-3
+"""Of an engine that rounds nothing: it differs from transformers by 1e-6 to 1e-5."""
+
+SAME_SHARE_MAX = 0.25
+"""Nor is it more than this share of what two sets' log-probs are apart. KV of other weights was
+seen at a half and more, a head of other weights at a seventh."""
+
+UPDATE_REMEDIES: dict[EngineKind, str] = {
+    "vllm": "it must see the model's directory by the same path; start it with "
+    "VLLM_SERVER_DEV_MODE=1, and see its log",
+    "sglang": "it must see the model's directory by the same path; see its log",
+    "tidegate": "its server must see the model's directory by the same path; see its log",
+}
+
+NEITHER_REMEDIES: dict[EngineKind, str] = {
+    "vllm": "part of the old weights, or of their KV, is in use. On a CPU vLLM leaves a tied head "
+    "as it was: untie it (tie_word_embeddings=false, with an lm_head.weight); else switch its "
+    "prefix cache off, and quantise nothing",
+    "sglang": "part of the old weights, or of their KV, is in use: try --disable-radix-cache, and "
+    "quantise nothing",
+    "tidegate": "report it: part of the old weights, or of their KV, is in use",
+}
+
+KEPT_REMEDIES: dict[EngineKind, str] = {
+    "vllm": "engine_urls sends a salt for each version; of your own requests: clear_cache=true",
+    "sglang": "engine_urls sends an extra_key for each version; of your own: flush_cache=true",
+    "tidegate": "report it: a swap should forget the prefix cache",
+}
+
+
+def update_findings(
+    kind: EngineKind, update: WeightUpdate, mismatch: Mismatch | None
+) -> list[Finding]:
+    """Whether it takes new weights, and what its cache does then."""
+    if update.is_left_out:
+        return [
+            _finding(
+                Verdict.FAIL,
+                "left out: it doesn't serve --model's weights, which it would have at the end",
+                "pass --model the directory of the weights it serves now",
+            )
+        ]
+    if update.refused is not None:
+        return [
+            _finding(
+                Verdict.FAIL, f"it refuses new weights: {update.refused}", UPDATE_REMEDIES[kind]
+            )
+        ]
+    assert update.cleared is not None
+    assert update.kept is not None
+    assert update.salted is not None
+    allowed = max(SAME_NATS, MISMATCHES_MAX * (mismatch.mean if mismatch else 0.0))
+    cleared = _cleared(kind, update.cleared, allowed)
+    if cleared.verdict != Verdict.OK:
+        return [cleared]
+    return [cleared, _kept(kind, update.kept, update.salted, allowed)]
+
+
+def _cleared(kind: EngineKind, distance: Distance, allowed: float) -> Finding:
+    if _is_new(distance, allowed):
+        return _finding(
+            Verdict.OK,
+            f"new weights, and their KV, at once: log-probs {distance.from_new:.2g} nats from "
+            f"theirs, {distance.from_old:.2g} from the old ones'",
+        )
+    told = (
+        f"log-probs {distance.from_new:.2g} nats from the new weights', {distance.from_old:.2g} "
+        f"from the old ones', which are {distance.between:.2g} apart"
+    )
+    if distance.from_old <= SAME_SHARE_MAX * distance.between:
+        says = f"it takes new weights, and goes on with the old ones: {told}"
+        return _finding(Verdict.FAIL, says, UPDATE_REMEDIES[kind])
+    says = f"after an update that clears its cache it answers by neither weights: {told}"
+    return _finding(Verdict.FAIL, says, NEITHER_REMEDIES[kind])
+
+
+def _kept(kind: EngineKind, kept: Distance, salted: Distance, allowed: float) -> Finding:
+    if _is_new(kept, allowed):
+        return _finding(
+            Verdict.OK,
+            "forgets its cache by itself at an update that doesn't ask for it",
+            check="cache over an update",
+        )
+    says = (
+        f"an update that doesn't clear it leaves KV of the old weights in use: log-probs "
+        f"{kept.from_new:.2g} nats from the new weights'"
+    )
+    if _is_new(salted, allowed):
+        return _finding(
+            Verdict.WARN if kind == "tidegate" else Verdict.OK,
+            f"{says}; with a salt of its own a prompt finds none of it",
+            KEPT_REMEDIES[kind],
+            check="cache over an update",
+        )
+    return _finding(
+        Verdict.FAIL,
+        f"{says}, and a prompt with another salt finds it, too",
+        "clear the cache at every update: clear_cache=true, flush_cache=true",
+        check="cache over an update",
+    )
+
+
+def _is_new(distance: Distance, allowed: float) -> bool:
+    return distance.from_new <= min(allowed, SAME_SHARE_MAX * distance.between)
+
+
+def _finding(
+    verdict: Verdict, says: str, remedy: str = "", *, check: str = "weight update"
+) -> Finding:
+    return Finding(check=check, verdict=verdict, says=says, remedy=remedy)
+
+
+GAP_RATIO_TOLERANCE = 0.2
+"""bfloat16 logits round to 3 digits, so the ratio of gaps of a nat or two strays by some percent;
+between 1 and 2 nothing else lies that an engine does."""
+
+MASS_LOST_MAX = 1e-3
+"""Two log-probs in float32 add up to 1 within 1e-6; in bfloat16 engines within 1e-4."""
+
+MEAN_SAME_NATS = 1e-3
+"""float32 engines differ from transformers by 1e-5, and by 1e-4 with other kernels."""
+
+MEAN_ROUNDED_NATS = 0.1
+"""bfloat16 with a bfloat16 head differs by 0.005 to 0.05 on average. Other weights, another
+tokenizer or other positions differ by a nat and more."""
+
+PROCESSED_REMEDIES: dict[EngineKind, str] = {
+    "vllm": "start it with --logprobs-mode processed_logprobs, or sample at temperature 1 only",
+    "sglang": "start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or sample at temperature 1 only",
+    "tidegate": "report it: Tidegate's engines tell the log-probs they sampled from",
+}
+
+HEAD_REMEDIES: dict[EngineKind, str] = {
+    "vllm": """start it with --hf-overrides '{"head_dtype": "float32"}' (newer versions), and """
+    "train with the same precision of the head",
+    "sglang": "start it with --enable-fp32-lm-head, and train with the same precision of the head",
+    "tidegate": "its LM head is float32 already: compare the dtype of weights and activations",
+}
+
+INVARIANT_REMEDIES: dict[EngineKind, str] = {
+    "vllm": "VLLM_BATCH_INVARIANT=1 where the GPU allows it; else expect that much noise in ratios",
+    "sglang": "--enable-deterministic-inference; else expect that much noise in ratios",
+    "tidegate": "serve(deterministic=True); else expect that much noise in ratios",
+}
+
+SALT_REMEDIES: dict[EngineKind, str] = {
+    "vllm": "send a cache_salt that names the weight version, or pause with clear_cache=true",
+    "sglang": "update with flush_cache=true after pausing by retract or abort, or send an "
+    "extra_key that names the weight version",
+    "tidegate": "none needed: a swap forgets the prefix cache",
+}
+
+
+def findings(measured: Measurements) -> list[Finding]:
+    """Judge everything, in the order in which to mend it."""
+    kind = measured.identity.kind
+    return [
+        *capability_findings(measured.identity, weight_spans=measured.weight_spans),
+        *_samples_ahead(measured.identity),
+        *_logprob_mode(kind, measured.logprobs),
+        _mismatch(kind, measured.mismatch),
+        _tokenizer(measured.tokenizer),
+        *_repeats(kind, measured.repeats),
+        *_prefix_cache(kind, measured.cache, is_updated=measured.is_updated),
+        *(
+            []
+            if measured.update is None
+            else update_findings(kind, measured.update, measured.mismatch)
+        ),
+    ]
+
+
+def _samples_ahead(identity: Identity) -> list[Finding]:
+    """As the adapter decides it: SGLang that says nothing of it does."""
+    if identity.kind != "sglang" or identity.settings.get("disable_overlap_schedule"):
+        return []
+    return [
+        Finding(
+            check="kept KV",
+            verdict=Verdict.WARN,
+            says='kv_policy="keep" will be refused: its overlap scheduler has a step under way '
+            "when weights change, and labels that token, of the old weights, as of the new",
+            remedy="start it with --disable-overlap-schedule, or let the run recompute "
+            '(kv_policy="recompute")',
+        )
+    ]
+
+
+def _logprob_mode(kind: EngineKind, mode: LogprobMode) -> list[Finding]:
+    if mode.gap_ratio is None:
+        return [
+            Finding(
+                check="log-probs",
+                verdict=Verdict.NOTE,
+                says="it tells no second token's log-prob, so whether temperature is in them is "
+                "unknown",
+                remedy="sample at temperature 1, or pass --model to compare with",
+            )
+        ]
+    if abs(mode.gap_ratio - 1) <= GAP_RATIO_TOLERANCE:
+        return [
+            Finding(
+                check="log-probs",
+                verdict=Verdict.FAIL,
+                says=f"they are raw: at temperature 0.5 gaps are {mode.gap_ratio:.2f} times those "
+                f"at 1, so other temperatures' tokens come with log-probs they were not sampled by",
+                remedy=PROCESSED_REMEDIES[kind],
+            )
+        ]
+    if abs(mode.gap_ratio - 2) > GAP_RATIO_TOLERANCE:
+        return [
+            Finding(
+                check="log-probs",
+                verdict=Verdict.FAIL,
+                says=f"at temperature 0.5 gaps are {mode.gap_ratio:.2f} times those at 1: neither "
+                f"raw (1) nor processed (2)",
+                remedy="find out what else changes its logits: penalties, biases, processors",
+            )
+        ]
+    return _processed(mode)
+
+
+def _processed(mode: LogprobMode) -> list[Finding]:
+    """Gaps are those after temperature; logits' are, too, but they add up to anything."""
+    if (mode.truncated_mass or 0.0) > 1 + MASS_LOST_MAX:
+        return [
+            Finding(
+                check="log-probs",
+                verdict=Verdict.FAIL,
+                says=f"two tokens have {mode.truncated_mass:.3g} of the probability: they are "
+                f"logits",
+                remedy="have it tell log-probs (vLLM: --logprobs-mode processed_logprobs)",
+            )
+        ]
+    return [
+        Finding(
+            check="log-probs",
+            verdict=Verdict.OK,
+            says=f"processed: at temperature 0.5 gaps are {mode.gap_ratio:.2f} times those at 1",
+        ),
+        *_truncation(mode.truncated_mass),
+    ]
+
+
+def _truncation(mass: float | None) -> list[Finding]:
+    if mass is None:
+        return []
+    if mass > 1 - MASS_LOST_MAX:
+        says = "what top_k leaves has probability 1: truncation is in the log-probs"
+        return [Finding(check="truncation", verdict=Verdict.OK, says=says)]
+    return [
+        Finding(
+            check="truncation",
+            verdict=Verdict.WARN,
+            says=f"with top_k=2 both tokens have {mass:.3f} of the probability: log-probs are "
+            f"those from before truncation",
+            remedy="sample with top_p=1, min_p=0 and no top_k, or correct for it in the loss",
+        )
+    ]
+
+
+def _mismatch(kind: EngineKind, mismatch: Mismatch | None) -> Finding:
+    if mismatch is None:
+        return Finding(
+            check="mismatch",
+            verdict=Verdict.NOTE,
+            says="not compared with the model's own log-probs",
+            remedy="pass --model DIRECTORY, that of the weights it serves now",
+        )
+    measured = (
+        f"log-probs of {mismatch.tokens} tokens differ from transformers' in float32 by "
+        f"{mismatch.mean:.2g} nats on average, {mismatch.largest:.2g} at most"
+    )
+    if mismatch.mean <= MEAN_SAME_NATS:
+        return Finding(check="mismatch", verdict=Verdict.OK, says=measured)
+    if mismatch.mean <= MEAN_ROUNDED_NATS:
+        return Finding(
+            check="mismatch",
+            verdict=Verdict.WARN,
+            says=f"{measured}: rounding, of which the LM head's is most",
+            remedy=f"{HEAD_REMEDIES[kind]}; correct the rest (truncated importance sampling)",
+        )
+    return Finding(
+        check="mismatch",
+        verdict=Verdict.FAIL,
+        says=f"{measured}: more than rounding does",
+        remedy="see that --model holds the weights it serves now, that its log-probs are "
+        "processed, and that it quantises nothing",
+    )
+
+
+def _tokenizer(check: TokenizerCheck | None) -> Finding:
+    if check is None:
+        return Finding(
+            check="tokenizer",
+            verdict=Verdict.NOTE,
+            says="not compared",
+            remedy="pass --model DIRECTORY; it needs the engine's /tokenize, too",
+        )
+    if not check.different:
+        says = f"{check.texts} texts become the same tokens as by the directory's tokenizer"
+        return Finding(check="tokenizer", verdict=Verdict.OK, says=says)
+    return Finding(
+        check="tokenizer",
+        verdict=Verdict.FAIL,
+        says=f"{len(check.different)} of {check.texts} texts become other tokens, "
+        f"{check.different[0]!r} first",
+        remedy="give both the same tokenizer.json, and send token ids rather than text",
+    )
+
+
+def _repeats(kind: EngineKind, repeats: Repeats) -> list[Finding]:
+    found = [_batch(kind, repeats) if repeats.alone_same_tokens else _unsteady(kind, repeats)]
+    if repeats.seed_same_tokens is False:
+        found.append(
+            Finding(
+                check="seeds",
+                verdict=Verdict.WARN,
+                says="one seed sampled two different answers",
+                remedy="don't count on replaying rollouts by their seeds; "
+                + INVARIANT_REMEDIES[kind],
+            )
+        )
+    return found
+
+
+def _unsteady(kind: EngineKind, repeats: Repeats) -> Finding:
+    return Finding(
+        check="determinism",
+        verdict=Verdict.WARN,
+        says=f"a greedy answer, asked for again while nothing else ran, had other tokens "
+        f"(log-probs {repeats.alone_difference:.2g} nats apart before)",
+        remedy=INVARIANT_REMEDIES[kind],
+    )
+
+
+def _batch(kind: EngineKind, repeats: Repeats) -> Finding:
+    worst = max(repeats.alone_difference, repeats.batch_difference)
+    if repeats.batch_same_tokens and not worst:
+        says = "the same bits again, alone and beside others"
+        return Finding(check="determinism", verdict=Verdict.OK, says=says)
+    if repeats.batch_same_tokens and worst <= MEAN_SAME_NATS:
+        says = f"the same tokens again, alone and beside others; log-probs within {worst:.2g} nats"
+        return Finding(check="determinism", verdict=Verdict.OK, says=says)
+    tokens = "the same" if repeats.batch_same_tokens else "other"
+    return Finding(
+        check="determinism",
+        verdict=Verdict.WARN,
+        says=f"a greedy answer had {tokens} tokens beside others, and log-probs up to "
+        f"{worst:.2g} nats apart: results depend on the batch",
+        remedy=INVARIANT_REMEDIES[kind],
+    )
+
+
+def _prefix_cache(kind: EngineKind, cache: PrefixCache, *, is_updated: bool) -> list[Finding]:
+    if cache.again_tokens is None:
+        says = "it doesn't tell how many tokens of a prompt were cached"
+        return [
+            Finding(
+                check="prefix cache",
+                verdict=Verdict.NOTE,
+                says=says,
+                remedy="take it to be on: " + SALT_REMEDIES[kind],
+            )
+        ]
+    if not cache.again_tokens:
+        says = "off, or forgets a prompt at once: every turn is prefilled from its beginning"
+        return [Finding(check="prefix cache", verdict=Verdict.NOTE, says=says)]
+    is_on = _cache_is_on(kind, cache, is_updated=is_updated)
+    return [is_on, *_salt(kind, cache)]
+
+
+def _cache_is_on(kind: EngineKind, cache: PrefixCache, *, is_updated: bool) -> Finding:
+    found = f"on: {cache.again_tokens} tokens of a prompt sent again were there"
+    if cache.difference <= MEAN_ROUNDED_NATS:
+        says = f"{found}, and log-probs within {cache.difference:.2g} nats of the first time's"
+        if is_updated or kind == "tidegate":
+            return Finding(check="prefix cache", verdict=Verdict.OK, says=says)
+        return Finding(
+            check="prefix cache",
+            verdict=Verdict.OK,
+            says=f"{says}. Engines of its kind keep old weights' KV over an update, unless told "
+            f"otherwise: --update finds out",
+            remedy=SALT_REMEDIES[kind],
+        )
+    return Finding(
+        check="prefix cache",
+        verdict=Verdict.FAIL,
+        says=f"{found}, but log-probs {cache.difference:.2g} nats from the first time's: it may "
+        f"hold what other weights computed",
+        remedy="reset it (/reset_prefix_cache, /flush_cache), examine again; then: "
+        + SALT_REMEDIES[kind],
+    )
+
+
+def _salt(kind: EngineKind, cache: PrefixCache) -> list[Finding]:
+    if cache.salted_tokens is None or cache.again_tokens is None or kind == "tidegate":
+        return []
+    if cache.salted_tokens < cache.again_tokens:
+        says = "a prompt with another salt finds nothing there: a salt per version keeps them apart"
+        return [Finding(check="cache salt", verdict=Verdict.OK, says=says)]
+    return [
+        Finding(
+            check="cache salt",
+            verdict=Verdict.WARN,
+            says=f"a prompt with another salt found {cache.salted_tokens} tokens there all the "
+            f"same",
+            remedy="clear the cache at every update: clear_cache=true, flush_cache=true",
+        )
+    ]

@@ -1,0 +1,117 @@
+"""How does the doctor examine SGLang? By its native routes, with token ids in and out.
+
+What the answers mean for training is decided in findings.py.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from tidegate.cli.engine_doctor.examined import Answer, Question
+from tidegate.cli.engine_doctor.http import LOAD_TIMEOUT_S, Http
+from tidegate.cli.engine_doctor.measurements import Identity
+from tidegate.errors import EngineLost
+
+SETTINGS = (
+    "dtype",
+    "enable_fp32_lm_head",
+    "enable_deterministic_inference",
+    "disable_radix_cache",
+    "disable_overlap_schedule",
+)
+
+
+def identify_sglang(http: Http) -> Identity | None:
+    """Who is there; None if it is no SGLang server."""
+    info = http.get("/model_info")
+    if info.status == 404:
+        info = http.get("/get_model_info")
+    if not info.is_ok or not isinstance(info.body, dict) or "is_generation" not in info.body:
+        return None
+    if not info.body["is_generation"]:
+        raise EngineLost(f"{info.body.get('model_path')} at {http.url} embeds: it can't generate")
+    server = http.get("/server_info")
+    told: dict[str, Any] = server.body if isinstance(server.body, dict) else {}
+    models = http.get("/v1/models")
+    model = models.body["data"][0] if models.is_ok and isinstance(models.body, dict) else {}
+    schema = http.get("/openapi.json")
+    paths = schema.body.get("paths", ()) if schema.is_ok and isinstance(schema.body, dict) else ()
+    return Identity(
+        kind="sglang",
+        version=told.get("version"),
+        model=info.body["model_path"],
+        context_tokens_max=model.get("max_model_len"),
+        paths=frozenset(paths),
+        settings={name: told[name] for name in SETTINGS if name in told},
+    )
+
+
+class ExaminedSglang:
+    """An SGLang server."""
+
+    def __init__(self, http: Http, identity: Identity) -> None:
+        self.identity = identity
+        self._http = http
+
+    def ask(self, question: Question) -> Answer:
+        """Have it answer; see :class:`ExaminedEngine`."""
+        reply = self._http.post("/generate", _body(question))
+        if not reply.is_ok or not isinstance(reply.body, dict):
+            raise EngineLost(f"it refuses to generate, with status {reply.status}: {reply.body}")
+        meta = reply.body["meta_info"]
+        return Answer(
+            token_ids=tuple(reply.body["output_ids"]),
+            logprobs=tuple(entry[0] for entry in meta["output_token_logprobs"]),
+            top=tuple(
+                {entry[1]: entry[0] for entry in position or ()}
+                for position in meta.get("output_top_logprobs") or ()
+            ),
+            cached_tokens=meta.get("cached_tokens"),
+            has_weight_spans=bool(meta.get("weight_versions")),
+        )
+
+    def tokenize(self, text: str) -> list[int] | None:
+        """Its tokens for ``text``."""
+        body = {"model": self.identity.model, "prompt": text, "add_special_tokens": False}
+        reply = self._http.post("/tokenize", body)
+        if not reply.is_ok or not isinstance(reply.body, dict):
+            return None
+        return [int(token) for token in reply.body["tokens"]]
+
+    def load_weights(self, directory: Path, *, clears_cache: bool) -> str | None:
+        """From disk."""
+        body = {
+            "model_path": str(directory),
+            "flush_cache": clears_cache,
+            "abort_all_requests": False,
+        }
+        reply = self._http.post("/update_weights_from_disk", body, timeout_s=LOAD_TIMEOUT_S)
+        told = reply.body if isinstance(reply.body, dict) else {}
+        if reply.is_ok and told.get("success", True):
+            return None
+        return str(told.get("message", reply.body))
+
+    def cached_tokens_total(self) -> int | None:
+        """Not needed: every answer says it of itself."""
+        return None
+
+
+def _body(question: Question) -> dict[str, Any]:
+    sampling: dict[str, Any] = {
+        "max_new_tokens": question.tokens_max,
+        "temperature": question.temperature,
+        "ignore_eos": True,
+    }
+    if question.top_k is not None:
+        sampling["top_k"] = question.top_k
+    if question.seed is not None:
+        sampling["sampling_seed"] = question.seed
+    body: dict[str, Any] = {
+        "input_ids": list(question.token_ids),
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "top_logprobs_num": question.top_logprobs,
+    }
+    if question.cache_salt is not None:
+        # The radix tree's own key: cache_salt is newer, and unknown fields are dropped silently.
+        body["extra_key"] = question.cache_salt
+    return body

@@ -1,0 +1,93 @@
+"""What does an engine answer after its weights were changed, and after they were changed back?
+
+The only questions of the doctor's that change an engine, and only if it is told to. What the
+answers mean is decided in update_findings.py.
+"""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tidegate.cli.engine_doctor.examined import Answer, ExaminedEngine, Question
+from tidegate.cli.engine_doctor.measurements import Distance, WeightUpdate
+from tidegate.cli.engine_doctor.probes import OUTPUT_TOKENS
+from tidegate.errors import EngineLost
+
+if TYPE_CHECKING:
+    from tidegate.cli.engine_doctor.reference import Reference
+
+
+def weight_update(
+    engine: ExaminedEngine,
+    prompt: tuple[int, ...],
+    *,
+    served: tuple[Path, "Reference"],
+    other: tuple[Path, "Reference"],
+    progress: Callable[[str], None],
+) -> WeightUpdate:
+    """Give it ``other`` weights, and then those again that it ``served``; ask after each.
+
+    The first time its cache is cleared with the update, the second time not, for that shows
+    what its cache does by itself. At the end it has its own weights and an empty cache.
+
+    Raises:
+        EngineLost: it stopped answering, or couldn't be given its weights again.
+    """
+    # To what it has already: an engine that can't be updated says so while nothing is lost.
+    if (refused := _load(engine, served[0])) is not None:
+        return WeightUpdate(refused=refused)
+    question = Question(token_ids=prompt, tokens_max=OUTPUT_TOKENS)
+    engine.ask(question)  # now its KV is in the cache, if there is one
+    try:
+        if (refused := _load(engine, other[0])) is not None:
+            return WeightUpdate(refused=refused)
+        progress("asking it with other weights")
+        cleared = _distance(engine.ask(question), prompt, other[1], served[1])
+        _give_back(engine, served[0], clears_cache=False)
+        progress("asking it with its own weights again")
+        kept = _distance(engine.ask(question), prompt, served[1], other[1])
+        salt = f"doctor-{secrets.token_hex(4)}"
+        salted = engine.ask(replace(question, cache_salt=salt))
+        return WeightUpdate(
+            cleared=cleared,
+            kept=kept,
+            salted=_distance(salted, prompt, served[1], other[1]),
+        )
+    finally:
+        _give_back(engine, served[0], clears_cache=True)
+
+
+def _load(engine: ExaminedEngine, directory: Path, *, clears_cache: bool = True) -> str | None:
+    """None, or why it refuses."""
+    return engine.load_weights(directory.resolve(), clears_cache=clears_cache)
+
+
+def _give_back(engine: ExaminedEngine, directory: Path, *, clears_cache: bool) -> None:
+    try:
+        why = _load(engine, directory, clears_cache=clears_cache)
+    except EngineLost as error:
+        why = str(error)
+    if why is not None:
+        raise EngineLost(
+            f"it can't be given its own weights again, of {directory.resolve()}: {why}. Start it "
+            f"anew: what it serves now is not its model"
+        )
+
+
+def _distance(
+    answer: Answer, prompt: tuple[int, ...], now: "Reference", before: "Reference"
+) -> Distance:
+    """On the engine's own tokens, teacher-forced in float32."""
+    of_now = now.logprobs(prompt, answer.token_ids)
+    of_before = before.logprobs(prompt, answer.token_ids)
+    return Distance(
+        from_new=_mean_difference(answer.logprobs, of_now),
+        from_old=_mean_difference(answer.logprobs, of_before),
+        between=_mean_difference(of_now, of_before),
+    )
+
+
+def _mean_difference(some: tuple[float, ...] | list[float], others: list[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(some, others, strict=True)) / len(others)

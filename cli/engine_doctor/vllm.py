@@ -1,0 +1,192 @@
+"""How does the doctor examine vLLM, and what speaks its API?
+
+By token ids where the routes for them are on, else by its OpenAI ones. What the answers mean for
+training is decided in findings.py.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tidegate.cli.engine_doctor.examined import Answer, Question
+from tidegate.cli.engine_doctor.http import LOAD_TIMEOUT_S, Http, Reply
+from tidegate.cli.engine_doctor.measurements import EngineKind, Identity
+from tidegate.errors import EngineLost
+
+GENERATE = "/inference/v1/generate"
+RPC = "/collective_rpc"
+HTTP_FORBIDDEN = 403
+
+_HITS = re.compile(r"^vllm:prefix_cache_hits_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+def identify_vllm(http: Http) -> Identity | None:
+    """Who is there; None if it doesn't speak vLLM's API."""
+    models = http.get("/v1/models")
+    if not models.is_ok or not isinstance(models.body, dict) or not models.body.get("data"):
+        return None
+    version = http.get("/version")
+    told: dict[str, Any] = version.body if isinstance(version.body, dict) else {}
+    model = models.body["data"][0]
+    return Identity(
+        kind=_kind(told, model),
+        version=told.get("version") if version.is_ok else None,
+        model=model["id"],
+        context_tokens_max=model.get("max_model_len"),
+        paths=_paths(http),
+        settings={},
+    )
+
+
+def _kind(told: Mapping[str, Any], model: Mapping[str, Any]) -> EngineKind:
+    owner = str(model.get("owned_by", ""))
+    return "tidegate" if "tidegate" in (owner + str(told)).lower() else "vllm"
+
+
+def _paths(http: Http) -> frozenset[str]:
+    schema = http.get("/openapi.json")
+    paths = schema.body.get("paths", {}) if schema.is_ok and isinstance(schema.body, dict) else {}
+    has = set(paths)
+    # Present though switched off: only asking tells. An empty prompt is refused in any case.
+    if GENERATE in has or not has:
+        refused = http.post(GENERATE, {"token_ids": [], "sampling_params": {}})
+        has.discard(GENERATE)
+        if refused.status not in (HTTP_FORBIDDEN, 404, 405):
+            has.add(GENERATE)
+    return frozenset(has)
+
+
+class ExaminedVllm:
+    """A server with vLLM's routes."""
+
+    def __init__(self, http: Http, identity: Identity) -> None:
+        self.identity = identity
+        self._http = http
+        self._by_tokens = GENERATE in identity.paths
+
+    def ask(self, question: Question) -> Answer:
+        """Have it answer; see :class:`ExaminedEngine`."""
+        if self._by_tokens:
+            return _from_tokens(_choice(self._http.post(GENERATE, self._token_body(question))))
+        return _from_openai(
+            _choice(self._http.post("/v1/completions", self._openai_body(question)))
+        )
+
+    def _token_body(self, question: Question) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.identity.model,
+            "token_ids": list(question.token_ids),
+            "sampling_params": _sampling(question) | {"logprobs": question.top_logprobs},
+        }
+        return body | _salt(question)
+
+    def _openai_body(self, question: Question) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.identity.model,
+            "prompt": list(question.token_ids),
+            "logprobs": question.top_logprobs,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        return body | _sampling(question) | _salt(question)
+
+    def tokenize(self, text: str) -> list[int] | None:
+        """Its tokens for ``text``."""
+        body = {"model": self.identity.model, "prompt": text, "add_special_tokens": False}
+        reply = self._http.post("/tokenize", body)
+        if not reply.is_ok or not isinstance(reply.body, dict):
+            return None
+        return [int(token) for token in reply.body["tokens"]]
+
+    def load_weights(self, directory: Path, *, clears_cache: bool) -> str | None:
+        """From files, while nothing runs; in the query, for a pause ignores its body."""
+        pause = f"/pause?mode=abort&clear_cache={str(clears_cache).lower()}"
+        paused = self._http.post(pause, {})
+        if not paused.is_ok:  # an update beside requests that run hangs it for ever
+            return f"{pause} answers {paused.status}: {paused.body}"
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+        try:
+            reply = self._http.post(RPC, body, timeout_s=LOAD_TIMEOUT_S)
+        finally:
+            resumed = self._http.post("/resume", {})
+        for path, answer in ((RPC, reply), ("/resume", resumed)):
+            if not answer.is_ok:
+                return f"{path} answers {answer.status}: {answer.body}"
+        return None
+
+    def cached_tokens_total(self) -> int | None:
+        """Sum of its counters of prefix cache hits, over its engines."""
+        reply = self._http.get("/metrics")
+        hits = _HITS.findall(reply.body) if reply.is_ok and isinstance(reply.body, str) else []
+        return int(sum(float(count) for count in hits)) if hits else None
+
+
+def _sampling(question: Question) -> dict[str, Any]:
+    sampling: dict[str, Any] = {
+        "max_tokens": question.tokens_max,
+        "temperature": question.temperature,
+        "ignore_eos": True,
+    }
+    if question.top_k is not None:
+        sampling["top_k"] = question.top_k
+    if question.seed is not None:
+        sampling["seed"] = question.seed
+    return sampling
+
+
+def _salt(question: Question) -> dict[str, Any]:
+    return {} if question.cache_salt is None else {"cache_salt": question.cache_salt}
+
+
+def _choice(reply: Reply) -> dict[str, Any]:
+    if not reply.is_ok or not isinstance(reply.body, dict):
+        raise EngineLost(f"it refuses to generate, with status {reply.status}: {reply.body}")
+    choice: dict[str, Any] = reply.body["choices"][0]
+    choice["usage"] = reply.body.get("usage") or {}
+    return choice
+
+
+def _from_tokens(choice: dict[str, Any]) -> Answer:
+    content = (choice.get("logprobs") or {}).get("content") or []
+    return Answer(
+        token_ids=tuple(choice["token_ids"]),
+        logprobs=tuple(entry["logprob"] for entry in content),
+        top=tuple(
+            {top["token_id"]: top["logprob"] for top in entry.get("top_logprobs") or ()}
+            for entry in content
+        ),
+        cached_tokens=_cached(choice["usage"]),
+        has_weight_spans=bool(choice.get("weight_versions")),
+    )
+
+
+def _from_openai(choice: dict[str, Any]) -> Answer:
+    logprobs = choice.get("logprobs") or {}
+    if choice.get("token_ids") is None:
+        raise EngineLost(
+            "its /v1/completions returns no token ids though asked to (return_token_ids): too old "
+            "to train on"
+        )
+    return Answer(
+        token_ids=tuple(choice["token_ids"]),
+        logprobs=tuple(logprobs.get("token_logprobs") or ()),
+        top=tuple(_by_id(top) for top in logprobs.get("top_logprobs") or ()),
+        cached_tokens=_cached(choice["usage"]),
+        has_weight_spans=bool(choice.get("weight_versions")),
+    )
+
+
+def _by_id(top: Mapping[str, float] | None) -> dict[int, float]:
+    """Keys such as ``token_id:248``; others are texts, which needn't be one token each."""
+    found = {}
+    for name, logprob in (top or {}).items():
+        mark, _, number = name.partition(":")
+        if mark == "token_id":
+            found[int(number)] = logprob
+    return found
+
+
+def _cached(usage: Mapping[str, Any]) -> int | None:
+    details = usage.get("prompt_tokens_details") or {}
+    return details.get("cached_tokens")

@@ -1,0 +1,93 @@
+"""Which object does a configuration name by `module:name`, and do the arguments beside it fit?
+
+It imports users' modules; what these objects are for is the program's business.
+"""
+
+import importlib
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from tidegate.errors import ConfigError
+from tidegate.orchestrator.settings.nearest import did_you_mean
+
+
+def find(name: str, where: str) -> Any:
+    """Import what ``module:name`` names; ``where`` is the key that says so, for errors.
+
+    Raises:
+        ConfigError: there is no such module, or nothing of that name in it.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ConfigError(f"{where} = {name!r} must be 'module:name', such as 'my_agent:solve'")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise  # it is there, and what it imports is missing: its traceback says where
+        raise ConfigError(
+            f"{where} = {name!r}: there is no module {error.name!r}; looked for in "
+            f"{', '.join(path or str(Path.cwd()) for path in sys.path[:2])} and what is installed"
+        ) from None
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [each for each in vars(found) if not each.startswith("_")]
+            raise ConfigError(
+                f"{where} = {name!r}: {module_name} has no {part!r}; {did_you_mean(part, public)}"
+            )
+        found = getattr(found, part)
+    return found
+
+
+def check_arguments(
+    function: Callable[..., Any], given: Mapping[str, Any], where: str, *, own: int = 0
+) -> dict[str, Any]:
+    """Check ``given`` against a function's signature, and make of each what its hint says.
+
+    The first ``own`` parameters are the caller's, not the configuration's.
+
+    Raises:
+        ConfigError: one is unknown, missing, or no value of its type.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    named = {each.name: each for each in parameters[own:] if each.kind in _BY_NAME}
+    hints = _hints(function)
+    checked = {}
+    for name, value in given.items():
+        if name not in named and not takes_any:
+            raise ConfigError(f"{where}.{name}: no such argument; {did_you_mean(name, named)}")
+        checked[name] = _validated(value, hints.get(name, Any), f"{where}.{name}")
+    for name, each in named.items():
+        if each.default is each.empty and name not in checked:
+            raise ConfigError(f"{where}.{name} is missing; {where}.use can't do without it")
+    return checked
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    target = function.__init__ if inspect.isclass(function) else function
+    try:
+        return typing.get_type_hints(target)
+    except (NameError, TypeError):  # hints for type checkers only: nothing to check by
+        return {}
+
+
+def _validated(value: Any, hint: Any, where: str) -> Any:
+    try:
+        return TypeAdapter(hint).validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(f"{where} = {value!r}: {error.errors()[0]['msg']}") from None
+    except Exception as error:
+        if type(error).__module__.startswith("pydantic"):
+            return value  # a hint that pydantic has no word for
+        raise

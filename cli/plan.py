@@ -1,0 +1,120 @@
+"""What does `tidegate plan` print? Predicted throughput and staleness, choice by choice.
+
+How they are predicted is :mod:`tidegate.simulation.planning`'s business.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tidegate.cli.conventions import echo
+from tidegate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tidegate.simulation.planning.situation import Choice, Situation
+
+EXAMPLES = (
+    "tidegate plan runs/demo",
+    "tidegate plan --engines 12 --slots 64 --step-ms 8 --row-ms 0.12 --mean-tokens 4000 \\",
+    "              --train-tokens-per-s 65000 --picture plan.png",
+    "tidegate plan runs/demo --eta 0,1,2,4,8 --pause keep,abort --batch 8,16,32",
+)
+
+
+def plan(
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="The same as --from.")] = None,
+    from_run: Annotated[
+        Path | None, typer.Option("--from", help="Take speeds and lengths from a finished run.")
+    ] = None,
+    eta: Annotated[str, typer.Option(help="Values of max_staleness to compare.")] = "0,1,2,4,8",
+    pause: Annotated[str, typer.Option(help="Pause modes to compare, e.g. keep,abort,wait.")] = "",
+    split: Annotated[str, typer.Option(help="Engines:trainers to compare, e.g. 12:4,8:8.")] = "",
+    batch: Annotated[str, typer.Option(help="Groups per batch to compare, e.g. 32,64.")] = "",
+    engines: Annotated[int | None, typer.Option(min=1, help="How many.")] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Turns that an engine decodes at once.")] = 64,
+    step_ms: Annotated[float, typer.Option(min=0, help="A decode step, besides its rows.")] = 8.0,
+    row_ms: Annotated[float, typer.Option(min=0, help="More per turn that runs.")] = 0.12,
+    prefill_tokens_per_s: Annotated[float, typer.Option(min=1)] = 25_000.0,
+    swap_s: Annotated[float, typer.Option(min=0, help="An engine's standstill per update.")] = 0.1,
+    mean_tokens: Annotated[float | None, typer.Option(min=1, help="Of a rollout.")] = None,
+    sigma: Annotated[float, typer.Option(min=0, help="Of the lengths' logarithm.")] = 0.8,
+    tokens_max: Annotated[int, typer.Option(min=2, help="Of a rollout.")] = 32_768,
+    prompt_tokens: Annotated[int, typer.Option(min=0)] = 512,
+    group_size: Annotated[int, typer.Option(min=1)] = 8,
+    groups_per_batch: Annotated[int | None, typer.Option(min=1)] = None,
+    trainers: Annotated[int, typer.Option(min=1)] = 1,
+    train_tokens_per_s: Annotated[
+        float | None, typer.Option(min=0, help="Of all trainers together.")
+    ] = None,
+    simulated: Annotated[
+        bool, typer.Option("--simulate/--no-simulate", help="Beside closed forms; takes longer.")
+    ] = True,
+    versions: Annotated[int, typer.Option(min=2, help="Of each simulated run.")] = 16,
+    picture: Annotated[Path | None, typer.Option(help="Draw it into this PNG.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+) -> None:
+    """Predict throughput and staleness for max_staleness, pause mode, split and batch.
+
+    Twice: by closed forms, and by the orchestrator itself over simulated engines in virtual time.
+    """
+    if run is not None and from_run is not None:
+        raise ConfigError(f"{run} and --from {from_run} are two runs to plan from; give one")
+    from_run = from_run or run
+    given = dict(locals())
+    from tidegate.cli import plan_table
+
+    situation, base = _from_run(given) if from_run is not None else _from_options(given)
+    rows = plan_table.rows(situation, base, given)
+    for line in plan_table.json_lines(rows) if as_json else plan_table.lines(rows):
+        echo(line)
+    if picture is not None:
+        from tidegate.simulation.planning.picture import draw_plan
+
+        draw_plan(picture, [row for row in rows if row.varied == "max_staleness"])
+
+
+def _from_options(given: dict[str, Any]) -> "tuple[Situation, Choice]":
+    from tidegate.simulation.engine_costs import EngineCosts
+    from tidegate.simulation.planning.situation import Choice, Situation, log_normal_groups
+
+    for name in ("engines", "mean_tokens", "train_tokens_per_s"):
+        if given[name] is None:
+            raise ConfigError(f"--{name.replace('_', '-')} is needed, or --from RUN to measure it")
+    costs = EngineCosts(
+        slots=given["slots"],
+        step_s=given["step_ms"] / 1e3,
+        running_turn_s=given["row_ms"] / 1e3,
+        prefill_tokens_per_s=given["prefill_tokens_per_s"],
+        swap_s=given["swap_s"],
+        prompt_tokens=given["prompt_tokens"],
+        group_size=given["group_size"],
+    )
+    if not costs.step_s + costs.running_turn_s > 0:
+        raise ConfigError("--step-ms and --row-ms can't both be 0: steps take time")
+    groups = log_normal_groups(
+        mean_tokens=given["mean_tokens"],
+        sigma=given["sigma"],
+        tokens_max=given["tokens_max"],
+        group_size=given["group_size"],
+    )
+    speed = given["train_tokens_per_s"] / given["trainers"]
+    situation = Situation(groups=groups, costs=costs, trainer_tokens_per_s=speed)
+    return situation, Choice(
+        max_staleness=0,
+        groups_per_batch=given["groups_per_batch"] or 64,
+        engines=given["engines"],
+        trainers=given["trainers"],
+    )
+
+
+def _from_run(given: dict[str, Any]) -> "tuple[Situation, Choice]":
+    from dataclasses import replace
+
+    from tidegate.cli.plan_table import measured_line
+    from tidegate.simulation.planning.from_run import measured_run
+
+    run = measured_run(given["from_run"])
+    echo(measured_line(run), err=True)
+    changed = {n: given[n] for n in ("engines", "groups_per_batch") if given[n] is not None}
+    return run.situation, replace(run.choice, **changed)

@@ -1,0 +1,170 @@
+"""What does a run's TOML file say? Settings, tasks, an episode and a trainer; flags override it.
+
+It reads, checks and builds them; running them is :mod:`tidegate.cli.run`'s business.
+
+    [run]                          # what tidegate.serve takes
+    model = "path/to/model"
+    [tasks]
+    use = "my_tasks:train_tasks"   # module:name; what else stands here are its arguments
+    [episode]
+    use = "my_agent:solve"
+    [trainer]
+    use = "my_trainer:train"
+"""
+
+import functools
+import inspect
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tidegate.cli.named import check_arguments, find
+from tidegate.errors import ConfigError
+from tidegate.orchestrator.settings.config import RunSettings, run_settings
+from tidegate.orchestrator.settings.nearest import did_you_mean
+
+
+class Part(BaseModel):
+    """Something by its import path, and the arguments that it gets."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    use: str
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All but ``use``."""
+        return dict(self.model_extra or {})
+
+
+class RunFile(BaseModel):
+    """The four sections."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run: dict[str, Any]
+    tasks: Part
+    episode: Part
+    trainer: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A run that could begin: everything was found, and every argument fits."""
+
+    settings: RunSettings
+    make_tasks: Callable[[], Iterable[Any]]
+    episode: Callable[..., Any]
+    train: Callable[..., Any]
+    """Of rollouts, tasks and episode."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the trainer is to be awaited."""
+        return inspect.iscoroutinefunction(self.train)
+
+
+def read_program(path: Path, overrides: Sequence[str] = ()) -> Program:
+    """Read a file; ``overrides`` are ``section.key=value``, the value as TOML writes it.
+
+    Raises:
+        ConfigError: the file can't be read, or something in it is unknown or can't work.
+    """
+    try:
+        said = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read {path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from None
+    for override in overrides:
+        _override(said, override)
+    return _program(_checked(said, path), path)
+
+
+def _override(said: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    names = key.strip().split(".")
+    if not equals or len(names) < 2 or not all(names):
+        raise ConfigError(
+            f"{override!r} must be SECTION.KEY=VALUE, such as run.engines=4; sections are "
+            f"{', '.join(RunFile.model_fields)}"
+        )
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # what needs no quotes for people is a string
+    table = said
+    for name in names[:-1]:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{override!r}: {name} is no table, but {table!r}")
+    table[names[-1]] = value
+
+
+def _checked(said: Mapping[str, Any], path: Path) -> RunFile:
+    try:
+        return RunFile.model_validate(said)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        if problem["type"] == "extra_forbidden":
+            nearest = did_you_mean(str(problem["loc"][-1]), RunFile.model_fields)
+            raise ConfigError(f"{path}: [{where}] is no section; {nearest}") from None
+        if problem["type"] == "missing":
+            raise ConfigError(f"{path}: {where} is missing") from None
+        raise ConfigError(f"{path}: {where} = {problem['input']!r}: {problem['msg']}") from None
+
+
+def _program(file: RunFile, path: Path) -> Program:
+    values = {name: _built(f"run.{name}", value) for name, value in file.run.items()}
+    if "run_directory" not in values:
+        values["run_directory"] = Path("runs") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    settings = run_settings(**values)
+    tasks = find(file.tasks.use, "tasks.use")
+    return Program(
+        settings=settings,
+        make_tasks=_bound(tasks, file.tasks, "tasks", own=0)
+        if callable(tasks)
+        else functools.partial(_given, tasks, file.tasks),
+        episode=_bound(find(file.episode.use, "episode.use"), file.episode, "episode", own=2),
+        train=_bound(find(file.trainer.use, "trainer.use"), file.trainer, "trainer", own=3),
+    )
+
+
+def _built(where: str, value: Any) -> Any:
+    """A table with ``use`` stands for an object, such as a policy or a routing."""
+    if not isinstance(value, dict) or "use" not in value:
+        return value
+    arguments = {name: each for name, each in value.items() if name != "use"}
+    made = find(str(value["use"]), f"{where}.use")
+    return made(**check_arguments(made, arguments, where))
+
+
+def _bound(function: Any, part: Part, where: str, *, own: int) -> Callable[..., Any]:
+    if not callable(function):
+        raise ConfigError(f"{where}.use = {part.use!r} is no function, but {function!r}")
+    if where == "episode" and not inspect.iscoroutinefunction(function):
+        raise ConfigError(f"episode.use = {part.use!r} must be an `async def` of (episode, task)")
+    positional = [
+        each
+        for each in inspect.signature(function).parameters.values()
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD, each.VAR_POSITIONAL)
+    ]
+    if own > len(positional) and not any(e.kind is e.VAR_POSITIONAL for e in positional):
+        wanted = {"episode": "(episode, task)", "trainer": "(rollouts, tasks, episode)"}[where]
+        raise ConfigError(f"{where}.use = {part.use!r} must take {wanted} before its own arguments")
+    arguments = check_arguments(function, part.arguments, where, own=own)
+    return functools.partial(function, **arguments) if arguments else function
+
+
+def _given(tasks: Any, part: Part) -> Iterable[Any]:
+    if part.arguments or not isinstance(tasks, Iterable):
+        raise ConfigError(
+            f"tasks.use = {part.use!r} is no function: it takes no arguments, and must be iterable"
+        )
+    return tasks

@@ -1,0 +1,127 @@
+"""What does `tidegate run CONFIG.toml` do? It runs the tasks, episode and trainer that it names.
+
+What the file may say is :mod:`tidegate.cli.program`'s business.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tidegate.cli.conventions import echo
+from tidegate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tidegate.cli.program import Program
+
+EXAMPLES = (
+    "tidegate run examples/run.toml",
+    "tidegate run examples/run.toml --run.engines 4 --trainer.learning_rate 1e-4",
+    "tidegate run examples/run.toml --set run.max_staleness=4 --check",
+    "tidegate run examples/run.toml --cluster ray --run.engines 16 --run.gpus-per-engine 1",
+)
+
+TAKES_ANY_FLAG: dict[str, Any] = {
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}
+}
+
+
+def run(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to run.")],
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Instead of what the file says."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", help="Who finds places for engines: ray, on its nodes."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Find and check everything, print it, run nothing.")
+    ] = False,
+) -> None:
+    """Run the tasks, episode and trainer that a TOML file names; report on it.
+
+    Its sections are [run], with the settings of tidegate.serve, [tasks], [episode] and [trainer],
+    which name functions by `use = "module:name"` and give them arguments. Any of it can be
+    overridden: --run.engines 4 is the same as --set run.engines=4.
+    """
+    # As `python program.py` does: users' modules are beside the file, or where the command is run.
+    sys.path[:0] = [str(config.resolve().parent), ""]
+    from tidegate.cli.program import read_program
+
+    wanted = [*(assignments or []), *overrides(context.args)]
+    program = read_program(
+        config, wanted if cluster is None else [*wanted, f"run.cluster={cluster}"]
+    )
+    if check:
+        for line in _settings_lines(program):
+            echo(line)
+        return
+    _run(program)
+    echo(f"report: {_report(program)}")
+
+
+def overrides(arguments: list[str]) -> list[str]:
+    """``--run.engines 4`` and ``--run.engines=4`` as ``run.engines=4``.
+
+    Raises:
+        ConfigError: an argument is neither.
+    """
+    found, rest = [], list(arguments)
+    while rest:
+        flag = rest.pop(0)
+        name, equals, value = flag.removeprefix("--").partition("=")
+        if not flag.startswith("--") or "." not in name:
+            raise ConfigError(
+                f"there is no option {flag!r}; what the file says is overridden by "
+                f"--SECTION.KEY VALUE, such as --run.engines 4"
+            )
+        if not equals:
+            if not rest:
+                raise ConfigError(f"{flag} needs a value")
+            value = rest.pop(0)
+        found.append(f"{name.replace('-', '_')}={value}")
+    return found
+
+
+def _settings_lines(program: "Program") -> list[str]:
+    settings = program.settings
+    lines = [f"run.{name} = {getattr(settings, name)!r}" for name in type(settings).model_fields]
+    return [*lines, f"all is well; it would be run in {settings.run_directory}"]
+
+
+def _run(program: "Program") -> None:
+    import asyncio
+
+    from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
+    from tidegate.runs import run_parts
+
+    rollouts = Rollouts(program.settings, run_parts)
+    if program.is_async:
+        asyncio.run(_train(rollouts, program))
+        return
+    with SyncRollouts(rollouts) as run:
+        _note(run, program.train(run, program.make_tasks(), program.episode))
+
+
+async def _train(rollouts: Any, program: "Program") -> None:
+    async with rollouts:
+        _note(rollouts, await program.train(rollouts, program.make_tasks(), program.episode))
+
+
+def _note(rollouts: Any, facts: object) -> None:
+    """What a trainer returns, such as a reward on held-out tasks, belongs to the run's record."""
+    if isinstance(facts, Mapping):
+        rollouts.note(**{str(name): value for name, value in facts.items()})
+
+
+def _report(program: "Program") -> Path:
+    from tidegate.observability.report import write_report
+
+    directory = program.settings.run_directory
+    assert directory is not None, "a program's settings have one"
+    return write_report(directory)

@@ -1,0 +1,105 @@
+"""The `tidegate simulate` command: runs seeded worlds in virtual time and reports failures."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tidegate.cli.conventions import STATUS_FOUND, echo
+from tidegate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tidegate.simulation.shrinking import Report
+
+
+def simulate(
+    seeds: Annotated[int, typer.Option(min=0, help="How many to run.")] = 100,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
+    faults: Annotated[
+        str, typer.Option(help="all, none, or a list such as crash,cut: what may go wrong.")
+    ] = "all",
+    lives: Annotated[
+        int,
+        typer.Option(min=0, help="More, whose trainer and orchestrator die and resume."),
+    ] = 0,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes to run them on; left out, one per core.")
+    ] = None,
+    replay: Annotated[
+        str | None,
+        typer.Option(metavar="SCENARIO", help="Run this instead: a JSON file, or JSON itself."),
+    ] = None,
+) -> None:
+    """Run the orchestrator in virtual time, with engines that fail; status 1 if it breaks.
+
+    A run that fails is shrunken to the smallest that fails alike.
+    """
+    from rich.console import Console
+
+    from tidegate.simulation.faults import parse_faults
+    from tidegate.simulation.sweep import SweepSummary, cores, sweep
+
+    if not (seeds or lives or replay):
+        raise ConfigError("--seeds 0 and --lives 0 leave nothing to run; raise one of them")
+    if replay is not None:
+        _replay_scenario(replay)
+        return
+    summary, kinds = SweepSummary(), parse_faults(faults)
+    chosen = range(first_seed, first_seed + seeds)
+    with Console(stderr=True).status("simulating") as status:
+        for report in sweep(chosen, kinds, workers=workers or cores()):
+            for line in summary.add(report):
+                echo(line)
+            if summary.runs % 10 == 0:
+                status.update(f"{summary.runs} of {seeds} seeds, {summary.failures} failed so far")
+    if seeds == 1:
+        _tell_story(report)
+    for line in summary.lines() if seeds else ():
+        echo(line)
+    has_died_badly = lives > 0 and not _simulate_lives(first_seed, lives, workers or cores())
+    if has_died_badly or summary.failures or (faults == "all" and summary.unreached):
+        raise typer.Exit(STATUS_FOUND)
+
+
+def _simulate_lives(first_seed: int, seeds: int, workers: int) -> bool:
+    from tidegate.simulation.sweep import FailureLines, sweep_lives
+
+    resumes = failures = 0
+    failed = FailureLines()
+    for report in sweep_lives(range(first_seed, first_seed + seeds), workers=workers):
+        resumes += report.lives - 1
+        failures += report.failure is not None
+        for line in failed.of(report):
+            echo(line)
+    if seeds == 1:
+        _tell_story(report)
+    echo(
+        f"{seeds - failures} of {seeds} seeds kept every promise over {resumes} deaths of trainer "
+        f"and orchestrator"
+    )
+    return not failures
+
+
+def _replay_scenario(replay: str) -> None:
+    from tidegate.simulation.scenario import read_scenario
+    from tidegate.simulation.shrinking import run_any
+
+    is_json = replay.lstrip().startswith("{")
+    report = run_any(read_scenario(replay if is_json else _read(Path(replay))))
+    _tell_story(report)
+    if report.failure is not None:
+        echo(f"failed: {report.failure}")
+        raise typer.Exit(STATUS_FOUND)
+    echo("it kept every promise")
+
+
+def _tell_story(report: "Report") -> None:
+    for line in (*report.story, f"digest {report.digest}"):
+        echo(line)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read the scenario {path}: {error}") from None

@@ -1,0 +1,1 @@
+"""Forward passes: the step runner, the served model, the transformers fallback, sleep."""

@@ -1,0 +1,1 @@
+"""Adapters that drive other people's engines: vLLM and SGLang."""

@@ -1,0 +1,117 @@
+"""Which requests to score are there? Asked of the engine while it runs, begun again otherwise.
+
+Knows nothing of turns; an answer is of one version of the weights, for none outlasts a pause.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+
+from tidegate.engine.external.adapter import Capabilities, EngineAdapter, ScoreRequest, Scores
+from tidegate.engine.link import Link
+from tidegate.errors import EngineGone, ScoreRefused, TidegateError
+from tidegate.transport import scoring
+from tidegate.transport.limits import cut
+from tidegate.transport.scoring import PART_BYTES_MAX, Scored, ScoreTokens
+
+
+class ScoreDesk:
+    """Requests that have not been answered."""
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        able: Capabilities,
+        link: Link,
+        *,
+        on_gone: Callable[[TidegateError], None],
+    ) -> None:
+        """``on_gone`` hears that the engine is gone; requests are then another engine's."""
+        self._adapter = adapter
+        self._on_gone = on_gone
+        self._able = able
+        self._link = link
+        self._asked: dict[int, ScoreTokens] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def ask(self, message: ScoreTokens) -> None:
+        """Take a request; it begins with the next :meth:`start`."""
+        if message.want in self._able.scores:
+            self._asked[message.request] = message
+            return
+        self._refuse(message.request, f"{self._able.engine} can't tell {message.want}")
+
+    def start(self, version: int) -> None:
+        """Ask the engine what it wasn't asked yet; it computes with ``version``."""
+        for request, message in self._asked.items():
+            if request not in self._tasks:
+                self._tasks[request] = asyncio.create_task(self._score(message, version))
+
+    def stop(self) -> None:
+        """Begin all of them anew at the next :meth:`start`."""
+        for task in self._tasks.values():
+            task.cancel()
+        self._tasks.clear()
+
+    def cancel(self, request: int) -> None:
+        """Nobody waits for this one any more."""
+        self._asked.pop(request, None)
+        if (task := self._tasks.pop(request, None)) is not None:
+            task.cancel()
+
+    def clear(self) -> None:
+        """Nobody waits for any."""
+        self.stop()
+        self._asked.clear()
+
+    async def _score(self, message: ScoreTokens, version: int) -> None:
+        asked = ScoreRequest(
+            np.frombuffer(message.token_ids, "<i4").tolist(),
+            message.want,
+            message.start,
+            message.top_logprobs,
+            message.temperature,
+        )
+        try:
+            scores = await self._adapter.score(asked)
+        except ScoreRefused as error:
+            self._refuse(message.request, str(error))
+        except EngineGone as error:
+            self._on_gone(error)
+        except Exception as error:  # noqa: BLE001 - a defect must not go unheard
+            why = EngineGone(f"the adapter failed: {type(error).__name__}: {error}")
+            why.__cause__ = error
+            self._on_gone(why)
+        else:
+            self._answer(message, version, scores)
+        self._asked.pop(message.request, None)
+        self._tasks.pop(message.request, None)
+
+    def _answer(self, message: ScoreTokens, version: int, scores: Scores) -> None:
+        k = message.top_logprobs
+        rows = len(scores.logprobs)
+        part = max(1, PART_BYTES_MAX // (4 + 8 * k))
+        values = np.array(scores.values, "<f4").tobytes()
+        for first in range(0, max(1, rows), part):
+            told = slice(first, first + part)
+            top = slice(first * k, (first + part) * k)
+            self._link.send(
+                Scored(
+                    request=message.request,
+                    version=version,
+                    start=message.start + first,
+                    logprobs=np.array(scores.logprobs[told], "<f4").tobytes(),
+                    top_ids=np.array(scores.top.token_ids[top], "<i4").tobytes()
+                    if scores.top
+                    else b"",
+                    top_logprobs=np.array(scores.top.logprobs[top], "<f4").tobytes()
+                    if scores.top
+                    else b"",
+                    values=values,
+                    last=first + part >= rows,
+                )
+            )
+
+    def _refuse(self, request: int, why: str) -> None:
+        self._link.send(scoring.ScoreRefused(request=request, message=cut(why)))

@@ -1,0 +1,390 @@
+"""How is SGLang driven as an engine of a run? Through its own routes: /generate, pauses, updates.
+
+Which turn runs when, and what its tokens are worth, is the worker's; this translates, and keeps
+clear of what SGLang was seen to do: say that an update failed after the weights had changed, call
+weights by two names, and die of a token id that isn't the model's.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from tidegate.engine.external.adapter import (
+    Capabilities,
+    Chunk,
+    Request,
+    ScoreRequest,
+    Scores,
+)
+from tidegate.engine.external.host_weights import read_sizes
+from tidegate.engine.external.http import HttpEngine, Refusal
+from tidegate.engine.external.sglang_loras import START_IT_SO, SglangLoras
+from tidegate.engine.external.sglang_messages import read_chunk, read_top
+from tidegate.engine.external.sglang_server import has_processed_logprobs, labels_tokens, look_at
+from tidegate.engine.external.sglang_weights import Way, load, make_way
+from tidegate.engine.models.checkpoint import read_tensors
+from tidegate.errors import EngineGone, ScoreRefused, TurnRefused, WeightsRefused
+from tidegate.transport.printable import say
+from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
+
+UPDATED_ALL_THE_SAME = "Weights were updated"
+"""How SGLang begins to say that an update failed which did not: only its cache wasn't flushed."""
+
+TOP_LOGPROBS_MAX = 20
+
+UPDATE_TIMEOUT_S = 900.0
+"""A model of a terabyte, from a shared disk."""
+
+PAUSE_TIMEOUT_S = 60.0
+"""To abort, SGLang looks once a second whether anybody still reads."""
+
+CALL_TIMEOUT_S = 60.0
+"""Its control calls wait for the step that runs: seconds, of a long prompt on a slow machine."""
+
+MEMORY_TIMEOUT_S = 300.0
+"""To copy a model to the host's memory, or back."""
+
+SCORE_TIMEOUT_S = 600.0
+"""It queues behind the turns that run."""
+
+
+def make_adapter(url: str, model: Path, *, weights: str = "disk") -> "SglangAdapter":
+    """An adapter for the server at ``url``, which was started with the model in ``model``.
+
+    ``weights`` is how new ones get there, one of ``sglang_weights.WAYS``.
+    """
+    return SglangAdapter(HttpEngine(url), model, weights=weights)
+
+
+class SglangAdapter:
+    """One SGLang server."""
+
+    def __init__(self, http: HttpEngine, model: Path, *, weights: str = "disk") -> None:
+        self._http = http
+        self._weights = weights
+        self._way: Way | None = None
+        """How tensors get there; None: as files."""
+        self._loras = SglangLoras(http)
+        self._serves: Path = model
+        """The directory of the weights it computes with."""
+        self._label = ""
+        self._architecture, self._vocab_tokens = read_sizes(model)
+        self._is_incremental = False
+        """Whether streams tell only what is new."""
+        self._is_frozen = False
+        """Whether requests are paused in place: nothing may flush the cache, or wait for them."""
+        self._retractions = 0
+        self._rids = itertools.count()
+        self._run = uuid.uuid4().hex[:8]
+        """Part of every request's id: those of an adapter that died may still be there."""
+        self._aborts: set[asyncio.Task[None]] = set()
+        """Calls that nobody waits for."""
+
+    # ------------------------------------------------------------ from start to end
+
+    async def open(self, label: str) -> Capabilities:
+        """Leave it with the model's own weights, awake, unpaused, and nobody's requests."""
+        server = await look_at(self._http, self._architecture)
+        self._is_incremental = server.streams_incrementally
+        if server.samples_ahead:
+            say(
+                f"SGLang at {self._http.url} samples ahead, so that kv_policy='keep' is refused: "
+                f"it would tell tokens of old weights as of new; --disable-overlap-schedule helps"
+            )
+        await self.resume()  # whoever held it paused is gone
+        await self._abort({"abort_all": True})
+        await self._pause("abort")
+        if self._weights == "disk":
+            if server.lora_rank_max:
+                await self._loras.unload_left()
+            await self._load(self._serves, label)
+        else:
+            self._way = make_way(self._http, self._weights, server)
+            own = await asyncio.to_thread(lambda: dict(read_tensors(self._serves)))
+            await self.load_tensors(own, label)
+        await self.resume()
+        return Capabilities(
+            engine=f"sglang {server.version}",
+            context_tokens_max=server.context_tokens_max,
+            running_turns_max=server.running_turns_max,
+            has_processed_logprobs=await has_processed_logprobs(self._http),
+            freezes=True,
+            keeps_kv=not server.samples_ahead and await labels_tokens(self._http),
+            # top_k, top_p and min_p are drawn by, and are not in the log-probs told; penalties
+            # would count what a moved turn sampled elsewhere as its prompt; min_tokens would bar
+            # the model's own end, which Tidegate doesn't.
+            sampling=frozenset({"stop_token_ids", "top_logprobs"}),
+            top_logprobs_max=TOP_LOGPROBS_MAX,
+            scores=frozenset({"logprobs"}),
+            dtype=server.dtype,
+            num_blocks=server.num_blocks,
+            block_tokens=server.block_tokens,
+            takes_tensors=self._way is not None,
+            sleep_levels=server.sleep_levels,
+            lora_rank_max=0 if self._way is not None else server.lora_rank_max,
+            # One of an up projection alone is loaded, and ends the server at its first request.
+            lora_fills_matrices=True,
+            lora_lacks=START_IT_SO,
+        )
+
+    async def close(self) -> None:
+        """Let go of connections, which aborts what is left."""
+        for task in self._aborts:
+            task.cancel()
+        if self._way is not None:
+            await self._way.close()
+        await self._http.close()
+
+    async def check(self) -> None:
+        """See that it answers."""
+        await self._get("/health")
+
+    # ------------------------------------------------------------ turns
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """Sample; what SGLang streams is cumulative, what comes of it here is not."""
+        self._refuse_strangers(request.token_ids)
+        rid = f"tidegate-{self._run}-{next(self._rids)}"
+        stops = frozenset(request.sampling.stop_token_ids)
+        told = retractions = 0
+        has_ended = False
+        messages = self._messages(self._body(request) | {"rid": rid})
+        try:
+            async for message in messages:
+                now = message["meta_info"].get("num_retractions", 0)
+                self._retractions += now - retractions
+                retractions = now
+                has_ended = message["meta_info"].get("finish_reason") is not None
+                start = 0 if self._is_incremental else told
+                chunk = read_chunk(
+                    message, start, stops, with_top=request.sampling.top_logprobs > 0
+                )
+                told += len(chunk.token_ids)
+                if chunk.token_ids or chunk.ended:
+                    yield chunk
+                if chunk.ended:
+                    return
+            raise EngineGone(f"{self._http.url}/generate ended a stream without saying why")
+        finally:
+            if not has_ended:
+                self._abort_soon(rid)
+            await messages.aclose()
+
+    async def _messages(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        try:
+            async with aclosing(self._http.events("/generate", body)) as events:
+                async for event in events:
+                    message = msgspec.json.decode(event)
+                    if "error" in message:
+                        raise EngineGone(f"{self._http.url}/generate broke off: {message['error']}")
+                    yield message
+        except Refusal as error:
+            if error.status >= 500:
+                raise EngineGone(str(error)) from error
+            raise TurnRefused(f"SGLang refuses this turn: {error.why}") from error
+
+    def _abort_soon(self, rid: str) -> None:
+        """Without waiting: a task that is being cancelled can't."""
+
+        async def abort() -> None:
+            with contextlib.suppress(EngineGone):  # whoever waits for the engine finds out
+                await self._abort({"rid": rid})
+
+        task = asyncio.get_running_loop().create_task(abort(), name=f"abort {rid}")
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _abort(self, whom: dict[str, Any]) -> None:
+        await self._post("/abort_request", whom)
+
+    def _refuse_strangers(self, token_ids: Sequence[int]) -> None:
+        """SGLang doesn't look, and dies of an index that is out of its embedding's range."""
+        worst = max(token_ids, default=0)
+        if worst >= self._vocab_tokens or min(token_ids, default=0) < 0:
+            raise TurnRefused(
+                f"token {worst} is not one of the model's {self._vocab_tokens}, and would end the "
+                f"SGLang server; see that the prompt is of this model's tokenizer"
+            )
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        sampling = request.sampling
+        return ({"lora_path": request.lora} if request.lora else {}) | {
+            "input_ids": list(request.token_ids),
+            "sampling_params": {
+                "max_new_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                # It also has SGLang overlook stop_token_ids; read_chunk ends a turn at one of them.
+                "ignore_eos": True,
+            },
+            "return_logprob": True,
+            "top_logprobs_num": sampling.top_logprobs,
+            "stream": True,
+            "extra_key": request.salt,
+        }
+
+    # ------------------------------------------------------------ pauses
+
+    async def pause(self, mode: Literal["abort", "keep"]) -> None:
+        """Stop sampling. What is frozen is let go on to be aborted: until then it can't be."""
+        if mode == "abort" and self._is_frozen:
+            await self._abort({"abort_all": True})
+            await self.resume()
+        await self._pause("abort" if mode == "abort" else "in_place")
+
+    async def _pause(self, mode: Literal["abort", "in_place"]) -> None:
+        await self._post("/pause_generation", {"mode": mode}, timeout_s=PAUSE_TIMEOUT_S)
+        self._is_frozen = mode == "in_place"
+
+    async def resume(self) -> None:
+        """Sample again. The body is not optional; emptying CUDA's cache would only take time."""
+        await self._post("/continue_generation", {"torch_empty_cache": False})
+        self._is_frozen = False
+
+    async def preemptions(self) -> int | None:
+        """Retractions that running requests have told of."""
+        return self._retractions
+
+    # ------------------------------------------------------------ weights
+
+    async def load_weights(self, directory: Path, label: str) -> None:
+        """From disk. If that fails, the weights before are loaded again: SGLang rolls back to the
+        path that failed."""
+        before, before_label = self._serves, self._label
+        try:
+            await self._load(directory, label)
+        except WeightsRefused as error:
+            try:
+                await self._load(before, before_label)
+            except WeightsRefused as worse:
+                raise EngineGone(f"{error}; and the weights before don't load: {worse}") from error
+            raise
+
+    async def _load(self, directory: Path, label: str) -> None:
+        body = {
+            "model_path": str(directory),
+            "weight_version": label,
+            # Refused, after the weights have changed, while requests are frozen. Each version's
+            # KV has its own extra_key, so nothing depends on it.
+            "flush_cache": not self._is_frozen,
+            "abort_all_requests": False,
+            "torch_empty_cache": False,
+        }
+        path = "/update_weights_from_disk"
+        try:
+            await self._http.call("POST", path, body, timeout_s=UPDATE_TIMEOUT_S)
+        except Refusal as error:
+            if UPDATED_ALL_THE_SAME not in error.why:
+                raise WeightsRefused(
+                    f"SGLang refuses the weights in {directory}: {error.why}. It must see that "
+                    f"directory by the same path as its adapter does (--weights-directory)"
+                ) from error
+            await self._rename(label)
+        await self._verify(label)
+        self._serves, self._label = directory, label
+
+    async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
+        """Without files. There is no way back: what fails halfway ends the adapter."""
+        assert self._way is not None, "takes_tensors was not declared"
+        flushes = not self._is_frozen  # as in _load
+        try:
+            await load(self._http, self._way, tensors, label, flushes=flushes)
+        except Refusal:
+            await self._rename(label)
+        await self._verify(label)
+
+    async def rename_weights(self, label: str) -> None:
+        """Tokens are labelled by the new name, and /model_info says it too."""
+        await self._rename(label)
+        await self._verify(label)
+        self._label = label
+
+    async def load_lora(self, name: str, directory: Path) -> None:
+        """From files."""
+        await self._loras.load(name, directory)
+
+    async def unload_lora(self, name: str) -> None:
+        """Once what is being aborted has gone."""
+        await self._loras.unload(name)
+
+    async def _rename(self, label: str) -> None:
+        """Weights and the labels of tokens are new, and only /model_info has the old name."""
+        relabel = {"new_version": label, "abort_all_requests": False}
+        await self._post("/update_weight_version", relabel)
+
+    async def _verify(self, label: str) -> None:
+        told = (await self._get("/model_info")).get("weight_version")
+        if told != label:
+            raise EngineGone(
+                f"SGLang was given weights {label!r}, and calls them {told!r}; does somebody else "
+                f"give it weights?"
+            )
+
+    async def _get(self, path: str) -> Any:
+        try:
+            return await self._http.call("GET", path)
+        except Refusal as error:
+            raise EngineGone(f"SGLang fails: {error}") from error
+
+    async def _post(self, path: str, body: object, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """Of calls that fail only where something is wrong with the server."""
+        try:
+            return await self._http.call("POST", path, body, timeout_s=timeout_s)
+        except Refusal as error:
+            raise EngineGone(f"SGLang fails: {error}") from error
+
+    # ------------------------------------------------------------ memory
+
+    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
+        """It ends of memory that sleeps already, or doesn't; so whoever asks keeps count."""
+        await self._post(
+            "/release_memory_occupation", {"tags": list(tags)}, timeout_s=MEMORY_TIMEOUT_S
+        )
+
+    async def wake(self, tags: Sequence[MemoryTag]) -> None:
+        """Weights are those of before only if the server keeps a copy of them."""
+        await self._post(
+            "/resume_memory_occupation", {"tags": list(tags)}, timeout_s=MEMORY_TIMEOUT_S
+        )
+
+    # ------------------------------------------------------------ scores
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Log-probs of given tokens, by a request that samples nothing."""
+        if request.temperature != 1.0:
+            raise ScoreRefused(
+                f"SGLang tells a prompt's log-probs at temperature 1 only, not at "
+                f"{request.temperature}; use Tidegate's own engine"
+            )
+        self._refuse_scored_strangers(request.token_ids)
+        body = {
+            "input_ids": list(request.token_ids),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": request.top_logprobs,
+            "extra_key": uuid.uuid4().hex,  # nobody's KV
+        }
+        try:
+            answer = await self._http.call("POST", "/generate", body, timeout_s=SCORE_TIMEOUT_S)
+            meta = answer["meta_info"]
+        except Refusal as error:
+            raise ScoreRefused(f"SGLang refuses to score this: {error.why}") from error
+        told = meta["input_token_logprobs"][request.start :]
+        top = None
+        if request.top_logprobs:
+            top = read_top(meta["input_top_logprobs"][request.start :])
+        return Scores(logprobs=[entry[0] for entry in told], top=top)
+
+    def _refuse_scored_strangers(self, token_ids: Sequence[int]) -> None:
+        try:
+            self._refuse_strangers(token_ids)
+        except TurnRefused as error:
+            raise ScoreRefused(str(error)) from None

@@ -1,0 +1,70 @@
+"""How does SGLang get LoRA adapters, and forget them? By ``/load_lora_adapter``, from files.
+
+Knows nothing of turns or versions. SGLang may forget the one used least, and reads its files again
+then: so they stay until it is unloaded. To unload one it waits for the requests that use it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tidegate.engine.external.adapter import LORA_NAMES
+from tidegate.engine.external.http import HttpEngine, Refusal
+from tidegate.engine.weights.lora import RANK_MAX
+from tidegate.errors import EngineGone, WeightsRefused
+
+LORA_TIMEOUT_S = 120.0
+"""To read an adapter, or to have requests abort that use it."""
+
+START_IT_SO = (
+    "start it with --enable-lora --max-lora-rank RANK --lora-target-modules all, and leave "
+    "#weights= out of its URL, for adapters come as files that both see"
+)
+
+
+def lora_rank_max(settings: Mapping[str, Any]) -> int:
+    """Of adapters that this server takes, by ``/server_info``; 0: none."""
+    if not settings.get("enable_lora"):
+        return 0
+    return int(settings.get("max_lora_rank") or RANK_MAX)
+
+
+class SglangLoras:
+    """One server's."""
+
+    def __init__(self, http: HttpEngine) -> None:
+        self._http = http
+
+    async def load(self, name: str, directory: Path) -> None:
+        """Have it read one.
+
+        Raises:
+            WeightsRefused: it says why.
+        """
+        body = {"lora_name": name, "lora_path": str(directory)}
+        try:
+            await self._call("/load_lora_adapter", body)
+        except Refusal as refusal:
+            raise WeightsRefused(f"SGLang can't load it: {refusal.why}") from refusal
+
+    async def unload(self, name: str) -> None:
+        """Have it forget one that no request uses, but those that abort."""
+        try:
+            await self._call("/unload_lora_adapter", {"lora_name": name})
+        except Refusal as refusal:
+            if name not in await self._names():
+                return  # it was told before, and nobody heard its answer
+            raise EngineGone(f"SGLang keeps an adapter: {refusal}") from refusal
+
+    async def unload_left(self) -> None:
+        """Those of an adapter worker that died."""
+        for name in await self._names():
+            if name.startswith(LORA_NAMES):
+                await self.unload(name)
+
+    async def _names(self) -> list[str]:
+        models = (await self._http.call("GET", "/v1/models"))["data"]
+        return [str(model["id"]) for model in models]
+
+    async def _call(self, path: str, body: dict[str, str]) -> None:
+        await self._http.call("POST", path, body, timeout_s=LORA_TIMEOUT_S)

@@ -1,0 +1,59 @@
+"""What does a message of SGLang's event stream say that is new?
+
+Messages are cumulative: each tells all tokens so far. Nothing here knows a route, or a request.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tidegate.engine.external.adapter import Chunk, Ended, TopLogprobs, VersionLabel
+from tidegate.errors import EngineGone
+
+
+def read_chunk(
+    message: dict[str, Any], told: int, stops: frozenset[int], *, with_top: int
+) -> Chunk:
+    """What is new in a cumulative message, up to a stop token."""
+    meta = message["meta_info"]
+    entries = meta["output_token_logprobs"][told:]
+    ended = _ended(meta.get("finish_reason"))
+    labels = None
+    if ended is not None and meta.get("weight_versions") is not None:
+        labels = _labels(meta["weight_versions"])
+    for place, (_, token_id, *_) in enumerate(entries):
+        if token_id in stops:
+            if labels is not None and place + 1 < len(entries):
+                labels = None  # they cover what is cut off
+            entries, ended = entries[: place + 1], "stop"
+            break
+    top = None
+    if with_top and entries:
+        top = read_top(meta["output_top_logprobs"][told : told + len(entries)])
+    return Chunk(
+        token_ids=[entry[1] for entry in entries],
+        logprobs=[entry[0] for entry in entries],
+        ended=ended,
+        labels=labels,
+        top=top,
+    )
+
+
+def _labels(spans: Sequence[dict[str, Any]]) -> list[VersionLabel]:
+    """Without the empty span that SGLang tells of a request which it aborts before any token."""
+    labels = (VersionLabel(span["version"], span["start"], span["end"]) for span in spans)
+    return [label for label in labels if label.end > label.start]
+
+
+def _ended(reason: dict[str, Any] | None) -> Ended | None:
+    if reason is None:
+        return None
+    match reason["type"]:
+        case "length" | "stop" | "abort" as ended:
+            return ended  # type: ignore[no-any-return]
+    raise EngineGone(f"SGLang ended a request for a reason that is new: {reason}")
+
+
+def read_top(positions: Sequence[Sequence[Sequence[Any]]]) -> TopLogprobs:
+    """The likeliest tokens of some positions."""
+    entries = [entry for position in positions for entry in position]
+    return TopLogprobs([entry[1] for entry in entries], [entry[0] for entry in entries])

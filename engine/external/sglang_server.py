@@ -1,0 +1,153 @@
+"""What SGLang server is that? Its version, its sizes, and what it was started without.
+
+It only looks. What it can't be used without is refused here, with the flag that helps.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tidegate.engine.external.http import HttpEngine, Refusal
+from tidegate.engine.external.sglang_loras import lora_rank_max
+from tidegate.errors import ConfigError
+from tidegate.transport.sleep_messages import SleepLevel
+
+RUNNING_TURNS_MAX = 256
+"""Where the server doesn't say: more only wait in its queue, where their priorities count less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """What it says of itself."""
+
+    version: str
+    context_tokens_max: int
+    running_turns_max: int
+    num_blocks: int
+    block_tokens: int
+    samples_ahead: bool
+    """One step is always under way while the one before is told of (the overlap scheduler). A pause
+    in place leaves it there, sampled by the weights of before; 0.5.23 labels it as of those that
+    come then."""
+    dtype: str
+    """What it computes in; empty: it was started with ``--dtype auto``, and doesn't say what that
+    came to."""
+    ranks: int
+    """Devices that each of its layers is on, all of which need weights."""
+    stages: int
+    """Devices that layers are on one after another."""
+    sleep_levels: frozenset[SleepLevel]
+    """None without --enable-memory-saver; at 1 weights are kept by --enable-weights-cpu-backup."""
+    lora_rank_max: int
+    """Of adapters that it takes; 0: none. As large as can be if it doesn't say."""
+    streams_incrementally: bool
+    """Streams tell what is new (--incremental-streaming-output), not all there is."""
+
+
+_DTYPES = {
+    "float32": "float32",
+    "float": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+}
+"""Values of ``--dtype`` that say what it computes in."""
+
+
+async def look_at(http: HttpEngine, architecture: str) -> Server:
+    """See who is there.
+
+    Raises:
+        ConfigError: it can't serve a run; says how to start one that can.
+        EngineGone: nobody answers.
+    """
+    info = await http.wait_for("/model_info")
+    if not info.get("is_generation", True):
+        raise ConfigError(f"the SGLang server at {http.url} embeds; start one that generates")
+    served = info.get("architectures") or [architecture]
+    if architecture not in served:
+        raise ConfigError(
+            f"the SGLang server at {http.url} serves a {served[0]}, and the run's model is a "
+            f"{architecture}; start it with the run's model directory"
+        )
+    if preferred := info.get("preferred_sampling_params"):
+        raise ConfigError(
+            f"the SGLang server at {http.url} samples by settings of its own where a turn says "
+            f"nothing ({preferred}); start it without --preferred-sampling-params"
+        )
+    await _refuse_old(http)
+    settings = await _get(http, "/server_info")
+    loads = (await _get(http, "/v1/loads"))["loads"]
+    if len(loads) != 1:
+        raise ConfigError(
+            f"the SGLang server at {http.url} has {len(loads)} data-parallel replicas, and updates "
+            f"reach one; start a server for each, with --dp-size 1"
+        )
+    models = (await _get(http, "/v1/models"))["data"]
+    block_tokens = settings.get("page_size") or 1
+    return Server(
+        version=settings.get("version") or loads[0].get("version") or "of an unknown version",
+        context_tokens_max=models[0]["max_model_len"],
+        running_turns_max=min(
+            RUNNING_TURNS_MAX, loads[0].get("max_running_requests") or RUNNING_TURNS_MAX
+        ),
+        num_blocks=loads[0]["max_total_num_tokens"] // block_tokens,
+        block_tokens=block_tokens,
+        samples_ahead=not settings.get("disable_overlap_schedule", False),
+        dtype=_DTYPES.get(str(settings.get("dtype") or ""), ""),
+        ranks=settings.get("tp_size") or 1,
+        stages=settings.get("pp_size") or 1,
+        sleep_levels=_sleep_levels(settings),
+        lora_rank_max=lora_rank_max(settings),
+        streams_incrementally=bool(settings.get("incremental_streaming_output")),
+    )
+
+
+async def labels_tokens(http: HttpEngine) -> bool:
+    """Whether answers say which weights sampled which tokens (0.5.19).
+
+    Only to be asked once it samples: paused it would never answer.
+    """
+    probe = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    return "weight_versions" in (await http.call("POST", "/generate", probe))["meta_info"]
+
+
+async def has_processed_logprobs(http: HttpEngine) -> bool:
+    """Whether halving the temperature doubles the gap between two tokens' log-probs."""
+    gaps = []
+    for temperature in (1.0, 0.5):
+        body = {
+            "input_ids": [1, 2, 3],
+            "sampling_params": {"max_new_tokens": 1, "temperature": temperature},
+            "return_logprob": True,
+            "top_logprobs_num": 5,
+        }
+        told = (await http.call("POST", "/generate", body))["meta_info"]
+        logprobs = sorted(float(entry[0]) for entry in told["output_top_logprobs"][0])
+        gaps.append(logprobs[-1] - logprobs[0])
+    return gaps[1] > 1.5 * gaps[0]
+
+
+def _sleep_levels(settings: dict[str, Any]) -> frozenset[SleepLevel]:
+    if not settings.get("enable_memory_saver"):
+        return frozenset()
+    return frozenset({1, 2} if settings.get("enable_weights_cpu_backup") else {2})
+
+
+async def _refuse_old(http: HttpEngine) -> None:
+    """An unpaused server waits for a lock to be paused; one without modes knows no in_place."""
+    paths = (await _get(http, "/openapi.json"))["paths"]
+    missing = {"/pause_generation", "/update_weights_from_disk", "/v1/loads"} - paths.keys()
+    if missing:
+        raise ConfigError(
+            f"the SGLang server at {http.url} has no {', '.join(sorted(missing))}; take 0.5.21 or "
+            f"newer"
+        )
+
+
+async def _get(http: HttpEngine, path: str) -> Any:
+    try:
+        return await http.call("GET", path)
+    except Refusal as error:
+        raise ConfigError(
+            f"what answers at {http.url} is no SGLang server that a run can use: {error}"
+        ) from error

@@ -1,0 +1,275 @@
+"""How do weights get into SGLang without files? In its requests, or by a process group beside them.
+
+A session is begun, tensors come a bucket at a time, and it is ended; what the weights are called,
+and when, the adapter knows. Nothing here reads a pickle: SGLang wants tensors pickled, so they are
+written, and its own unpickler takes no more than tensors.
+"""
+
+import asyncio
+import base64
+import itertools
+import pickle
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+
+from tidegate.engine.external.http import HttpEngine, Refusal
+from tidegate.engine.external.sglang_server import Server
+from tidegate.errors import ConfigError, EngineGone, WeightsRefused
+from tidegate.transport.addresses import listening_host, own_address_towards
+from tidegate.transport.weight_channels.collective import Group, Round, join_group, open_store
+
+WAYS = ("disk", "http", "gloo", "nccl")
+"""What may follow ``#weights=`` in its URL."""
+
+BUCKET_BYTES = 64 * 1024 * 1024
+"""Sent at once: a body of 85 MiB by HTTP, which server and adapter hold a few copies of."""
+
+BUCKET_TIMEOUT_S = 300.0
+
+GROUP_TIMEOUT_S = 60.0
+
+LEAVE_TIMEOUT_S = 5.0
+"""A thread that waits in a broadcast can't be woken from here; it gives up by itself in 30 s."""
+
+Tensors = Mapping[str, torch.Tensor]
+
+Bucket = list[tuple[str, torch.Tensor]]
+
+
+class Way(Protocol):
+    """How one bucket gets there."""
+
+    async def send(self, bucket: Bucket, about: dict[str, Any]) -> None:
+        """Have it loaded; ``about`` is what every such request says beside.
+
+        Raises:
+            Refusal: SGLang says no.
+            EngineGone: nobody knows what became of it.
+        """
+
+    async def close(self) -> None:
+        """Let go of what was opened for it."""
+
+
+def make_way(http: HttpEngine, name: str, server: Server) -> Way:
+    """The way called ``name``.
+
+    Raises:
+        ConfigError: there is none, or not here, or not to that server.
+    """
+    if server.stages > 1:
+        raise ConfigError(
+            f"SGLang at {http.url} has layers on one device after another (--pp-size "
+            f"{server.stages}), and takes weights for those of the first only; leave #weights= out"
+        )
+    match name:
+        case "http":
+            return Requests(http, server.ranks)
+        case "gloo" | "nccl":
+            return Broadcasts(http, server.ranks, name)
+    raise ConfigError(
+        f"SGLang at {http.url} can't be given weights by {name!r}; ways are {', '.join(WAYS)}"
+    )
+
+
+async def load(http: HttpEngine, way: Way, tensors: Tensors, label: str, *, flushes: bool) -> None:
+    """Have SGLang compute with these, and call them so.
+
+    Raises:
+        WeightsRefused: nothing has changed.
+        Refusal: all are there, and something else was wrong; the session is over.
+        EngineGone: some may be there.
+    """
+    await _begin(http)
+    buckets = list(_buckets(tensors.items()))
+    complaint = None
+    for number, bucket in enumerate(buckets, 1):
+        is_last = number == len(buckets)
+        about: dict[str, Any] = {"flush_cache": flushes and is_last, "abort_all_requests": False}
+        if is_last:
+            about["weight_version"] = label
+        try:
+            await way.send(bucket, about)
+        except Refusal as error:
+            if not is_last or "Weights were updated" not in error.why:
+                raise EngineGone(
+                    f"SGLang took some of the weights, and then refused: {error}; nobody knows "
+                    f"what it computes with"
+                ) from error
+            complaint = error
+    await _end(http)
+    if complaint is not None:
+        raise complaint
+
+
+async def _begin(http: HttpEngine) -> None:
+    try:
+        try:
+            await http.call("POST", "/begin_weight_update", {"selector": "all"})
+        except Refusal:  # one that an adapter left open which has died
+            await http.call("POST", "/end_weight_update", {})
+            await http.call("POST", "/begin_weight_update", {"selector": "all"})
+    except Refusal as error:
+        raise WeightsRefused(f"SGLang begins no update of its weights: {error.why}") from error
+
+
+async def _end(http: HttpEngine) -> None:
+    try:
+        await http.call("POST", "/end_weight_update", {}, timeout_s=BUCKET_TIMEOUT_S)
+    except Refusal as error:
+        raise EngineGone(f"SGLang can't finish an update of its weights: {error}") from error
+
+
+def _buckets(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
+    bucket: Bucket = []
+    nbytes = 0
+    for name, tensor in tensors:
+        if bucket and nbytes + tensor.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append((name, tensor))
+        nbytes += tensor.nbytes
+    yield bucket
+
+
+class Requests:
+    """Tensors in the body, by value: wherever the server is, and with its key."""
+
+    def __init__(self, http: HttpEngine, ranks: int) -> None:
+        self._http = http
+        self._ranks = ranks
+
+    async def send(self, bucket: Bucket, about: dict[str, Any]) -> None:
+        """Each rank gets all of it, and takes its part."""
+        payload = await asyncio.to_thread(pickled, bucket)
+        body = about | {"serialized_named_tensors": [payload] * self._ranks}
+        path = "/update_weights_from_tensor"
+        await self._http.call("POST", path, body, timeout_s=BUCKET_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+def pickled(bucket: Bucket) -> str:
+    """As SGLang's MultiprocessingSerializer, but the bytes themselves for a handle to them."""
+    # Of a view torch would pickle all that it is a view of.
+    whole = [(name, tensor.detach().clone()) for name, tensor in bucket]
+    return base64.b64encode(pickle.dumps(whole)).decode()
+
+
+class Broadcasts:
+    """A process group of this process, as rank 0, and the server's. **Not encrypted.**"""
+
+    def __init__(self, http: HttpEngine, ranks: int, backend: str) -> None:
+        """With ``nccl`` this process needs a GPU that no rank of the server's has.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        if backend == "nccl" and not torch.cuda.is_available():
+            raise ConfigError(
+                f"weights can't go to {http.url} by nccl, for this process sees no GPU; take "
+                f"#weights=gloo, which also reaches a server's GPUs, or start the adapter where "
+                f"one is free"
+            )
+        self._http = http
+        self._size = 1 + ranks
+        self._backend = backend
+        self._numbers = itertools.count()
+        self._group = ""
+        self._member: Group | None = None
+
+    async def send(self, bucket: Bucket, about: dict[str, Any]) -> None:
+        """The request says what comes, and is answered when it is there."""
+        if self._member is None:
+            self._member = await self._join()
+        body = about | {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "group_name": self._group,
+        }
+        path = "/update_weights_from_distributed"
+        asking = asyncio.create_task(
+            self._http.call("POST", path, body, timeout_s=BUCKET_TIMEOUT_S), name=path
+        )
+        sending = asyncio.create_task(
+            asyncio.to_thread(_broadcast, self._member, bucket), name="broadcast"
+        )
+        await self._both(asking, sending)
+
+    async def _join(self) -> Group:
+        """A new group each time, for the name of one that failed is taken."""
+        parts = urlsplit(self._http.url)
+        host = parts.hostname or ""
+        shown = f"[{host}]" if ":" in host else host
+        own = listening_host(own_address_towards(f"tcp://{shown}:{parts.port or 80}"))
+        family = socket.AF_INET6 if ":" in own else socket.AF_INET
+        with socket.create_server((own, 0), family=family) as listening:
+            port = listening.getsockname()[1]
+            store = await asyncio.to_thread(open_store, own, port, listen_fd=listening.detach())
+        self._group = f"tidegate-{port}-{next(self._numbers)}"
+        body = {
+            "master_address": own,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": self._size,
+            "group_name": self._group,
+            "backend": self._backend,
+        }
+        asking = asyncio.create_task(
+            self._http.call("POST", "/init_weights_update_group", body, timeout_s=GROUP_TIMEOUT_S)
+        )
+        joining = asyncio.create_task(
+            asyncio.to_thread(_join, store, self._group, self._backend, self._size, own)
+        )
+        await self._both(asking, joining)
+        return joining.result()
+
+    async def _both(self, asking: "asyncio.Task[Any]", doing: "asyncio.Task[Any]") -> None:
+        """Wait for both; where one fails the other would wait for it for long."""
+        try:
+            await asyncio.wait({asking, doing}, return_when=asyncio.FIRST_EXCEPTION)
+            if doing.done() and (error := doing.exception()) is not None:
+                raise EngineGone(
+                    f"weights for {self._http.url} broke off on their way by {self._backend}: "
+                    f"{error}"
+                )
+            await asking
+            await doing
+        except BaseException:
+            asking.cancel()
+            await self.close()
+            await asyncio.wait({asking, doing}, timeout=LEAVE_TIMEOUT_S)
+            doing.add_done_callback(lambda late: late.cancelled() or late.exception())
+            raise
+
+    async def close(self) -> None:
+        """Have the server let go of its end, which also wakes whoever waits for it at this one."""
+        if self._group:
+            with suppress(Refusal, EngineGone):
+                body, path = {"group_name": self._group}, "/destroy_weights_update_group"
+                await self._http.call("POST", path, body, timeout_s=LEAVE_TIMEOUT_S)
+            self._group = ""
+        if self._member is not None:
+            self._member.leave()
+            self._member = None
+
+
+def _join(store: Any, group: str, backend: str, size: int, own_host: str) -> Group:
+    """Where torch's own way of making a group looks for the others, by these prefixes."""
+    dist: Any = torch.distributed
+    place = dist.PrefixStore(f"{group}/", dist.PrefixStore(group, store))
+    device = "cpu/" if backend == "gloo" else "cuda/"
+    round_ = Round("", group=device, backend=backend, rank=0, size=size)
+    return join_group(round_, place, own_host=own_host)
+
+
+def _broadcast(group: Group, bucket: Bucket) -> None:
+    for _, tensor in bucket:
+        group.broadcast(tensor.detach().contiguous().to(group.device))

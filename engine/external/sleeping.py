@@ -1,0 +1,154 @@
+"""What of another engine's memory sleeps, and when may it? As the run asks, once a pause holds.
+
+It knows no engine's API. While anything sleeps, or weights are gone, the engine stays paused: who
+lets it go on asks :attr:`Sleeper.holds` first. What runs was ended by then, and is asked for again.
+"""
+
+from collections.abc import Awaitable, Callable
+
+from tidegate.engine.external.adapter import Capabilities, EngineAdapter
+from tidegate.engine.external.streams import Streams
+from tidegate.engine.scheduling.pauses import PauseGate
+from tidegate.engine.weights.staging import Staging
+from tidegate.errors import EngineGone, WeightsRefused
+from tidegate.transport.messages import Message
+from tidegate.transport.sleep_messages import (
+    MEMORY_TAGS,
+    Asleep,
+    Awake,
+    MemoryTag,
+    Sleep,
+    SleepFailed,
+    Wake,
+)
+
+NO_PAUSE = "no pause is on, and turns can't run without memory; pause first, and resume after wake"
+
+
+class Sleeper:
+    """One engine's memory, as far as it can be given back."""
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        able: Capabilities,
+        *,
+        reload: Callable[[], Awaitable[None]],
+        are_the_directorys: Callable[[], bool],
+    ) -> None:
+        """``reload`` loads the live weights again; ``are_the_directorys``: no others ever came."""
+        self._adapter = adapter
+        self._able = able
+        self._reload = reload
+        self._are_the_directorys = are_the_directorys
+        self._asleep: set[MemoryTag] = set()
+        self._are_kept = True
+        """Whether sleeping weights are what they were once they wake."""
+        self.lacks_weights = False
+        """Whether the live weights are gone, and only an update brings any."""
+        self._asked: list[Sleep | Wake] = []
+        self.is_at_work = False
+        """Whether the engine is being put to sleep or woken: what sleeps is about to change."""
+
+    @property
+    def asleep(self) -> list[MemoryTag]:
+        """What sleeps now."""
+        return [tag for tag in MEMORY_TAGS if tag in self._asleep]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the engine can't go on."""
+        return bool(self._asleep) or self.lacks_weights
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether something is to be done, now or once staging has stopped."""
+        return bool(self._asked)
+
+    def ask(self, message: Sleep | Wake) -> None:
+        """Have it done by :meth:`settle`, in its turn."""
+        self._asked.append(message)
+
+    def start_over(self) -> None:
+        """Whoever asked is gone. What sleeps does so still."""
+        self._asked.clear()
+
+    async def settle(self, gate: PauseGate, streams: Streams, staging: Staging) -> list[Message]:
+        """Do what was asked for, as far as it can be done by now; the answers.
+
+        Raises:
+            EngineGone: nobody knows what sleeps.
+        """
+        answers: list[Message] = []
+        while self._asked:
+            asked = self._asked[0]
+            if isinstance(asked, Sleep) and gate.is_pause_asked:
+                if not gate.is_pause_in_effect(streams.running) or gate.is_swap_asked:
+                    break
+                if "weights" in asked.tags and not staging.give_up("the weights sleep"):
+                    break
+            del self._asked[0]
+            self.is_at_work = True
+            try:
+                answers.append(await self._do(asked, gate, streams))
+            finally:
+                self.is_at_work = False
+        return answers
+
+    async def _do(self, asked: Sleep | Wake, gate: PauseGate, streams: Streams) -> Message:
+        if isinstance(asked, Wake):
+            return await self._wake(asked)
+        if gate.is_pause_asked:
+            return await self._sleep(asked, streams)
+        return SleepFailed(request=asked.request, message=NO_PAUSE)
+
+    async def _sleep(self, asked: Sleep, streams: Streams) -> Message:
+        if asked.level not in self._able.sleep_levels:
+            why = f"{self._able.engine} can't sleep at level {asked.level} as it was started"
+            return SleepFailed(request=asked.request, message=why)
+        if not self._asleep:
+            await streams.stop(are_over=False)  # frozen ones too: their KV goes
+            streams.new_salt()
+        tags = [tag for tag in asked.tags if tag not in self._asleep]
+        if tags:
+            await self._adapter.sleep(asked.level, tags)
+        if "weights" in tags:
+            self._are_kept = asked.level == 1
+        self._asleep.update(tags)
+        return Asleep(request=asked.request, tags=self.asleep)
+
+    async def _wake(self, asked: Wake) -> Message:
+        tags = [tag for tag in self.asleep if tag in asked.tags]
+        if tags:
+            await self._adapter.wake(tags)
+        self._asleep.difference_update(tags)
+        if "weights" in tags and not self._are_kept:
+            await self._bring_weights()
+        return Awake(request=asked.request, tags=self.asleep, lacks_weights=self.lacks_weights)
+
+    async def _bring_weights(self) -> None:
+        """Those of the directory; others may be about to come, and the run has them if not."""
+        if not self._are_the_directorys():
+            self.lacks_weights = True
+            return
+        try:
+            await self._reload()
+        except WeightsRefused as error:
+            raise EngineGone(f"{self._able.engine} woke without weights: {error}") from error
+
+    async def make_room(self) -> None:
+        """New weights come: there must be memory for them, whatever was in it."""
+        if "weights" in self._asleep:
+            await self._adapter.wake(["weights"])
+            self._asleep.discard("weights")
+            self.lacks_weights = self.lacks_weights or not self._are_kept
+
+    def loaded(self) -> None:
+        """New weights came."""
+        self.lacks_weights = False
+
+    async def wake_all(self) -> None:
+        """Leave nothing asleep; weights that are gone are the next run's to bring."""
+        if self._asleep:
+            await self._adapter.wake(self.asleep)
+            self._asleep.clear()

@@ -1,0 +1,147 @@
+"""Which turns wait to be asked of the engine, and which go on when their request ends?
+
+By priority, then in the order in which they came. Nothing here knows weights or pauses: whoever
+does says when turns may start.
+"""
+
+import asyncio
+import heapq
+from collections.abc import Callable, Collection
+
+from tidegate.engine.external.adapter import Capabilities, EngineAdapter
+from tidegate.engine.external.streams import Streams
+from tidegate.engine.external.telling import Teller
+from tidegate.engine.external.turns import AskedTurn, read_turn
+from tidegate.engine.link import Link
+from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.errors import TidegateError, TurnRefused
+from tidegate.transport import messages
+from tidegate.transport.limits import cut
+from tidegate.transport.messages import CANCELLED, SubmitTurn
+
+HELD_S = 0.2
+"""After an engine has turned a request away because it is paused, by others than us."""
+
+
+class TurnDesk:
+    """All turns that were submitted and are not over."""
+
+    def __init__(
+        self,
+        link: Link,
+        adapter: EngineAdapter,
+        able: Capabilities,
+        *,
+        limits: EngineLimits,
+        label: str,
+        teller: Teller,
+        on_change: Callable[[], None],
+        on_gone: Callable[[TidegateError], None],
+    ) -> None:
+        """``on_change`` hears that there may be something to start, or nothing left that runs."""
+        self._link = link
+        self._able = able
+        self._limits = limits
+        self._teller = teller
+        self._on_change = on_change
+        self._on_gone = on_gone
+        self._adapters: Collection[str] = ()
+        """LoRA adapters of the live version."""
+        self._turns: dict[int, AskedTurn] = {}
+        self._waiting: list[tuple[tuple[int, int], AskedTurn]] = []
+        """A heap. Turns that were cancelled meanwhile are still in it."""
+        self._arrivals = 0
+        self._is_held = False
+        """Whether the engine has just turned a request away, so that none is made for a moment."""
+        self.streams = Streams(adapter, able, label, teller=teller, on_over=self._over)
+
+    @property
+    def handles(self) -> list[int]:
+        """Whose they are."""
+        return list(self._turns)
+
+    @property
+    def waiting(self) -> int:
+        """How many have no request; one that was cut may run for a moment after its turn ended."""
+        return max(0, len(self._turns) - self.streams.running)
+
+    def submit(self, message: SubmitTurn) -> None:
+        """Take a turn, or refuse it."""
+        try:
+            if message.turn in self._turns:
+                raise TurnRefused(f"turn handle {message.turn} is in use; use each handle once")
+            turn = read_turn(message, self._arrivals, limits=self._limits, able=self._able)
+            if why := self._why_not(turn.adapter):
+                raise TurnRefused(why)
+        except TurnRefused as error:
+            self._link.send(messages.TurnRefused(turn=message.turn, message=cut(str(error))))
+            return
+        self._arrivals += 1
+        self._turns[turn.handle] = turn
+        heapq.heappush(self._waiting, (turn.rank, turn))
+
+    def new_adapters(self, names: Collection[str]) -> None:
+        """The live version has these now; turns with others are refused."""
+        self._adapters = names
+        for turn in list(self._turns.values()):
+            if why := self._why_not(turn.adapter):
+                del self._turns[turn.handle]
+                self.streams.cut(turn)
+                self._refuse(turn, TurnRefused(why))
+
+    def _why_not(self, adapter: str) -> str:
+        """What keeps a turn with this adapter, or with none, from being served; empty: nothing."""
+        if not adapter:
+            return self._able.lora_spoils_others if self._adapters else ""
+        if adapter in self._adapters:
+            return ""
+        return (
+            f"v{self._teller.version} has no adapter {adapter!r}, it has "
+            f"{sorted(self._adapters) or 'none'}; publish it first"
+        )
+
+    def cancel(self, handle: int) -> None:
+        """Nobody waits for this one any more."""
+        turn = self._turns.pop(handle, None)
+        if turn is not None and not turn.is_over:  # its end may have been told, and comes once
+            self.streams.cut(turn)
+            self._teller.rows.end(handle, CANCELLED)
+            self._teller.tell()
+
+    def start(self) -> bool:
+        """Ask for as many as the engine takes at once; False while it turns requests away."""
+        if self._is_held:
+            return False
+        self._teller.queued_turns = len(self._waiting)
+        while self._waiting and self.streams.running < self._limits.max_running_turns:
+            _, turn = heapq.heappop(self._waiting)
+            if self._turns.get(turn.handle) is turn:
+                self.streams.start(turn, self._teller.version)
+        return True
+
+    def _over(self, turn: AskedTurn, error: TidegateError | None, *, is_held: bool = False) -> None:
+        """A request has ended; the turn too, unless there is more to ask for."""
+        self._on_change()
+        if isinstance(error, TurnRefused):
+            if self._turns.pop(turn.handle, None) is turn:
+                self._refuse(turn, error)
+        elif error is not None:
+            self._on_gone(error)
+        elif self._turns.get(turn.handle) is not turn:
+            pass  # cancelled meanwhile
+        elif turn.is_over:
+            del self._turns[turn.handle]
+        else:
+            heapq.heappush(self._waiting, (turn.rank, turn))
+            if is_held and not self._is_held:
+                self._is_held = True
+                asyncio.get_running_loop().call_later(HELD_S, self._let_go)
+
+    def _let_go(self) -> None:
+        self._is_held = False
+        self._on_change()
+
+    def _refuse(self, turn: AskedTurn, error: TurnRefused) -> None:
+        # Tokens told later, for want of credit, would be of a turn that nobody knows any more.
+        self._teller.rows.drop(turn.handle)
+        self._link.send(messages.TurnRefused(turn=turn.handle, message=cut(str(error))))

@@ -1,0 +1,513 @@
+"""Adapter of a vLLM server: tokens in and out, media, sleep and pauses over its RL routes.
+
+`vllm_releases.py` has what its releases differ in, and docs/engines.md what the server was seen to
+do and what the adapter relies on. vLLM sleeps as a whole and wakes by parts: to have a part asleep,
+the others are woken again.
+"""
+
+import json
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from tidegate.engine.external.adapter import (
+    Capabilities,
+    Chunk,
+    Ended,
+    Request,
+    ScoreRequest,
+    Scores,
+    TopLogprobs,
+    Unable,
+    VersionLabel,
+)
+from tidegate.engine.external.http import CONTROL_TIMEOUT_S, HttpEngine, Refusal
+from tidegate.engine.external.vllm_loras import VllmLoras
+from tidegate.engine.external.vllm_releases import (
+    GENERATE,
+    START_IT_SO,
+    Release,
+    check_routes,
+    read_release,
+    readable_salt,
+)
+from tidegate.engine.external.vllm_weights import LOAD_TIMEOUT_S, VllmWeights
+from tidegate.errors import (
+    ConfigError,
+    EngineGone,
+    EngineHeld,
+    ScoreRefused,
+    TurnRefused,
+    WeightsRefused,
+)
+from tidegate.transport.media import Media, MediaKind
+from tidegate.transport.messages import SamplingParams
+from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
+
+IMPOSSIBLE = -9999.0
+"""JSON has no infinity: so vLLM writes the log-prob of a token that could not be sampled."""
+
+
+class _Top(msgspec.Struct):
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class _Token(msgspec.Struct):
+    token_id: int
+    logprob: float
+    top_logprobs: list[_Top] = []
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token] | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class Event(msgspec.Struct):
+    """One of a stream's."""
+
+    choices: list[_Choice] = []
+    error: Any = None
+
+
+_events = msgspec.json.Decoder(Event)
+
+
+def read_event(data: bytes) -> Event:
+    """Read the data of one event.
+
+    Raises:
+        msgspec.DecodeError: it is none.
+    """
+    return _events.decode(data)
+
+
+def to_chunk(choice: _Choice, top_logprobs: int) -> Chunk:
+    """A choice of an event, with the likeliest tokens that were asked for.
+
+    Raises:
+        TurnRefused: it ended in a way that no turn does.
+    """
+    token_ids = choice.token_ids or []
+    told = (choice.logprobs.content if choice.logprobs is not None else None) or []
+    labels = choice.weight_versions
+    return Chunk(
+        token_ids,
+        [token.logprob for token in told],
+        _ended(choice.finish_reason),
+        None if labels is None else [VersionLabel(s.version, s.start, s.end) for s in labels],
+        _top(told, top_logprobs) if top_logprobs and told else None,
+    )
+
+
+def _ended(reason: str | None) -> Ended | None:
+    match reason:
+        case None | "stop" | "length" | "abort":
+            return reason
+    raise TurnRefused(f"vLLM ended this turn by {reason!r}; its log says why")
+
+
+def _top(told: list[_Token], k: int) -> TopLogprobs:
+    top = TopLogprobs([], [])
+    for token in told:
+        likeliest = sorted(token.top_logprobs, key=lambda one: one.rank)[:k]
+        top.token_ids.extend(one.token_id for one in likeliest)
+        top.logprobs.extend(
+            one.logprob if one.logprob > IMPOSSIBLE else float("-inf") for one in likeliest
+        )
+    return top
+
+
+REQUEST = "GenerateRequest"
+"""The body's name in /openapi.json."""
+
+SIGNS: Mapping[MediaKind, tuple[str, ...]] = {
+    "image": ("vision_config", "image_token_id", "image_token_index"),
+    "audio": ("audio_config", "audio_token_id", "audio_token_index"),
+    "video": ("video_token_id", "video_token_index"),
+}
+"""Fields that config.json has, at its top, where the model reads such a thing. vLLM doesn't say;
+what it can't read after all, it refuses by turn."""
+
+
+def takes_references(api: Mapping[str, Any]) -> bool:
+    """Whether the server of this /openapi.json reads ``content_parts``: one that does not passes
+    them over without a word."""
+    schema = api.get("components", {}).get("schemas", {}).get(REQUEST, {})
+    return "content_parts" in schema.get("properties", {})
+
+
+def media_of(model: Path) -> frozenset[MediaKind]:
+    """What the model of a directory reads beside tokens."""
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError):
+        return frozenset()  # it is refused elsewhere
+    return frozenset(kind for kind, signs in SIGNS.items() if any(sign in config for sign in signs))
+
+
+def content_part(media: Media) -> dict[str, str]:
+    """One medium as an entry of ``content_parts``; a path becomes a URL."""
+    url = media.url
+    if url.startswith("/"):
+        url = Path(url).as_uri()
+    return {"type": f"{media.kind}_url", "url": url}
+
+
+MEMORY_TIMEOUT_S = 300.0
+"""To copy a model to the host's memory, or back."""
+
+Query = Sequence[tuple[str, str]]
+
+
+class VllmMemory:
+    """One server's."""
+
+    def __init__(self, post: Callable[[str, Query], Awaitable[Any]]) -> None:
+        """``post`` calls a route with a query."""
+        self._post = post
+        self._asleep: set[MemoryTag] = set()
+        self._level: SleepLevel = 1
+
+    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
+        """Have these asleep beside those that are."""
+        wanted = self._asleep | set(tags)
+        if "weights" in tags:
+            self._level = level
+        if self._asleep:
+            await self.wake_all()
+        # Weights that are to stay must be what they were once they are woken.
+        depth = self._level if "weights" in wanted else 1
+        await self._post("/sleep", [("level", str(depth)), ("mode", "abort")])
+        self._asleep = set(MEMORY_TAGS)
+        if stay := [tag for tag in MEMORY_TAGS if tag not in wanted]:
+            await self.wake(stay)
+
+    async def wake(self, tags: Sequence[MemoryTag]) -> None:
+        """vLLM samples again once all is awake: whoever asks must pause it then."""
+        answer = await self._post("/wake_up", [("tags", tag) for tag in tags])
+        self._asleep.difference_update(tags)
+        expected = "sleeping" if self._asleep else "awake"
+        # Older ones answer with nothing.
+        told = answer.get("status", expected) if isinstance(answer, dict) else expected
+        if told != expected:
+            raise EngineGone(
+                f"vLLM was told to wake {' and '.join(tags)}, and says {told!r} where "
+                f"{expected!r} was expected; does somebody else put it to sleep?"
+            )
+
+    async def wake_all(self) -> None:
+        """Harmless if nothing sleeps."""
+        await self._post("/wake_up", [])
+        self._asleep.clear()
+
+
+PAUSE_TIMEOUT_S = 60.0
+"""A pause waits for the step under way: a long prefill, at worst."""
+
+SAMPLING = frozenset(
+    {"stop_token_ids", "top_k", "top_p", "min_p", "repetition_penalty", "top_logprobs"}
+)
+"""Left out: penalties on output tokens and stop strings, for of a turn that goes on vLLM takes the
+tokens so far for its prompt; ``min_tokens``, which also leaves out the model's own stop tokens; and
+what it has otherwise or not at all."""
+
+
+_SPOILED = (
+    "vLLM on a CPU computes turns without a LoRA adapter by that of others in the same step; give "
+    "each turn one, unload them, or run vLLM on a GPU"
+)
+
+_NO_LORA = "they are read from files; leave #weights= out of the server's url"
+
+
+def make_adapter(url: str, model: Path, *, weights: str = "disk") -> "VllmAdapter":
+    """The adapter for the server at ``url``, which serves what is in the directory ``model``.
+
+    ``weights`` is how new ones get there, one of ``vllm_weights.WAYS``.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    return VllmAdapter(HttpEngine(url), model, weights=weights)
+
+
+class VllmAdapter(Unable):
+    """One vLLM server."""
+
+    def __init__(self, http: HttpEngine, model: Path, *, weights: str) -> None:
+        self._http = http
+        self._model = model.resolve()
+        self._name = ""
+        """The model's, in requests."""
+        self._media: frozenset[MediaKind] = frozenset()
+        """What its model reads beside tokens."""
+        self._release: Release | None = None
+        self._memory = VllmMemory(self._post_query)
+        self._loras = VllmLoras(http)
+        self._weights = VllmWeights(http, self._model, weights)
+
+    @property
+    def _about(self) -> Release:
+        assert self._release is not None, "open() comes first"
+        return self._release
+
+    # ------------------------------------------------------------ start and end
+
+    async def open(self, label: str) -> Capabilities:
+        """Find out what is there; leave it awake, unpaused, and with nobody's requests."""
+        version = str((await self._http.wait_for("/version")).get("version"))
+        try:
+            api = await self._http.call("GET", "/openapi.json")
+            paths = api["paths"]
+            check_routes(version, paths)
+            info = await self._http.call("GET", "/server_info", query={"config_format": "json"})
+            models = await self._http.call("GET", "/v1/models")
+            self._release = read_release(version, paths, info)
+            self._name = models["data"][0]["id"]
+            self._weights.refuse(self._release)
+            self._media = media_of(self._model) if takes_references(api) else frozenset()
+            if self._release.can_sleep:  # an adapter before may have died while it slept
+                await self._memory.wake_all()
+            await self.pause("abort")
+            await self._loras.unload_left(models)
+            await self._weights.open(self._release, label)
+            await self.resume()
+            await self._probe(label)
+        except (Refusal, WeightsRefused, EngineGone) as error:
+            raise ConfigError(f"vLLM at {self._http.url} can't be used: {error}") from error
+        return self._capabilities(int(models["data"][0]["max_model_len"]))
+
+    def _capabilities(self, context_tokens_max: int) -> Capabilities:
+        release = self._about
+        spoiled = _SPOILED if release.is_on_cpu and release.lora_rank_max else ""
+        return Capabilities(
+            engine=f"vllm {release.text}",
+            context_tokens_max=context_tokens_max,
+            running_turns_max=release.running_turns_max,
+            has_processed_logprobs=release.has_processed_logprobs,
+            freezes=True,
+            keeps_kv=release.has_spans,
+            sampling=SAMPLING,
+            top_logprobs_max=release.top_logprobs_max,
+            scores=frozenset() if spoiled else frozenset({"logprobs"}),
+            dtype=release.dtype,
+            num_blocks=release.num_blocks,
+            block_tokens=release.block_tokens,
+            media=self._media,
+            sleep_levels=frozenset({1, 2}) if release.can_sleep else frozenset(),
+            takes_tensors=self._weights.takes_tensors,
+            lora_rank_max=0 if self._weights.takes_tensors else release.lora_rank_max,
+            lora_lacks=_NO_LORA if self._weights.takes_tensors else release.lora_lacks,
+            lora_spoils_others=spoiled,
+        )
+
+    async def _probe(self, label: str) -> None:
+        """Have one token sampled, and look whether all is told that is relied on."""
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        request = Request(token_ids=[0], sampling=sampling, salt=label)
+        try:
+            async with aclosing(self.generate(request)) as chunks:
+                seen = [chunk async for chunk in chunks]
+        except TurnRefused as error:
+            raise ConfigError(f"vLLM at {self._http.url} samples nothing: {error}") from error
+        last = seen[-1]
+        if self._about.has_spans and last.labels != [VersionLabel(label, 0, 1)]:
+            raise ConfigError(
+                f"vLLM {self._about.text} at {self._http.url} labels a token {last.labels}, "
+                f"although its weights were just named {label}"
+            )
+
+    async def close(self) -> None:
+        """Let go of connections; requests under way are aborted by it."""
+        await self._weights.close()
+        await self._http.close()
+
+    # ------------------------------------------------------------ requests
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """Sample; closing it early closes the connection, which aborts the request."""
+        body = self._body(request) | {"stream": True}
+        has_ended = False
+        try:
+            async with aclosing(self._http.events(GENERATE, body)) as events:
+                async for data in events:
+                    event = read_event(data)
+                    if event.error is not None:
+                        raise EngineGone(f"{self._http.url} broke off a stream: {event.error}")
+                    for choice in event.choices:
+                        has_ended = choice.finish_reason is not None
+                        yield to_chunk(choice, request.sampling.top_logprobs)
+                    if has_ended:
+                        return
+        except Refusal as refusal:
+            raise await self._refused(refusal) from refusal
+        except msgspec.DecodeError as error:
+            raise EngineGone(f"{self._http.url} streams what is no event: {error}") from error
+        raise EngineGone(f"{self._http.url} ended a stream without saying why")
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        asked = request.sampling
+        media = {"content_parts": [content_part(each) for each in request.media]}
+        return (media if request.media else {}) | {
+            "model": request.lora or self._name,
+            "token_ids": list(request.token_ids),
+            "cache_salt": readable_salt(request.salt),
+            # All of them, or the model's generation_config.json might have a say.
+            "sampling_params": {
+                "max_tokens": asked.max_tokens,
+                "temperature": asked.temperature,
+                "top_k": asked.top_k,
+                "top_p": asked.top_p,
+                "min_p": asked.min_p,
+                "repetition_penalty": asked.repetition_penalty,
+                "stop_token_ids": list(asked.stop_token_ids),
+                "ignore_eos": True,
+                "detokenize": False,
+                "logprobs": asked.top_logprobs,
+            },
+        }
+
+    async def _refused(self, refusal: Refusal) -> Exception:
+        """What a request that was not taken means."""
+        if refusal.status == 403:
+            return ConfigError(f"{refusal.why} {START_IT_SO}")
+        if refusal.status in (429, 503):
+            await self.check()  # a dead engine says 503 too
+            return EngineHeld(refusal.why)
+        if refusal.status >= 500:
+            await self.check()
+        return TurnRefused(f"vLLM refuses this turn: {refusal.why}")
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Log-probs of given tokens, at temperature 1; vLLM reads no prefix cache for these."""
+        if request.temperature != 1.0:
+            raise ScoreRefused("vLLM scores at temperature 1 only; leave temperature out")
+        k = request.top_logprobs
+        body = {
+            "model": self._name,
+            "token_ids": list(request.token_ids),
+            "sampling_params": {
+                "max_tokens": 1,
+                "temperature": 0.0,
+                "detokenize": False,
+                "prompt_logprobs": k,
+            },
+        }
+        try:
+            answer = await self._http.call("POST", GENERATE, body, timeout_s=LOAD_TIMEOUT_S)
+        except Refusal as refusal:
+            raise ScoreRefused(f"vLLM refuses to score: {refusal.why}") from refusal
+        told = answer["prompt_logprobs"]
+        logprobs: list[float] = []
+        top = TopLogprobs([], [])
+        for position in range(request.start, len(request.token_ids)):
+            entries = told[position]
+            logprobs.append(entries[str(request.token_ids[position])]["logprob"])
+            likeliest = sorted(entries.items(), key=lambda entry: entry[1]["rank"])[:k]
+            top.token_ids.extend(int(token) for token, _ in likeliest)
+            top.logprobs.extend(entry["logprob"] for _, entry in likeliest)
+        return Scores(logprobs, top if k else None)
+
+    # ------------------------------------------------------------ control
+
+    async def pause(self, mode: Literal["abort", "keep"]) -> None:
+        """In the query: vLLM ignores a body, and pauses by ``abort`` whatever that says.
+
+        Caches are left as they are, for no request with another salt sees what is in them.
+        """
+        query = {"mode": mode, "clear_cache": "false"}
+        await self._control("/pause", query=query, timeout_s=PAUSE_TIMEOUT_S)
+        await self._expect_paused(True)
+
+    async def resume(self) -> None:
+        """Let it sample again."""
+        await self._control("/resume")
+        await self._expect_paused(False)
+
+    async def _expect_paused(self, expected: bool) -> None:
+        answer = await self._control("/is_paused", method="GET")
+        if answer.get("is_paused") is not expected:
+            raise EngineGone(
+                f"{self._http.url} was {'paused' if expected else 'resumed'}, and says that it is "
+                f"not; does somebody else pause it, too?"
+            )
+
+    async def load_weights(self, directory: Path, label: str) -> None:
+        """From files; if that fails, it has those of before."""
+        await self._weights.load(directory, label)
+
+    async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
+        """Without files; what fails halfway ends the adapter."""
+        await self._weights.load_tensors(tensors, label)
+
+    async def rename_weights(self, label: str) -> None:
+        """Tokens are labelled by the new name."""
+        await self._weights.rename(label)
+
+    async def load_lora(self, name: str, directory: Path) -> None:
+        """From files."""
+        await self._loras.load(name, directory)
+
+    async def unload_lora(self, name: str) -> None:
+        """Its name is nobody's at once."""
+        await self._loras.unload(name)
+
+    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
+        """Give memory back."""
+        await self._memory.sleep(level, tags)
+        await self.pause("abort")
+
+    async def wake(self, tags: Sequence[MemoryTag]) -> None:
+        """It goes on by itself once all is awake; nothing is under way that could."""
+        await self._memory.wake(tags)
+        await self.pause("abort")
+
+    async def _post_query(self, path: str, query: Query) -> Any:
+        return await self._control(path, query=query, timeout_s=MEMORY_TIMEOUT_S)
+
+    async def check(self) -> None:
+        """Ask whether the engine behind the server lives, too."""
+        try:
+            await self._http.call("GET", "/health")
+        except Refusal as refusal:
+            raise EngineGone(f"{self._http.url} is not healthy: {refusal}") from refusal
+
+    async def preemptions(self) -> int | None:
+        """Of all its engines together."""
+        text = await self._control("/metrics", method="GET")
+        counts = re.findall(r"^vllm:num_preemptions_total(?:\{[^}]*\})? ([\d.e+]+)$", text, re.M)
+        return int(sum(map(float, counts))) if counts else None
+
+    async def _control(
+        self,
+        path: str,
+        body: object = None,
+        *,
+        method: str = "POST",
+        query: Mapping[str, str] | Query | None = None,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+    ) -> Any:
+        try:
+            return await self._http.call(method, path, body, query=query, timeout_s=timeout_s)
+        except Refusal as refusal:
+            raise EngineGone(f"vLLM refuses to be controlled: {refusal}") from refusal

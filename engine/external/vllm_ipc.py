@@ -1,0 +1,135 @@
+"""How do weights get from this process to a vLLM on the same GPU? By CUDA IPC: it maps a buffer.
+
+The buffer lies on the GPU that both use; vLLM is told by HTTP how to open it, and what is in it.
+What it is told is a pickle, as its own trainers send one, of plain facts. It knows no versions, no
+labels, and not what else an update is made of.
+"""
+
+import asyncio
+import base64
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tidegate.engine.external.http import HttpEngine, Refusal
+from tidegate.errors import ConfigError, EngineGone, WeightsRefused
+from tidegate.transport.messages import SharedMemory
+from tidegate.transport.weight_channels.cuda_memory import EVENT_BYTES, Gpu
+from tidegate.transport.weight_channels.cuda_nccl import packs
+
+PACK_BYTES = 256 * 2**20
+"""The buffer has this size, and that of one tensor more."""
+
+JOIN_TIMEOUT_S = 60.0
+
+SEND_TIMEOUT_S = 600.0
+"""For each buffer's content, which vLLM loads before it answers."""
+
+
+class SharedBuffers:
+    """The sender's end, of one server with one worker."""
+
+    def __init__(self, http: HttpEngine, *, workers: int, gpu: Gpu) -> None:
+        """``gpu`` is the one that the worker computes on, too.
+
+        Raises:
+            ConfigError: there are several workers.
+        """
+        if workers != 1:
+            raise ConfigError(
+                f"weights go by ipc to the worker of one GPU, and {http.url} has {workers}: start "
+                f"servers of one worker each, or use #weights=nccl, or files"
+            )
+        self._http, self._gpu = http, gpu
+
+    async def join(self) -> None:
+        """Say how weights will come.
+
+        Raises:
+            Refusal: the server won't have them so.
+        """
+        info = {"init_info": {"packed": True}}
+        await self._post("/init_weight_transfer_engine", info, JOIN_TIMEOUT_S)
+
+    async def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Have the worker load them, a bufferful a call, within an update that has begun.
+
+        Raises:
+            EngineGone: nobody knows how many are there.
+        """
+        parts = list(packs(tensors.items(), lambda named: named[1].nbytes, PACK_BYTES))
+        try:
+            room = self._gpu.room(max(sum(t.nbytes for _, t in part) for part in parts))
+            memory = self._gpu.share(room)
+            try:
+                handles = _pickled({memory.gpu: _as_torch_tells(memory)})
+                for part in parts:
+                    await asyncio.to_thread(self._fill, room, part)
+                    update = {"update_info": _facts(part) | {"ipc_handles_pickled": handles}}
+                    await self._post("/update_weights", update, SEND_TIMEOUT_S)
+            except BaseException:
+                self._gpu.unshare(memory)  # vLLM counts itself out when an update is finished
+                raise
+        except (
+            Refusal,
+            WeightsRefused,
+            RuntimeError,
+        ) as error:  # torch's: of a GPU that fails, say
+            raise EngineGone(
+                f"vLLM may have taken some of the weights, and then not all: {error}; nobody knows "
+                f"what it computes with"
+            ) from error
+
+    def _fill(self, room: torch.Tensor, part: list[tuple[str, torch.Tensor]]) -> None:
+        start = 0
+        for _, tensor in part:
+            flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            room[start : start + flat.numel()].copy_(flat)
+            start += flat.numel()
+        self._gpu.settle()
+
+    async def _post(self, path: str, body: object, timeout_s: float) -> None:
+        await self._http.call("POST", path, body, timeout_s=timeout_s)
+
+    async def close(self) -> None:
+        """There is nothing that outlives a call."""
+
+
+def _facts(part: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    return {
+        "names": [name for name, _ in part],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in part],
+        "shapes": [list(tensor.shape) for _, tensor in part],
+        "tensor_sizes": [tensor.nbytes for _, tensor in part],
+    }
+
+
+def _as_torch_tells(memory: SharedMemory) -> tuple[object, ...]:
+    """The arguments of torch's ``rebuild_cuda_tensor``, for the buffer as bytes.
+
+    Source: torch 2.13, torch/multiprocessing/reductions.py. There is no event to wait for: what is
+    to be read is there before anybody is told.
+    """
+    return (
+        torch.Tensor,
+        torch.Size([memory.nbytes]),
+        (1,),
+        0,
+        torch.storage.TypedStorage,
+        torch.uint8,
+        0,  # the device's number, which the reader replaces by its own
+        memory.handle,
+        memory.nbytes,
+        memory.offset,
+        False,
+        memory.counter,
+        memory.counter_offset,
+        bytes(EVENT_BYTES),
+        False,
+    )
+
+
+def _pickled(facts: object) -> str:
+    return base64.b64encode(pickle.dumps(facts)).decode()

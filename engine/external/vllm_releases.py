@@ -1,0 +1,176 @@
+"""What can this vLLM do? By its version, the routes it has, and the settings it was started with.
+
+Knows nothing of requests. Versions as of what was read in the releases, and tried with 0.32.0.
+"""
+
+import hashlib
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tidegate.engine.external.vllm_loras import lora_lacks, lora_rank_max
+from tidegate.errors import ConfigError
+
+OLDEST = (0, 21)
+"""Pauses that hold over several API servers, and updates that begin and end."""
+
+LABELS = (0, 27)
+"""``/weight_info`` and ``/update_weight_version``."""
+
+SPANS = (0, 32)
+"""``weight_versions`` in the last event: whose weights sampled which tokens."""
+
+SCALE_OUT = (0, 30)
+"""``/inference/v1/generate`` must be switched on from here."""
+
+REJECTS_WHILE_PAUSED = (0, 33)
+"""New requests get a 503 during ``abort`` and ``wait``; before, they were queued."""
+
+TRANSFER = (0, 32)
+"""A trainer is met by an id of NCCL's that ``init_info`` says, and may leave again."""
+
+TRANSFER_ROUTES = (
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/shutdown_weight_transfer_engine",
+    "/get_world_size",
+)
+
+DEV_ROUTES = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/server_info")
+GENERATE = "/inference/v1/generate"
+
+START_IT_SO = (
+    "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and "
+    "--enable-scale-out --logprobs-mode processed_logprobs"
+)
+
+RUNNING_TURNS_UNSAID = 64
+
+SALT_CHARACTERS_MAX = 128
+SALT_CHARACTERS_REFUSED = frozenset("@/\\\0")
+"""As 0.32.0 says itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """One running server."""
+
+    version: tuple[int, int]
+    text: str
+    """As it says."""
+    has_labels: bool
+    """Whether weights can be given a name, and asked for it."""
+    has_spans: bool
+    has_processed_logprobs: bool
+    running_turns_max: int
+    top_logprobs_max: int
+    num_blocks: int
+    block_tokens: int
+    model: str
+    """The path or name that it was started with."""
+    dtype: str
+    """What it computes in, after ``--dtype auto`` was resolved; empty: it doesn't say."""
+    can_sleep: bool
+    """Whether it was started with --enable-sleep-mode."""
+    is_on_cpu: bool
+    lora_rank_max: int
+    """Of adapters that it takes; 0: none, for :attr:`lora_lacks`."""
+    lora_lacks: str
+    has_transfer_routes: bool
+    transfer_backend: str
+    """Of its --weight-transfer-config; empty: it was started without."""
+
+
+def read_release(text: str, paths: Collection[str], info: Mapping[str, Any]) -> Release:
+    """Judge a server by ``/version``, the paths of ``/openapi.json``, and ``/server_info``.
+
+    Raises:
+        ConfigError: it is too old, or lacks routes.
+    """
+    version = _version(text)
+    if version < OLDEST:
+        raise ConfigError(
+            f"vLLM {text} is too old: it can't be paused and given weights as a run needs it; "
+            f"use {OLDEST[0]}.{OLDEST[1]} or newer"
+        )
+    check_routes(text, paths)
+    config = info.get("vllm_config", {})
+    model, cache = config.get("model_config", {}), config.get("cache_config", {})
+    sequences = config.get("scheduler_config", {}).get("max_num_seqs")
+    top = model.get("max_logprobs")
+    mode = str(model.get("logprobs_mode", ""))
+    if mode.endswith("logits"):
+        raise ConfigError(
+            f"this vLLM {text} tells logits for log-probs (--logprobs-mode {mode}), on which "
+            f"nothing can be trained; start it with --logprobs-mode processed_logprobs"
+        )
+    has_labels = version >= LABELS and "/weight_info" in paths
+    return Release(
+        version=version,
+        text=text,
+        has_labels=has_labels,
+        has_spans=has_labels and version >= SPANS,
+        has_processed_logprobs=mode.endswith("processed_logprobs"),
+        running_turns_max=int(sequences or RUNNING_TURNS_UNSAID),
+        top_logprobs_max=20 if top is None else (2**31 if top == -1 else int(top)),
+        num_blocks=int(cache.get("num_gpu_blocks") or 0),
+        block_tokens=int(cache.get("block_size") or 0),
+        model=str(model.get("model", "")),
+        dtype=str(model.get("dtype") or "").removeprefix("torch."),
+        can_sleep="/wake_up" in paths and bool(model.get("enable_sleep_mode")),
+        is_on_cpu=config.get("device_config", {}).get("device") == "cpu",
+        lora_rank_max=lora_rank_max(config, paths),
+        lora_lacks=lora_lacks(config),
+        has_transfer_routes=all(path in paths for path in TRANSFER_ROUTES),
+        transfer_backend=str((config.get("weight_transfer_config") or {}).get("backend", "")),
+    )
+
+
+def check_routes(text: str, paths: Collection[str]) -> None:
+    """Refuse a server that lacks what every run needs.
+
+    Raises:
+        ConfigError: it does; says how to start it.
+    """
+    lacking = [path for path in (*DEV_ROUTES, GENERATE) if path not in paths]
+    if lacking:
+        raise ConfigError(f"this vLLM {text} has no {', '.join(lacking)}; {START_IT_SO}")
+
+
+def refuse_transfer(release: Release, url: str, backend: str) -> None:
+    """Refuse a server that takes no weights by ``backend``, ``nccl`` or ``ipc``.
+
+    Raises:
+        ConfigError: it doesn't; says why.
+    """
+    if release.version < TRANSFER or not release.has_transfer_routes:
+        lacks = f"use {TRANSFER[0]}.{TRANSFER[1]} or newer"
+    elif release.is_on_cpu:
+        lacks = "it has no GPU"
+    elif release.transfer_backend != backend:
+        lacks = (
+            f"it was started with {release.transfer_backend or 'no'} weight transfer; start it "
+            f"""with --weight-transfer-config '{{"backend": "{backend}"}}'"""
+        )
+    else:
+        return
+    raise ConfigError(
+        f"vLLM {release.text} at {url} can't be given weights by {backend}: {lacks}. Or leave "
+        f"#weights= out, and it is given files"
+    )
+
+
+def readable_salt(salt: str) -> str:
+    """One that vLLM takes, another for each: it refuses long ones, and some characters."""
+    is_taken = len(salt) <= SALT_CHARACTERS_MAX and not SALT_CHARACTERS_REFUSED & set(salt)
+    return salt if is_taken else hashlib.sha256(salt.encode()).hexdigest()
+
+
+def _version(text: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", text)
+    if found is None:
+        raise ConfigError(f"a server that says version {text!r} is no vLLM")
+    return int(found[1]), int(found[2])

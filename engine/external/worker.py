@@ -1,0 +1,251 @@
+"""How does an adapter's process begin and end? ``python -m tidegate.engine.external.worker``.
+
+Nothing here decides about turns, or knows an engine's API. Exit status as of
+:mod:`tidegate.engine.worker`; the engine itself runs on whatever becomes of this process.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import importlib
+import os
+import secrets
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
+
+from tidegate.engine.external.adapter import Capabilities, EngineAdapter
+from tidegate.engine.external.bridge import Bridge
+from tidegate.engine.external.host_weights import (
+    PublishedDirectories,
+    read_host_weights,
+    read_sizes,
+)
+from tidegate.engine.link import Link
+from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.engine.weights.staging import Staging
+from tidegate.engine.worker import DEFECT, ENDED, PR_SET_PDEATHSIG, REFUSED, UNUSABLE
+from tidegate.errors import ConfigError, TidegateError
+from tidegate.transport.messages import PROTOCOL, Hello
+from tidegate.transport.printable import say
+from tidegate.transport.private_directory import PrivateDirectory, remove_abandoned
+from tidegate.transport.security import read_engine_keys
+from tidegate.transport.server_keys import refuse_secrets
+from tidegate.transport.sockets import DealerSocket
+from tidegate.transport.weight_channels import CHANNELS, Home
+
+KINDS = {
+    "sglang": "tidegate.engine.external.sglang",
+    "vllm": "tidegate.engine.external.vllm",
+}
+"""Each in a module of its own, with ``make_adapter(url, model)``."""
+
+WEIGHTS = "weights="
+"""In a URL, behind ``#``: how new weights get there, if not as files that both see."""
+
+BLOCK_TOKENS = 16
+"""Of engines that don't say how their KV cache is cut."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve a run by one engine until either ends; return the process's exit status."""
+    arguments = _parse(argv)
+    if arguments.die_with_parent is not None:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != arguments.die_with_parent:
+            return ENDED
+    try:
+        return uvloop.run(_main(arguments))
+    except TidegateError as error:
+        say(f"error: {error}")
+        return UNUSABLE
+    finally:
+        remove_abandoned()
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tidegate.engine.external.worker",
+        description="Another engine as one of a run's. The orchestrator starts it for each of its "
+        "engine_urls; people do for a run that other hosts can reach.",
+    )
+    parser.add_argument("--connect", required=True, help="the orchestrator's address")
+    parser.add_argument("--url", required=True, help=f"KIND+URL; kinds: {', '.join(KINDS)}")
+    parser.add_argument("--model", required=True, type=Path, help="the run's model directory")
+    parser.add_argument("--engine", required=True, help="name, unique within the run")
+    parser.add_argument("--keys", type=Path, help="directory that `tidegate keys` made for engines")
+    parser.add_argument("--max-running-turns", type=int, help="fewer than the engine can do")
+    parser.add_argument(
+        "--weights-directory",
+        type=Path,
+        help="where published weights are written for the engine to load; both must see it by "
+        "this path. Default: a temporary one",
+    )
+    parser.add_argument("--die-with-parent", type=int, metavar="PID")
+    return parser.parse_args(argv)
+
+
+def open_adapter(url: str, model: Path) -> EngineAdapter:
+    """The adapter for ``KIND+URL``.
+
+    Raises:
+        ConfigError: no such kind, or what it needs is not installed.
+    """
+    refuse_secrets(url)  # before it is repeated
+    kind, _, rest = url.partition("+")
+    address, _, fragment = rest.partition("#")
+    if kind not in KINDS or not address:
+        raise ConfigError(
+            f"engine url {url!r} must be KIND+URL, such as 'vllm+http://127.0.0.1:8000'; kinds "
+            f"are {', '.join(KINDS)}"
+        )
+    if fragment and not fragment.startswith(WEIGHTS):
+        raise ConfigError(
+            f"engine url {url!r} ends with #{fragment}; all that may follow there is #{WEIGHTS}WAY"
+        )
+    make = importlib.import_module(KINDS[kind]).make_adapter
+    how = {"weights": fragment.removeprefix(WEIGHTS)} if fragment else {}
+    adapter: EngineAdapter = make(address, model, **how)
+    return adapter
+
+
+async def _main(arguments: argparse.Namespace) -> int:
+    keys = None if arguments.keys is None else read_engine_keys(arguments.keys)
+    adapter = open_adapter(arguments.url, arguments.model)
+    epoch = time.time_ns()  # later starts have later epochs, which is what replaces them
+    labels = _Labels(epoch)
+    try:
+        able = await adapter.open(labels.first)
+        socket = DealerSocket(arguments.connect, arguments.engine.encode(), keys=keys)
+        try:
+            hello = _hello(arguments, able, epoch)
+            link = Link(socket, hello)
+            private = PrivateDirectory("published")
+            try:
+                parent = arguments.weights_directory or private.path
+                home = Home(arguments.connect, keys)
+                return await _serve(arguments, adapter, able, link, hello, parent, home, labels)
+            finally:
+                private.remove()
+        finally:
+            socket.close()
+    finally:
+        await adapter.close()
+
+
+async def _serve(
+    arguments: argparse.Namespace,
+    adapter: EngineAdapter,
+    able: Capabilities,
+    link: Link,
+    hello: Hello,
+    parent: Path,
+    home: Home,
+    labels: "_Labels",
+) -> int:
+    weights = await asyncio.to_thread(read_host_weights, arguments.model, able)
+    staging = Staging(weights.twin, home)
+    directories = PublishedDirectories(arguments.model, parent)
+    bridge = Bridge(
+        link,
+        adapter,
+        able,
+        limits=_limits(hello),
+        staging=staging,
+        weights=weights,
+        directories=directories,
+        label=labels.first,
+        label_of=labels.of,
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, bridge.end, f"got {number.name}")
+    try:
+        reason = await bridge.run()
+    except Exception as error:  # noqa: BLE001 - whatever it was, the orchestrator must hear of it
+        traceback.print_exc()
+        link.leave(f"failed: {type(error).__name__}: {error}", has_failed=True)
+        return DEFECT
+    finally:
+        staging.close()
+        directories.close()
+    return _end(link, bridge, reason)
+
+
+def _end(link: Link, bridge: Bridge, reason: str) -> int:
+    if bridge.refusal is not None:
+        say(f"error: the orchestrator refused this engine: {bridge.refusal}")
+        return REFUSED
+    link.leave(reason, has_failed=bridge.failure is not None)
+    if bridge.failure is not None:
+        say(f"error: {reason}")
+        return DEFECT
+    say(f"adapter ends: {reason}")
+    return ENDED
+
+
+class _Labels:
+    """Names for weights that no other process, and no other update of this one, has given."""
+
+    def __init__(self, epoch: int) -> None:
+        self._mine = f"{epoch:x}{secrets.token_hex(2)}"
+        self._count = 0
+        self.first = self.of(0)
+        """Of the model directory's weights."""
+
+    def of(self, version: int) -> str:
+        """Another one each time, for a version may come again with other weights."""
+        self._count += 1
+        return f"v{version}.{self._count}.{self._mine}"
+
+
+def _hello(arguments: argparse.Namespace, able: Capabilities, epoch: int) -> Hello:
+    try:
+        architecture, vocab_size = read_sizes(arguments.model)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"can't read {arguments.model}/config.json: {error}") from error
+    block_tokens = able.block_tokens or BLOCK_TOKENS
+    running = min(able.running_turns_max, arguments.max_running_turns or able.running_turns_max)
+    blocks = able.num_blocks or running * -(-able.context_tokens_max // block_tokens)
+    return Hello(
+        protocol=PROTOCOL,
+        engine=arguments.engine,
+        epoch=epoch,
+        weight_version=0,
+        architecture=architecture,
+        vocab_size=vocab_size,
+        context_tokens_max=able.context_tokens_max,
+        max_running_turns=running,
+        num_blocks=blocks,
+        block_tokens=block_tokens,
+        pause_modes=["abort", "keep", "wait"],
+        kv_policies=["keep", "recompute"] if able.keeps_kv else ["recompute"],
+        weight_channels=list(CHANNELS),
+        pid=os.getpid(),
+        model_code=able.engine,
+        dtype=able.dtype,
+        scores=sorted(able.scores),
+        media=sorted(able.media),
+        takes_turns_together=True,
+        sleep_levels=sorted(able.sleep_levels),
+    )
+
+
+def _limits(hello: Hello) -> EngineLimits:
+    return EngineLimits(
+        max_running_turns=hello.max_running_turns,
+        max_step_tokens=hello.max_running_turns,
+        num_blocks=hello.num_blocks,
+        block_tokens=hello.block_tokens,
+        context_tokens_max=hello.context_tokens_max,
+        vocab_size=hello.vocab_size,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""Where does each published tensor go? One version's weights, as the model computes with them.
+
+It knows nothing of versions' numbers, nor of how tensors travel. The LM head is float32 whatever
+the rest is. Matrices lie as they are multiplied fastest; copying packs them, at some GB/s, on
+whatever thread loads. One object serves update after update: its pages are touched once, for first
+touches of fresh pages cost more than copies.
+
+Letters in shapes: V vocabulary, H hidden, L labels.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from tidegate.engine.models.checkpoint import read_tensors
+from tidegate.engine.models.layer_weights import (
+    LayerWeights,
+    allocate_layer,
+    joint_places,
+)
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.models.shards import WHOLE, Shard
+from tidegate.engine.weights.lora import Adapter, Like, make_adapter
+from tidegate.engine.weights.weight_store import Place, WeightStore
+from tidegate.errors import ModelError, WeightsRefused
+from tidegate.kernels.exact_matrix import ExactMatrix, make_exact_matrix
+from tidegate.kernels.fp8_matrix import make_fp8_matrix
+from tidegate.kernels.int8_matrix import make_int8_matrix
+from tidegate.kernels.weight_matrix import Matrix, PackedMatrix, make_matrix
+
+if TYPE_CHECKING:  # torch.distributed is for engines of several ranks
+    from tidegate.engine.models.rank_group import RankGroup
+
+
+Quantization = Literal["int8", "fp8"]
+"""What layers' weights may be rounded to; one byte each, a scale for each output."""
+
+
+def make_rounded_matrix(
+    outputs: int, inputs: int, *, dtype: torch.dtype, quantize: Quantization
+) -> Matrix:
+    """Make room for a matrix that activations of ``dtype`` are multiplied by."""
+    make = make_fp8_matrix if quantize == "fp8" else make_int8_matrix
+    return make(outputs, inputs, dtype)
+
+
+class Weights(WeightStore):
+    """All tensors of one version, as our own code computes with them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: Matrix,
+        layers: list[LayerWeights],
+        final_norm: torch.Tensor,
+        head: Matrix,
+        shard: Shard = WHOLE,
+        group: "RankGroup | None" = None,
+    ) -> None:
+        self.adapters: Mapping[str, Adapter]
+        self.shard = shard
+        """Which part of the model this is."""
+        self.group = group
+        """Those who have the other parts."""
+        self.whole_config = config
+        self.config = shard.local(config)
+        """That of this part."""
+        self.embedding = embedding
+        """[V, H]"""
+        self.layers = layers
+        self.final_norm = final_norm
+        """[H]"""
+        self.head = head
+        """[V, H], float32; the embedding itself where that is tied and float32. Of a classification
+        head [L, H]."""
+        joint = dict(_joint_places(self))
+        model = f"{config.architecture} of {config.num_layers} layers"
+        super().__init__(model, dict(_places(self)), joint=joint)
+
+    @classmethod
+    def allocate(
+        cls,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        *,
+        is_packed: bool | None = None,
+        quantize: Quantization | None = None,
+        shard: Shard = WHOLE,
+        group: "RankGroup | None" = None,
+    ) -> "Weights":
+        """Make room for one version, to be filled; the head is float32 whatever ``dtype`` is.
+
+        ``is_packed`` tells matrices how to lie, whatever is faster on this machine;
+        ``quantize`` has those of the layers, but for the router, be rounded to it. Of a ``shard``
+        there is room for that part only; ``group`` computes the others.
+        """
+        local = shard.local(config)
+        vocabulary = (shard.vocabulary_rows(config), config.hidden_size)
+        outputs = config.labels or vocabulary[0]
+        head = make_exact_matrix(outputs, config.hidden_size, dtype, is_packed=is_packed)
+        shares = config.tied_head and dtype == torch.float32
+        exact = partial(make_matrix, dtype=dtype, is_packed=is_packed)
+        matrix = (
+            exact
+            if quantize is None
+            else partial(make_rounded_matrix, dtype=dtype, quantize=quantize)
+        )
+        return cls(
+            config,
+            head if shares else make_matrix(*vocabulary, dtype, is_packed=False),
+            [allocate_layer(local, shape, dtype, matrix, exact) for shape in local.layers],
+            torch.empty(config.hidden_size, dtype=dtype),
+            head,
+            shard,
+            group,
+        )
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The embeddings [T, H] of tokens [T]."""
+        if self.group is None:
+            return self.embedding.take(token_ids)
+        held = self.shard.vocabulary(self.whole_config)
+        places = token_ids - held.first
+        elsewhere = (places < 0) | (places >= held.count)
+        embedded = self.embedding.take(places.masked_fill(elsewhere, 0))
+        embedded[elsewhere] = 0.0
+        self.group.sum_(embedded)
+        return embedded
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the head makes of normed hidden states [S, H], in float32: [S, V] or [S, L]."""
+        head = self.head
+        logits = head.linear(hidden if isinstance(head, ExactMatrix) else hidden.float())
+        if self.group is None or self.config.labels:
+            return logits
+        return self.group.join(logits)[:, : self.config.vocab_size]
+
+    def is_redundant(self, name: str) -> bool:
+        """A tied model's head is its embedding; old Llama directories hold rotary frequencies."""
+        tied = self.config.tied_head and name == "lm_head.weight"
+        return tied or name.endswith(".rotary_emb.inv_freq")
+
+    def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> Adapter:
+        """An adapter for this model, of tensors as the protocol names them."""
+        like = Like(self.dtype, self.is_packed)
+        layers = self.config.num_layers
+        return make_adapter(tensors, scale, self._places, num_layers=layers, like=like)
+
+    def tied_to(self, name: str) -> str | None:
+        """A tied model's head is its embedding."""
+        return "model.embed_tokens.weight" if name == "lm_head.weight" else None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its matrices are: so products are the same bits whatever rows are beside."""
+        return isinstance(self.head, PackedMatrix)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What everything but the head is stored and computed in."""
+        return self.embedding.dtype
+
+
+def load_directory(
+    path: Path, config: ModelConfig, dtype: torch.dtype, *, is_packed: bool | None = None
+) -> Weights:
+    """Load the weights of a Hugging Face directory; ``is_packed`` as in :meth:`Weights.allocate`.
+
+    Raises:
+        ModelError: files are missing or damaged, or don't fit ``config``.
+    """
+    weights = Weights.allocate(config, dtype, is_packed=is_packed)
+    fill_from_directory(weights, path)
+    return weights
+
+
+def fill_from_directory(
+    weights: WeightStore, path: Path, beat: Callable[[], None] = lambda: None
+) -> None:
+    """Fill weights from a Hugging Face directory, whatever was in them before.
+
+    ``beat`` is called now and then.
+
+    Raises:
+        ModelError: files are missing or damaged, or don't fit them.
+    """
+    weights.start()
+    for name, tensor in read_tensors(path):
+        try:
+            weights.load(name, tensor)
+        except WeightsRefused as error:
+            raise ModelError(f"{path} does not fit its own config.json: {error}") from error
+        beat()
+    refuse_lacking(path, weights.missing())
+
+
+def refuse_lacking(path: Path, names: Sequence[str]) -> None:
+    """Refuse a directory if there are ``names`` that it lacks.
+
+    Raises:
+        ModelError: there are.
+    """
+    if names:
+        raise ModelError(
+            f"{path} lacks {len(names)} of the tensors that config.json asks for, first {names[0]}"
+        )
+
+
+def _places(weights: Weights) -> Iterator[tuple[str, Place]]:
+    config, shard = weights.config, weights.shard
+    held = shard.vocabulary(config)
+    part = None if shard.is_whole else held
+    embedding = [weights.embedding.rows(0, held.count)]
+    head = weights.head.rows(0, config.labels or held.count)
+    if config.tied_head and weights.head is not weights.embedding:
+        embedding.append(head)
+    vocabulary = (config.vocab_size, config.hidden_size)
+    yield "model.embed_tokens.weight", Place(vocabulary, tuple(embedding), part=part)
+    for number, layer in enumerate(weights.layers):
+        for name, place in shard.layer_places(layer, config, weights.whole_config):
+            yield f"model.layers.{number}.{name}", place
+    yield "model.norm.weight", Place((config.hidden_size,), (weights.final_norm,))
+    if not config.tied_head:
+        if config.labels:
+            yield "score.weight", Place(weights.head.shape, (head,))
+        else:
+            yield "lm_head.weight", Place(vocabulary, (head,), part=part)
+
+
+def _joint_places(weights: Weights) -> Iterator[tuple[str, Place]]:
+    for number, layer in enumerate(weights.layers):
+        yield from joint_places(layer, f"model.layers.{number}.", weights.config.experts)

@@ -1,0 +1,382 @@
+"""Compiler of grammars: runs each one in a helper process under limits first, then in a thread.
+
+llguidance compiles some grammars in cubic time and gigabytes: ``{"multipleOf": 1000003}`` takes
+5 s, 32 KB of alternatives a minute. Its own limits do not cover that work, and a thread that has
+begun it can't be stopped. So a helper process, which RLIMIT_CPU and RLIMIT_AS can end, compiles
+every grammar once; only a grammar that it has compiled is compiled again in the engine, by a thread
+and without the interpreter's lock. The engine's loop meanwhile decodes other turns.
+
+``python -m tidegate.engine.sampling.grammar_compiler`` is the helper process. It imports no torch.
+"""
+
+import os
+import queue
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import lru_cache
+from typing import IO, TYPE_CHECKING, NamedTuple
+
+import msgspec
+from tokenizers import Tokenizer
+
+from tidegate.errors import TurnRefused
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+GRAMMAR_BYTES_MAX = 64 * 1024
+"""Size of a grammar or schema in llguidance's form."""
+
+COMPILE_CPU_S = 2
+"""CPU time of one compilation. A grammar of a kilobyte takes milliseconds; objects of 2,000
+properties take 0.2 s. RLIMIT_CPU counts whole seconds, so a compilation may take one more."""
+
+COMPILE_BYTES = 128 * 2**20
+"""Memory of one compilation: 49 KB of chained terminals take 110 MB, most grammars take one."""
+
+COMPILE_WALL_S = 30.0
+"""Time for one compilation on a busy machine, where CPU time passes slowly."""
+
+HELPER_START_S = 120.0
+"""Time for the helper process to start and read a tokenizer. Reading 150,000 tokens takes a second;
+a machine with many processes per core takes a minute."""
+
+LEXER_STATES_MAX = 50_000
+"""States of one turn's lexer, at 1-2 KB each: 100 MB. llguidance's default allows 500 MB."""
+
+COMPILER_STACK_BYTES = 64 * 2**20
+"""Stack of the compiling thread. llguidance recurses: rules that each name the next exhausted 8 MiB
+with 59 KB of them, and 64 MiB suffice for 93 KB."""
+
+GRAMMARS_KEPT_MAX = 16
+"""Compiled grammars kept, at `COMPILE_BYTES` each: 2 GiB at worst. The rollouts of a group mostly
+share one grammar."""
+
+GRAMMARS_WAITING_MAX = 256
+"""Grammars waiting for the compiling thread. At most one per turn waits."""
+
+_LENGTH = struct.Struct("<I")
+"""Before each message between the engine and its helper."""
+
+
+class Vocabulary(NamedTuple):
+    """The tokens that a grammar's masks are over."""
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    end: int
+    """The token that llguidance takes for the end of a text."""
+
+
+class _Trial(msgspec.Struct):
+    """Request to the helper process."""
+
+    text: str
+    vocab_size: int
+    end: int
+
+
+class _Job(NamedTuple):
+    """A compilation that the thread has not begun."""
+
+    future: "weakref.ref[Future[LLMatcher]]"
+    """Gone if every turn that wanted it has ended."""
+    vocabulary: Vocabulary
+    text: str
+
+
+class GrammarCompiler:
+    """Compiled grammars of one engine; its methods are called from the engine's loop."""
+
+    def __init__(self) -> None:
+        """Start nothing: the thread and the helper process start with the first grammar."""
+        self._asked: weakref.WeakValueDictionary[tuple[object, ...], Future[LLMatcher]] = (
+            weakref.WeakValueDictionary()
+        )
+        """Every compilation that a caller, the thread or ``_kept`` still holds."""
+        self._kept: OrderedDict[tuple[object, ...], Future[LLMatcher]] = OrderedDict()
+        """Finished compilations, failed ones too; least recently used first."""
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        """Compilations not begun, first come first; None ends the thread."""
+        self._thread: threading.Thread | None = None
+        self._helper: _Helper | None = None
+
+    def compile(self, vocabulary: Vocabulary, text: str) -> "Future[LLMatcher]":
+        """Compile a grammar that llguidance reads; return the future matcher, to be copied.
+
+        The caller must hold the future: a compilation that nobody holds is not begun. The future
+        raises ValueError if the grammar is none, or takes too much time or memory.
+
+        Raises:
+            TurnRefused: llguidance is not installed.
+            ValueError: the grammar is too large, or too many others wait.
+        """
+        library()
+        nbytes = len(text.encode())
+        if nbytes > GRAMMAR_BYTES_MAX:
+            raise ValueError(
+                f"it has {nbytes} bytes, and may have {GRAMMAR_BYTES_MAX}; ask for less of the "
+                f"output's form"
+            )
+        key = (*vocabulary, text)
+        future = self._asked.get(key)
+        if future is None:
+            if self._queue.qsize() >= GRAMMARS_WAITING_MAX:
+                raise ValueError(
+                    f"{GRAMMARS_WAITING_MAX} other grammars wait to be compiled; try again later"
+                )
+            future = self._asked[key] = Future()
+            self._queue.put(_Job(weakref.ref(future), vocabulary, text))
+            self._start()
+        if future.done():
+            self._kept[key] = future
+            self._kept.move_to_end(key)
+            while len(self._kept) > GRAMMARS_KEPT_MAX:
+                self._kept.popitem(last=False)
+        return future
+
+    def close(self) -> None:
+        """End the helper process and the thread. Harmless if there are none."""
+        self._queue.put(None)
+        if self._helper is not None:
+            self._helper.close()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = _deep_thread(self._run)
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            future = job.future()
+            if future is None:
+                continue
+            try:
+                future.set_result(self._compile(job.vocabulary, job.text))
+            except BaseException as error:  # noqa: BLE001 - a library's panic is no Exception
+                future.set_exception(
+                    error if isinstance(error, ValueError) else ValueError(repr(error))
+                )
+            del future
+        if self._helper is not None:
+            self._helper.close()  # which may have been started since
+
+    def _compile(self, vocabulary: Vocabulary, text: str) -> "LLMatcher":
+        if self._helper is None or self._helper.has_ended:
+            self._helper = _Helper(vocabulary.tokenizer)
+        if error := self._helper.try_out(_Trial(text, vocabulary.vocab_size, vocabulary.end)):
+            raise ValueError(error)
+        return _compiled(vocabulary, text)
+
+
+class _Helper:
+    """A running helper process, from the compiling thread."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Start it.
+
+        Raises:
+            ValueError: it can't start, or can't read the tokenizer.
+        """
+        command = [sys.executable, "-m", "tidegate.engine.sampling.grammar_compiler"]
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+        except OSError as error:
+            raise ValueError(f"the process that compiles grammars can't start: {error}") from None
+        if why := self._ask(tokenizer.to_str().encode(), HELPER_START_S):
+            self.close()
+            raise ValueError(f"the process that compiles grammars can't start: {why}")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it can be asked nothing more."""
+        return self._process.poll() is not None
+
+    def try_out(self, trial: _Trial) -> str:
+        """Have it compile a grammar; return what is wrong with the grammar, or nothing."""
+        return self._ask(msgspec.msgpack.encode(trial), COMPILE_WALL_S)
+
+    def close(self) -> None:
+        """End it now, and wait for it."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _ask(self, body: bytes, limit_s: float) -> str:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            _write(stdin, body)
+        except OSError:
+            return self._why_it_ended()
+        if not select.select([stdout], [], [], limit_s)[0]:
+            self.close()
+            return f"compiling it took longer than {limit_s:.0f} s; ask for less of the output"
+        answer = _read(stdout)
+        return self._why_it_ended() if answer is None else answer.decode()
+
+    def _why_it_ended(self) -> str:
+        status = self._process.wait()
+        self.close()
+        if status == -signal.SIGXCPU:
+            return (
+                f"compiling it took more than {COMPILE_CPU_S} s of CPU time; ask for less of the "
+                f"output's form"
+            )
+        return (
+            f"compiling it took more than {COMPILE_BYTES >> 20} MiB of memory, or ended the "
+            f"compiler otherwise (exit status {status}); ask for less of the output's form"
+        )
+
+
+def library() -> "type[LLMatcher]":
+    """llguidance's matcher.
+
+    Raises:
+        TurnRefused: it is not installed.
+    """
+    try:
+        from llguidance import LLMatcher
+    except ImportError as error:
+        raise TurnRefused(
+            f"grammars and JSON schemas need llguidance where engines run ({error}); "
+            f"pip install 'tidegate[grammar]'"
+        ) from None
+    return LLMatcher
+
+
+@lru_cache(maxsize=2)  # an engine has one tokenizer; reading 150,000 tokens takes a second
+def tokens_of(vocabulary: Vocabulary) -> "LLTokenizer":
+    """A vocabulary, as llguidance reads it."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    tokenizer, vocab_size, end = vocabulary
+    try:
+        return LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=end)
+    except ValueError:  # a decoder that it doesn't know: then each token is decoded by itself
+        wrapper = TokenizerWrapper(_SingleTokens(tokenizer, vocab_size, end))
+        return LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=end)
+
+
+class _SingleTokens:
+    """A tokenizer whose tokens have one text each wherever they stand, as llguidance reads one."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = end
+        self.bos_token_id = None
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_token_ids = [token_id for token_id, token in added.items() if token.special]
+        self.tokens = [self._tokenizer.decode([n]).encode() for n in range(vocab_size)]
+
+    def __call__(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _limits() -> "LLParserLimits":
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=LEXER_STATES_MAX)
+
+
+def _compiled(vocabulary: Vocabulary, text: str) -> "LLMatcher":
+    """The matcher of a grammar.
+
+    Raises:
+        ValueError: the text is no grammar, or is beyond llguidance's own limits.
+    """
+    matcher = library()(tokens_of(vocabulary), text, log_level=0, limits=_limits())
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    return matcher
+
+
+def _deep_thread(work: Callable[[], None]) -> threading.Thread:
+    """Start a thread with enough stack to compile any grammar of `GRAMMAR_BYTES_MAX`."""
+    before = threading.stack_size(COMPILER_STACK_BYTES)
+    try:
+        thread = threading.Thread(target=work, name="grammar compiler", daemon=True)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    return thread
+
+
+# ---------------------------------------------------------------- the helper process
+
+
+def _write(pipe: IO[bytes], body: bytes) -> None:
+    pipe.write(_LENGTH.pack(len(body)) + body)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes]) -> bytes | None:
+    """The next message; None at the end."""
+    head = pipe.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (nbytes,) = _LENGTH.unpack(head)
+    body = pipe.read(nbytes)
+    return body if len(body) == nbytes else None
+
+
+def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
+    """Read a tokenizer, then grammars; reply to each with what is wrong, until the engine ends."""
+    read = _read(requests)
+    if read is None:
+        return
+    tokenizer = Tokenizer.from_str(read.decode())
+    _write(replies, b"")
+    while (body := _read(requests)) is not None:
+        trial = msgspec.msgpack.decode(body, type=_Trial)
+        _write(replies, _try_out(tokenizer, trial).encode())
+
+
+def _try_out(tokenizer: Tokenizer, trial: _Trial) -> str:
+    vocabulary = Vocabulary(tokenizer, trial.vocab_size, trial.end)
+    tokens_of(vocabulary)  # once, and outside of the limits, which are for the grammar
+    _limit_this_process()
+    try:
+        _compiled(vocabulary, trial.text).deep_copy().compute_bitmask()
+    except Exception as error:  # noqa: BLE001 - the engine's process must hear of any
+        return str(error) or repr(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return ""
+
+
+def _limit_this_process() -> None:
+    """Let this process use so much more CPU time and memory, and no more."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = int(used.ru_utime + used.ru_stime) + 1 + COMPILE_CPU_S
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        mapped_bytes = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + COMPILE_BYTES, resource.RLIM_INFINITY))
+
+
+def _main() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, and ends this with it
+    requests, replies = sys.stdin.buffer, sys.stdout.buffer
+    thread = _deep_thread(lambda: _serve(requests, replies))
+    thread.join()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,1 @@
+"""Sequences, KV blocks, the running set and the step scheduler."""

@@ -1,0 +1,166 @@
+"""Which turns run, in which blocks, and who gives way? Plans no step; knows no pauses.
+
+Turns are ranked by priority, then arrival. The best running turn can always go on, for the worst
+one gives up its blocks when there are none left, and no turn larger than the whole cache gets in;
+so something always finishes.
+"""
+
+import heapq
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterator
+from operator import attrgetter
+
+from tidegate.engine.scheduling.kv_cache import KvCache
+from tidegate.engine.scheduling.prefixes import Prefixes, Sessions
+from tidegate.engine.scheduling.turns import EngineLimits, TurnState
+
+_rank = attrgetter("rank")
+
+
+class Seats:
+    """The turns of one engine by whether they run, and the KV of those that do."""
+
+    def __init__(self, limits: EngineLimits, *, shares_prefixes: bool) -> None:
+        self._limits = limits
+        self._cache = KvCache(limits.num_blocks)
+        self.prefixes = Prefixes(self._cache, limits.block_tokens, are_shared=shares_prefixes)
+        self.sessions = Sessions(self._cache, sessions_max=limits.num_blocks)
+        self.running: list[TurnState] = []
+        """Those that may hold blocks, best rank first."""
+        self._waiting: list[tuple[tuple[int, int], TurnState]] = []
+
+    @property
+    def waiting_turns(self) -> int:
+        """How many turns do not run; they hold no blocks."""
+        return len(self._waiting)
+
+    @property
+    def free_blocks(self) -> int:
+        """KV blocks that no turn holds."""
+        return self._cache.free_blocks
+
+    # ------------------------------------------------------------ coming
+
+    def queue(self, turn: TurnState) -> None:
+        """A turn waits for its start, in the place that its rank gives it."""
+        heapq.heappush(self._waiting, (turn.rank, turn))
+
+    def start_waiting(self, weight_version: int, running_max: int) -> Iterator[TurnState]:
+        """Start waiting turns, best first, while there is room for them, and fewer run than may.
+
+        A turn gets the blocks of all its known tokens at once, so that a prefill never waits half
+        way. And one block must stay free for each turn that runs, or the next decodes would throw
+        out again what has just started.
+        """
+        running_max = min(running_max, self._limits.max_running_turns)
+        while self._waiting and len(self.running) < running_max:
+            turn = self._waiting[0][1]
+            spare = self._cache.free_blocks - len(self.running)
+            if spare <= 0:
+                return
+            self.prefixes.enter(turn, weight_version)
+            found = self.prefixes.find(turn)
+            needed = self._limits.blocks_for(turn.length) - len(found)
+            if needed + len(found) - self._cache.count_held(found) > spare:
+                return
+            heapq.heappop(self._waiting)
+            self.prefixes.take(turn, found)
+            self._give_blocks(turn, needed)
+            turn.is_running = True
+            insort(self.running, turn, key=_rank)
+            yield turn
+
+    # ------------------------------------------------------------ staying
+
+    def grow(self, turn: TurnState) -> bool:
+        """Give a turn one more block, from the worst running turn if need be.
+
+        False if it is the worst itself, or was thrown out for a better one: then it waits. Keeping
+        what it has costs nothing, for whoever needs those blocks throws it out.
+        """
+        while turn.is_running:
+            if self._give_blocks(turn, 1):
+                return True
+            if self.running[-1] is turn:
+                return False
+            worst = self.running.pop()
+            self.stop(worst)
+            self.queue(worst)  # its tokens stay, to be prefilled again
+        return False
+
+    def grow_freely(self, turn: TurnState, tokens: int) -> None:
+        """Make room for so many positions of a turn, as far as blocks are free."""
+        if tokens > turn.block_tokens_held:
+            missing = self._limits.blocks_for(tokens) - len(turn.blocks)
+            self._give_blocks(turn, min(missing, self._cache.free_blocks))
+
+    def grow_to_spare(self, turn: TurnState, tokens: int) -> None:
+        """The same, but for the block that must stay free for each turn that runs."""
+        if tokens > turn.block_tokens_held:
+            missing = self._limits.blocks_for(tokens) - len(turn.blocks)
+            spare = self._cache.free_blocks - len(self.running)
+            self._give_blocks(turn, max(0, min(missing, spare)))
+
+    def recompute(self, turn: TurnState, weight_version: int) -> bool:
+        """Have a running turn compute its KV again where other weights did; was there any?"""
+        blocks = turn.drop_kv_of_others(weight_version, self._limits.block_tokens)
+        self._cache.release(blocks or [])
+        return blocks is not None
+
+    def _give_blocks(self, turn: TurnState, blocks: int) -> bool:
+        given = self._cache.allocate(blocks)
+        if given is None:
+            return False
+        turn.blocks.extend(given)
+        turn.block_tokens_held = len(turn.blocks) * self._limits.block_tokens
+        return True
+
+    # ------------------------------------------------------------ leaving
+
+    def remove(self, turn: TurnState) -> None:
+        """A turn has ended."""
+        if turn.is_running:
+            self.running.remove(turn)
+        else:
+            self._waiting.remove((turn.rank, turn))
+            heapq.heapify(self._waiting)
+        self.stop(turn)
+
+    def send_back(self, turn: TurnState) -> None:
+        """Have a running turn wait for a new start, without its KV."""
+        self.running.remove(turn)
+        self.stop(turn)
+        self.queue(turn)
+
+    def remove_running(self) -> list[TurnState]:
+        """All that run have ended; return them."""
+        removed, self.running = self.running, []
+        for turn in removed:
+            self.stop(turn)
+        return removed
+
+    def stop(self, turn: TurnState) -> None:
+        """Give up the KV of a turn that is not among the running any more."""
+        turn.is_running = False
+        self.sessions.leave(turn)
+        self._cache.release(turn.drop_kv())
+
+    # ------------------------------------------------------------ for tests
+
+    def check(self) -> None:
+        """Hold the block counts against the turns, and that no two turns write to one block.
+
+        Raises:
+            AssertionError: they don't agree.
+        """
+        if any(turn.blocks or turn.is_running for _, turn in self._waiting):
+            raise AssertionError("a waiting turn has blocks, or is said to run")
+        self._cache.check([turn.blocks for turn in self.running])
+        holders = Counter(block for turn in self.running for block in turn.blocks)
+        for turn in self.running:
+            written = turn.blocks[turn.computed // self._limits.block_tokens :]
+            if any(holders[block] > 1 for block in written):
+                raise AssertionError(f"turn {turn.handle} would write to a block it shares")
+            if turn.computed > turn.block_tokens_held or not turn.is_running:
+                raise AssertionError(f"turn {turn.handle} runs without the KV it has computed")

@@ -1,0 +1,134 @@
+"""What does one step say, turn after turn? From samples to the columns of a message.
+
+Knows turns one by one; which of them a step has, and what becomes of them, it doesn't.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tidegate.engine.sampling.sampling import RowDetails, StepOutput
+from tidegate.engine.scheduling.turns import AcceptedTokens, TurnState
+from tidegate.transport.messages import Prefill, TokenDetails
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepColumns:
+    """The part of a step message that the scheduler knows; R rows as in ``messages.Step``."""
+
+    version: int
+    turns: bytes
+    token_ids: bytes = b""
+    logprobs: bytes = b""
+    finish: bytes = b""
+    counts: bytes = b""
+    prefills: list[Prefill] = field(default_factory=list)
+    details: list[TokenDetails] = field(default_factory=list)
+    drafted_tokens: int = 0
+    """Guessed, and verified."""
+    accepted_tokens: int = 0
+    """Of them, those that were right."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedTurn:
+    """A turn that ended without a token."""
+
+    handle: int
+    finish: int
+
+
+def ended_columns(ended: Sequence[EndedTurn], version: int) -> StepColumns:
+    """Rows without tokens, of turns that ended between steps."""
+    return StepColumns(
+        version=version,
+        turns=np.array([row.handle for row in ended], dtype="<u4").tobytes(),
+        finish=bytes([row.finish for row in ended]),
+        counts=bytes(4 * len(ended)),
+    )
+
+
+def failures_of(output: StepOutput, version: int) -> Mapping[int, str]:
+    """Rows that have sampled nothing that could be told, and why.
+
+    Weights that are numbers may yet make none of some context: products overflow. That is the
+    matter of its turn alone, and the next turn need not meet it.
+    """
+    is_sound = np.isfinite(output.logprobs)
+    for place, told in output.details.items():
+        is_sound[place] &= told.is_sound
+    if is_sound.all():
+        return output.failures
+    why = (
+        f"weights v{version} make no number (NaN, or infinite) of this context, so no token can be "
+        f"drawn after it; publish sound ones, or none so large"
+    )
+    unsound = np.flatnonzero(~is_sound).tolist()
+    return dict.fromkeys(unsound, why) | dict(output.failures)
+
+
+@dataclass(slots=True)
+class SampledRows:
+    """What comes of a step, row after row."""
+
+    handles: list[int] = field(default_factory=list)
+    finish: bytearray = field(default_factory=bytearray)
+    counts: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    """Places, in what was sampled, of the tokens that are some turn's."""
+    drafted: int = 0
+    """Tokens that were guessed."""
+    prefills: list[Prefill] = field(default_factory=list)
+    details: list[TokenDetails] = field(default_factory=list)
+
+    def add(self, turn: TurnState, place: int, sampled: list[int], version: int) -> AcceptedTokens:
+        """Let the turn take of its samples, the first at ``place``, those that are its tokens.
+
+        There may be fewer than it has guesses, where one of those made no number.
+        """
+        if turn.is_prefilling:
+            self.prefills.append(turn.end_prefill(version))
+        self.drafted += turn.drafted
+        accepted = turn.accept(sampled)
+        self.handles.append(turn.handle)
+        self.finish.append(accepted.finish)
+        self.counts.append(accepted.tokens)
+        self.kept.extend(range(place, place + accepted.tokens))
+        return accepted
+
+    def add_next(self, turn: TurnState, place: int, token_id: int) -> int:
+        """As ``add`` for a turn that goes on decoding and guesses nothing; its finish code."""
+        finish = turn.append(token_id)
+        self.handles.append(turn.handle)
+        self.finish.append(finish)
+        self.counts.append(1)
+        self.kept.append(place)
+        return finish
+
+    def tell(self, handle: int, told: Sequence[RowDetails | None]) -> None:
+        """Add what the turn wants to know of its tokens, if anything."""
+        known = [one for one in told if one is not None]
+        if known:
+            raw = b"".join(one.raw_logprobs for one in known)
+            top_ids = b"".join(one.top_ids for one in known)
+            top_logprobs = b"".join(one.top_logprobs for one in known)
+            self.details.append(TokenDetails(handle, raw, top_ids, top_logprobs))
+
+    def columns(self, output: StepOutput, version: int) -> StepColumns:
+        """Leave out what is nobody's: of turns that could not sample, and after wrong guesses."""
+        are_all = len(self.kept) == len(output.token_ids)
+        kept = slice(None) if are_all else self.kept
+        accepted = len(self.kept) - len(self.handles)
+        return StepColumns(
+            version=version,
+            turns=np.array(self.handles, dtype="<u4").tobytes(),
+            token_ids=output.token_ids[kept].tobytes(),
+            logprobs=output.logprobs[kept].tobytes(),
+            finish=bytes(self.finish) if any(self.finish) else b"",
+            counts=np.array(self.counts, dtype="<u4").tobytes() if accepted else b"",
+            prefills=self.prefills,
+            details=self.details,
+            drafted_tokens=self.drafted,
+            accepted_tokens=accepted,
+        )

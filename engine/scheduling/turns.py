@@ -1,0 +1,395 @@
+"""State of one turn in an engine: tokens, KV blocks, whose weights computed its KV, its options.
+
+Also refuses turns that no engine of these limits can serve, before they take part in scheduling.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tidegate.engine.execution.runner import Row, RowSampling
+from tidegate.engine.sampling.options import OptionReader
+from tidegate.errors import ConfigError, OutOfBlocks, TurnRefused
+from tidegate.transport.messages import (
+    LENGTH,
+    RUNNING,
+    STOP,
+    KvSpan,
+    Prefill,
+    SamplingParams,
+    SubmitTurn,
+)
+
+
+class KvHistory:
+    """The versions of one turn's KV, as runs over its context positions.
+
+    Only runs that ended with a weight swap are kept; what lies past them was computed by the live
+    weights. So a decode step costs nothing here.
+    """
+
+    __slots__ = ("_closed",)
+
+    def __init__(self) -> None:
+        self._closed: list[KvSpan] = []
+
+    def spans(self, live_version: int, end: int) -> list[KvSpan]:
+        """Runs over the positions ``[0, end)``, gapless, in order."""
+        closed = self._closed
+        start = closed[-1].end if closed else 0
+        if end <= start:
+            return closed.copy()
+        if closed and closed[-1].version == live_version:
+            return [*closed[:-1], KvSpan(live_version, closed[-1].start, end)]
+        return [*closed, KvSpan(live_version, start, end)]
+
+    def swap(self, old_version: int, end: int) -> None:
+        """The weights ``old_version`` stop here, with the positions ``[0, end)`` computed."""
+        self._closed = self.spans(old_version, end)
+
+    def drop_other_than(self, version: int) -> int:
+        """Forget all but the leading positions computed by ``version``; return their number.
+
+        A position attends to all before it, so what ``version`` computed later is not fresh.
+        """
+        leading = self._closed[:1]
+        if leading and leading[0].version != version:
+            leading = []
+        self._closed = leading
+        return leading[0].end if leading else 0
+
+    def clear(self) -> None:
+        """The KV is gone."""
+        self._closed = []
+
+
+HANDLE_MAX = 2**32 - 1
+"""Handles travel in uint32 columns."""
+
+TEMPERATURE_MAX = 1e6
+"""By then every token is as likely as any other; and a float32 column holds it."""
+
+TOP_K_MAX = 2**31 - 1
+"""More than any vocabulary has, and an int64 column holds it."""
+
+NEVER = 2**63
+"""A context position that no turn reaches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What one engine can hold."""
+
+    max_running_turns: int
+    max_step_tokens: int
+    """Tokens computed per step, decodes and prefill chunks together."""
+    num_blocks: int
+    block_tokens: int
+    context_tokens_max: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_step_tokens < self.max_running_turns:
+            raise ConfigError(
+                f"max_step_tokens={self.max_step_tokens} is less than one token for each of "
+                f"max_running_turns={self.max_running_turns}; raise it to at least that"
+            )
+
+    def blocks_for(self, tokens: int) -> int:
+        """KV blocks that hold so many positions."""
+        return -(-tokens // self.block_tokens)
+
+
+class AcceptedTokens(NamedTuple):  # a tuple, for making one per token must cost little
+    """What a step has added to a turn."""
+
+    tokens: int
+    finish: int
+    """The turn's finish code."""
+
+
+class TurnState:
+    """One turn in the engine: its tokens, its KV, and what is left to do."""
+
+    __slots__ = (
+        "adapter",
+        "block_tokens_held",
+        "blocks",
+        "cache_salt",
+        "cached_tokens",
+        "chunk_tokens",
+        "computed",
+        "drafted",
+        "handle",
+        "history",
+        "is_prefilling",
+        "is_running",
+        "length",
+        "length_max",
+        "node",
+        "prompt_tokens",
+        "rank",
+        "row",
+        "sampled_before",
+        "sampling",
+        "session",
+        "share_at",
+        "shared_blocks",
+        "stop_ids",
+        "tokens",
+    )
+
+    is_score = False
+    """Whether it samples nothing, and is told of by other messages: see :mod:`scores`."""
+
+    def __init__(self, message: SubmitTurn, prompt: npt.NDArray[np.int32], arrival: int) -> None:
+        self.handle = message.turn
+        self.rank = (message.priority, arrival)
+        """Orders turns, best first; no two are equal."""
+        self.adapter = message.sampling.adapter
+        self.cache_salt = message.sampling.cache_salt
+        self.stop_ids = frozenset(message.sampling.stop_token_ids)
+        self.sampled_before = message.sampled_before
+        self.session = message.session
+        self.prompt_tokens = len(prompt)
+        self.length = len(prompt)
+        """Tokens known: prompt, then output."""
+        self.length_max = len(prompt) + message.sampling.max_tokens
+        self.tokens = np.empty(self.length_max, dtype=np.int32)
+        self.tokens[: self.length] = prompt
+        self.is_running = False
+        """Whether it is among those that may hold blocks."""
+        self.blocks: list[int] = []
+        self.block_tokens_held = 0
+        """Positions that ``blocks`` have room for."""
+        self.shared_blocks = 0
+        """So many leading blocks are in the cache's tree, or were; it never writes to them."""
+        self.node = 0
+        """Where in the tree they end."""
+        self.share_at = NEVER
+        """With so many positions computed, its next block is full and joins the tree; ``NEVER``
+        while not all of its KV is the live weights', or nothing is shared."""
+        self.computed = 0
+        """Leading positions whose KV is in the cache; less than ``length``."""
+        self.cached_tokens = 0
+        """Of them, those that it need not compute in this prefill, for their KV was there."""
+        self.chunk_tokens = 0
+        """Positions that the step under way computes, guessed ones not counted."""
+        self.drafted = 0
+        """Guessed tokens, in ``tokens`` from ``length`` on, that the step under way verifies."""
+        self.is_prefilling = True
+        """Whether the next token it samples begins a new history of its KV."""
+        self.history = KvHistory()
+        self.sampling = _row_sampling(message.sampling)
+        self.row = Row(self.tokens, 0, self.blocks, None, adapter=self.adapter)
+        """Filled in anew for each step: making one per token costs more than the rest of it."""
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens sampled in this submission."""
+        return self.length - self.prompt_tokens
+
+    @property
+    def reusable_tokens(self) -> int:
+        """So many leading positions need not be computed if their KV is there already: not the last
+        one, for the next token is sampled from that."""
+        return self.length - 1
+
+    def next_row(self) -> Row:
+        """What the runner computes of this turn in the step under way.
+
+        It samples if its chunk reaches the last token known.
+        """
+        row = self.row
+        start = self.computed
+        end = start + self.chunk_tokens
+        row.start = start
+        row.token_ids = self.tokens[start:end]
+        row.sampling = None
+        if end == self.length:
+            row.sampling = self.sampling
+            self.sampling.index = self.sampled_before + end - self.prompt_tokens
+        return row
+
+    def draft_rows(self) -> Iterator[Row]:
+        """A row for each guessed token, after ``next_row``: each sees those before it."""
+        first = self.sampling
+        for number in range(1, self.drafted + 1):
+            place = self.length + number - 1
+            sampling = replace(first, index=first.index + number)
+            token = self.tokens[place : place + 1]
+            yield Row(token, place, self.blocks, sampling, adapter=self.adapter)
+
+    def accept(self, sampled: Sequence[int]) -> AcceptedTokens:
+        """Take in what the step has sampled: after its last token, then after each guessed one.
+
+        A guess is right where it is what was sampled; the first that isn't, or that ends the turn,
+        makes void all after it.
+        """
+        taken = 0
+        for token_id in sampled:
+            is_guessed = taken < self.drafted and self.tokens[self.length] == token_id
+            finish = self.append(token_id)
+            self.sampling.index += 1
+            taken += 1
+            if finish != RUNNING or not is_guessed:
+                break
+        self.computed += taken - 1
+        self.drafted = 0
+        return AcceptedTokens(taken, finish)
+
+    def append(self, token_id: int) -> int:
+        """Take in a sampled token; return the turn's finish code."""
+        self.tokens[self.length] = token_id
+        self.length += 1
+        if token_id in self.stop_ids:
+            return STOP
+        sampling = self.sampling
+        if sampling.options is not None and sampling.options.take(token_id, sampling.index):
+            return STOP
+        return LENGTH if self.length == self.length_max else RUNNING
+
+    def end_prefill(self, live_version: int) -> Prefill:
+        """All known tokens are computed: say by whose weights."""
+        self.is_prefilling = False
+        spans: list[KvSpan] = self.history.spans(live_version, self.length)
+        return Prefill(self.handle, self.output_tokens, spans, self.cached_tokens)
+
+    def drop_kv(self) -> list[int]:
+        """Forget the KV; return the blocks that held it."""
+        blocks = self.blocks.copy()
+        self.blocks.clear()  # not replaced, for the row refers to it
+        self.block_tokens_held = 0
+        self.shared_blocks = 0
+        self.share_at = NEVER
+        self.computed = 0
+        self.cached_tokens = 0
+        self.is_prefilling = True
+        self.history.clear()
+        return blocks
+
+    def drop_kv_of_others(self, version: int, block_tokens: int) -> list[int] | None:
+        """Forget all KV but the leading positions of ``version``; return the blocks past those.
+
+        None if there is none to forget. It can't be computed again where it is, for other turns
+        may hold the same blocks.
+        """
+        fresh = self.history.drop_other_than(version)
+        if fresh == self.computed:
+            return None
+        blocks_kept = -(-fresh // block_tokens)
+        blocks = self.blocks[blocks_kept:]
+        del self.blocks[blocks_kept:]
+        self.block_tokens_held = blocks_kept * block_tokens
+        self.computed = self.cached_tokens = fresh
+        self.is_prefilling = True
+        return blocks
+
+
+def admit(
+    message: SubmitTurn, limits: EngineLimits, arrival: int, options: OptionReader
+) -> TurnState:
+    """Make a turn of a submission.
+
+    Raises:
+        TurnRefused: it can never be served as asked.
+    """
+    prompt = read_prompt(message, limits)
+    if message.media:
+        raise TurnRefused(
+            "this engine reads tokens only: no images, audio or video; serve such models by vLLM "
+            "(engine_urls, docs/engines.md)"
+        )
+    turn = TurnState(message, prompt, arrival)
+    turn.sampling.options = options.read(message, turn.tokens)
+    return turn
+
+
+def read_prompt(message: SubmitTurn, limits: EngineLimits) -> npt.NDArray[np.int32]:
+    """The context of a submission that no engine need refuse for its handle, tokens or lengths.
+
+    Raises:
+        TurnRefused: it can never be served as asked.
+    """
+    if not 0 <= message.turn <= HANDLE_MAX:
+        raise TurnRefused(f"turn handle must be in [0, {HANDLE_MAX}], got {message.turn}")
+    prompt = read_token_ids(message.token_ids, limits)
+    _check_sampling(message.sampling)
+    if not 0 <= message.sampled_before <= len(prompt):
+        raise TurnRefused(
+            f"sampled_before must be in [0, {len(prompt)}], for it counts tokens at the end of "
+            f"token_ids, got {message.sampled_before}"
+        )
+    _check_room(len(prompt), message.sampling.max_tokens, limits)
+    return prompt
+
+
+def _row_sampling(asked: SamplingParams) -> RowSampling:
+    return RowSampling(
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        seed=asked.seed,
+        index=0,
+    )
+
+
+def read_token_ids(column: bytes, limits: EngineLimits) -> npt.NDArray[np.int32]:
+    """Read a context.
+
+    Raises:
+        TurnRefused: it is empty, or none of the model's.
+    """
+    nbytes = len(column)
+    if nbytes == 0:
+        raise TurnRefused("token_ids is empty; a turn needs at least one token to continue from")
+    if nbytes % 4 != 0:
+        raise TurnRefused(f"token_ids must be int32, 4 bytes each, got {nbytes} bytes")
+    prompt = np.frombuffer(column, dtype="<i4")
+    outside = (prompt < 0) | (prompt >= limits.vocab_size)
+    if outside.any():
+        at = int(outside.argmax())
+        raise TurnRefused(
+            f"token_ids[{at}] = {prompt[at]} is outside the model's vocabulary "
+            f"[0, {limits.vocab_size}); was the prompt made with another tokenizer?"
+        )
+    return prompt.astype(np.int32, copy=False)
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    if sampling.max_tokens < 1:
+        raise TurnRefused(f"max_tokens must be at least 1, got {sampling.max_tokens}")
+    if not 0 <= sampling.temperature <= TEMPERATURE_MAX:
+        raise TurnRefused(
+            f"temperature must be in [0, {TEMPERATURE_MAX:g}] (0 takes the most likely token), "
+            f"got {sampling.temperature}"
+        )
+    if not 0 <= sampling.top_k <= TOP_K_MAX:
+        raise TurnRefused(
+            f"top_k must be in [0, {TOP_K_MAX}] (0 keeps all tokens), got {sampling.top_k}"
+        )
+    if not 0 < sampling.top_p <= 1:
+        raise TurnRefused(f"top_p must be in (0, 1] (1 keeps all tokens), got {sampling.top_p}")
+
+
+def _check_room(prompt_tokens: int, max_tokens: int, limits: EngineLimits) -> None:
+    tokens = prompt_tokens + max_tokens
+    if tokens > limits.context_tokens_max:
+        raise TurnRefused(
+            f"prompt of {prompt_tokens} tokens plus max_tokens={max_tokens} is more than the "
+            f"model's context of {limits.context_tokens_max} tokens; shorten the prompt or lower "
+            f"max_tokens"
+        )
+    # The last token sampled is never fed back, so its KV is never needed.
+    blocks = limits.blocks_for(tokens - 1)
+    if blocks > limits.num_blocks:
+        error = OutOfBlocks(
+            blocks_needed=blocks, blocks_total=limits.num_blocks, block_tokens=limits.block_tokens
+        )
+        raise TurnRefused(str(error)) from error

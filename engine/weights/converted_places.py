@@ -1,0 +1,279 @@
+"""Places for published tensors by the other names that a model's tensors have.
+
+Used where a model is kept by one set of names, its ``state_dict()``'s (the transformers fallback)
+or its directory's (external engines), and trainers publish by either. What transformers does to
+tensors on loading is not repeated here: its own conversion is run on the numbers of positions, and
+what comes out says where each published tensor lies.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.core_model_loading import revert_weight_conversion
+
+from tidegate.engine.weights.weight_store import Place
+from tidegate.transport.weight_names import NameGroup, name_groups
+
+INT32_MAX = 2**31 - 1
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Where a tensor lies in another one, which is contiguous."""
+
+    whole: str
+    shape: Shape
+    strides: Shape
+    offset: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return a view of it."""
+        return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """How the tensors of a group lie in each other."""
+
+    group: NameGroup
+    shapes: dict[str, Shape]
+    """By the names of both sides."""
+    inner: dict[str, Slice]
+    """Where each tensor of one side lies in a tensor of the other."""
+    inner_is_directory: bool
+
+    def renamed(self, group: NameGroup) -> "Conversion":
+        """Return the same for a group of another layer."""
+        old = (*self.group.state, *self.group.directory)
+        names = dict(zip(old, (*group.state, *group.directory), strict=True))
+        inner = {
+            names[n]: Slice(names[s.whole], s.shape, s.strides, s.offset)
+            for n, s in self.inner.items()
+        }
+        shapes = {names[name]: shape for name, shape in self.shapes.items()}
+        return Conversion(group, shapes, inner, self.inner_is_directory)
+
+
+class _Pieces:
+    """A target that takes a tensor apart: each slice goes to targets of its own."""
+
+    def __init__(self, pieces: Sequence[tuple[Slice, Sequence[Any]]]) -> None:
+        self._pieces = pieces
+
+    def copy_(self, source: torch.Tensor, /) -> None:
+        source = source.contiguous()
+        for piece, targets in self._pieces:
+            for target in targets:
+                target.copy_(piece.of(source))
+
+    def take_over(self, other: Any, /) -> None:
+        raise AssertionError("parts are taken over by their own names")
+
+    def unpacked(self) -> torch.Tensor:
+        raise AssertionError("parts are read by their own names")
+
+    def storages(self) -> list[torch.Tensor]:
+        return []  # the parts have their own
+
+
+def meta_model(path: Path) -> Any | None:
+    """Make transformers' model of a directory without its weights; None if it can't."""
+    configs: Any = transformers.AutoConfig
+    models: Any = transformers.AutoModelForCausalLM
+    try:
+        config = configs.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            return models.from_config(config, trust_remote_code=False)
+    except Exception:  # noqa: BLE001  (then tensors are taken by their own names alone)
+        return None
+
+
+def find_conversions(module: Any, names: Sequence[str]) -> list[Conversion]:
+    """Find how transformers converts the tensors ``names`` of a module that it made.
+
+    First by the conversions that it used to load the directory, if it loaded one, then by all those
+    that it knows for the model. A group that it converts otherwise than by cutting, joining and
+    transposing is left out: its tensors are taken by the names of the ``state_dict()`` alone.
+    """
+    meta = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
+    found: list[Conversion] = []
+    known = set(meta)
+    for uses_default in (False, True):
+        cache: dict[object, Conversion | None] = {}
+        with _conversions_of(module, uses_default=uses_default):
+            for group in name_groups(names, lambda some: _reverted_names(module, meta, some)):
+                if known.intersection(group.directory):
+                    continue
+                key = _pattern(group, meta)
+                if key not in cache:
+                    cache[key] = _conversion(module, group, meta)
+                conversion = cache[key]
+                if conversion is not None:
+                    found.append(conversion.renamed(group))
+                    known.update(group.directory)
+    return found
+
+
+def converted_places(
+    stored: Mapping[str, Place], conversions: Sequence[Conversion], *, stores_directory: bool
+) -> tuple[dict[str, Place], dict[str, Place]]:
+    """Return the places of the smallest tensors, and joint places of those that cover several.
+
+    ``stored`` has a place for each tensor by the names of one side: the directory's, or the
+    ``state_dict()``'s. Its targets are tensors.
+    """
+    places, joint = dict(stored), {}
+    for conversion in conversions:
+        group, inner = conversion.group, conversion.inner
+        own, others = group.state, group.directory
+        if stores_directory:
+            own, others = others, own
+        if any(name not in places for name in own) or any(n in joint for n in (*own, *others)):
+            continue
+        if not all(_is_contiguous(stored[name]) for name in own):
+            continue
+        if conversion.inner_is_directory == stores_directory:
+            for whole in others:
+                covers = tuple(name for name in own if inner[name].whole == whole)
+                pieces = [(inner[name], stored[name].targets) for name in covers]
+                joint[whole] = Place(conversion.shapes[whole], (_Pieces(pieces),), covers)
+            continue
+        for name in own:
+            targets: Any = stored[name].targets
+            parts = {n: inner[n] for n in others if inner[n].whole == name}
+            views = {
+                n: Place(part.shape, tuple(part.of(target) for target in targets))
+                for n, part in parts.items()
+            }
+            if len(views) == 1:  # the same tensor by another name
+                ((other, place),) = views.items()
+                joint[other] = Place(place.shape, place.targets, covers=(name,))
+            else:
+                joint[name] = Place(stored[name].shape, targets, covers=tuple(views))
+                places = _with_parts(places, name, views)
+    return places, joint
+
+
+def _is_contiguous(place: Place) -> bool:
+    return all(isinstance(t, torch.Tensor) and t.is_contiguous() for t in place.targets)
+
+
+def _with_parts(
+    places: Mapping[str, Place], name: str, parts: Mapping[str, Place]
+) -> dict[str, Place]:
+    """Put ``parts`` where ``name`` was, so that the order stays the model's."""
+    made: dict[str, Place] = {}
+    for other, place in places.items():
+        made |= parts if other == name else {other: place}
+    return made
+
+
+@contextmanager
+def _conversions_of(module: Any, *, uses_default: bool) -> Iterator[None]:
+    """Have transformers convert as it did when it loaded the module, or by its defaults."""
+    missing = object()
+    kept = getattr(module, "_weight_conversions", missing)
+    if uses_default and kept is not missing:
+        module._weight_conversions = None
+    try:
+        yield
+    finally:
+        if kept is not missing:
+            module._weight_conversions = kept
+
+
+def _reverted_names(
+    module: Any, tensors: Mapping[str, torch.Tensor], names: Sequence[str]
+) -> list[str]:
+    try:
+        return list(revert_weight_conversion(module, {name: tensors[name] for name in names}))
+    except Exception:  # noqa: BLE001  (no reverse is known; then there are no other names)
+        return list(names)
+
+
+def _pattern(group: NameGroup, tensors: Mapping[str, torch.Tensor]) -> object:
+    """What groups of several layers have in common if they are converted alike."""
+    names = tuple(re.sub(r"\d+", "#", name) for name in (*group.state, *group.directory))
+    return len(group.state), names, tuple(tensors[name].shape for name in group.state)
+
+
+def _conversion(
+    module: Any, group: NameGroup, tensors: Mapping[str, torch.Tensor]
+) -> Conversion | None:
+    """Find how a group's tensors lie in each other; None if they are not slices of each other."""
+    state = _numbered({name: tuple(tensors[name].shape) for name in group.state})
+    try:
+        made = revert_weight_conversion(module, dict(state))
+    except Exception:  # noqa: BLE001  (as above)
+        return None
+    if set(made) != set(group.directory):
+        return None
+    shapes = {name: tuple(tensor.shape) for name, tensor in (*state.items(), *made.items())}
+    inner = _slices(made, state)
+    if inner is not None:
+        return Conversion(group, shapes, inner, inner_is_directory=True)
+    directory = _numbered({name: shapes[name] for name in group.directory})
+    inverse = _inverse(state, made, directory)
+    inner = None if inverse is None else _slices(inverse, directory)
+    return None if inner is None else Conversion(group, shapes, inner, inner_is_directory=False)
+
+
+def _numbered(shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
+    """Number the elements of all tensors, one tensor after the other."""
+    counts = [torch.Size(shape).numel() for shape in shapes.values()]
+    dtype = torch.int32 if sum(counts) <= INT32_MAX else torch.int64
+    numbers = torch.split(torch.arange(sum(counts), dtype=dtype), counts)
+    return {name: part.view(shapes[name]) for name, part in zip(shapes, numbers, strict=True)}
+
+
+def _inverse(
+    state: Mapping[str, torch.Tensor],
+    made: Mapping[str, torch.Tensor],
+    directory: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor] | None:
+    """Number the elements of ``state`` by where they lie in ``directory``."""
+    total = sum(tensor.numel() for tensor in state.values())
+    if total != sum(tensor.numel() for tensor in directory.values()):
+        return None
+    numbers = torch.empty(total, dtype=next(iter(state.values())).dtype)
+    for name, tensor in made.items():
+        numbers[tensor.reshape(-1).long()] = directory[name].reshape(-1)
+    parts = torch.split(numbers, [tensor.numel() for tensor in state.values()])
+    return {name: part.view(state[name].shape) for name, part in zip(state, parts, strict=True)}
+
+
+def _slices(
+    inner: Mapping[str, torch.Tensor], outer: Mapping[str, torch.Tensor]
+) -> dict[str, Slice] | None:
+    """Find where each numbered tensor lies in one of ``outer``; None if one is no slice."""
+    found = {name: _slice(tensor, outer) for name, tensor in inner.items()}
+    return {n: s for n, s in found.items() if s is not None} if all(found.values()) else None
+
+
+def _slice(numbers: torch.Tensor, outer: Mapping[str, torch.Tensor]) -> Slice | None:
+    if not numbers.numel():
+        return None
+    corner = numbers[(0,) * numbers.dim()]
+    strides = tuple(
+        int(numbers.select(dim, 1)[(0,) * (numbers.dim() - 1)] - corner) if size > 1 else 1
+        for dim, size in enumerate(numbers.shape)
+    )
+    if min(strides, default=1) < 0:
+        return None
+    shape = tuple(numbers.shape)
+    reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    for name, whole in outer.items():
+        offset = int(corner - whole.view(-1)[0])
+        if offset < 0 or offset + reach >= whole.numel():
+            continue
+        place = Slice(name, shape, strides, offset)
+        return place if torch.equal(place.of(whole), numbers) else None
+    return None

@@ -1,0 +1,501 @@
+"""Pool of worker processes that hold environments, and the handles that episodes use.
+
+    with EnvironmentPool(processes=4, call_timeout_s=30.0) as pool:
+        episode = environment_episode(pool.environment("my_games:Guess", size=100), max_turns=8)
+        async with tidegate.serve(…) as rollouts:
+            async for batch in rollouts.batches(tasks, episode=episode):
+                …
+
+The pool has a thread and an event loop of its own, so it can be used from any loop or thread. When
+a process dies, the environment that it was busy with fails; its others are replayed in another
+process: reset by the same seed and task, given the same actions, and held to the same answers.
+"""
+
+import asyncio
+import concurrent.futures
+import hashlib
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import msgspec
+import uvloop
+
+from tidegate.environments import calls
+from tidegate.environments.dotted_names import checked_name
+from tidegate.environments.environment import Observation
+from tidegate.environments.started_worker import LocalWorkers, WorkersFactory
+from tidegate.environments.worker_process import ProcessDied, WorkerProcess
+from tidegate.errors import (
+    ConfigError,
+    EnvironmentCrashed,
+    EnvironmentFailed,
+    EnvironmentHung,
+    NotRepeatable,
+    RunClosed,
+)
+
+DEATHS_MAX = 3
+"""Of the processes around one environment, that it may have caused or that befell it. It then
+fails, for going on could take for ever."""
+
+Result = TypeVar("Result")
+
+
+class Home(Protocol):
+    """Where environments live: what of the pool they use."""
+
+    call_timeout_s: float
+
+    async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run it on the pool's loop."""
+
+    def submit(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The same, without waiting."""
+
+    def next_id(self) -> int:
+        """A number that nothing else has."""
+
+    async def take_place(self) -> None:
+        """Wait until another environment may be open."""
+
+    def give_place(self) -> None:
+        """One is open no more."""
+
+    def count_again(self) -> None:
+        """One was begun again in another process."""
+
+    def home(self) -> WorkerProcess:
+        """The process for one more environment."""
+
+
+class PooledEnvironment:
+    """One environment in a pool; made by ``EnvironmentPool.environment``."""
+
+    def __init__(self, pool: Home, factory: str, arguments: dict[str, Any]) -> None:
+        self._pool = pool
+        self._factory = factory
+        self._arguments = arguments
+        self._process: WorkerProcess | None = None
+        self._id = 0
+        self._seed = 0
+        self._task: Any = None
+        self._lived: list[tuple[str, bytes]] = []
+        """Actions, and digests of what they were answered; the first is the reset's."""
+        self._deaths = 0
+        self._has_place = False
+        self._is_closed = False
+
+    async def reset(self, *, seed: int, task: Any) -> Observation:
+        """Begin, in a process that has room.
+
+        Raises:
+            EnvironmentFailed: it could not; :class:`EnvironmentHung` and
+                :class:`EnvironmentCrashed` say why it was not its own doing to say so.
+            ConfigError: ``task`` or the arguments are not plain data.
+        """
+        return await self._pool.run(self._begin(seed, task))
+
+    async def step(self, action: str) -> Observation:
+        """Give it an action.
+
+        Raises:
+            EnvironmentFailed: as for ``reset``; :class:`NotRepeatable` if it had to be begun again
+                and went another way.
+        """
+        return await self._pool.run(self._go_on(action))
+
+    def close(self) -> None:
+        """Have it closed, soon. Never fails, and waits for nothing; harmless if repeated."""
+        try:
+            self._pool.submit(self._close())
+        except RunClosed:
+            return  # and so are its environments
+
+    # ------------------------------------------------------------ on the pool's loop
+
+    async def _begin(self, seed: int, task: Any) -> Observation:
+        if self._is_closed:
+            raise RunClosed(f"environment {self._factory} is closed")
+        if self._lived:
+            raise EnvironmentFailed(
+                environment=self._factory, doing="reset", why="it was reset before; make another"
+            )
+        self._seed, self._task = seed, task
+        await self._pool.take_place()
+        self._has_place = True
+        if self._is_closed:
+            self._give_back()
+            raise RunClosed(f"environment {self._factory} was closed before it could begin")
+        return await self._lived_on("reset", lambda: self._ask("", is_reset=True))
+
+    async def _go_on(self, action: str) -> Observation:
+        doing = f"step {len(self._lived)}"
+        if self._is_closed or not self._lived:
+            raise EnvironmentFailed(
+                environment=self._factory, doing=doing, why="it is not open; reset it first"
+            )
+        return await self._lived_on(doing, lambda: self._ask(action))
+
+    async def _lived_on(self, doing: str, ask: Callable[[], Awaitable[Observation]]) -> Observation:
+        """What comes of asking, in as many processes as it takes."""
+        while True:
+            try:
+                if self._lived and (self._process is None or self._process.is_dead):
+                    await self._begin_again()
+                return await ask()
+            except ProcessDied as death:
+                self._deaths += 1
+                kind = EnvironmentHung if death.was_late else EnvironmentCrashed
+                if death.suspects == 1 or self._deaths >= DEATHS_MAX:
+                    raise kind(
+                        environment=self._factory,
+                        doing=doing,
+                        why=f"its {self._process_name} ended: {death.how}",
+                    ) from None
+
+    async def _begin_again(self) -> None:
+        lived, self._lived = self._lived, []
+        try:
+            for number, (action, digest) in enumerate(lived):
+                await self._ask(action, is_reset=number == 0)
+                if self._lived[-1][1] != digest:
+                    raise NotRepeatable(
+                        environment=self._factory,
+                        doing=f"step {number}" if number else "reset",
+                        why=f"begun again after its process died, by the same seed ({self._seed}) "
+                        f"and actions, it answered something else; take all its chance from the "
+                        f"seed, or give it processes of its own",
+                    )
+        finally:
+            self._lived = lived
+        self._pool.count_again()
+
+    async def _ask(self, action: str, *, is_reset: bool = False) -> Observation:
+        timeout_s = self._pool.call_timeout_s
+        call: calls.Begin | calls.Step
+        if is_reset:
+            self._move_in()
+            call = calls.Begin(
+                call_id=self._pool.next_id(),
+                environment_id=self._id,
+                factory=self._factory,
+                arguments=self._arguments,
+                seed=self._seed,
+                task=self._task,
+                timeout_s=timeout_s,
+            )
+        else:
+            call = calls.Step(
+                call_id=self._pool.next_id(),
+                environment_id=self._id,
+                action=action,
+                timeout_s=timeout_s,
+            )
+        assert self._process is not None
+        try:
+            reply = await self._process.ask(call, timeout_s)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"environment {self._factory}: its task, arguments and actions must be plain data "
+                f"that can be sent to another process: {error}"
+            ) from None
+        return self._taken(action, reply)
+
+    def _taken(self, action: str, reply: calls.Reply) -> Observation:
+        if isinstance(reply, calls.Failed):
+            self._fail(reply)
+        assert isinstance(reply, calls.Observed)
+        observation = Observation(
+            reply.text, reply.reward, reply.done, reply.truncated, reply.messages
+        )
+        body = msgspec.msgpack.encode(observation)
+        self._lived.append((action, hashlib.blake2b(body, digest_size=8).digest()))
+        return observation
+
+    def _fail(self, reply: calls.Failed) -> None:
+        doing = f"step {len(self._lived)}" if self._lived else "reset"
+        if reply.is_timeout:
+            why = f"it gave no answer in {self._pool.call_timeout_s:g} s"
+            raise EnvironmentHung(environment=self._factory, doing=doing, why=why)
+        if reply.is_out_of_memory and self._process is not None:
+            # Its neighbours would be next: they are begun again where there is room.
+            self._process.kill("an environment in it ran out of memory")
+        raise EnvironmentFailed(
+            environment=self._factory, doing=doing, why=f"{reply.error}\n{reply.story}".rstrip()
+        )
+
+    def _move_in(self) -> None:
+        self._move_out()
+        self._process = self._pool.home()
+        self._process.environments += 1
+        self._id = self._pool.next_id()
+
+    def _move_out(self) -> WorkerProcess | None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.environments -= 1
+        return process
+
+    @property
+    def _process_name(self) -> str:
+        return "process" if self._process is None else self._process.name
+
+    async def _close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        process = self._process
+        try:
+            if process is not None and not process.is_dead:
+                timeout_s = self._pool.call_timeout_s
+                call_id = self._pool.next_id()
+                await process.ask(
+                    calls.Close(call_id=call_id, environment_id=self._id, timeout_s=timeout_s),
+                    timeout_s,
+                )
+        except ProcessDied:
+            pass
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        self._move_out()
+        if self._has_place:
+            self._has_place = False
+            self._pool.give_place()
+
+
+CLOSE_GRACE_S = 2.0
+"""For environments to be closed when the pool is; then their processes are killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """What a pool holds, and what became of its processes."""
+
+    processes: int
+    """Running."""
+    environments: int
+    """Open."""
+    processes_lost: int
+    """Died or killed since the beginning."""
+    begun_again: int
+    """Environments that lost their process and were brought to where they had been in another."""
+
+
+class EnvironmentPool:
+    """Worker processes, started as they are needed."""
+
+    def __init__(
+        self,
+        *,
+        processes: int | None = None,
+        environments_max: int = 1024,
+        call_timeout_s: float = 60.0,
+        memory_bytes: int | None = None,
+        python: str | Path = sys.executable,
+        pass_variables: Collection[str] = (),
+        workers: WorkersFactory = LocalWorkers,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            processes: at most; left out, one per core. Environments that compute share them;
+                those that block on something else want more, or ``async`` methods.
+            environments_max: open at once; whoever wants one more waits.
+            call_timeout_s: for one reset, step or close. A process that is silent for longer is
+                killed, and its other environments are begun again in another.
+            memory_bytes: address space of each process (RLIMIT_AS).
+            python: the interpreter; one of another virtual environment where packages need
+                versions that this one must not have. It needs ``tidegate`` (``pip install
+                --no-deps``) and ``msgspec``.
+            pass_variables: names of environment variables that processes get though they look like
+                secrets (``HF_TOKEN``, say). Others that do are left out, for code that models
+                write may run there.
+            workers: called once as ``workers(python, memory_bytes,
+                pass_variables)``; what it returns starts the
+                worker processes. The default starts them on this machine;
+                ``tidegate.ray_workers(places)`` places them on the nodes of a Ray cluster, where
+                packages and ``python`` must be under the same paths. Any other than the default
+                needs ``processes``.
+
+        Raises:
+            ConfigError: a number is not above zero, there is no such interpreter, or
+                ``workers`` refuses.
+        """
+        self._processes_max = processes if processes is not None else os.cpu_count() or 1
+        self.call_timeout_s = call_timeout_s
+        for name, value in (
+            ("processes", self._processes_max),
+            ("environments_max", environments_max),
+            ("call_timeout_s", call_timeout_s),
+            ("memory_bytes", 1 if memory_bytes is None else memory_bytes),
+        ):
+            if not value > 0:
+                raise ConfigError(f"{name} must be above zero, got {value}")
+        if not os.access(python, os.X_OK):
+            raise ConfigError(f"python must be an interpreter's path, got {str(python)!r}")
+        if isinstance(pass_variables, str):
+            raise ConfigError(f"pass_variables are several names, got {pass_variables!r:.100}")
+        if workers is not LocalWorkers and processes is None:
+            raise ConfigError(
+                "set processes=…: the number of cores of this machine, which is its default, says "
+                "nothing about the machines that other workers start on"
+            )
+        self._workers = workers(str(python), memory_bytes, tuple(pass_variables))
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = False
+        self._processes: list[WorkerProcess] = []
+        self._ids = itertools.count(1)
+        self._places = asyncio.Semaphore(environments_max)
+        self.tool_places = asyncio.Semaphore(self._processes_max)
+        """Held while a tool computes, so that a call waits for no one process but for any."""
+        self._open = 0
+        self._lost = 0
+        self._begun_again = 0
+
+    def environment(self, factory: str, /, **arguments: Any) -> "Callable[[], PooledEnvironment]":
+        """What makes environments in the pool, for ``environment_episode``.
+
+        Args:
+            factory: ``package.module:name`` of a class or function that makes one.
+            arguments: plain data, given to it.
+
+        Raises:
+            ConfigError: no such name can be imported by another process.
+        """
+        checked_name(factory)
+        return lambda: PooledEnvironment(self, factory, arguments)
+
+    def statistics(self) -> PoolStatistics:
+        """How things stand; from any thread."""
+        running = sum(not process.is_dead for process in list(self._processes))
+        return PoolStatistics(running, self._open, self._lost, self._begun_again)
+
+    # ------------------------------------------------------------ its thread
+
+    def submit(self, work: Coroutine[Any, Any, Result]) -> "concurrent.futures.Future[Result]":
+        """Have something run on the pool's loop. For the pool's own classes."""
+        with self._starting:
+            if self._is_closed:
+                work.close()
+                raise RunClosed("the environment pool is closed; nothing more can be asked of it")
+            if self._loop is None:
+                self._loop = uvloop.new_event_loop()
+                # Processes die with the thread that started them: it lives as long as the pool.
+                self._thread = threading.Thread(
+                    target=self._loop.run_forever, name="environments", daemon=True
+                )
+                self._thread.start()
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The same, awaited on the caller's loop; cancelling this cancels that."""
+        return await asyncio.wrap_future(self.submit(work))
+
+    def close(self) -> None:
+        """Close all environments and end all processes; who waits gets ``RunClosed``. Blocks for
+        two seconds at most. Harmless if repeated."""
+        with self._starting:
+            was_closed, self._is_closed = self._is_closed, True
+        if was_closed:
+            return
+        if self._loop is None or self._thread is None:
+            self._workers.close()
+            return
+        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._workers.close()
+
+    async def _shut_down(self) -> None:
+        closing = [process.close(CLOSE_GRACE_S) for process in self._processes]
+        await asyncio.gather(*closing)
+        await asyncio.sleep(0)  # what was submitted last has begun
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    # ------------------------------------------------------------ on its loop
+
+    def next_id(self) -> int:
+        """A number that no call and no environment has."""
+        return next(self._ids)
+
+    async def take_place(self) -> None:
+        """Wait until another environment may be open."""
+        await self._places.acquire()
+        self._open += 1
+
+    def give_place(self) -> None:
+        """One is open no more."""
+        self._open -= 1
+        self._places.release()
+
+    def count_again(self) -> None:
+        """One was begun again in another process."""
+        self._begun_again += 1
+
+    def home(self) -> WorkerProcess:
+        """The process for one more environment: that with the fewest.
+
+        Raises:
+            RunClosed: the pool is closed.
+            OSError: none runs, and none could be started.
+        """
+        return self._least(lambda process: (process.environments, process.queued))
+
+    def tool_home(self) -> WorkerProcess:
+        """The process for a tool's call: one with nothing to do, if there is one."""
+        return self._least(lambda process: (process.queued, process.environments))
+
+    def _least(self, burden: Callable[[WorkerProcess], tuple[int, int]]) -> WorkerProcess:
+        if self._is_closed:
+            raise RunClosed("the environment pool is closed")
+        running = [process for process in self._processes if not process.is_dead]
+        self._lost += len(self._processes) - len(running)
+        self._processes = running
+        least = min(running, key=burden, default=None)
+        if least is not None and (burden(least)[0] == 0 or len(running) >= self._processes_max):
+            return least
+        with suppress(OSError):
+            started = WorkerProcess(self._workers.start())
+            self._processes.append(started)
+            return started
+        if least is None:
+            raise OSError("no process for environments could be started; too many run, perhaps")
+        return least

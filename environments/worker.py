@@ -1,0 +1,336 @@
+"""Process that holds environments and tools: takes calls from the pool, and sends replies.
+
+    python -m tidegate.environments.worker --socket FD --parent PID
+
+The pool starts this program with whichever Python has the environments' packages; it needs msgspec
+and this package, and nothing of what the orchestrator needs. It doesn't know its neighbours, nor
+how long a call may take: the pool watches that, and kills it. It runs as two processes: the worker,
+and a keeper that kills whatever the worker's environments have started and left behind.
+
+Plain methods run one after another in the main thread, as libraries that use signals want it.
+``async`` ones run beside each other on an event loop in a second thread.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import faulthandler
+import inspect
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import msgspec
+
+from tidegate.environments import calls
+from tidegate.environments.dotted_names import imported
+from tidegate.environments.environment import Environment, Observation
+from tidegate.environments.tool_signature import ToolSignature
+
+PR_SET_PDEATHSIG = 1
+"""From <linux/prctl.h>: which signal to get when the parent dies."""
+
+PR_SET_CHILD_SUBREAPER = 36
+"""From <linux/prctl.h>: orphans among the descendants become children of this process."""
+
+KEEPER_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
+"""What the keeper waits for: to be told to end, and that the worker has ended."""
+
+KILLING_S = 5.0
+"""How long the keeper kills what a worker has left; a fork bomb may outrun it for so long."""
+
+KILLING_POLL_S = 0.005
+"""Between two rounds of that, for killed processes to end."""
+
+STORY_CHARACTERS_MAX = 4000
+"""Of a traceback: the end, which names the error."""
+
+TEXT_CHARACTERS_MAX = 1_000_000
+"""Of a tool's answer, as of an observation."""
+
+
+class Worker:
+    """The environments and tools of one process."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Where what awaits runs; started with the first of it."""
+        self._environments: dict[int, Environment] = {}
+        self._running: dict[int, asyncio.Task[Any]] = {}
+        """What awaits, by environment."""
+        self._tools: dict[str, tuple[Callable[..., Any], ToolSignature]] = {}
+
+    def serve(self) -> None:
+        """Answer calls until the pool closes the socket; then close what is open."""
+        self._send(calls.Ready(call_id=0))
+        with suppress(EOFError, OSError):
+            while True:
+                length = calls.body_bytes(self._read(calls.LENGTH_BYTES))
+                self._answer(calls.decode_call(self._read(length)))
+        for environment_id in list(self._environments):
+            call = calls.Close(call_id=0, environment_id=environment_id, timeout_s=1.0)
+            with suppress(Exception):
+                self._closed(call)
+
+    def _read(self, count: int) -> bytearray:
+        body = bytearray(count)
+        view = memoryview(body)
+        while view:
+            got = self._connection.recv_into(view)
+            if not got:
+                raise EOFError
+            view = view[got:]
+        return body
+
+    def _answer(self, call: calls.Call) -> None:
+        try:
+            result = self._done(call)
+            if inspect.isawaitable(result):
+                self._await_beside(call, result)
+                return
+            reply = _reply(call, result)
+        except BaseException as error:  # noqa: BLE001 (an environment may even call sys.exit)
+            reply = _failed(call, error)
+        self._send(reply)
+
+    def _done(self, call: calls.Call) -> Any:
+        """The result, or what is to be awaited for it."""
+        match call:
+            case calls.Begin():
+                environment = imported(call.factory)(**call.arguments)
+                self._environments[call.environment_id] = environment
+                return environment.reset(seed=call.seed, task=call.task)
+            case calls.Step():
+                return self._environments[call.environment_id].step(call.action)
+            case calls.Close():
+                return self._closed(call)
+            case calls.UseTool():
+                function, signature = self._tool(call.tool)
+                return function(**signature.convert(call.arguments))
+            case calls.DescribeTool():
+                return self._tool(call.tool)[1]
+
+    def _closed(self, call: calls.Close) -> Any:
+        running = self._running.pop(call.environment_id, None)
+        if running is not None:
+            running.get_loop().call_soon_threadsafe(running.cancel)
+        environment = self._environments.pop(call.environment_id, None)
+        return None if environment is None else environment.close()
+
+    def _tool(self, name: str) -> tuple[Callable[..., Any], ToolSignature]:
+        if name not in self._tools:
+            function = imported(name)
+            self._tools[name] = function, ToolSignature(function)
+        return self._tools[name]
+
+    # ------------------------------------------------------------ what awaits
+
+    def _await_beside(self, call: calls.Call, result: Awaitable[Any]) -> None:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="awaiting", daemon=True).start()
+        # First, for the reply itself must not come before it.
+        self._send(calls.Awaiting(call_id=call.call_id))
+        self._loop.call_soon_threadsafe(self._start, self._loop, call, result)
+
+    def _start(
+        self, loop: asyncio.AbstractEventLoop, call: calls.Call, result: Awaitable[Any]
+    ) -> None:
+        task = loop.create_task(self._awaited(call, result))
+        if isinstance(call, calls.Begin | calls.Step):
+            self._running[call.environment_id] = task
+
+    async def _awaited(self, call: calls.Call, result: Awaitable[Any]) -> None:
+        limit_s = None if isinstance(call, calls.DescribeTool) else call.timeout_s
+        limit = asyncio.timeout(limit_s)
+        try:
+            async with limit:
+                given = await result
+            reply = _reply(call, given)
+        except BaseException as error:  # noqa: BLE001 (cancelled ones are told, too)
+            reply = _failed(call, error, is_timeout=limit.expired())
+        self._send(reply)
+
+    def _send(self, reply: calls.Reply) -> None:
+        try:
+            frame = calls.frame(reply)
+        except (TypeError, ValueError) as error:
+            frame = calls.frame(
+                calls.Failed(call_id=reply.call_id, error=f"the answer can't be sent: {error}")
+            )
+        with self._sending, suppress(OSError):  # the pool has gone: so does this process
+            self._connection.sendall(frame)
+
+
+def _reply(call: calls.Call, result: Any) -> calls.Reply:
+    match call:
+        case calls.Begin() | calls.Step():
+            if not isinstance(result, Observation):
+                method = "reset" if isinstance(call, calls.Begin) else "step"
+                raise TypeError(
+                    f"{method}() must return a tidegate.Observation, got a "
+                    f"{type(result).__name__}: {result!r:.80}"
+                )
+            return calls.Observed(
+                call_id=call.call_id,
+                **{name: getattr(result, name) for name in result.__struct_fields__},
+            )
+        case calls.DescribeTool():
+            return calls.Described(
+                call_id=call.call_id,
+                description=result.description,
+                parameters=result.parameters,
+            )
+        case calls.Close():
+            return calls.Answered(call_id=call.call_id)
+        case calls.UseTool():
+            return calls.Answered(call_id=call.call_id, text=_as_text(result))
+
+
+def _as_text(result: Any) -> str:
+    """A tool's answer: text as it is, anything else as JSON where it is plain data."""
+    if isinstance(result, str):
+        text = result
+    else:
+        try:
+            text = msgspec.json.encode(result).decode()
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            text = str(result)
+    if len(text) > TEXT_CHARACTERS_MAX:
+        raise ValueError(f"a tool answered {len(text)} characters; {TEXT_CHARACTERS_MAX} at most")
+    return text
+
+
+def _failed(call: calls.Call, error: BaseException, *, is_timeout: bool = False) -> calls.Failed:
+    said = str(error)
+    return calls.Failed(
+        call_id=call.call_id,
+        error=f"{type(error).__name__}: {said}" if said else type(error).__name__,
+        story="".join(traceback.format_exception(error))[-STORY_CHARACTERS_MAX:],
+        is_timeout=is_timeout,
+        is_out_of_memory=isinstance(error, MemoryError),
+        is_bad_arguments=isinstance(call, calls.UseTool)
+        and isinstance(error, msgspec.ValidationError),
+    )
+
+
+def _keep(parent: int, connection: int) -> None:
+    """Return in a child of this process, which becomes its keeper and ends with it.
+
+    The keeper adopts whatever the worker starts and leaves behind, daemons of sessions of their own
+    too (PR_SET_CHILD_SUBREAPER, see prctl(2)). Once the worker ends, or the keeper is terminated or
+    loses its parent, it kills them all, and ends as the worker has.
+    """
+    prctl = ctypes.CDLL(None).prctl
+    # Before it can happen: a signal that is blocked waits for sigwait.
+    signal.pthread_sigmask(signal.SIG_BLOCK, KEEPER_SIGNALS)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if os.getppid() != parent:
+        os._exit(1)  # it died before it could have been noticed
+    keeper, worker = os.getpid(), os.fork()
+    if not worker:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:
+            os._exit(1)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, KEEPER_SIGNALS)
+        return
+    faulthandler.disable()
+    os.close(connection)  # the pool is to see it closed when the worker ends
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(nowhere, descriptor)
+    status: int | None = None
+    while status is None and signal.sigwait(KEEPER_SIGNALS) != signal.SIGTERM:
+        status = _reaped(worker)
+    found = _kill_descendants(worker)
+    _end_like(found if status is None else status)
+
+
+def _reaped(worker: int) -> int | None:
+    """Wait for all that have ended; the worker's status, if it is among them."""
+    found: int | None = None
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == worker:
+                found = ended[1]
+    return found
+
+
+def _kill_descendants(worker: int) -> int | None:
+    """Kill all that descend from this process, until none is left; the worker's status, if known.
+
+    Those that a killed process has started become children of this one, and are found next time.
+    """
+    status: int | None = None
+    deadline_s = time.monotonic() + KILLING_S
+    while time.monotonic() < deadline_s:
+        for pid in _descendants(os.getpid()):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        found = _reaped(worker)
+        status = status if found is None else found
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            break
+        time.sleep(KILLING_POLL_S)
+    return status
+
+
+def _descendants(pid: int) -> list[int]:
+    """All processes that descend from this one, as /proc has them."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdecimal():
+            continue
+        with suppress(OSError), open(f"/proc/{entry}/stat", "rb") as stat:
+            # "pid (name) state ppid …": the name may hold anything, brackets and spaces too.
+            fields = stat.read().rpartition(b")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(entry))
+    found = list(children.get(pid, ()))
+    for each in found:
+        found += children.get(each, ())
+    return found
+
+
+def _end_like(status: int | None) -> NoReturn:
+    """End this process as another has ended."""
+    if status is not None and os.WIFEXITED(status):
+        os._exit(os.WEXITSTATUS(status))
+    number = signal.SIGKILL if status is None else os.WTERMSIG(status)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    os.kill(os.getpid(), number)
+    os._exit(1)
+
+
+def main() -> None:
+    """Serve the pool that has started this process."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--memory-bytes", type=int)
+    options = parser.parse_args()
+    _keep(options.parent, options.socket)
+    if options.memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (options.memory_bytes, options.memory_bytes))
+    connection = socket.socket(fileno=options.socket)
+    connection.set_inheritable(False)  # nothing that an environment starts may hold it open
+    Worker(connection).serve()
+    os._exit(0)  # threads that environments have left behind don't keep it
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""The pool's side of one worker process: starts, calls, times and ends it.
+
+Calls that compute are sent one at a time, so that the pool knows which one a process was busy with
+when it died or hung; a call's time begins when the worker begins it.
+"""
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import cast
+
+from tidegate.environments import calls
+from tidegate.environments.started_worker import StartedWorker
+
+OUTPUT_BYTES_KEPT = 4096
+"""Of what a process prints: its last words, for the error that reports its death."""
+
+LINES_SHOWN = 20
+"""A stack of Python's, with a few lines before it."""
+
+
+@dataclass(slots=True)
+class LastWords:
+    """The end of what a process has printed."""
+
+    parts: deque[bytes] = field(default_factory=deque)
+
+    def add(self, data: bytes) -> None:
+        """It has printed this."""
+        self.parts.append(data[-OUTPUT_BYTES_KEPT:])
+        while sum(map(len, self.parts)) - len(self.parts[0]) >= OUTPUT_BYTES_KEPT:
+            self.parts.popleft()
+
+    def lines(self) -> list[str]:
+        """The last ones."""
+        text = b"".join(self.parts)[-OUTPUT_BYTES_KEPT:].decode(errors="replace")
+        return text.splitlines()[-LINES_SHOWN:]
+
+
+AWAITING_GRACE_S = 5.0
+"""Beyond twice its time, for a call that awaits. It is ended inside the process, in time; only one
+whose loop is blocked comes to this, and what blocks it should be found first."""
+
+LAST_WORDS_S = 1.0
+"""How long the output of a process that has ended is read; what it has started may keep it open."""
+
+
+class ProcessDied(Exception):
+    """The process ended before it had answered."""
+
+    def __init__(self, how: str, *, suspects: int, was_late: bool = False) -> None:
+        """``suspects``: how many calls may have killed it, this one among them; 0: not this one."""
+        super().__init__(how)
+        self.how = how
+        self.suspects = suspects
+        self.was_late = was_late
+        """Whether it was killed because this call took too long."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A call, from when it is asked to its answer."""
+
+    call_id: int
+    frame: bytes
+    timeout_s: float
+    reply: "asyncio.Future[calls.Reply]"
+    """Cancelled when nobody waits for it any more."""
+    when_free: Callable[[], None] | None
+    timer: asyncio.TimerHandle | None = None
+
+
+class WorkerProcess:
+    """One process, from the loop that it was started on."""
+
+    def __init__(self, started: StartedWorker) -> None:
+        """Speak with a process that was just started."""
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[_Pending] = deque()
+        self._computing: _Pending | None = None
+        """What keeps those that wait from being sent."""
+        self._sent: dict[int, _Pending] = {}
+        """That, and what awaits."""
+        self._said = LastWords()
+        self.environments = 0
+        """Open in it; counted by who opens them."""
+        self.how_it_died: str | None = None
+        self._is_closing = False
+        self._is_ready = False
+        self._ended = asyncio.Event()
+        self._started = started
+        self.name = started.name
+        self._transport: asyncio.Transport | None = None
+        self._tasks = {
+            self._loop.create_task(self._connect(started.connection), name=f"{self.name}: replies"),
+            self._loop.create_task(self._listen(), name=f"{self.name}: output"),
+        }
+        self._starting = self._loop.call_later(started.start_timeout_s, self._never_ready)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it can be asked nothing more."""
+        return self.how_it_died is not None
+
+    @property
+    def queued(self) -> int:
+        """Calls that wait here, or keep others waiting."""
+        return len(self._waiting) + (self._computing is not None)
+
+    async def ask(
+        self, call: calls.Call, timeout_s: float, *, when_free: Callable[[], None] | None = None
+    ) -> calls.Reply:
+        """The process's answer, in time or not at all.
+
+        ``when_free`` is called once, as soon as this call keeps nobody from being answered.
+
+        Who is cancelled leaves a call that was sent to come to its end: it keeps the process busy,
+        and is ended in time as any.
+
+        Raises:
+            ProcessDied: it did, before or meanwhile, perhaps because this took too long.
+            TypeError, ValueError: the call can't be sent.
+        """
+        try:
+            if self.how_it_died is not None:
+                raise self._died(suspects=0)
+            frame = calls.frame(call)
+        except BaseException:
+            if when_free is not None:
+                when_free()
+            raise
+        pending = _Pending(call.call_id, frame, timeout_s, self._loop.create_future(), when_free)
+        self._waiting.append(pending)
+        self._send_next()
+        return await pending.reply
+
+    def _died(self, *, suspects: int, was_late: bool = False) -> ProcessDied:
+        if self._started.was_lost:
+            return ProcessDied(self.how_it_died or "", suspects=0)
+        # One that never was ready won't be if it is started again.
+        suspects = suspects if self._is_ready or self._is_closing else 1
+        return ProcessDied(self.how_it_died or "", suspects=suspects, was_late=was_late)
+
+    def _send_next(self) -> None:
+        if not self._is_ready or self._is_closing:
+            return
+        while self._waiting and self._computing is None:
+            pending = self._waiting.popleft()
+            if pending.reply.cancelled():
+                _free(pending)
+                continue
+            assert self._transport is not None
+            self._transport.write(pending.frame)
+            pending.timer = self._loop.call_later(pending.timeout_s, self._late, pending)
+            self._computing = self._sent[pending.call_id] = pending
+
+    def _late(self, pending: _Pending) -> None:
+        how = f"killed, for it gave no answer in {pending.timeout_s:g} s"
+        self._end(how, late=pending)
+
+    # ------------------------------------------------------------ what comes from it
+
+    async def _connect(self, ours: socket.socket) -> None:
+        await self._loop.create_unix_connection(lambda: _Wire(self), sock=ours)
+
+    def connected(self, transport: asyncio.Transport) -> None:
+        """The socket can be written to."""
+        self._transport = transport
+
+    def take(self, reply: calls.Reply) -> None:
+        """It said something."""
+        if isinstance(reply, calls.Ready):
+            self._is_ready = True
+            self._starting.cancel()
+            self._send_next()
+            return
+        pending = self._sent.get(reply.call_id)
+        if pending is None:
+            return
+        if pending.timer is not None:
+            pending.timer.cancel()
+        if pending is self._computing:
+            self._computing = None
+            _free(pending)
+            self._send_next()
+        if isinstance(reply, calls.Awaiting):
+            late_s = 2 * pending.timeout_s + AWAITING_GRACE_S
+            pending.timer = self._loop.call_later(late_s, self._late, pending)
+            return
+        del self._sent[reply.call_id]
+        if not pending.reply.done():
+            pending.reply.set_result(reply)
+
+    def lost(self, why: str | None) -> None:
+        """It has closed the socket, and so has ended; or it wrote ``why`` it must be ended."""
+        if why is not None or self._is_closing or self.is_dead:
+            self._end(why)
+        else:
+            task = self._loop.create_task(self._end_with_its_last_words())
+            self._tasks.add(task)
+
+    async def _end_with_its_last_words(self) -> None:
+        listening = [task for task in self._tasks if task is not asyncio.current_task()]
+        await asyncio.wait(listening, timeout=LAST_WORDS_S)
+        self._end(None)
+
+    async def _listen(self) -> None:
+        """Keep the end of what it prints, and let it print on."""
+        reader = asyncio.StreamReader()
+        transport, _ = await self._loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), self._started.output
+        )
+        try:
+            while data := await reader.read(65536):
+                self._said.add(data)
+        finally:
+            transport.close()
+
+    # ------------------------------------------------------------ its end
+
+    def kill(self, how: str) -> None:
+        """End it now, with all that it has started."""
+        self._end(how)
+
+    def _never_ready(self) -> None:
+        self._end(f"killed, for it was not ready in {self._started.start_timeout_s:.0f} s")
+
+    def _end(self, how: str | None, *, late: _Pending | None = None) -> None:
+        if self.how_it_died is not None:
+            return
+        self._starting.cancel()
+        ended = self._started.kill()
+        if self._transport is not None:
+            self._transport.abort()
+        self.how_it_died = how or ended
+        if lines := self._said.lines():
+            self.how_it_died += "; it had printed:\n  " + "\n  ".join(lines)
+        self._tell_all(late)
+        self._ended.set()
+
+    def _tell_all(self, late: _Pending | None) -> None:
+        """Who asked learns how it ended, and whether it was their doing."""
+        # One that was late or computes is found at it; else any of those that await may have it.
+        guilty = late or self._computing
+        suspects = [guilty] if guilty is not None else list(self._sent.values())
+        if self._is_closing:
+            suspects = []
+        pendings = [*self._sent.values(), *self._waiting]
+        for pending in pendings:
+            if pending.timer is not None:
+                pending.timer.cancel()
+            if pending is self._computing or pending.call_id not in self._sent:
+                _free(pending)
+            if not pending.reply.done():
+                count = len(suspects) if pending in suspects else 0
+                pending.reply.set_exception(self._died(suspects=count, was_late=pending is late))
+        self._waiting.clear()
+        self._sent.clear()
+        self._computing = None
+
+    async def close(self, grace_s: float) -> None:
+        """Let it close its environments, for so long; then it ends."""
+        self._is_closing = True
+        if self._transport is not None and not self.is_dead:
+            self._transport.write_eof()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), grace_s)
+        self._end("the pool was closed")
+        # What an environment has started may hold the output open; nobody listens any more.
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+
+
+class _Wire(asyncio.Protocol):
+    """Cuts what a process writes into replies."""
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self._process = process
+        self._unread = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is there."""
+        self._process.connected(cast(asyncio.Transport, transport))
+
+    def data_received(self, data: bytes) -> None:
+        """Hand on every reply that is whole."""
+        self._unread += data
+        start = 0
+        try:
+            while len(self._unread) - start >= calls.LENGTH_BYTES:
+                body = start + calls.LENGTH_BYTES
+                end = body + calls.body_bytes(self._unread[start:body])
+                if len(self._unread) < end:
+                    break
+                self._process.take(calls.decode_reply(self._unread[body:end]))
+                start = end
+        except ValueError as error:  # msgspec's too
+            self._process.lost(f"killed, for it wrote what is no reply: {error}")
+        del self._unread[:start]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has ended, or was ended."""
+        self._process.lost(None)
+
+
+def _free(pending: _Pending) -> None:
+    when_free, pending.when_free = pending.when_free, None
+    if when_free is not None:
+        when_free()

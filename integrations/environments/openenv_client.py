@@ -1,0 +1,72 @@
+"""How is an environment that OpenEnv serves played? Over its socket, an action's field as text.
+
+    pool.environment(
+        "tidegate.integrations.environments.openenv_client:OpenEnv",
+        url="http://127.0.0.1:8000", action_field="message", text_field="echoed_message",
+    )
+
+A task that is a mapping is given to the server's reset, beside the seed. Each environment has a
+connection and a session of its own; the server must allow as many as are open at once.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tidegate.environments.environment import Observation
+from tidegate.integrations.environments.packages import package
+
+
+class OpenEnv:
+    """One session of an OpenEnv server."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        action_field: str,
+        text_field: str | None = None,
+        prompt: str = "",
+        constants: dict[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            url: of the server.
+            action_field: of the action, which the model's text is put into.
+            text_field: of the observation, which is shown to the model; None: all of it, as JSON.
+            prompt: before the first observation.
+            constants: other fields of every action.
+        """
+        core = package("openenv.core", distribution="openenv-core")
+        self._client = core.GenericEnvClient(base_url=url)
+        self._action_field = action_field
+        self._text_field = text_field
+        self._prompt = prompt
+        self._constants = constants or {}
+
+    async def reset(self, *, seed: int, task: Any) -> Observation:
+        """Connect, and begin."""
+        await self._client.connect()
+        given = dict(task) if isinstance(task, Mapping) else {}
+        result = await self._client.reset(**{"seed": seed, **given})
+        return self._observation(result, self._prompt)
+
+    async def step(self, action: str) -> Observation:
+        """Go on."""
+        result = await self._client.step({**self._constants, self._action_field: action})
+        return self._observation(result, "")
+
+    async def close(self) -> None:
+        """End the session."""
+        await self._client.close()
+
+    def _observation(self, result: Any, before: str) -> Observation:
+        shown = result.observation
+        if self._text_field is not None:
+            if self._text_field not in shown:
+                raise KeyError(
+                    f"the server's observation has no {self._text_field!r}; it has {sorted(shown)}"
+                )
+            shown = shown[self._text_field]
+        text = shown if isinstance(shown, str) else json.dumps(shown)
+        return Observation(f"{before}{text}\n", reward=result.reward or 0.0, done=result.done)

@@ -1,0 +1,124 @@
+"""How is a taskset of verifiers an environment? Its prompt is asked, its own rewards grade.
+
+    pool.environment(
+        "tidegate.integrations.environments.verifiers_tasks:Verifiers",
+        taskset="my_tasks:Arithmetic", settings={"split": "train"},
+    )
+
+A task is the place of one in the taskset; any other gets one by the group's seed. This plays what
+takes one answer and is graded by that alone. Harnesses (agents, tools, containers) talk to a model
+over HTTP instead, by verifiers' own runner.
+"""
+
+import inspect
+import itertools
+import json
+from functools import cache
+from typing import Any
+
+from tidegate.environments.dotted_names import imported
+from tidegate.environments.environment import Observation, chat
+from tidegate.integrations.environments.packages import package
+
+
+class Verifiers:
+    """One task of a taskset of verifiers 0.4 (``verifiers.v1``)."""
+
+    def __init__(self, taskset: str, *, settings: dict[str, Any] | None = None) -> None:
+        """``taskset``: ``module:Class``, or the id of an installed one. ``settings``: of its
+        config."""
+        self._vf = package("verifiers.v1", distribution="verifiers")
+        self._tasks = _tasks(taskset, json.dumps(settings or {}, sort_keys=True))
+
+    def reset(self, *, seed: int, task: Any) -> Observation:
+        """Ask."""
+        is_place = isinstance(task, int) and not isinstance(task, bool)
+        self._task = self._tasks.at(task if is_place else seed)
+        _refuse_what_needs_more(self._task)
+        self._messages: list[Any] = []
+        data = self._task.data
+        if data.system_prompt is not None:
+            self._messages.append(self._vf.SystemMessage(content=data.system_prompt))
+        if isinstance(data.prompt, str):
+            self._messages.append(self._vf.UserMessage(content=data.prompt))
+        else:
+            self._messages += data.prompt or ()
+        return chat(message.model_dump(exclude_none=True) for message in self._messages)
+
+    async def step(self, action: str) -> Observation:
+        """Grade."""
+        trace = self._trace(action)
+        await self._task.score(trace)
+        return Observation("", reward=trace.reward, done=True)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _trace(self, action: str) -> Any:
+        """What verifiers would have recorded of this conversation."""
+        traces = package("verifiers.v1.trace", distribution="verifiers")
+        said = [*self._messages, self._vf.AssistantMessage(content=action)]
+        nodes = [
+            self._vf.MessageNode(
+                parent=place - 1 if place else None,
+                message=message,
+                sampled=place == len(said) - 1,
+            )
+            for place, message in enumerate(said)
+        ]
+        task = traces.TraceTask(
+            type=type(self._task).__name__,
+            data=self._task.data,
+            key=self._task.key,
+            hash=self._task.hash,
+        )
+        agent = self._vf.AgentInfo(config=self._vf.AgentConfig())
+        trace = self._vf.Trace(task=task, agent=agent, nodes=nodes)
+        trace.is_completed = trace.ok = True
+        return trace
+
+
+class _Tasks:
+    """Those of a taskset, read as far as they were asked for."""
+
+    def __init__(self, taskset: Any) -> None:
+        self._rest = iter(taskset)
+        self._read: list[Any] = []
+        self._is_bounded = taskset.bounded
+
+    def at(self, place: int) -> Any:
+        if self._is_bounded:
+            self._read += self._rest
+            return self._read[place % len(self._read)]
+        self._read += itertools.islice(self._rest, max(0, place + 1 - len(self._read)))
+        return self._read[place]
+
+
+@cache
+def _tasks(name: str, settings: str) -> _Tasks:
+    """One per process: loading may take long."""
+    vf = package("verifiers.v1", distribution="verifiers")
+    loaders = package("verifiers.v1.utils.loaders", distribution="verifiers")
+    generic = package("verifiers.v1.utils.generic", distribution="verifiers")
+    taskset: Any = imported(name) if ":" in name else loaders.taskset_class(name)
+    config = generic.concrete_type(taskset, vf.TasksetConfig) or vf.TasksetConfig
+    return _Tasks(taskset(config(**{"id": name, **json.loads(settings)})))
+
+
+def _refuse_what_needs_more(task: Any) -> None:
+    kind = type(task)
+    needs = [
+        f"{function.__name__}() reads a runtime"
+        for function in (*task.hooks("reward"), *task.hooks("metric"))
+        if (given := inspect.signature(function).parameters.get("runtime")) is not None
+        and given.default is given.empty
+    ]
+    if task.NEEDS_CONTAINER:
+        needs.append("it needs a container")
+    if kind.toolsets(task.config):
+        needs.append("it has tools")
+    if needs:
+        raise NotImplementedError(
+            f"verifiers' task {kind.__name__} is not graded by one answer alone: "
+            f"{'; '.join(needs)}. Have verifiers' own runner play it, through tidegate.Gateway"
+        )

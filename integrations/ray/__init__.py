@@ -1,0 +1,1 @@
+"""Engines, environments and trainer ranks on a Ray cluster."""

@@ -1,0 +1,211 @@
+"""How do a trainer's ranks run on a Ray cluster? All at once, as actors that connect to the run.
+
+Ray places them together or not at all, and they find the run, and each other, by what they are
+given: address, keys, rank. Batches and weights travel as for any trainer in another process.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from tidegate.errors import ConfigError, TrainerLost
+from tidegate.integrations.ray.ray_places import (
+    RayPlaces,
+    RayRoom,
+    connected_ray,
+    own_address,
+    said,
+)
+from tidegate.orchestrator.batches.tasks import Tasks
+from tidegate.orchestrator.episodes.runner import EpisodeFunction
+from tidegate.orchestrator.trainer.remote.listener import listen
+from tidegate.orchestrator.trainer.remote.rollouts import SyncRemoteRollouts, connect_sync
+from tidegate.transport.security import EngineKeys, passing_keys
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.trainer.rollouts import Rollouts
+
+Train = Callable[[SyncRemoteRollouts], Any]
+"""What a rank does: it gets its connection, open, with its ``rank`` and ``world_size``."""
+
+
+async def train_on_ray(
+    rollouts: "Rollouts",
+    train: Train,
+    *,
+    world_size: int = 1,
+    places: RayPlaces | None = None,
+    tasks: Tasks | None = None,
+    episode: EpisodeFunction | str | None = None,
+    episodes: Mapping[str, EpisodeFunction | str] | None = None,
+    trainer_timeout_s: float = 600.0,
+    rank_timeout_s: float = 60.0,
+) -> list[Any]:
+    """Have ``train(rollouts)`` run in so many ranks on Ray's nodes; what each returned, by rank.
+
+    Each is an actor with the GPUs of ``places``, and the variables by which
+    ``torch.distributed.init_process_group()`` finds the others. Its ``rollouts`` is what
+    ``tidegate.connect_sync`` gives. ``train`` is sent as Ray sends functions. The rest is as for
+    ``Rollouts.listen``.
+
+    A rank that fails ends the others. The run is intact then, and may train on: call this again,
+    with a ``train`` that goes on from a checkpoint. Cancelled, it ends the ranks.
+
+    Raises:
+        TrainerLost: a rank failed, or its node was lost; or Ray found no place for all of them.
+        ConfigError: no rank, no Ray, no such placement group, or as for ``listen``.
+        EngineLost, EpisodeError: the run has failed.
+    """
+    if world_size < 1:
+        raise ConfigError(f"world_size counts the trainer's ranks, at least one, got {world_size}")
+    ray = connected_ray()
+    keys, rank_keys = passing_keys()
+    bound: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    listening = listen(
+        rollouts,
+        own_address(ray),
+        tasks=tasks,
+        episode=episode,
+        episodes=episodes,
+        trainer_timeout_s=trainer_timeout_s,
+        rank_timeout_s=rank_timeout_s,
+        keys=keys,
+        on_bound=bound.set_result,
+    )
+    room = RayRoom(ray, places or RayPlaces(), together=world_size)
+    ranks = _Ranks(ray, room, world_size, rank_keys)
+    try:
+        meeting = await ranks.meet(trainer_timeout_s)
+        return await _trained(ranks, train, meeting, bound, asyncio.ensure_future(listening))
+    finally:
+        listening.close()  # no effect if it was run
+        ranks.end()
+
+
+async def _trained(
+    ranks: "_Ranks",
+    train: Train,
+    meeting: tuple[str, int],
+    bound: "asyncio.Future[str]",
+    listening: "asyncio.Future[None]",
+) -> list[Any]:
+    """Until the run has no trainer any more, and all ranks have returned; or one of it fails."""
+    training: asyncio.Future[list[Any]] | None = None
+    until_bound: list[asyncio.Future[Any]] = [bound, listening]
+    try:
+        await asyncio.wait(until_bound, return_when=asyncio.FIRST_COMPLETED)
+        if not bound.done():
+            await listening  # which has failed
+        training = asyncio.ensure_future(ranks.train(train, bound.result(), meeting))
+        until_done: list[asyncio.Future[Any]] = [listening, training]
+        await asyncio.wait(until_done, return_when=asyncio.FIRST_EXCEPTION)
+        for ended in (training, listening):
+            if ended.done():
+                ended.result()
+        return await training
+    finally:
+        left = [task for task in (listening, training) if task is not None]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+class _Ranks:
+    """Actors, one for each rank."""
+
+    def __init__(self, ray: Any, room: RayRoom, world_size: int, keys: EngineKeys) -> None:
+        self._ray, self._room = ray, room
+        self._actors = [
+            ray.remote(RayTrainer)
+            .options(max_restarts=0, **room.options(rank))
+            .remote(rank, world_size, keys)
+            for rank in range(world_size)
+        ]
+
+    async def meet(self, timeout_s: float) -> tuple[str, int]:
+        """Where rank 0 can be met, once all have places.
+
+        Raises:
+            TrainerLost: not all have, in time; or one failed at its start.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                met = await self._all([actor.meeting.remote() for actor in self._actors])
+        except TimeoutError:
+            raise TrainerLost(
+                ranks=list(range(len(self._actors))),
+                world_size=len(self._actors),
+                doing="train_on_ray()",
+                why=f"found no place on Ray's nodes in {timeout_s:.0f} s; `ray status` tells what "
+                f"is free there",
+            ) from None
+        address, port = met[0]
+        return str(address), int(port)
+
+    async def train(self, train: Train, address: str, meeting: tuple[str, int]) -> list[Any]:
+        """What each returned.
+
+        Raises:
+            TrainerLost: one failed.
+        """
+        # Once for all, or Ray would warn of a large function that is sent again and again.
+        sent = self._ray.put(train)
+        return await self._all([a.train.remote(sent, address, meeting) for a in self._actors])
+
+    async def _all(self, asked: list[Any]) -> list[Any]:
+        futures: list[Future[Any]] = [reference.future() for reference in asked]
+        waiting = [asyncio.wrap_future(future) for future in futures]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+            for rank, ended in enumerate(waiting):
+                if ended.done() and (error := ended.exception()) is not None:
+                    raise TrainerLost(
+                        ranks=[rank],
+                        world_size=len(waiting),
+                        doing="train_on_ray()",
+                        why=f"failed: {said(error)}",
+                    ) from error
+            return [ended.result() for ended in waiting]
+        finally:
+            for ended in waiting:
+                ended.cancel()
+
+    def end(self) -> None:
+        """End all, and give their places back."""
+        for actor in self._actors:
+            self._ray.kill(actor)
+        self._room.give_all_back()
+
+
+class RayTrainer:
+    """The actor: one rank."""
+
+    def __init__(self, rank: int, world_size: int, keys: EngineKeys) -> None:
+        """Keys come this way, and touch no disk."""
+        self._rank, self._world_size, self._keys = rank, world_size, keys
+
+    def meeting(self) -> tuple[str, int]:
+        """This node's address, and a port that is free there."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return str(ray.util.get_node_ip_address()), int(probe.getsockname()[1])
+
+    def train(self, train: Train, address: str, meeting: tuple[str, int]) -> Any:
+        """Be that rank of the run at ``address``, to the end."""
+        os.environ.update(
+            RANK=str(self._rank),
+            WORLD_SIZE=str(self._world_size),
+            LOCAL_RANK="0",  # of the GPUs that Ray lets this process see
+            LOCAL_WORLD_SIZE="1",
+            MASTER_ADDR=meeting[0],
+            MASTER_PORT=str(meeting[1]),
+        )
+        with connect_sync(
+            address, keys=self._keys, rank=self._rank, world_size=self._world_size
+        ) as rollouts:
+            return train(rollouts)

@@ -1,0 +1,204 @@
+"""How does TRL's AsyncGRPOTrainer train on a run? As its rollout worker and its weight transfer.
+
+    with tidegate.serve_sync(model=path, engines=2, max_staleness=1) as run:
+        worker = tidegate.TRLRollouts(run, tasks, episode=solve, args=config)
+        AsyncGRPOTrainer(
+            model=path, args=config, rollout_worker=worker, weight_transfer=worker, …
+        ).train()
+
+What TRL calls a queue is the run itself: a row is handed over when the trainer asks for one, so
+none gets older on its way. It computes no rewards and no loss, and starts no run.
+"""
+
+import queue
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tidegate.errors import ConfigError, RunClosed
+from tidegate.integrations.trl_rows import Row, TRLArguments, TRLRows
+from tidegate.orchestrator.batches.tasks import Tasks
+from tidegate.serving.vllm_server.model_info import read_model_info
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from tidegate.orchestrator.batches.batches import Batch
+    from tidegate.orchestrator.episodes.runner import EpisodeFunction
+    from tidegate.orchestrator.trainer.remote.rollouts import SyncRemoteRollouts
+    from tidegate.orchestrator.trainer.rollouts import SyncRollouts
+
+
+class TRLRollouts:
+    """A run in the place of TRL's own rollout worker, and of its weight transfer: give it as both.
+
+    One batch of the run is what TRL trains on between two syncs, so `groups_per_batch` times
+    `group_size` is `per_device_train_batch_size` times `gradient_accumulation_steps`, processes
+    and `weight_sync_steps`. TRL's data loader asks for one micro-batch ahead of what it trains on:
+    no token older than the run's `max_staleness` plus 1 is trained on, and `max_staleness` of the
+    run must be at least 1. Rewards and advantages are the run's; TRL's `reward_funcs` are not
+    asked. Pauses do nothing: engines go on while weights travel. Rows that TRL would drop, or has
+    not come to at its end, are discarded.
+    """
+
+    def __init__(
+        self,
+        run: "SyncRollouts | SyncRemoteRollouts",
+        tasks: Tasks | None = None,
+        *,
+        episode: "EpisodeFunction | str | None" = None,
+        args: TRLArguments,
+    ) -> None:
+        """``tasks`` and ``episode`` are those of the run's ``batches()``; let tasks be endless. A
+        remote run may have its own. ``args`` are the trainer's: they say which rows it drops.
+
+        Raises:
+            ConfigError: TRL is missing, or the run can't hand over what TRL asks for.
+        """
+        if args.process_index:
+            raise ConfigError(
+                f"TRL asks its first rank for rows, and this is rank {args.process_index}: give "
+                "the others' trainers rollout_worker=None and any weight_transfer but None, and "
+                "start no run there"
+            )
+        settings = getattr(run, "settings", None)  # a remote run's are elsewhere
+        if settings is not None and settings.policy is None and settings.max_staleness < 1:
+            raise ConfigError(
+                "TRL asks for a micro-batch before it has trained on the one in hand, so its run "
+                f"needs max_staleness of at least 1, got {settings.max_staleness}"
+            )
+        if settings is not None and (tasks is None or episode is None):
+            raise ConfigError(
+                "a run of this process has its tasks and its episode from here: give "
+                "TRLRollouts(run, tasks, episode=…)"
+            )
+        self._model_tensors = frozenset(
+            read_model_info(settings.model, name=None, dtype=settings.dtype).tensors
+            if settings is not None
+            else ()
+        )
+        self._run = run
+        self._sample = _sample_class()
+        self._given: dict[str, Any] = {"episode": episode} if episode is not None else {}
+        self._tasks = () if tasks is None else (tasks,)
+        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+        """What TRL logs beside its own: completions' mean length, a batch at a time, and rows
+        discarded in its place."""
+        self.rollout_buffer = TRLRows(run, args, more=self._next_rows, log_metric=self._log_metric)
+        self._batches: Iterator[Batch] | None = None
+        self._versions_ahead = 0
+        """TRL's number of the weights served, less the run's."""
+
+    # ------------------------------------------------------------ TRL's rollout worker
+
+    def start(self) -> None:
+        """Begin with the tasks; TRL has published its weights before."""
+        batches: Any = self._run.batches
+        self._batches = batches(*self._tasks, **self._given)
+
+    def stop(self) -> None:
+        """Ask for no more batches. The run goes on until its own end."""
+        self._batches = None
+        self.rollout_buffer.end()
+
+    def update_model_version(self, model_version: int) -> None:
+        """TRL calls the newest weights so."""
+        self._versions_ahead = model_version - self._run.version
+        self.rollout_buffer.synced(model_version)
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise what the run failed of, or that tasks are used up; ``stale_after_s`` is the run's
+        own matter: whoever waits for a batch of a run that fails is told at once."""
+        if self._batches is not None and self.rollout_buffer.is_over:
+            raise RunClosed("the tasks are used up, and TRL wants more rollouts: give endless ones")
+
+    # ------------------------------------------------------------ TRL's weight transfer
+
+    def init_weight_transfer(self) -> None:
+        """The run has its channel."""
+
+    def pause(self) -> None:
+        """Nothing need stop: weights are staged beside the live ones, and swapped in flight."""
+
+    def send_weights(self, iterator: "Iterator[tuple[str, torch.Tensor]]") -> None:
+        """Publish them as the run's next version; what a trainer freezes stays as it is."""
+        tensors = dict(iterator)
+        is_partial = not self._model_tensors <= tensors.keys()
+        self._run.publish(tensors, partial=is_partial)
+
+    def resume(self) -> None:
+        """Nothing has stopped."""
+
+    def destroy(self) -> None:
+        """The run ends with its own ``with``."""
+
+    # ------------------------------------------------------------ rows
+
+    def _log_metric(self, name: str, value: float) -> None:
+        self.metrics_queue.put_nowait({name: value})
+
+    def _next_rows(self) -> list[Row]:
+        """The next batch's rows as TRL's samples; none once the tasks are used up."""
+        if self._batches is None:
+            raise RunClosed("TRL asked for rollouts before start() or after stop()")
+        batch = next(self._batches, None)
+        if batch is None:
+            return []
+        lengths = batch.loss_mask.sum(1)
+        told = (float(lengths.sum()), float(len(lengths)))
+        self.metrics_queue.put_nowait({"completions/mean_length": told})
+        samples = _samples(self._sample, batch, self._versions_ahead)
+        return [Row(sample, batch.number, place) for place, sample in enumerate(samples)]
+
+
+def _samples(sample: Any, batch: "Batch", versions_ahead: int) -> "list[Any]":
+    """A batch in TRL's form, one sample for each row."""
+    now_s = time.time()  # TRL's own clock for what waits in its queue
+    oldest = batch.trainer_version + versions_ahead - batch.staleness
+    deviations = _reward_deviations(batch)
+    made = []
+    for row, task in enumerate(batch.tasks):
+        tokens = int(batch.attention_mask[row].sum())
+        prompt = task.get("prompt") if isinstance(task, Mapping) else None
+        made.append(
+            sample(
+                prompt=prompt if isinstance(prompt, list) else [],
+                completion=[],  # told in words for traces alone
+                input_ids=_column(batch.token_ids, row, tokens),
+                completion_mask=_column(batch.loss_mask.long(), row, tokens),
+                old_log_probs=_column(batch.logprobs, row, tokens),
+                advantage=float(batch.advantages[row]),
+                model_version=int(oldest[row]),
+                group_id=int(batch.group_ids[row]),
+                metrics={
+                    "reward": float(batch.rewards[row]),
+                    "reward_std": deviations[int(batch.group_ids[row])],
+                },
+                enqueued_at=now_s,
+            )
+        )
+    return made
+
+
+def _column(values: "torch.Tensor", row: int, tokens: int) -> "np.ndarray[Any, Any]":
+    told: np.ndarray[Any, Any] = values[row, :tokens].numpy()
+    return told
+
+
+def _reward_deviations(batch: "Batch") -> dict[int, float]:
+    return {
+        group_id: float(batch.rewards[batch.group_ids == group_id].std(correction=0))
+        for group_id in set(batch.group_ids.tolist())
+    }
+
+
+def _sample_class() -> Any:
+    try:
+        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+    except ImportError as error:
+        raise ConfigError(
+            f"TRL's samples can't be made ({error}): pip install 'tidegate[trl]', which has the "
+            "release that this was written for"
+        ) from None
+    return RolloutSample

@@ -1,0 +1,1 @@
+"""Recorder, reports, traces, metrics, audit and dashboard of a run."""

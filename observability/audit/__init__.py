@@ -1,0 +1,1 @@
+"""Audit of a recorded run: replays its tokens through the archived weights."""

@@ -1,0 +1,228 @@
+"""What model is an archived version? The whole set it goes back to, with what was laid over that.
+
+Uses `transformers` and `safetensors`, and none of the engine's code, so that a fault of the engine
+can't hide in its proof. Knows nothing of runs: it is told where each version lies.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers.core_model_loading import revert_weight_conversion
+
+from tidegate.errors import AuditError
+from tidegate.orchestrator.weight_sync.parts import WeightParts
+from tidegate.transport.regular_files import check_regular
+
+ROUNDED = re.compile(r".*\.layers\.\d+\..+\.(q|k|v|o|gate|up|gate_up|down)_proj(\.weight)?")
+"""What engines round that serve in bytes: layers' matrices; neither router, embedding nor head."""
+
+HEAD = "lm_head.weight"
+"""What a directory of a tied model lacks, unless its head is one of its own."""
+
+SMALLEST_STEP = 1e-30
+"""Of outputs all of whose weights are zero: what they are divided by must not be."""
+
+
+def load_version(
+    version: int, where: Callable[[int], Path], adapter: str = "", *, quantization: str = ""
+) -> Any:
+    """Load a version in float32, with one of its adapters merged into it.
+
+    With a ``quantization`` its weights are rounded as engines that serve by it round them.
+
+    Raises:
+        AuditError: a part of it is not there, is damaged, or doesn't fit.
+    """
+    laid_over: list[Path] = []
+    adapters = WeightParts.read(where(version)).adapters
+    whole = version
+    while (parts := WeightParts.read(where(whole))).over is not None:
+        if not parts.is_adapter and (where(whole) / parts.file_name).is_file():
+            laid_over.append(where(whole) / parts.file_name)
+        whole = parts.over
+    model = load_weights(where(whole))
+    if laid_over:
+        _untie_as_first(model, where(0))
+    for path in reversed(laid_over):
+        model = _lay_over(model, path)
+    if quantization:
+        _round(model, quantization)
+    if adapter:
+        found = adapters.get(adapter)
+        if found is None:
+            raise AuditError(f"v{version} has no adapter {adapter!r} in the archive")
+        _merge(model, where(found.version) / WeightParts(is_adapter=True).file_name, found.scale)
+    return model
+
+
+def _untie_as_first(model: Any, first: Path) -> None:
+    """Give a model a head of its own if that of version 0 had one.
+
+    transformers ties a set whose head and embedding happen to be equal. An engine that started with
+    another head keeps both, so what is laid over the set changes one of them.
+    """
+    if _is_tied(model) and _holds(first, HEAD) and not _is_tied(load_weights(first)):
+        _untie(model)
+
+
+def _is_tied(model: Any) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _untie(model: Any) -> None:
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+
+
+def _holds(directory: Path, name: str) -> bool:
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118  (safetensors' own, which isn't iterable)
+                return True
+    return False
+
+
+@torch.no_grad()
+def _round(model: Any, quantization: str) -> None:
+    """Round each output's weights to what can be told with a byte, and a scale for all of them."""
+    if quantization not in ("int8", "fp8"):
+        raise AuditError(f"weights were rounded to {quantization!r}, which an audit can't repeat")
+    for name, weights in model.named_parameters():
+        if weights.dim() > 1 and ROUNDED.fullmatch(name):
+            largest = weights.abs().amax(-1, keepdim=True)
+            if quantization == "int8":
+                steps = (largest / 127).clamp_min(SMALLEST_STEP)
+                weights.copy_((weights / steps).round() * steps)
+            else:
+                steps = (largest / 448).clamp_min(SMALLEST_STEP)
+                weights.copy_(_as_e4m3(weights / steps) * steps)
+
+
+def _as_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """The nearest numbers of four bits before or after the point, from 2**-6 on; below, multiples
+    of 2**-9. By arithmetic, not by torch's own type: it shall prove that."""
+    exponents = (torch.frexp(x).exponent - 1).clamp_min(-6)
+    quanta = torch.ldexp(torch.ones_like(x), exponents - 3)
+    return (x / quanta).round() * quanta
+
+
+@torch.no_grad()
+def _merge(model: Any, path: Path, scale: float) -> None:
+    """Add ``scale * B @ A`` to each matrix that an adapter has a pair for."""
+    try:
+        check_regular(path)
+        tensors = load_file(path)
+        for name, narrow in tensors.items():
+            projection, is_narrow, _ = name.partition(".lora_A.weight")
+            if is_narrow:
+                wide = tensors[f"{projection}.lora_B.weight"]
+                matrix = model.get_parameter(f"{projection}.weight")
+                matrix += scale * (wide.float() @ narrow.float())
+    except Exception as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise AuditError(f"the adapter in {path} can't be merged: {why}") from error
+
+
+def _lay_over(model: Any, path: Path) -> Any:
+    """Put a part of a set over a model; its tensors may have either of their names."""
+    try:
+        check_regular(path)
+        tensors = load_file(path)
+        state = model.state_dict()
+        own = {name: tensor for name, tensor in tensors.items() if name in state}
+        model.load_state_dict(own, strict=False)
+        others = {name: tensor for name, tensor in tensors.items() if name not in state}
+        return _lay_over_directory(model, others) if others else model
+    except AuditError:
+        raise
+    except Exception as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise AuditError(f"{path} can't be laid over the version before: {why}") from error
+
+
+def _lay_over_directory(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Save a model as transformers would, put ``tensors`` into that, and load it again."""
+    saved = _as_saved(model, tensors)
+    for name, tensor in tensors.items():
+        found = next((n for n in _spellings(model, name) if n in saved), None)
+        if found is None:
+            raise ValueError(
+                f"{name} is no tensor of transformers' model, nor of a directory that it saves"
+            )
+        if tensor.shape != saved[found].shape:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}")
+        saved[found] = tensor
+    is_tied = _is_tied(model)
+    with _quiet_transformers():
+        made = type(model).from_pretrained(
+            None, config=model.config, state_dict=saved, dtype=torch.float32
+        )
+    if not is_tied and _is_tied(made):
+        _untie(made)
+    return made.eval()
+
+
+def _as_saved(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All tensors by the names of a directory: of the one loaded, or of those that others have."""
+    saved = revert_weight_conversion(model, model.state_dict())
+    if not all(any(n in saved for n in _spellings(model, name)) for name in tensors):
+        model._weight_conversions = None  # so that transformers takes its defaults
+        saved = revert_weight_conversion(model, model.state_dict())
+    return {name: tensor.detach().clone() for name, tensor in saved.items()}
+
+
+def _spellings(model: Any, name: str) -> tuple[str, ...]:
+    """A name with and without the prefix of the base model, which some directories leave out."""
+    prefix = f"{model.base_model_prefix}."
+    return name, prefix + name, name.removeprefix(prefix)
+
+
+def load_weights(directory: Path) -> Any:
+    """Load one version in float32, quietly.
+
+    Raises:
+        AuditError: it is not there, is damaged, or lacks tensors.
+    """
+    if not (directory / "config.json").is_file():
+        raise AuditError(f"{directory} holds no model: its config.json is missing")
+    auto: Any = transformers.AutoModelForCausalLM
+    try:
+        with _quiet_transformers():
+            model, info = auto.from_pretrained(
+                directory,
+                dtype=torch.float32,
+                local_files_only=True,
+                trust_remote_code=False,  # a run directory may be somebody else's
+                use_safetensors=True,  # as all archives are; a pickle is never loaded
+                output_loading_info=True,
+            )
+    except Exception as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise AuditError(f"{directory} can't be loaded by transformers: {why}") from error
+    if faults := {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}:
+        raise AuditError(f"{directory} lacks {len(faults)} tensors, {sorted(faults)[0]} first")
+    return model.eval()
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Loading forty versions should not print forty progress bars."""
+    log: Any = transformers.utils.logging
+    had_bars, level = log.is_progress_bar_enabled(), log.get_verbosity()
+    log.disable_progress_bar()
+    log.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+        if had_bars:
+            log.enable_progress_bar()

@@ -1,0 +1,122 @@
+"""Check of a process's bookkeeping columns against the provenance of its tokens.
+
+``staleness``, ``consumed_version`` and ``state`` follow from facts that are recorded elsewhere: the
+versions that sampled a row's tokens, the order of the rows, and the figures of each batch in
+``metrics.jsonl``. Where they disagree, one of them is wrong. Used by the audit.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tidegate.observability.audit.replay_plan import Problem
+from tidegate.observability.lives import (
+    RUN_FILE,
+    has_ended,
+    read_json_lines,
+    read_run_file,
+)
+from tidegate.observability.run_files import METRICS_FILE
+from tidegate.observability.trajectories import RecordedRollout
+
+TRAINED_COLUMNS = ("consumed_version", "advantage", "oldest_trainable")
+"""Set in each trained row, and null in every other one."""
+
+
+class Bookkeeping:
+    """Takes the rows of one process in their order, then says what disagrees."""
+
+    def __init__(self, directory: Path) -> None:
+        has_run_file = (directory / RUN_FILE).exists()
+        run: dict[str, Any] = read_run_file(directory) if has_run_file else {}
+        self._has_ended = has_ended(run)
+        statistics = run.get("statistics")
+        self._statistics: dict[str, Any] = statistics if isinstance(statistics, dict) else {}
+        metrics = directory / METRICS_FILE
+        self._batches = read_json_lines(metrics) if metrics.exists() else []
+        self._problems: list[Problem] = []
+        self._newest_consumed = -1
+        self._rollouts: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
+        """By ``consumed_version``: the trained rollouts, each by its group and place there."""
+        self._tokens: Counter[int] = Counter()
+        """By ``consumed_version``: sampled tokens that were trained on."""
+
+    def note(self, row: RecordedRollout) -> None:
+        """Check one row by itself and against the rows before it."""
+        says = self._of_trained(row) if row.state == "trained" else _of_untrained(row)
+        self._problems += [Problem(row.rollout_id, -1, message) for message in says]
+        if row.state == "trained" and row.consumed_version is not None:
+            self._newest_consumed = max(self._newest_consumed, row.consumed_version)
+            self._rollouts[row.consumed_version].add((row.group_id, row.index))
+            self._tokens[row.consumed_version] += row.trained_tokens
+
+    def problems(self) -> list[Problem]:
+        """Return every disagreement of the rows noted, with those of whole batches."""
+        return [*self._problems, *(Problem(-1, -1, message) for message in self._of_batches())]
+
+    def _of_trained(self, row: RecordedRollout) -> Iterator[str]:
+        for name in TRAINED_COLUMNS:
+            if getattr(row, name) is None:
+                yield f"its state is 'trained', and its {name} is missing"
+        if row.discard_reason is not None:
+            yield f"its state is 'trained', with discard_reason={row.discard_reason!r}"
+        consumed, newest = row.consumed_version, row.newest_version
+        if consumed is None:
+            return
+        if newest is not None and consumed < newest:
+            yield f"consumed_version={consumed} is before v{newest}, which sampled tokens of it"
+        if consumed < self._newest_consumed:
+            yield (
+                f"consumed_version={consumed} follows a row with {self._newest_consumed}, though "
+                f"rows are recorded as they are handed over"
+            )
+        oldest = row.oldest_trained_version
+        computed = None if oldest is None else consumed - oldest
+        if row.staleness != computed:
+            yield (
+                f"staleness={row.staleness}, but its oldest trained token is of "
+                f"{'no version' if oldest is None else f'v{oldest}'} and it was consumed at "
+                f"v{consumed}, which makes {computed}"
+            )
+        floor, bound = row.oldest_trainable, self._statistics.get("staleness_bound")
+        if floor and isinstance(bound, int) and floor != consumed - bound:
+            yield (
+                f"oldest_trainable={floor}, but at v{consumed} a bound of {bound} masks tokens "
+                f"before v{consumed - bound}"
+            )
+
+    def _of_batches(self) -> Iterator[str]:
+        """Compare the rows with ``metrics.jsonl``, version by version."""
+        told = [line for line in self._batches if {"version", "rollouts"} <= line.keys()]
+        if not told:
+            if self._has_ended and self._statistics.get("batches") and self._rollouts:
+                yield f"{METRICS_FILE} has no batch, and trajectories have trained rows"
+            return
+        rollouts: Counter[int] = Counter()
+        tokens: Counter[int] = Counter()
+        for line in told:
+            rollouts[line["version"]] += line["rollouts"]
+            tokens[line["version"]] += line.get("sampled_tokens", 0)
+        versions = sorted({*rollouts, *self._rollouts})
+        for version in versions:
+            found, sampled = len(self._rollouts[version]), self._tokens[version]
+            # A process may be killed between a batch's rows and its line.
+            if not self._has_ended and version == versions[-1] and found >= rollouts[version]:
+                continue
+            if (found, sampled) != (rollouts[version], tokens[version]):
+                yield (
+                    f"trained at v{version}: {rollouts[version]} rollouts with {tokens[version]} "
+                    f"tokens by {METRICS_FILE}, {found} with {sampled} by the rows' state and "
+                    f"consumed_version"
+                )
+
+
+def _of_untrained(row: RecordedRollout) -> Iterator[str]:
+    if row.state not in ("discarded", "evaluated"):
+        yield f"its state is {row.state!r}, which no row that has ended can have"
+    if row.state == "discarded" and row.discard_reason is None:
+        yield "its state is 'discarded', and it has no discard_reason"
+    for name in (*TRAINED_COLUMNS, "staleness"):
+        if (value := getattr(row, name)) is not None:
+            yield f"its state is {row.state!r}, but it has {name}={value}, as trained rows have"

@@ -1,0 +1,302 @@
+"""Log-probabilities of sampled tokens under archived weights, for `tidegate audit`.
+
+Computed by `transformers`, with penalties, biases and processors written again from their formulas,
+and none of the engine's code, so that a fault of the engine can't hide in its proof. Users' own
+processors and grammars can't be replayed: :func:`replay_plan.is_replayable` tells.
+
+Letters in shapes: B contexts, P past positions, T new ones, N tokens, V vocabulary, H heads, D
+width.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+
+from tidegate.observability.audit.archived_model import load_version
+from tidegate.observability.audit.replay_plan import Replay, Segment
+from tidegate.transport.messages import SamplingParams
+from tidegate.transport.sampling import Processor
+
+Tokens = npt.NDArray[np.int32]
+
+
+def edited(logits: torch.Tensor, segment: Segment, context: Tokens, first: int) -> torch.Tensor:
+    """Logits [N, V] after all that comes before temperature, from the segment's token ``first`` on.
+
+    Rows whose turn asks for none of it are given back as they are.
+    """
+    options = segment.sampling.options
+    if options is None:
+        return logits
+    start = segment.sampling.start
+    rows = []
+    for n, row in enumerate(logits):
+        position = segment.position + first + n
+        rows.append(_edited_row(row, options, context[:start], context[start:position]))
+    return torch.stack(rows)
+
+
+def _edited_row(
+    x: torch.Tensor, options: SamplingParams, prompt: Tokens, output: Tokens
+) -> torch.Tensor:
+    x = x.clone()
+    for one in options.logit_bias:
+        x[one.token_id] += one.bias
+    if len(output) < options.min_tokens:
+        x[[t for t in options.stop_token_ids if 0 <= t < len(x)]] = -torch.inf
+    if options.repetition_penalty != 1:
+        penalty: Any = transformers.RepetitionPenaltyLogitsProcessor(options.repetition_penalty)
+        seen = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))
+        x = torch.as_tensor(penalty(seen[None], x[None])[0])
+    counts = torch.from_numpy(np.bincount(output, minlength=len(x)).astype(np.float32))
+    x = x - options.frequency_penalty * counts - options.presence_penalty * (counts > 0)
+    for text in options.processors:
+        x = _processed(x, Processor.from_str(text), len(output))
+    return x
+
+
+def _processed(x: torch.Tensor, processor: Processor, index: int) -> torch.Tensor:
+    arguments = processor.arguments
+    if processor.name == "temperature_schedule":
+        first, last = arguments["initial"], arguments["final"]
+        share = min(1.0, index / arguments["warmup_tokens"])
+        return x / float(first + (last - first) * share)
+    named = torch.zeros(len(x), dtype=torch.bool)
+    named[arguments["token_ids"]] = True
+    if processor.name == "allowed_tokens":
+        named = ~named
+    return x.masked_fill(named, -torch.inf)
+
+
+BATCH_TOKENS_MAX = 2048
+"""Padded positions of one forward. Past this a small model gains nothing on a CPU, and the
+logits of a 150 k vocabulary would take more than a gigabyte."""
+
+EDGE = 1e-5
+"""Float noise of a cumulative sum of probabilities: what lies this close to the edge of top-p
+may fall on either side of it in two correct implementations."""
+
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values per layer, [H, P, D] each."""
+
+
+def replay_all(
+    replays: Iterable[Replay],
+    weights: Callable[[int], Path],
+    progress: Callable[[int], None] = lambda version: None,
+    *,
+    quantization: str = "",
+) -> None:
+    """Fill in ``replayed`` of every segment, loading each version as seldom as can be.
+
+    ``progress`` is called with each version before it is loaded; ``quantization`` is what engines
+    rounded each to.
+
+    Raises:
+        AuditError: weights that can't be loaded.
+    """
+    due: defaultdict[tuple[int, str], list[Replay]] = defaultdict(list)
+    pasts: dict[int, Layers] = {}
+    for replay in replays:
+        due[_weights_due(replay)].append(replay)
+    key = (-1, "")
+    while due:
+        # Versions mostly grow along a context, so one sweep upwards finishes nearly all.
+        key = min((v for v in due if v > key), default=min(due))
+        version, adapter = key
+        progress(version)
+        model = load_version(version, weights, adapter, quantization=quantization)
+        for batch in _batches(due.pop(key), model.config.vocab_size):
+            _read(model, batch, pasts)
+            for replay in batch:
+                replay.stages_done += 1
+                if replay.stages_done < len(replay.stages):
+                    due[_weights_due(replay)].append(replay)
+
+
+def _batches(replays: list[Replay], vocab_size: int) -> Iterator[list[Replay]]:
+    """Contexts of like length together: padding is wasted work."""
+    # Logits are what is big where the vocabulary is: hold them to 2^27 floats, 0.5 GB.
+    tokens_max = min(BATCH_TOKENS_MAX, max(1, 2**27 // vocab_size))
+    replays = sorted(replays, key=lambda r: (_stage(r).start, _stage(r).end))
+    batch: list[Replay] = []
+    past = new = 0
+    for replay in replays:
+        start, end = _stage(replay).start, _stage(replay).end
+        past, new = max(past, start), max(new, end - start)
+        if batch and (len(batch) + 1) * (past + new) > tokens_max:
+            yield batch
+            batch, past, new = [], start, end - start
+        batch.append(replay)
+    if batch:
+        yield batch
+
+
+def _weights_due(replay: Replay) -> tuple[int, str]:
+    """The version that reads it next, and with which adapter."""
+    return replay.stages[replay.stages_done].version, replay.adapter
+
+
+def _stage(replay: Replay) -> Any:
+    return replay.stages[replay.stages_done]
+
+
+@torch.inference_mode()
+def _read(model: Any, batch: list[Replay], pasts: dict[int, Layers]) -> None:
+    """Run one stage of each context; keep the KV of those that go on with other weights.
+
+    Pasts are padded on the left and new tokens on the right, so that they meet in one column.
+    """
+    stages = [_stage(replay) for replay in batch]
+    past = max(stage.start for stage in stages)
+    new = max(stage.end - stage.start for stage in stages)
+    token_ids = torch.zeros(len(batch), new, dtype=torch.long)
+    mask = torch.zeros(len(batch), past + new, dtype=torch.long)
+    for row, (replay, stage) in enumerate(zip(batch, stages, strict=True)):
+        count = stage.end - stage.start
+        token_ids[row, :count] = torch.from_numpy(
+            replay.context[stage.start : stage.end].astype(np.int64)
+        )
+        mask[row, past - stage.start : past + count] = 1
+    starts = torch.tensor([stage.start for stage in stages])
+    output = model(
+        input_ids=token_ids,
+        attention_mask=mask,
+        position_ids=starts[:, None] + torch.arange(new),
+        past_key_values=_joined_pasts([pasts.pop(id(r), []) for r in batch], past),
+        use_cache=True,
+    )
+    _look_up(output.logits, batch)
+    for row, (replay, stage) in enumerate(zip(batch, stages, strict=True)):
+        if replay.stages_done + 1 < len(replay.stages):
+            positions = slice(past - stage.start, past + stage.end - stage.start)
+            pasts[id(replay)] = [
+                (layer.keys[row, :, positions].clone(), layer.values[row, :, positions].clone())
+                for layer in output.past_key_values.layers
+            ]
+
+
+def _joined_pasts(pasts: list[Layers], past: int) -> Any:
+    """Pad pasts on the left to ``past`` positions and stack them, as a `transformers` cache."""
+    cache = transformers.DynamicCache()
+    example = next((layers for layers in pasts if layers), None)
+    if example is None:
+        return cache
+    for index, (sample, _) in enumerate(example):
+        shape = (len(pasts), sample.shape[0], past, sample.shape[2])
+        keys, values = sample.new_zeros(shape), sample.new_zeros(shape)
+        for row, layers in enumerate(pasts):
+            if layers:
+                count = layers[index][0].shape[1]
+                keys[row, :, past - count :], values[row, :, past - count :] = layers[index]
+        cache.update(keys, values, index)
+    return cache
+
+
+def _look_up(logits: torch.Tensor, batch: list[Replay]) -> None:
+    """Write the log-probs of all tokens whose logits this stage computed. logits: [B, T, V]"""
+    pieces: list[tuple[Segment, int, int]] = []
+    rows: list[torch.Tensor] = []
+    for row, replay in enumerate(batch):
+        stage = _stage(replay)
+        for segment in replay.segments:
+            # Token i of a segment is drawn from the logits of the position before it.
+            first = max(stage.start, segment.position - 1)
+            last = min(stage.end, segment.position - 1 + len(segment.token_ids))
+            if first < last:
+                offset = first - segment.position + 1
+                pieces.append((segment, offset, offset + last - first))
+                drawn_from = logits[row, first - stage.start : last - stage.start].float()
+                rows.append(edited(drawn_from, segment, replay.context, offset))
+    if not pieces:
+        return
+    chosen = torch.cat(rows)
+    token_ids = np.concatenate([s.token_ids[a:b] for s, a, b in pieces]).astype(np.int64)
+    recorded = np.concatenate([s.recorded[a:b] for s, a, b in pieces])
+    lengths = torch.tensor([b - a for _, a, b in pieces])
+    settings = torch.tensor(
+        [
+            [s.sampling.temperature, s.sampling.top_k, s.sampling.top_p, _min_p(s)]
+            for s, _, _ in pieces
+        ]
+    ).repeat_interleave(lengths, dim=0)
+    logprobs = sampled_logprobs(
+        chosen, torch.from_numpy(token_ids), settings, torch.from_numpy(recorded)
+    ).numpy()
+    cuts = itertools.accumulate(b - a for _, a, b in pieces)
+    for (segment, a, b), end in zip(pieces, cuts, strict=True):
+        segment.replayed[a:b] = logprobs[end - (b - a) : end]
+
+
+def _min_p(segment: Segment) -> float:
+    options = segment.sampling.options
+    return 0.0 if options is None else options.min_p
+
+
+def sampled_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, settings: torch.Tensor, recorded: torch.Tensor
+) -> torch.Tensor:
+    """Log-prob of each token under the distribution it was drawn from.
+
+    Args:
+        logits: [N, V], float32.
+        token_ids: [N], int64.
+        settings: [N, 4]: temperature, top-k (0: all), top-p (1: all) and min-p (0: all), the
+            last applied before the two others; temperature 0 means the plain distribution at
+            temperature 1.
+        recorded: [N]: picks the side where a token lies on the very edge of top-p or min-p.
+
+    Returns:
+        [N], float32; -inf where a filter would have left the token out.
+    """
+    temperature, top_k, top_p, min_p = settings.unbind(1)
+    is_greedy = temperature == 0
+    scaled = logits / torch.where(is_greedy, 1.0, temperature)[:, None]
+    token = scaled.gather(1, token_ids[:, None]).squeeze(1)
+    result = token - scaled.logsumexp(1)
+    filtered = ~is_greedy & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    if filtered.any():
+        result[filtered] = _filtered_logprobs(
+            scaled[filtered], token[filtered], settings[filtered], recorded[filtered]
+        )
+    return result
+
+
+def _filtered_logprobs(
+    scaled: torch.Tensor,  # [N, V]
+    token: torch.Tensor,  # [N], its scaled logit
+    settings: torch.Tensor,
+    recorded: torch.Tensor,
+) -> torch.Tensor:
+    """Renormalise over the tokens that min-p, top-k and then top-p keep.
+
+    What ties with the last token kept may be kept with it or not, and float noise decides what
+    ties: of the answers that this leaves open, the one nearest to ``recorded`` is given.
+    """
+    _, top_k, top_p, min_p = settings.unbind(1)
+    ordered = scaled.sort(1, descending=True).values
+    is_beyond = (top_k[:, None] > 0) & (torch.arange(scaled.shape[1]) >= top_k[:, None])
+    best = torch.full_like(token, -torch.inf)
+    for shift in (0.0, -EDGE, EDGE):
+        is_cut = is_beyond | (ordered < ordered[:, :1] + (min_p.log() + shift)[:, None])
+        scale = ordered.masked_fill(is_cut, -torch.inf).logsumexp(1, keepdim=True)
+        probability = (ordered - scale).exp()
+        mass = probability.cumsum(1)
+        # The fewest whose sum reaches top_p: those before which it was not reached.
+        limit = torch.where(top_p < 1, top_p + shift, torch.inf)[:, None]
+        kept = ((mass - probability < limit) & ~is_cut).sum(1, keepdim=True).clamp(min=1)
+        lowest = ordered.gather(1, kept - 1)
+        tied = (ordered >= lowest - EDGE).sum(1, keepdim=True)
+        for count in (kept, tied):
+            logprob = token - scale.squeeze(1) - mass.gather(1, count - 1).squeeze(1).log()
+            is_closer = (logprob - recorded).abs() < (best - recorded).abs()
+            is_kept = token >= lowest.squeeze(1) - EDGE
+            best = torch.where(is_kept & is_closer, logprob, best)
+    return best

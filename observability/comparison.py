@@ -1,0 +1,115 @@
+"""How do runs differ? A table of them, each figure beside the first run's, and one picture.
+
+Reads what reports read; says nothing about which is better, for that depends on what one wants.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tidegate.errors import AuditError
+from tidegate.observability.facts import Facts, read_facts, read_metrics
+
+RUNS_MAX = 12
+"""A table that is wider nobody reads, and a picture has no more colours."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRun:
+    """One of the runs."""
+
+    name: str
+    """Its directory's name, or as much of its path as tells it from the others."""
+    facts: Facts
+    metrics: list[dict[str, Any]]
+
+
+def read_runs(directories: Sequence[Path]) -> list[ComparedRun]:
+    """Read finished runs.
+
+    Raises:
+        AuditError: there are fewer than two or too many, or one can't be read.
+    """
+    if not 2 <= len(directories) <= RUNS_MAX:
+        raise AuditError(f"2 to {RUNS_MAX} runs can be compared, got {len(directories)}")
+    names = [directory.resolve().name for directory in directories]
+    if len(set(names)) < len(names):
+        names = [str(directory) for directory in directories]
+    return [
+        ComparedRun(name, read_facts(directory), read_metrics(directory))
+        for name, directory in zip(names, directories, strict=True)
+    ]
+
+
+_ROWS: tuple[tuple[str, str, str], ...] = (
+    ("held-out reward before", "reward_before", ".3f"),
+    ("held-out reward after", "reward_after", ".3f"),
+    ("weight versions", "versions", "d"),
+    ("rollouts trained", "rollouts_trained", "d"),
+    ("tokens trained", "tokens_trained", "d"),
+    ("tokens discarded", "tokens_discarded", "d"),
+    ("seconds", "wall_s", ".1f"),
+    ("tokens per second", "tokens_per_s", ".0f"),
+    ("shortest step of engines, s", "step_time_min_s", ".3f"),
+    ("trainer idle", "trainer_idle_share", ".1%"),
+    ("engines idle", "engine_idle_share", ".1%"),
+    ("staleness bound", "staleness_bound", "d"),
+    ("highest staleness", "max_staleness", "d"),
+    ("mean staleness", "mean_staleness", ".2f"),
+    ("of it in flight", "staleness_in_flight", ".2f"),
+    ("of it in the queue", "staleness_in_queue", ".2f"),
+    ("over 2+ versions", "mixed_version_share", ".1%"),
+    ("group's wait for its last, s", "group_wait_s", ".3f"),
+    ("seconds per publish", "publish_s", ".3f"),
+    ("engine's standstill per swap, s", "standstill_s", ".4f"),
+)
+"""What the table shows: a label, the fact, and how it is written."""
+
+_SETTINGS = (("mode", "mode"), ("pause", "pause_mode"), ("KV", "kv_policy"), ("model", "model"))
+
+
+def comparison_lines(runs: Sequence[ComparedRun]) -> list[str]:
+    """As a Markdown table, a run a column; settings are shown where they differ."""
+    lines = ["| |" + "".join(f" {run.name} |" for run in runs), "|---" * (len(runs) + 1) + "|"]
+    for label, name in _SETTINGS:
+        said = [str(getattr(run.facts, name) or "-") for run in runs]
+        if len(set(said)) > 1:
+            lines.append(_line(label, said))
+    for label, name, form in _ROWS:
+        values = [getattr(run.facts, name) for run in runs]
+        if any(value is not None for value in values):
+            lines.append(_line(label, [_written(value, form) for value in values]))
+    said = [_audited(run.facts) for run in runs]
+    return [*lines, _line("audit", said)]
+
+
+def _line(label: str, cells: Sequence[str]) -> str:
+    return f"| {label} |" + "".join(f" {cell} |" for cell in cells)
+
+
+def _written(value: Any, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _audited(facts: Facts) -> str:
+    if facts.audit is None:
+        return "-"
+    return "agrees" if facts.audit.get("agrees") else "DISAGREES"
+
+
+def comparison_json(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
+    """For programs: each run's facts, as in its report.json."""
+    return [{**dataclasses.asdict(run.facts), "run": run.name} for run in runs]
+
+
+Point = tuple[float, float]
+
+
+def curve(
+    run: ComparedRun, value: Callable[[dict[str, Any]], Any], *, over: str = "version"
+) -> list[Point]:
+    """A figure over another, as far as the run's metrics have both."""
+    points = [(row.get(over), value(row)) for row in run.metrics]
+    return [(at, seen) for at, seen in points if at is not None and seen is not None]

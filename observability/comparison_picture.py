@@ -1,0 +1,76 @@
+"""One picture of compared runs: reward over versions and over time, staleness, and idleness.
+
+Knows numbers and colours; which runs belong beside each other is the user's business.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from tidegate.observability.comparison import ComparedRun, curve
+
+INK, MUTED = "#22303c", "#8a97a3"
+COLOURS = (
+    *("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2"),
+    *("#e15759", "#9c755f", "#bab0ac", "#1f3b57", "#7a4b12", "#2f5a28"),
+)
+"""As many as runs may be compared."""
+
+
+def draw_comparison(path: Path, runs: Sequence[ComparedRun]) -> None:
+    """Draw them to a PNG."""
+    figure = Figure(figsize=(12, 7), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    (by_time, by_version), (staleness, idle) = figure.subplots(2, 2)
+    _draw_reward(by_time, runs, over="wall_s", named="seconds")
+    _draw_reward(by_version, runs, over="version", named="weight versions")
+    _draw_staleness(staleness, runs)
+    _draw_idle(idle, runs)
+    figure.savefig(path, dpi=110)
+
+
+def _plain(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10.5, color=INK)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(colors=INK, labelsize=8.5)
+
+
+def _draw_reward(axes: Axes, runs: Sequence[ComparedRun], *, over: str, named: str) -> None:
+    """Mean reward of each batch."""
+    _plain(axes, f"Reward over {named}")
+    for run, colour in zip(runs, COLOURS, strict=False):
+        points = curve(run, lambda row: row.get("reward"), over=over)
+        if points:
+            axes.plot(*zip(*points, strict=True), color=colour, lw=1.4, label=run.name)
+    if axes.lines:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_staleness(axes: Axes, runs: Sequence[ComparedRun]) -> None:
+    """Share of trained rollouts by staleness, the runs' bars side by side."""
+    _plain(axes, "Trained rollouts by staleness")
+    width = 0.8 / len(runs)
+    for place, (run, colour) in enumerate(zip(runs, COLOURS, strict=False)):
+        histogram = {int(age): count for age, count in run.facts.staleness_histogram.items()}
+        total = max(1, sum(histogram.values()))
+        ages = [age + width * (place - (len(runs) - 1) / 2) for age in histogram]
+        shares = [count / total for count in histogram.values()]
+        axes.bar(ages, shares, width, color=colour, label=run.name)
+    axes.set_xlabel("versions", color=INK, fontsize=8.5)
+
+
+def _draw_idle(axes: Axes, runs: Sequence[ComparedRun]) -> None:
+    _plain(axes, "Idle, of wall time")
+    places = range(len(runs))
+    trainer = [run.facts.trainer_idle_share for run in runs]
+    engines = [run.facts.engine_idle_share for run in runs]
+    axes.barh([p - 0.2 for p in places], trainer, 0.38, color="#5b6670", label="trainer")
+    axes.barh([p + 0.2 for p in places], engines, 0.38, color="#b8c0c7", label="engines")
+    axes.set_yticks(list(places), [run.name for run in runs])
+    axes.set_xlim(0, 1)
+    axes.invert_yaxis()
+    axes.legend(frameon=False, fontsize=8)

@@ -1,0 +1,1 @@
+"""A run in the browser and in the terminal, live or recorded."""

@@ -1,0 +1,191 @@
+"""What does the page get once a second? One observation as compact JSON: names once, then columns.
+
+Pure: the same observation gives the same frame. It knows nothing of viewers; how the figures are
+drawn is page/'s business.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tidegate.observability.dashboard.observation import Observation, RolloutLine
+from tidegate.observability.dashboard.timeline import Slice
+from tidegate.orchestrator.core.ledger import LedgerSnapshot
+from tidegate.orchestrator.telemetry.off_policy import BY_LAG
+from tidegate.orchestrator.telemetry.statistics import RunStatistics
+
+BATCH_COLUMNS = (
+    "version",
+    "wall_s",
+    "reward",
+    "staleness_mean",
+    "staleness_max",
+    "mixed_version_share",
+    "tokens_per_s",
+    "effective_sample_size",
+    "mismatch_kl",
+)
+"""Of a batch's metrics, those that are drawn as curves."""
+
+SCALARS = (
+    "wall_s",
+    "trainer_version",
+    "live_version",
+    "capacity_groups",
+    "running_groups",
+    "buffered_groups",
+    "training_groups",
+    "batches",
+    "trained_rollouts",
+    "mixed_version_rollouts",
+    "max_staleness_seen",
+    "staleness_bound",
+    "mean_staleness",
+    "trainer_idle_share",
+    "engine_idle_share",
+    "tokens_per_s",
+    "pause_mode",
+    "asleep",
+    "staging_version",
+    "publish_failure",
+    "prefilled_tokens",
+    "cached_tokens",
+    "mean_staleness_in_flight",
+    "mean_staleness_in_queue",
+    "mean_group_wait_s",
+    "waited_groups",
+    "standstill_s",
+    "batches_untold",
+)
+
+
+def frame(seen: Observation) -> dict[str, Any]:
+    """What the page shows of it."""
+    s, noted = seen.statistics, seen.noted
+    return {
+        "at_us": seen.at_us,
+        "is_over": seen.is_over,
+        "run": {name: _plain(getattr(s, name)) for name in SCALARS},
+        "ledger": _ledger(s.ledger),
+        "evaluation_ledger": _ledger(s.evaluation_ledger),
+        "staleness": _pairs(s.staleness_histogram),
+        "in_flight": _pairs(s.staleness_in_flight),
+        "in_queue": _pairs(s.staleness_in_queue),
+        "lags": _pairs(noted.token_lags),
+        "discards": [
+            [reason, d.rollouts, d.tokens, _plain(d.mean_tokens), _plain(d.share_of_generated)]
+            for reason, d in s.discards.items()
+        ],
+        "length_bias": _length_bias(s),
+        "forecast": _forecast(s),
+        "off_policy": {
+            "ess": _plain(noted.off_policy.effective_sample_size),
+            "kl": _plain(noted.off_policy.mismatch_kl),
+            "k3": _plain(noted.off_policy.k3),
+            "chi2": _plain(noted.off_policy.chi2),
+            "by_lag": [
+                [lag, *(_plain(told.get(name)) for name in BY_LAG)]
+                for lag, told in sorted(noted.off_policy.by_lag.items())
+            ],
+        },
+        "trainer_s": {kind: _plain(seconds) for kind, seconds in noted.trainer_s.items()},
+        "episode_s": {name: _plain(seconds) for name, seconds in s.episode_s.items()},
+        "stuck": [str(each) for each in s.stuck],
+        "engines": _engines(s),
+        "groups": [[g.group_id, g.rollouts, g.running, g.version_floor] for g in seen.groups],
+        "batches": [[_plain(b.get(name)) for name in BATCH_COLUMNS] for b in noted.batches],
+        "timeline": timeline(seen),
+    }
+
+
+def timeline(seen: Observation) -> dict[str, Any]:
+    """Slices by engine, marks and the trainer's activities."""
+    noted = seen.noted
+    return {
+        "slice_us": noted.slice_us,
+        "engines": {name: _slices(slices) for name, slices in noted.slices.items()},
+        "marks": [[m.engine, m.name, m.at_us, m.version] for m in noted.marks],
+        "trainer": [[a.kind, a.started_us, a.ended_us, a.version] for a in noted.trainer],
+    }
+
+
+def about(seen: Observation) -> dict[str, Any]:
+    """What a page is told once."""
+    return {
+        "about": dict(seen.about),
+        "batch_columns": BATCH_COLUMNS,
+        "by_lag_columns": tuple(BY_LAG),
+    }
+
+
+def rollout_list(lines: Sequence[RolloutLine], *, total: int) -> dict[str, Any]:
+    """A list of rollouts, in columns' order of :class:`RolloutLine`."""
+    columns = RolloutLine.__slots__
+    return {
+        "columns": columns,
+        "total": total,
+        "rows": [[_plain(getattr(line, name)) for name in columns] for line in lines],
+    }
+
+
+def _slices(slices: Sequence[Slice]) -> list[list[int]]:
+    """In milliseconds' hundredths of a slice a viewer sees nothing: microseconds are kept whole."""
+    return [[s.number, s.version, s.decode_us, s.prefill_us] for s in slices]
+
+
+def _ledger(ledger: LedgerSnapshot) -> dict[str, Any]:
+    return {
+        "generated": ledger.generated,
+        "trained": ledger.trained,
+        "buffered": ledger.buffered,
+        "in_flight": ledger.in_flight,
+        "discarded": dict(ledger.discarded),
+        "error": ledger.error,
+    }
+
+
+def _length_bias(s: RunStatistics) -> dict[str, Any] | None:
+    bias = s.length_bias
+    if bias is None:
+        return None
+    return {
+        "ratio": _plain(bias.ratio),
+        "generated": _plain(bias.mean_generated_tokens),
+        "trained": _plain(bias.mean_trained_tokens),
+        "rollouts": bias.rollouts,
+        "survival": [[tokens, _plain(share)] for tokens, share in bias.survival.items()],
+    }
+
+
+def _forecast(s: RunStatistics) -> dict[str, Any] | None:
+    if s.forecast is None:
+        return None
+    names = s.forecast.__slots__
+    return {name: _plain(getattr(s.forecast, name)) for name in names}
+
+
+def _engines(s: RunStatistics) -> list[list[Any]]:
+    return [
+        [
+            e.name,
+            e.weight_version,
+            e.running_turns,
+            e.waiting_turns,
+            e.max_running_turns,
+            e.tokens,
+            _plain(e.busy_s),
+            int(e.is_alive),
+        ]
+        for e in s.engines
+    ]
+
+
+def _pairs(counts: Mapping[int, int]) -> list[list[int]]:
+    return [[value, count] for value, count in sorted(counts.items())]
+
+
+def _plain(value: Any) -> Any:
+    """Four digits are more than a curve shows; JSON has no word for what is not finite."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return value

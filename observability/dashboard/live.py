@@ -1,0 +1,229 @@
+"""What does a dashboard remember of a run that goes on? Little, and in fixed memory.
+
+It is told what happens, and asked by another thread; a lock is held for microseconds. It encodes
+nothing and knows no HTTP.
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tidegate.observability.dashboard.timeline import Activity, Mark, Slice, Timeline
+from tidegate.observability.trajectories import Snapshot, snapshot
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.telemetry.off_policy import OffPolicy
+from tidegate.orchestrator.telemetry.recorder import Recorder, TrainerActivity
+
+BATCHES_KEPT = 2_000
+"""Points of a curve; more than pixels."""
+
+ENDED_KEPT = 2_000
+"""Minutes of a run with short rollouts, hours of one with long ones."""
+ENDED_TOKENS_KEPT = 2_000_000
+"""16 MB: rollouts are kept as they are, until later ones take their place."""
+
+
+ENDED_TOGETHER = 32
+"""Of a batch: so many are forgotten at once, which costs a thirty-second of one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A rollout that is over, not copied: nobody changes it any more."""
+
+    rollout: Rollout
+    task: object
+    advantage: float | None
+    consumed_version: int | None
+
+    def snapshot(self) -> Snapshot:
+        """As it is recorded."""
+        return snapshot(
+            self.rollout,
+            task=self.task,
+            advantage=self.advantage,
+            consumed_version=self.consumed_version,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _EndedRows:
+    """Some that ended at once, as they were told of: nobody may ever look at them."""
+
+    rows: Sequence[tuple[Rollout, object]]
+    advantages: Sequence[float | None]
+    consumed_version: int | None
+    tokens: int
+
+    def newest_first(self) -> Iterator[Ended]:
+        """One by one."""
+        for (rollout, task), advantage in zip(
+            reversed(self.rows), reversed(self.advantages), strict=True
+        ):
+            yield Ended(rollout, task, advantage, self.consumed_version)
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What was noted, as of one instant."""
+
+    batches: tuple[Mapping[str, float], ...] = ()
+    slices: Mapping[str, Sequence[Slice]] = field(default_factory=dict)
+    slice_us: int = 1
+    marks: Sequence[Mark] = ()
+    trainer: Sequence[Activity] = ()
+    token_lags: Mapping[int, int] = field(default_factory=dict)
+    """Trained tokens by lag, in versions."""
+    trainer_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that the trainer spent, by activity."""
+    off_policy: OffPolicy = field(default_factory=OffPolicy)
+
+
+def monotonic_us() -> int:
+    """The clock that engines of this host stamp their steps by."""
+    return time.monotonic_ns() // 1000
+
+
+class LiveNotes(Recorder):
+    """Keeps in memory what the dashboard shows of a running run."""
+
+    def __init__(self, now_us: Callable[[], int] = monotonic_us) -> None:
+        self._now_us = now_us
+        self._lock = threading.Lock()
+        self._timeline = Timeline()
+        self._batches: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=BATCHES_KEPT)
+        self._ended: deque[_EndedRows] = deque()
+        self._ended_rows = self._ended_tokens = 0
+        self._token_lags: Counter[int] = Counter()
+        self._trainer_us: Counter[str] = Counter()
+        self._off_policy = OffPolicy()
+
+    # ------------------------------------------------------------ what happens
+
+    def rollout(
+        self,
+        rollout: Rollout,
+        *,
+        task: object,
+        advantage: float | None,
+        consumed_version: int | None,
+    ) -> None:
+        """Keep it for the browser of rollouts."""
+        self._keep([(rollout, task)], [advantage], consumed_version)
+
+    def trained(
+        self,
+        rows: Sequence[tuple[Rollout, object]],
+        *,
+        advantages: Sequence[float],
+        consumed_version: int,
+    ) -> None:
+        """Keep those of a batch, but only as many as may be kept."""
+        for start in range(max(0, len(rows) - ENDED_KEPT), len(rows), ENDED_TOGETHER):
+            part = slice(start, start + ENDED_TOGETHER)
+            self._keep(rows[part], advantages[part], consumed_version)
+
+    def _keep(
+        self,
+        rows: Sequence[tuple[Rollout, object]],
+        advantages: Sequence[float | None],
+        consumed_version: int | None,
+    ) -> None:
+        tokens = sum([len(rollout.token_ids) for rollout, _ in rows])
+        with self._lock:
+            self._ended.append(_EndedRows(rows, advantages, consumed_version, tokens))
+            self._ended_rows += len(rows)
+            self._ended_tokens += tokens
+            while self._ended_rows > ENDED_KEPT or (
+                self._ended_tokens > ENDED_TOKENS_KEPT and len(self._ended) > 1
+            ):
+                gone = self._ended.popleft()
+                self._ended_rows -= len(gone.rows)
+                self._ended_tokens -= gone.tokens
+
+    def engine_step(
+        self,
+        engine: str,
+        started_us: int,
+        busy_us: int,
+        version: int,
+        rows: int,
+        prefills: int = 0,
+    ) -> None:
+        """Into the timeline; a microsecond or two."""
+        with self._lock:
+            self._timeline.engine_step(
+                engine,
+                started_us=started_us,
+                busy_us=busy_us,
+                version=version,
+                is_prefill=prefills > 0,
+                now_us=self._now_us(),
+            )
+
+    def engine_event(self, engine: str, name: str, at_us: int, **args: object) -> None:
+        """Into the timeline."""
+        version = args.get("version", -1)
+        with self._lock:
+            self._timeline.mark(engine, name, at_us, version if isinstance(version, int) else -1)
+
+    def engine_dtype(self, engine: str, dtype: str) -> None:
+        """Nothing: the statistics of engines have it."""
+
+    def trainer_interval(
+        self, kind: TrainerActivity, started_us: int, ended_us: int, version: int
+    ) -> None:
+        """Into the timeline, and added up."""
+        with self._lock:
+            self._timeline.trainer_interval(kind, started_us, ended_us, version)
+            self._trainer_us[kind] += ended_us - started_us
+
+    def recall(self, batches: Sequence[Mapping[str, float]]) -> None:
+        """Those of before a resume: they have no place in the timeline."""
+        with self._lock:
+            self._batches.extend((0, metrics) for metrics in batches)
+
+    def batch(self, metrics: Mapping[str, float]) -> None:
+        """A point of every curve."""
+        with self._lock:
+            self._batches.append((self._now_us(), metrics))
+
+    def trained_lags(self, tokens_by_lag: Mapping[int, int]) -> None:
+        """Tokens of a batch, by how many versions each is behind."""
+        with self._lock:
+            self._token_lags.update(tokens_by_lag)
+
+    def off_policy(self, measured: OffPolicy) -> None:
+        """What the trainer's loss saw; of the last batch only."""
+        with self._lock:
+            self._off_policy = measured
+
+    # ------------------------------------------------------------ what is asked
+
+    @property
+    def ended(self) -> list[Ended]:
+        """Rollouts that are over, the newest first."""
+        with self._lock:
+            kept = list(self._ended)
+        return [ended for part in reversed(kept) for ended in part.newest_first()]
+
+    def noted(self, since_us: int = 0) -> Noted:
+        """All that is remembered; of what has a time, only what has been since, and the last batch
+        whenever it was."""
+        with self._lock:  # the run's loop waits for it: what is slow is done with copies
+            timeline, batches = self._timeline.copy(), list(self._batches)
+            token_lags, trainer_us = dict(self._token_lags), dict(self._trainer_us)
+            off_policy = self._off_policy
+        recent = [m for at_us, m in batches if at_us >= since_us] or [m for _, m in batches[-1:]]
+        return Noted(
+            batches=tuple(recent),
+            slices=timeline.slices(since_us),
+            slice_us=timeline.slice_us,
+            marks=timeline.marks_since(since_us),
+            trainer=timeline.trainer_since(since_us),
+            token_lags=dict(sorted(token_lags.items())),
+            trainer_s={kind: us / 1e6 for kind, us in sorted(trainer_us.items())},
+            off_policy=off_policy,
+        )

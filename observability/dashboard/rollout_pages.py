@@ -1,0 +1,124 @@
+"""How does one rollout look to a reader? Its text token by token, with who sampled each, and when.
+
+Pure but for the tokenizer it is given. What a rollout says is whatever a model made up: here it is
+data and stays so, and the page never takes it for anything but text.
+"""
+
+import math
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tidegate.observability.trajectories import RecordedRollout, RecordedTurn
+from tidegate.orchestrator.episodes.tool_calls import parse_reply
+
+TOKENS_SHOWN_MAX = 20_000
+"""Of a context, at a time: so many elements a browser lays out within a second."""
+
+LOOK_BACK_TOKENS = 8
+"""What a token looks like depends on those before it: a character may be four tokens of bytes."""
+
+TASK_CHARACTERS_MAX = 4_000
+
+ANY_TOOL = ("",)
+"""Calls in tags are found whatever the tools are called."""
+
+
+def rollout_page(
+    rollout: RecordedRollout, tokenizer: Tokenizer | None, *, start: int = 0
+) -> dict[str, Any]:
+    """A rollout's tokens from ``start`` on, as many as are shown at a time, and all about it.
+
+    ``segments`` are ``[start, end, turn, version, engine, kv]`` over the context, gapless; of given
+    tokens, turn and version are -1. Without a tokenizer, a token's text is its id.
+    """
+    end = min(len(rollout.token_ids), start + TOKENS_SHOWN_MAX)
+    return {
+        "rollout_id": rollout.rollout_id,
+        "group_id": rollout.group_id,
+        "index": rollout.index,
+        "state": rollout.state,
+        "reason": rollout.discard_reason or "",
+        "task": rollout.task[:TASK_CHARACTERS_MAX],
+        "reward": _plain(rollout.reward),
+        "advantage": _plain(rollout.advantage),
+        "consumed_version": rollout.consumed_version,
+        "staleness": rollout.staleness,
+        "branch_of": rollout.branch_of,
+        "fork_reason": rollout.fork_reason,
+        "start": start,
+        "end": end,
+        "context_tokens": len(rollout.token_ids),
+        "texts": token_texts(rollout.token_ids, tokenizer, start=start, end=end),
+        "logprobs": [_plain(p) for p in rollout.logprobs[start:end]],
+        "segments": segments(rollout),
+        "turns": [_turn(turn, rollout, tokenizer) for turn in rollout.turns],
+    }
+
+
+def segments(rollout: RecordedRollout) -> list[list[Any]]:
+    """Maximal runs of one provenance over the whole context, given tokens included."""
+    found: list[list[Any]] = []
+    at = 0
+    for number, turn in enumerate(rollout.turns):
+        if turn.start > at:
+            found.append([at, turn.start, -1, -1, "", ""])
+        for span in turn.spans:
+            first, last = turn.start + span.start, turn.start + span.end
+            found.append([first, last, number, span.version, span.engine, span.kv_label])
+        at = turn.start + turn.length
+    if at < len(rollout.token_ids):
+        found.append([at, len(rollout.token_ids), -1, -1, "", ""])
+    return found
+
+
+def token_texts(
+    token_ids: Sequence[int], tokenizer: Tokenizer | None, *, start: int, end: int
+) -> list[str]:
+    """What each token adds to the text; of a character of several tokens, all is the last one's."""
+    ids = list(token_ids[max(0, start - LOOK_BACK_TOKENS) : end])
+    if tokenizer is None:
+        return [f"{token_id} " for token_id in token_ids[start:end]]
+    texts, pending = [], 0
+    for place in range(len(ids)):
+        first = max(0, place - LOOK_BACK_TOKENS)
+        before = tokenizer.decode(ids[first : place - pending], skip_special_tokens=False)
+        with_it = tokenizer.decode(ids[first : place + 1], skip_special_tokens=False)
+        is_partial = with_it.endswith("\ufffd") and pending < LOOK_BACK_TOKENS - 1
+        if is_partial and place + 1 < len(ids):
+            texts.append("")
+            pending += 1
+            continue
+        pending = 0
+        texts.append(with_it[len(before) :] if with_it.startswith(before) else with_it)
+    return texts[len(texts) - (end - start) :]
+
+
+def _turn(
+    turn: RecordedTurn, rollout: RecordedRollout, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    return {
+        "start": turn.start,
+        "length": turn.length,
+        "finish_reason": turn.finish_reason,
+        "temperature": turn.temperature,
+        "reward": _plain(turn.reward),
+        "versions": [[span.version, span.end - span.start, span.engine] for span in turn.spans],
+        "tools": _tools(turn, rollout.token_ids, tokenizer),
+    }
+
+
+def _tools(
+    turn: RecordedTurn, token_ids: "Sequence[int] | array[int]", tokenizer: Tokenizer | None
+) -> list[str]:
+    """The tools that it calls, by name."""
+    if tokenizer is None or turn.length > TOKENS_SHOWN_MAX:
+        return []
+    said = tokenizer.decode(list(token_ids[turn.start : turn.start + turn.length]))
+    return [call.name for call in parse_reply(said, ANY_TOOL).tool_calls]
+
+
+def _plain(value: float | None) -> float | None:
+    return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None

@@ -1,0 +1,321 @@
+"""Numbers of a recorded run, gathered over all of its processes.
+
+Read by reports, comparisons and the dashboard. A run that was killed has the numbers that its last
+process recorded before, at most a second older than its last batch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tidegate.errors import AuditError
+from tidegate.observability.audit.audit import AUDIT_FILE
+from tidegate.observability.lives import (
+    RUN_FILE,
+    has_ended,
+    lives,
+    read_json,
+    read_json_lines,
+    read_run_file,
+)
+from tidegate.observability.run_files import METRICS_FILE
+from tidegate.transport.printable import printable, printable_values
+
+COMPARED_RUNS_MAX = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """A finished run in numbers: the keys of report.json."""
+
+    run: str
+    model: str
+    reward_before: float | None
+    """Mean reward on held-out tasks before the first batch."""
+    reward_after: float | None
+    """The same, measured the same way, after the last."""
+    versions: int
+    """Weight versions published."""
+    mixed_version_share: float
+    """Share of trained rollouts whose tokens came from two or more versions."""
+    max_staleness: int
+    staleness_bound: int | None
+    """None: the policy promised none."""
+    mean_staleness: float
+    wall_s: float
+    """From the first batch asked for to the end of the last."""
+    batches: int
+    rollouts_trained: int
+    tokens_trained: int
+    tokens_discarded: int
+    tokens_per_s: float
+    trainer_idle_share: float
+    engine_idle_share: float
+    mode: str | None
+    pause_mode: str | None
+    kv_policy: str | None
+    warm_up: Mapping[str, object]
+    """What was done to the model before, as the run's owner noted it."""
+    discarded_rollouts: Mapping[str, int]
+    staleness_histogram: Mapping[str, int]
+    ledger: Mapping[str, Any]
+    evaluation_ledger: Mapping[str, Any]
+    audit: Mapping[str, Any] | None
+    """What `tidegate audit` found, if it was run."""
+    forecast: Mapping[str, Any] | None
+    """Predicted beside measured staleness, and what limits the run."""
+    discards: Mapping[str, Any]
+    """By reason: how long they were, and of which tasks."""
+    length_bias: Mapping[str, Any] | None
+    """Whether what was trained last is as long as what was generated."""
+    prefilled_tokens: int
+    """Context that turns started from; 0 where engines don't say."""
+    cached_tokens: int
+    """Of it, what engines had computed before."""
+    drafted_tokens: int
+    """Guessed by engines, and verified."""
+    accepted_tokens: int
+    """Of them, those that were sampled."""
+    quantize: str | None
+    """What engines rounded weights to."""
+    step_time_min_s: float
+    """Shortest time of an engine's step that the run asked for; 0: engines were not slowed."""
+    mismatch: Mapping[str, float] | None
+    """How far batches were from what sampled them, as the run's owner noted it."""
+    colocated: bool
+    """Whether engines slept while the trainer trained."""
+    memory_mb: Mapping[str, int] | None
+    """The most that trainer and engines took together, by phase, as the run's owner noted it."""
+    staleness_in_flight: float | None
+    """Of the mean staleness, the part of sampling; this and the next four: None of older runs."""
+    staleness_in_queue: float | None
+    """The part of waiting for the trainer."""
+    group_wait_s: float | None
+    """From a group's first end of an episode to its last, on the mean."""
+    standstill_s: float | None
+    """Of an engine, for a swap of weights, on the mean."""
+    publish_s: float | None
+    """From a publish to its weights being live, as the trainer waited for it, on the mean."""
+    episode_s: Mapping[str, float]
+    """Of all episodes, in environments, tools, scores and what they named."""
+
+
+def read_facts(directory: Path) -> Facts:
+    """Gather a finished run's numbers.
+
+    Raises:
+        AuditError: the run left no statistics, or its files can't be read.
+    """
+    directory = Path(directory)
+    run = printable_values(read_record(directory))
+    if run.get("statistics", {}) is None:
+        raise AuditError(
+            f"{directory / RUN_FILE} has no statistics: the run has not ended, or was killed, "
+            f"and had no batch before; `tidegate top {directory}` shows what there is"
+        )
+    try:
+        return _facts(directory, run)
+    except AuditError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise AuditError(
+            f"{directory / RUN_FILE} is not what this version of Tidegate writes, but of another, "
+            f"or damaged: {type(error).__name__} {error}"
+        ) from error
+
+
+def _facts(directory: Path, run: Mapping[str, Any]) -> Facts:
+    statistics, settings, extra = run["statistics"], run["settings"], run["extra"]
+    said = {**settings, **extra}
+    ledger = statistics["ledger"]
+    warm_up = said.get("warm_up") or {}
+    return Facts(
+        run=printable(directory.resolve().name),
+        model=run["model"],
+        reward_before=said.get("reward_before"),
+        reward_after=said.get("reward_after"),
+        versions=statistics["trainer_version"],
+        mixed_version_share=statistics["mixed_version_rollouts"]
+        / max(1, statistics["trained_rollouts"]),
+        max_staleness=statistics["max_staleness_seen"],
+        staleness_bound=statistics["staleness_bound"],
+        mean_staleness=statistics["mean_staleness"],
+        wall_s=statistics["wall_s"],
+        batches=statistics["batches"],
+        rollouts_trained=statistics["trained_rollouts"],
+        tokens_trained=ledger["trained"],
+        tokens_discarded=sum(ledger["discarded"].values()),
+        tokens_per_s=statistics["tokens_per_s"],
+        trainer_idle_share=statistics["trainer_idle_share"],
+        engine_idle_share=statistics["engine_idle_share"],
+        mode=said.get("mode"),
+        pause_mode=said.get("pause_mode"),
+        kv_policy=said.get("kv_policy"),
+        warm_up=warm_up if isinstance(warm_up, dict) else {"note": warm_up},
+        discarded_rollouts=statistics["discarded_rollouts"],
+        staleness_histogram=statistics["staleness_histogram"],
+        ledger=ledger,
+        evaluation_ledger=statistics["evaluation_ledger"],
+        audit=read_json(directory / AUDIT_FILE) if (directory / AUDIT_FILE).exists() else None,
+        forecast=statistics.get("forecast"),
+        discards=statistics.get("discards") or {},
+        length_bias=statistics.get("length_bias"),
+        prefilled_tokens=statistics.get("prefilled_tokens", 0),
+        cached_tokens=statistics.get("cached_tokens", 0),
+        drafted_tokens=_over_engines(statistics, "drafted_tokens"),
+        accepted_tokens=_over_engines(statistics, "accepted_tokens"),
+        quantize=said.get("quantize"),
+        step_time_min_s=said.get("step_time_min_s") or 0.0,
+        mismatch=said.get("mismatch"),
+        colocated=bool(said.get("colocated")),
+        memory_mb=said.get("memory_mb"),
+        staleness_in_flight=_mean_of(statistics.get("staleness_in_flight")),
+        staleness_in_queue=_mean_of(statistics.get("staleness_in_queue")),
+        group_wait_s=_per(statistics.get("group_wait_s"), statistics.get("waited_groups")),
+        standstill_s=_per(
+            _over_engines(statistics, "standstill_s"), _over_engines(statistics, "swaps")
+        ),
+        publish_s=_per(
+            (statistics.get("trainer_s") or {}).get("publish"), statistics.get("publishes")
+        ),
+        episode_s=statistics.get("episode_s") or {},
+    )
+
+
+def read_record(directory: Path) -> dict[str, Any]:
+    """Return a run's ``run.json``, merged over the processes that it went on in.
+
+    Settings are those of the last process; statistics hold for the whole run: what the core counts
+    goes on over a resume, and what each process counts for itself is added up here.
+
+    Raises:
+        AuditError: there is none, or one can't be read.
+    """
+    first, *later = lives(Path(directory))
+    runs = [read_run_file(first)]
+    # A process may be killed between making its directory and writing the file.
+    runs += [read_run_file(part) for part in later if (part / RUN_FILE).exists()]
+    if len(runs) == 1:
+        return {**runs[0], "is_final": has_ended(runs[0])}
+    extras = [run.get("extra") or {} for run in runs]
+    try:
+        return {
+            **runs[-1],
+            "statistics": _over_processes([run["statistics"] for run in runs]),
+            "extra": {name: value for extra in extras for name, value in extra.items()},
+            "is_final": has_ended(runs[-1]),
+        }
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise AuditError(
+            f"a {RUN_FILE} of {directory} is not what this version of Tidegate writes, but of "
+            f"another, or damaged: {type(error).__name__} {error}"
+        ) from error
+
+
+_ADDED = (
+    "wall_s",
+    "prefilled_tokens",
+    "cached_tokens",
+    "waited_groups",
+    "group_wait_s",
+    "publishes",
+    "batches_untold",
+)
+"""Statistics that begin at 0 in each process."""
+
+_ADDED_BY_KEY = ("staleness_in_flight", "staleness_in_queue", "episode_s", "trainer_s")
+"""Mappings to such counts."""
+
+_OF_WALL_TIME = ("trainer_idle_share", "engine_idle_share", "tokens_per_s")
+"""Means over a process's ``wall_s``."""
+
+
+def _over_processes(several: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Merge the statistics of a run's processes; None if none of them had any."""
+    known = [statistics for statistics in several if statistics is not None]
+    if not known:
+        return None
+    merged = dict(known[-1])
+    wall_s = sum(each["wall_s"] for each in known)
+    for name in _OF_WALL_TIME:
+        total = sum(each[name] * each["wall_s"] for each in known)
+        merged[name] = total / wall_s if wall_s else 0.0
+    for name in _ADDED:
+        merged[name] = sum(each.get(name) or 0 for each in known)
+    for name in _ADDED_BY_KEY:
+        counts: dict[str, Any] = {}
+        for each in known:
+            for key, count in (each.get(name) or {}).items():
+                counts[key] = counts.get(key, 0) + count
+        merged[name] = counts
+    merged["engines_before"] = [engine for each in known[:-1] for engine in each.get("engines", ())]
+    merged["forecast"] = next(
+        (each["forecast"] for each in reversed(known) if each.get("forecast")), None
+    )
+    return merged
+
+
+def read_metrics(directory: Path, *, stops_at_damage: bool = False) -> list[dict[str, Any]]:
+    """Return a run's line per batch, over all of its processes.
+
+    Batches that the checkpoint of a resume did not include were trained again, and are returned
+    once. A line that a crash cut short is left out. ``stops_at_damage``: so is all of a process's
+    file from its first line on that can't be read.
+
+    Raises:
+        AuditError: the run has no such file, or a whole line of one can't be read.
+    """
+    lines: list[dict[str, Any]] = []
+    for life in lives(Path(directory)):
+        if life != directory and not (life / METRICS_FILE).exists():
+            continue
+        of_life = read_json_lines(life / METRICS_FILE, stops_at_damage=stops_at_damage)
+        if life != directory and of_life:
+            lines = _kept(lines, life, of_life)
+        lines += of_life
+    return lines
+
+
+def _kept(
+    lines: list[dict[str, Any]], part: Path, following: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return those of ``lines`` that the process that recorded ``part`` went on from."""
+    run = read_run_file(part) if (part / RUN_FILE).exists() else {}
+    batches = run.get("resumed_batches")
+    if isinstance(batches, int):
+        return lines[:batches]
+    first = following[0].get("version", 0)
+    return [line for line in lines if line.get("version", 0) < first]
+
+
+def runs_beside(directory: Path, facts: Facts) -> list[Facts]:
+    """Finished runs beside this one that started from the same weights, newest first."""
+    found = []
+    for path in directory.parent.glob(f"*/{RUN_FILE}"):
+        if path.parent == directory:
+            continue
+        try:
+            other = read_facts(path.parent)
+        except (AuditError, KeyError, TypeError):
+            continue  # unfinished, or of another version of Tidegate: nothing to compare with
+        if other.model == facts.model:
+            found.append((path.stat().st_mtime, other))
+    found.sort(key=lambda pair: pair[0], reverse=True)
+    return [other for _, other in found[:COMPARED_RUNS_MAX]]
+
+
+def _mean_of(histogram: Mapping[str, int] | None) -> float | None:
+    """Nothing was counted, or nobody counted: None."""
+    if not histogram:
+        return None
+    return sum(int(value) * n for value, n in histogram.items()) / sum(histogram.values())
+
+
+def _per(total: float | None, count: int | None) -> float | None:
+    return total / count if total is not None and count else None
+
+
+def _over_engines(statistics: Mapping[str, Any], name: str) -> Any:
+    engines = [*statistics.get("engines_before", ()), *statistics.get("engines", ())]
+    return sum(engine.get(name, 0) for engine in engines)

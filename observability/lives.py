@@ -1,0 +1,81 @@
+"""Directories of one run: its own, and ``part-1``, ``part-2``, … of the processes that resumed it.
+
+Each process records into a directory of its own, so that nothing written before a crash is touched.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tidegate.errors import AuditError
+from tidegate.transport.regular_files import read_regular
+
+RUN_FILE = "run.json"
+
+
+def lives(directory: Path) -> list[Path]:
+    """Return the directories of a run's processes, oldest first; of a part, only itself."""
+    parts = [path for path in directory.glob("part-*") if path.name[5:].isdecimal()]
+    return [directory, *sorted(parts, key=lambda path: int(path.name[5:]))]
+
+
+def is_part(directory: Path) -> bool:
+    """Whether this is the directory of a process that resumed a run."""
+    return directory.name.startswith("part-") and (directory.parent / RUN_FILE).exists()
+
+
+def read_run_file(directory: Path) -> dict[str, Any]:
+    """Read the ``run.json`` of one process.
+
+    Raises:
+        AuditError: the file is missing or damaged.
+    """
+    return read_json(Path(directory) / RUN_FILE)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read one of a run's JSON files.
+
+    Raises:
+        AuditError: the file is missing, unreadable, or holds no JSON object.
+    """
+    try:
+        body = json.loads(read_regular(path))
+    except FileNotFoundError:
+        raise AuditError(f"{path} is missing: is this the directory of a recorded run?") from None
+    except (OSError, ValueError) as error:
+        raise AuditError(f"{path} can't be read: {error}") from error
+    if not isinstance(body, dict):
+        raise AuditError(f"{path} is not what Tidegate writes: no object at its top")
+    return body
+
+
+def read_json_lines(path: Path, *, stops_at_damage: bool = False) -> list[dict[str, Any]]:
+    """Read a file of one JSON object a line; a last line that a crash cut short is left out.
+
+    ``stops_at_damage``: return what is before a line that can't be read.
+
+    Raises:
+        AuditError: the file is missing, or a whole line can't be read.
+    """
+    lines: list[dict[str, Any]] = []
+    try:
+        *whole, _ = read_regular(path).decode(errors="replace").split("\n")
+        for line in filter(str.strip, whole):
+            read = json.loads(line)
+            if isinstance(read, dict):
+                lines.append(read)
+            elif not stops_at_damage:
+                raise ValueError(f"a line holds no object, but {read!r:.80}")
+    except (OSError, ValueError) as error:
+        if not stops_at_damage:
+            raise AuditError(f"{path} can't be read: {error}") from error
+    return lines
+
+
+def has_ended(run: dict[str, Any]) -> bool:
+    """Whether the process of this ``run.json`` closed its files, rather than being killed.
+
+    Files from before ``is_final`` was recorded have statistics only if the process ended.
+    """
+    return bool(run.get("is_final", run.get("statistics") is not None))

@@ -1,0 +1,556 @@
+"""Catalogue of a run's metrics: name, type, unit, help, and how a snapshot gives the value.
+
+All that `/metrics` exports: of tokens, rollouts and groups, of staleness, and of time. Independent
+of the exposition format, which is `prometheus.py`'s; docs/observing.md lists the catalogue.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tidegate.observability.dashboard.observation import Observation
+from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunStatistics
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One value of a metric."""
+
+    value: float
+    labels: tuple[str, ...] = ()
+    """In the order of the metric's."""
+    counts: Mapping[int, int] = field(default_factory=dict)
+    """Of a histogram instead of the value: how often each whole number was seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A name, what it means, and how it is read."""
+
+    name: str
+    """As exported: counters end in ``_total``, units are Prometheus' base units."""
+    kind: Kind
+    help: str
+    read: Callable[[Observation], Iterable[Sample]]
+    labels: tuple[str, ...] = ()
+
+
+def of_run(read: Callable[[RunStatistics], float | None]) -> Callable[[Observation], list[Sample]]:
+    """One value of the whole run; None: there is none to tell."""
+
+    def samples(seen: Observation) -> list[Sample]:
+        value = read(seen.statistics)
+        return [] if value is None else [Sample(float(value))]
+
+    return samples
+
+
+def by_key(
+    read: Callable[[Observation], Mapping[str, float]],
+) -> Callable[[Observation], list[Sample]]:
+    """A value for each of the one label's values."""
+    return lambda seen: [Sample(float(n), (key,)) for key, n in sorted(read(seen).items())]
+
+
+def of_engines(read: Callable[[EngineStatistics], float]) -> Callable[[Observation], list[Sample]]:
+    """A value for each engine."""
+    return lambda seen: [Sample(float(read(e)), (e.name,)) for e in seen.statistics.engines]
+
+
+def last_batch(name: str) -> Callable[[Observation], list[Sample]]:
+    """A figure of the last batch."""
+
+    def samples(seen: Observation) -> list[Sample]:
+        batches = seen.noted.batches
+        value = batches[-1].get(name) if batches else None
+        return [] if value is None else [Sample(value)]
+
+    return samples
+
+
+def histogram(
+    read: Callable[[Observation], Mapping[int, int]],
+) -> Callable[[Observation], list[Sample]]:
+    """How often each whole number was seen."""
+    return lambda seen: [Sample(0.0, counts=read(seen))]
+
+
+def forecast(name: str) -> Callable[[RunStatistics], float | None]:
+    """A figure of the run's forecast, once there is one."""
+    return lambda s: None if s.forecast is None else float(getattr(s.forecast, name))
+
+
+def _told(name: str) -> Callable[[Observation], list[Sample]]:
+    """What the trainer told of its last batch."""
+
+    def samples(seen: Observation) -> list[Sample]:
+        value = getattr(seen.noted.off_policy, name)
+        return [] if value is None else [Sample(value)]
+
+    return samples
+
+
+def _told_by_lag(name: str) -> Callable[[Observation], list[Sample]]:
+    def samples(seen: Observation) -> list[Sample]:
+        by_lag = sorted(seen.noted.off_policy.by_lag.items())
+        return [Sample(told[name], (str(lag),)) for lag, told in by_lag if name in told]
+
+    return samples
+
+
+STALENESS = (
+    Metric(
+        "tidegate_staleness_versions",
+        "histogram",
+        "Trained rollouts by staleness at consumption, from their oldest trained token.",
+        histogram(lambda seen: seen.statistics.staleness_histogram),
+    ),
+    Metric(
+        "tidegate_staleness_in_flight_versions",
+        "histogram",
+        "The part of it until the rollout's group had ended.",
+        histogram(lambda seen: seen.statistics.staleness_in_flight),
+    ),
+    Metric(
+        "tidegate_staleness_in_queue_versions",
+        "histogram",
+        "The part of it from then on: versions published while the group waited for the trainer.",
+        histogram(lambda seen: seen.statistics.staleness_in_queue),
+    ),
+    Metric(
+        "tidegate_version_span_max_versions",
+        "gauge",
+        "The most versions that one rollout of the last batch spans, first to last token.",
+        last_batch("version_span_max"),
+    ),
+    Metric(
+        "tidegate_token_lag_versions",
+        "histogram",
+        "Trained tokens by lag at consumption.",
+        histogram(lambda seen: seen.noted.token_lags),
+    ),
+    Metric(
+        "tidegate_staleness_bound_versions",
+        "gauge",
+        "What the policy guarantees; absent if nothing.",
+        of_run(lambda s: s.staleness_bound),
+    ),
+    Metric(
+        "tidegate_staleness_predicted_versions",
+        "gauge",
+        "Mean staleness that the forecast expects by now.",
+        of_run(forecast("predicted_staleness")),
+    ),
+    Metric(
+        "tidegate_staleness_saturating_versions",
+        "gauge",
+        "The max_staleness past which nothing is gained.",
+        of_run(forecast("saturating_staleness")),
+    ),
+    Metric(
+        "tidegate_effective_sample_size_ratio",
+        "gauge",
+        "Share of the last batch that its importance weights leave, as the trainer told.",
+        _told("effective_sample_size"),
+    ),
+    Metric(
+        "tidegate_mismatch_kl_nats",
+        "gauge",
+        "KL of the sampling policy from the trained one per token, as the trainer told.",
+        _told("mismatch_kl"),
+    ),
+    Metric(
+        "tidegate_mismatch_k3_nats",
+        "gauge",
+        "The same, by an estimate that is never negative: mean(w - 1 - log w).",
+        _told("k3"),
+    ),
+    Metric(
+        "tidegate_mismatch_chi2_ratio",
+        "gauge",
+        "Mean squared importance weight of a token, less 1.",
+        _told("chi2"),
+    ),
+    Metric(
+        "tidegate_mismatch_kl_by_lag_nats",
+        "gauge",
+        "KL by token lag, the smallest of each bucket: mean(-log w), which may be negative.",
+        _told_by_lag("kl"),
+        ("lag",),
+    ),
+    Metric(
+        "tidegate_mismatch_k3_by_lag_nats",
+        "gauge",
+        "k3 by token lag.",
+        _told_by_lag("k3"),
+        ("lag",),
+    ),
+    Metric(
+        "tidegate_mismatch_chi2_by_lag_ratio",
+        "gauge",
+        "Chi-squared by token lag.",
+        _told_by_lag("chi2"),
+        ("lag",),
+    ),
+    Metric(
+        "tidegate_effective_sample_size_by_lag_ratio",
+        "gauge",
+        "Effective sample size by token lag.",
+        _told_by_lag("ess"),
+        ("lag",),
+    ),
+    Metric(
+        "tidegate_mismatch_perplexity_by_lag_ratio",
+        "gauge",
+        "Perplexity under the trained policy over that under the sampling one, by token lag.",
+        _told_by_lag("ppl_ratio"),
+        ("lag",),
+    ),
+)
+
+
+def _stuck(seen: Observation) -> dict[str, float]:
+    counts: dict[str, float] = {}
+    for each in seen.statistics.stuck:
+        counts[each.what] = counts.get(each.what, 0) + 1
+    return counts
+
+
+TIMES = (
+    Metric(
+        "tidegate_trainer_version",
+        "gauge",
+        "The newest weight version published.",
+        of_run(lambda s: s.trainer_version),
+    ),
+    Metric(
+        "tidegate_live_version",
+        "gauge",
+        "The oldest weights that a living engine serves.",
+        of_run(lambda s: s.live_version),
+    ),
+    Metric(
+        "tidegate_run_seconds",
+        "gauge",
+        "Since the first batch was asked for, up to the trainer's last activity.",
+        of_run(lambda s: s.wall_s),
+    ),
+    Metric(
+        "tidegate_trainer_seconds_total",
+        "counter",
+        "Time the trainer spent: train, wait (for a batch), publish.",
+        by_key(lambda seen: seen.noted.trainer_s),
+        ("activity",),
+    ),
+    Metric(
+        "tidegate_publishes_total",
+        "counter",
+        "Publishes in that time.",
+        of_run(lambda s: s.publishes),
+    ),
+    Metric(
+        "tidegate_episode_seconds_total",
+        "counter",
+        "Time of all episodes, added up, spent in what has a name: environment, score, tools, "
+        "what episode.doing() named.",
+        by_key(lambda seen: seen.statistics.episode_s),
+        ("doing",),
+    ),
+    Metric(
+        "tidegate_group_wait_seconds_total",
+        "counter",
+        "Time from the end of a group's first rollout to that of its last, of trained groups.",
+        of_run(lambda s: s.group_wait_s),
+    ),
+    Metric(
+        "tidegate_groups_waited_total",
+        "counter",
+        "Groups in that time.",
+        of_run(lambda s: s.waited_groups),
+    ),
+    Metric(
+        "tidegate_trainer_idle_ratio",
+        "gauge",
+        "Share of the run that the trainer waited for batches.",
+        of_run(lambda s: s.trainer_idle_share),
+    ),
+    Metric(
+        "tidegate_engine_idle_ratio",
+        "gauge",
+        "Share of the run that an engine was in no step, the mean over engines.",
+        of_run(lambda s: s.engine_idle_share),
+    ),
+    Metric(
+        "tidegate_rho_ratio",
+        "gauge",
+        "Throughput of the rollout over that of the trainer; above 1 the trainer limits.",
+        of_run(forecast("rho")),
+    ),
+    Metric(
+        "tidegate_batch_seconds",
+        "gauge",
+        "From one batch to the next, on the mean.",
+        of_run(forecast("batch_s")),
+    ),
+    Metric(
+        "tidegate_batch_attainable_seconds",
+        "gauge",
+        "The same if nobody waited who needn't.",
+        of_run(forecast("attainable_batch_s")),
+    ),
+    Metric(
+        "tidegate_paused",
+        "gauge",
+        "1 while engines are paused.",
+        of_run(lambda s: float(s.pause_mode is not None)),
+    ),
+    Metric(
+        "tidegate_loop_longest_block_seconds",
+        "gauge",
+        "Longest time for which the run's event loop could do nothing else.",
+        of_run(lambda s: s.loop_longest_block_s),
+    ),
+    Metric(
+        "tidegate_stuck",
+        "gauge",
+        "Things that have not got on for stuck_after_s or longer.",
+        by_key(_stuck),
+        ("what",),
+    ),
+)
+
+ENGINES = (
+    Metric(
+        "tidegate_engine_weight_version",
+        "gauge",
+        "The version that it serves.",
+        of_engines(lambda e: e.weight_version),
+        ("engine",),
+    ),
+    Metric(
+        "tidegate_engine_running_turns",
+        "gauge",
+        "Turns it decodes.",
+        of_engines(lambda e: e.running_turns),
+        ("engine",),
+    ),
+    Metric(
+        "tidegate_engine_waiting_turns",
+        "gauge",
+        "Turns in its queue.",
+        of_engines(lambda e: e.waiting_turns),
+        ("engine",),
+    ),
+    Metric(
+        "tidegate_engine_slots",
+        "gauge",
+        "Turns it can decode at once.",
+        of_engines(lambda e: e.max_running_turns),
+        ("engine",),
+    ),
+    Metric(
+        "tidegate_engine_tokens_total",
+        "counter",
+        "Tokens received from it.",
+        of_engines(lambda e: e.tokens),
+        ("engine",),
+    ),
+    Metric(
+        "tidegate_engine_steps_total",
+        "counter",
+        "Its steps.",
+        of_engines(lambda e: e.steps),
+        ("engine",),
+    ),
+    Metric(
+        "tidegate_engine_busy_seconds_total",
+        "counter",
+        "Time it spent in steps.",
+        of_engines(lambda e: e.busy_s),
+        ("engine",),
+    ),
+    Metric(
+        "tidegate_engine_swaps_total",
+        "counter",
+        "Swaps of its weights.",
+        of_engines(lambda e: e.swaps),
+        ("engine",),
+    ),
+    Metric(
+        "tidegate_engine_standstill_seconds_total",
+        "counter",
+        "Time in which no turn of it got on, for a swap of weights.",
+        of_engines(lambda e: e.standstill_s),
+        ("engine",),
+    ),
+    Metric(
+        "tidegate_engine_out_of_memory_steps_total",
+        "counter",
+        "Steps for which it had no memory, and that it tried again with less.",
+        of_engines(lambda e: e.out_of_memory_steps),
+        ("engine",),
+    ),
+    Metric(
+        "tidegate_engine_drafted_tokens_total",
+        "counter",
+        "Tokens it guessed and verified.",
+        of_engines(lambda e: e.drafted_tokens),
+        ("engine",),
+    ),
+    Metric(
+        "tidegate_engine_accepted_tokens_total",
+        "counter",
+        "Of its guesses, those that were sampled.",
+        of_engines(lambda e: e.accepted_tokens),
+        ("engine",),
+    ),
+)
+
+
+TOKENS = (
+    Metric(
+        "tidegate_tokens_generated_total",
+        "counter",
+        "Tokens sampled for training; equals trained + buffered + in flight + discarded.",
+        of_run(lambda s: s.ledger.generated),
+    ),
+    Metric(
+        "tidegate_tokens_trained_total",
+        "counter",
+        "Tokens handed to the trainer, less what it says it left out.",
+        of_run(lambda s: s.ledger.trained),
+    ),
+    Metric(
+        "tidegate_tokens_discarded_total",
+        "counter",
+        "Tokens that will never be trained.",
+        by_key(lambda seen: dict(seen.statistics.ledger.discarded)),
+        ("reason",),
+    ),
+    Metric(
+        "tidegate_tokens_buffered",
+        "gauge",
+        "Tokens of finished rollouts that the trainer has not had.",
+        of_run(lambda s: s.ledger.buffered),
+    ),
+    Metric(
+        "tidegate_tokens_in_flight",
+        "gauge",
+        "Tokens of rollouts whose episode is going on.",
+        of_run(lambda s: s.ledger.in_flight),
+    ),
+    Metric(
+        "tidegate_tokens_unaccounted",
+        "gauge",
+        "Generated less all accounts of the ledger: 0, or a bug.",
+        of_run(lambda s: s.ledger.error),
+    ),
+    Metric(
+        "tidegate_tokens_evaluation_total",
+        "counter",
+        "Tokens sampled for evaluation only.",
+        of_run(lambda s: s.evaluation_ledger.generated),
+    ),
+    Metric(
+        "tidegate_tokens_prefilled_total",
+        "counter",
+        "Context tokens that turns started from, or that were computed again.",
+        of_run(lambda s: s.prefilled_tokens),
+    ),
+    Metric(
+        "tidegate_tokens_cached_total",
+        "counter",
+        "Of those prefilled, tokens whose KV engines had already.",
+        of_run(lambda s: s.cached_tokens),
+    ),
+    Metric(
+        "tidegate_tokens_per_second",
+        "gauge",
+        "Tokens sampled per second, since the first batch was asked for.",
+        of_run(lambda s: s.tokens_per_s),
+    ),
+)
+
+ROLLOUTS = (
+    Metric(
+        "tidegate_batches_total",
+        "counter",
+        "Batches handed to the trainer.",
+        of_run(lambda s: s.batches),
+    ),
+    Metric(
+        "tidegate_batches_untold_total",
+        "counter",
+        "Batches at whose figures on_batch raised.",
+        of_run(lambda s: s.batches_untold),
+    ),
+    Metric(
+        "tidegate_rollouts_trained_total",
+        "counter",
+        "Rollouts handed to the trainer, less those it says it left out.",
+        of_run(lambda s: s.trained_rollouts),
+    ),
+    Metric(
+        "tidegate_rollouts_mixed_version_total",
+        "counter",
+        "Trained rollouts whose tokens came from two or more versions.",
+        of_run(lambda s: s.mixed_version_rollouts),
+    ),
+    Metric(
+        "tidegate_rollouts_discarded_total",
+        "counter",
+        "Rollouts that will never be trained.",
+        by_key(lambda seen: dict(seen.statistics.discarded_rollouts)),
+        ("reason",),
+    ),
+    Metric(
+        "tidegate_groups_running",
+        "gauge",
+        "Groups with an episode going on.",
+        of_run(lambda s: s.running_groups),
+    ),
+    Metric(
+        "tidegate_groups_buffered",
+        "gauge",
+        "Groups that have ended and wait for the trainer.",
+        of_run(lambda s: s.buffered_groups),
+    ),
+    Metric(
+        "tidegate_groups_training",
+        "gauge",
+        "Groups handed over, and not yet in a version that is live.",
+        of_run(lambda s: s.training_groups),
+    ),
+    Metric(
+        "tidegate_groups_capacity",
+        "gauge",
+        "Groups that may still be admitted now.",
+        of_run(lambda s: s.capacity_groups),
+    ),
+    Metric(
+        "tidegate_reward_mean",
+        "gauge",
+        "Mean reward of the last batch.",
+        last_batch("reward"),
+    ),
+    Metric(
+        "tidegate_length_bias_ratio",
+        "gauge",
+        "Mean length trained over mean length generated, lately; below 1 short ones were favoured.",
+        of_run(lambda s: None if s.length_bias is None else s.length_bias.ratio),
+    ),
+)
+
+
+METRICS: tuple[Metric, ...] = (*TOKENS, *ROLLOUTS, *STALENESS, *TIMES, *ENGINES)
+
+
+def metric_lines() -> list[str]:
+    """The catalogue as a table, for the documentation."""
+    lines = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
+    for each in METRICS:
+        labels = ", ".join(each.labels) or "-"
+        lines.append(f"| `{each.name}` | {each.kind} | {labels} | {each.help} |")
+    return lines

@@ -1,0 +1,276 @@
+"""Observers of a run, chosen by its settings: the recorder of its directory, and its dashboard.
+
+The composition root (``tidegate.runs``) makes them; the run opens and closes them.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer
+from typing_extensions import override
+
+from tidegate.errors import ConfigError, RecordingFailed
+from tidegate.orchestrator.core.events import Resumed
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.core.rules import record_of, say
+from tidegate.orchestrator.scheduler.scheduler import Scheduler
+from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.orchestrator.telemetry.off_policy import OffPolicy
+from tidegate.orchestrator.telemetry.recorder import EpisodeInterval, Recorder, TrainerActivity
+from tidegate.orchestrator.telemetry.statistics import RunStatistics
+from tidegate.orchestrator.weight_sync.parts import WeightParts
+
+# Imported on use: with pyarrow they take 0.2 s, which a run without records should not pay.
+if TYPE_CHECKING:
+    import torch
+
+    from tidegate.observability.dashboard.dashboard import Dashboard
+    from tidegate.observability.dashboard.live import LiveNotes
+    from tidegate.observability.recording import RunRecorder
+
+POLICIES = {"policy", "group_filter", "routing", "engine_speeds", "stragglers"}
+"""Settings that may be objects of the user's."""
+
+log = logging.getLogger("tidegate")
+
+
+class RecorderGroup(Recorder):
+    """Passes everything on to several recorders, in order."""
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        self._recorders = tuple(recorders)
+        self.keeps_episodes = any(recorder.keeps_episodes for recorder in recorders)
+
+    @override
+    def rollout(
+        self,
+        rollout: Rollout,
+        *,
+        task: object,
+        advantage: float | None,
+        consumed_version: int | None,
+    ) -> None:
+        for recorder in self._recorders:
+            recorder.rollout(
+                rollout, task=task, advantage=advantage, consumed_version=consumed_version
+            )
+
+    @override
+    def trained(
+        self,
+        rows: Sequence[tuple[Rollout, object]],
+        *,
+        advantages: Sequence[float],
+        consumed_version: int,
+    ) -> None:
+        for recorder in self._recorders:
+            recorder.trained(rows, advantages=advantages, consumed_version=consumed_version)
+
+    @override
+    def engine_step(
+        self,
+        engine: str,
+        started_us: int,
+        busy_us: int,
+        version: int,
+        rows: int,
+        prefills: int = 0,
+    ) -> None:
+        for recorder in self._recorders:
+            recorder.engine_step(engine, started_us, busy_us, version, rows, prefills)
+
+    @override
+    def engine_event(self, engine: str, name: str, at_us: int, **args: object) -> None:
+        for recorder in self._recorders:
+            recorder.engine_event(engine, name, at_us, **args)
+
+    @override
+    def engine_dtype(self, engine: str, dtype: str) -> None:
+        for recorder in self._recorders:
+            recorder.engine_dtype(engine, dtype)
+
+    @override
+    def trainer_interval(
+        self, kind: TrainerActivity, started_us: int, ended_us: int, version: int
+    ) -> None:
+        for recorder in self._recorders:
+            recorder.trainer_interval(kind, started_us, ended_us, version)
+
+    @override
+    def episode_interval(self, interval: EpisodeInterval) -> None:
+        for recorder in self._recorders:
+            recorder.episode_interval(interval)
+
+    @override
+    def batch(self, metrics: Mapping[str, float]) -> None:
+        for recorder in self._recorders:
+            recorder.batch(metrics)
+
+    @override
+    def trained_lags(self, tokens_by_lag: Mapping[int, int]) -> None:
+        for recorder in self._recorders:
+            recorder.trained_lags(tokens_by_lag)
+
+    @override
+    def off_policy(self, measured: OffPolicy) -> None:
+        for recorder in self._recorders:
+            recorder.off_policy(measured)
+
+    @override
+    def weights(
+        self, version: int, state_dict: "Mapping[str, torch.Tensor]", parts: WeightParts
+    ) -> None:
+        for recorder in self._recorders:
+            recorder.weights(version, state_dict, parts)
+
+    @property
+    @override
+    def failure(self) -> RecordingFailed | None:
+        failures = (recorder.failure for recorder in self._recorders)
+        return next((failure for failure in failures if failure is not None), None)
+
+    @property
+    @override
+    def wants_statistics(self) -> bool:
+        return any(recorder.wants_statistics for recorder in self._recorders)
+
+    @override
+    def statistics(self, statistics: RunStatistics) -> None:
+        for recorder in self._recorders:
+            recorder.statistics(statistics)
+
+    @override
+    def sync(self) -> None:
+        for recorder in self._recorders:
+            recorder.sync()
+
+    @override
+    def finish(self, statistics: RunStatistics, **facts: object) -> None:
+        for recorder in self._recorders:
+            recorder.finish(statistics, **facts)
+
+    @override
+    def close(self) -> None:
+        for recorder in self._recorders:
+            recorder.close()
+
+
+class Observers:
+    """The recorder and the dashboard that a run's settings ask for: :class:`RunObservers`."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        """Bind the dashboard's address, if there is to be one, and start nothing.
+
+        Raises:
+            ConfigError: the address is taken or refused, or a package is missing.
+        """
+        self._settings = settings
+        self._dashboard: Dashboard | None = None
+        self._live: LiveNotes | None = None
+        if settings.dashboard is not None:
+            from tidegate.observability.dashboard import dashboard
+
+            address, directory = settings.dashboard, settings.run_directory
+            self._dashboard = dashboard.Dashboard(address, directory=directory)
+
+    @property
+    def url(self) -> str | None:
+        """Address of the dashboard; None without one."""
+        return self._dashboard.url if self._dashboard is not None else None
+
+    def open(
+        self, resumed: Resumed | None, on_failure: Callable[[RecordingFailed], None]
+    ) -> Recorder | None:
+        """As :meth:`RunObservers.open`."""
+        recorders: list[Recorder] = []
+        if (recorder := self._recorder(resumed, on_failure)) is not None:
+            recorders.append(recorder)
+        if self._dashboard is not None:
+            self._live = self._live_notes(resumed)
+            recorders.append(self._live)
+        if len(recorders) > 1:
+            return RecorderGroup(recorders)
+        return recorders[0] if recorders else None
+
+    def show(
+        self,
+        read: Callable[[Callable[[Scheduler], Any]], Any],
+        statistics: Callable[[Scheduler], RunStatistics],
+        tokenizer: Tokenizer,
+    ) -> None:
+        """As :meth:`RunObservers.show`."""
+        if self._dashboard is None or self._live is None:
+            return
+        from tidegate.observability.dashboard.live import monotonic_us
+        from tidegate.observability.dashboard.source import LiveSource
+
+        source = LiveSource(
+            self._live,
+            look=read,
+            statistics=statistics,
+            now_us=monotonic_us,
+            about=_about(self._settings),
+            tokenizer=tokenizer,
+        )
+        self._dashboard.start(source)
+        log.info("run=shown url=%s", self._dashboard.url)
+
+    def close(self) -> None:
+        """As :meth:`RunObservers.close`."""
+        if self._dashboard is not None:
+            self._dashboard.close()
+
+    def _recorder(
+        self, resumed: Resumed | None, on_failure: Callable[[RecordingFailed], None]
+    ) -> "RunRecorder | None":
+        """A resumed run's records go into a directory of their own, inside the run's."""
+        directory = self._settings.run_directory
+        if directory is None:
+            return None
+        if resumed is not None:
+            directory = next(
+                d for n in itertools.count(1) if not (d := directory / f"part-{n}").exists()
+            )
+        from tidegate.observability.recording import RunRecorder
+
+        return RunRecorder(
+            directory,
+            settings=_settings_said(self._settings),
+            model=self._settings.model,
+            resumed_batches=None if resumed is None else resumed.batches,
+            on_failure=on_failure,
+        )
+
+    def _live_notes(self, resumed: Resumed | None) -> "LiveNotes":
+        """A resumed run's curves continue from what its directory holds."""
+        from tidegate.observability.dashboard.earlier import earlier_batches
+        from tidegate.observability.dashboard.live import LiveNotes
+
+        notes = LiveNotes()
+        if resumed is not None and self._settings.run_directory is not None:
+            notes.recall(earlier_batches(self._settings.run_directory, batches=resumed.batches))
+        return notes
+
+
+def _settings_said(settings: RunSettings) -> dict[str, Any]:
+    """All settings as JSON values, the policies in words."""
+    said = settings.model_dump(mode="json", exclude=POLICIES)
+    try:
+        said["rules"] = say(record_of(settings.rules()))
+    except ConfigError:  # without a journal they need not be written down
+        said["rules"] = repr(settings.rules())
+    return said
+
+
+def _about(settings: RunSettings) -> dict[str, object]:
+    """What the dashboard shows of a run that does not change."""
+    directory = settings.run_directory
+    return {
+        "name": directory.resolve().name if directory is not None else settings.model.name,
+        "model": str(settings.model),
+        "is_live": True,
+        "is_whole": True,
+        "settings": _settings_said(settings),
+    }

@@ -1,0 +1,68 @@
+"""How is a run's state told to Prometheus? In its text format, by its own client library.
+
+It adds no figure to those of :mod:`metrics`, and keeps none: each scrape is of one observation.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.core import (
+    Metric as Family,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from tidegate.observability.dashboard.observation import Observation
+from tidegate.observability.metrics import METRICS, Metric, Sample
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+BUCKETS = (0, 1, 2, 3, 4, 8, 16, 32)
+"""Versions. The same at all times, or two scrapes can't be compared."""
+
+
+class _Observed(Collector):
+    def __init__(self, seen: Observation) -> None:
+        self._seen = seen
+
+    def collect(self) -> Iterable[Family]:
+        for metric in METRICS:
+            yield _family(metric, list(metric.read(self._seen)))
+
+
+def exposition(seen: Observation) -> bytes:
+    """The body of an answer to a scrape."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Observed(seen))
+    return generate_latest(registry)
+
+
+def _family(metric: Metric, samples: list[Sample]) -> Family:
+    if metric.kind == "histogram":
+        histogram = HistogramMetricFamily(metric.name, metric.help)
+        for sample in samples:
+            histogram.add_metric([], _buckets(sample.counts), _sum(sample.counts))
+        return histogram
+    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = kind(metric.name, metric.help, labels=metric.labels)
+    for sample in samples:
+        family.add_metric(list(sample.labels), sample.value)
+    return family
+
+
+def _buckets(counts: Mapping[int, int]) -> list[tuple[str, float]]:
+    """Cumulative, as the format wants them."""
+    told: list[tuple[str, float]] = [
+        (str(float(most)), float(sum(n for value, n in counts.items() if value <= most)))
+        for most in BUCKETS
+    ]
+    return [*told, ("+Inf", float(sum(counts.values())))]
+
+
+def _sum(counts: Mapping[int, int]) -> float:
+    return float(sum(value * n for value, n in counts.items()))

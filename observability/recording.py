@@ -1,0 +1,376 @@
+"""Recorder of one process of a run: everything it leaves in the run's directory.
+
+    run.json              settings, versions of packages, statistics
+    metrics.jsonl         a line per batch
+    trajectories.arrows   a row per rollout, with the provenance of each token, as they end
+    trajectories.parquet  the same rows, written while recording and complete once it is closed
+    trace.json            the timeline, for ui.perfetto.dev; written at the end
+    weights/v00012/       each version; a whole set is loadable by transformers
+
+Does not decide what is worth recording, nor when. Called from several threads; the files are
+written by one thread of its own. A full queue makes callers wait: nothing is left out in silence.
+After a crash everything is readable that was written before it; :meth:`RunRecorder.sync` waits for
+what was recorded so far.
+"""
+
+import importlib.metadata
+import platform
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from tidegate.errors import ConfigError, RecordingFailed, RunClosed
+from tidegate.observability.lives import RUN_FILE, is_part, lives
+from tidegate.observability.run_files import (
+    METRICS_FILE,
+    RunFiles,
+    appearing_whole,
+    replace_file,
+)
+from tidegate.observability.trace import TRACE_FILE, Trace
+from tidegate.observability.trajectories import (
+    STREAM_FILE,
+    RecordedRollout,
+    RecordedTurn,
+    Snapshot,
+    read_trajectories,
+    snapshot,
+)
+from tidegate.orchestrator.batches.tasks import to_json
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.telemetry.recorder import EpisodeInterval, Recorder, TrainerActivity
+from tidegate.orchestrator.telemetry.statistics import RunStatistics
+from tidegate.orchestrator.weight_sync.parts import WHOLE, WeightParts
+from tidegate.transport.private_directory import make_private_directory
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["RecordedRollout", "RecordedTurn", "RunRecorder", "read_trajectories", "weights_path"]
+
+QUEUED_WEIGHTS_MAX = 2
+"""Copies of the whole model that may wait for the disk. The third ``weights`` waits."""
+
+STATISTICS_INTERVAL_S = 1.0
+"""Between two writings of run.json while batches come; encoding takes 10 ms for 1,000 engines."""
+
+ROLLOUTS_PER_JOB = 32
+"""Turned into columns at once, about 2 ms that the event loop can't have the interpreter."""
+
+PACKAGES = ("tidegate", "torch", "transformers", "pyarrow", "pyzmq", "msgspec", "numpy")
+
+
+def weights_path(directory: Path, version: int) -> Path:
+    """Where a run's directory keeps the weights of ``version``."""
+    return Path(directory) / "weights" / f"v{version:05d}"
+
+
+def archives(directory: Path) -> list[Path]:
+    """Return where a process's weights may be: its own archive first, then those of the others."""
+    parts = lives(directory.parent) if is_part(directory) else lives(directory)
+    return [p / "weights" for p in dict.fromkeys([directory, *parts]) if (p / "weights").is_dir()]
+
+
+def archived_weights(directory: Path, version: int) -> Path:
+    """Where the weights of ``version`` are, among the run's parts."""
+    name = weights_path(directory, version).name
+    found = (archive / name for archive in archives(directory) if (archive / name).is_dir())
+    return next(found, weights_path(directory, version))
+
+
+class RunRecorder(Recorder):
+    """Writes the directory of one process of a run. Close it, or use it in ``with``.
+
+    ``resumed_batches``: batches in the checkpoint that the process goes on from; None: a new run.
+    ``on_failure`` is called once, from another thread, when a file can't be written.
+
+    Raises:
+        ConfigError: the directory already holds a run, or the model has no config.json.
+    """
+
+    keeps_episodes = True
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        settings: Mapping[str, object],
+        model: Path,
+        resumed_batches: int | None = None,
+        on_failure: Callable[[RecordingFailed], None] = lambda failure: None,
+    ) -> None:
+        self.directory = Path(directory)
+        self._model = Path(model)
+        if (self.directory / RUN_FILE).exists():
+            raise ConfigError(
+                f"{self.directory} already holds a recorded run; choose another name, or delete it"
+            )
+        if not (self._model / "config.json").is_file():
+            raise ConfigError(f"{self._model} has no config.json, so its weights can't be archived")
+        make_private_directory(self.directory)
+        self._run: dict[str, object] = {
+            "settings": dict(settings),
+            "model": str(self._model.resolve()),
+            "packages": _package_versions(),
+            "statistics": None,
+            "is_final": False,
+            "resumed_batches": resumed_batches,
+            "dtypes": {},
+            "extra": {},
+        }
+        self._lock = threading.Lock()
+        """Held for microseconds: guards the trace and the rollouts not yet queued."""
+        self._trace = Trace()
+        self._pending: list[Snapshot] = []
+        self._is_closed = False
+        self._weights_slots = threading.BoundedSemaphore(QUEUED_WEIGHTS_MAX)
+        self._statistics_due_s = 0.0
+        self._files = RunFiles(self.directory, on_failure)
+        self._write_run_file()
+        self._files.submit(self._archive_model, "weights/v00000")
+
+    # ------------------------------------------------------------ called while the run goes on
+
+    def rollout(
+        self,
+        rollout: Rollout,
+        *,
+        task: object,
+        advantage: float | None,
+        consumed_version: int | None,
+    ) -> None:
+        """Record a rollout that has ended, copied as it is now."""
+        row = snapshot(
+            rollout,
+            task=task,
+            advantage=advantage,
+            consumed_version=consumed_version,
+        )
+        with self._lock:
+            self._refuse_if_closed()
+            self._pending.append(row)
+            if len(self._pending) < ROLLOUTS_PER_JOB:
+                return
+            full, self._pending = self._pending, []
+        self._write_rollouts(full)
+
+    def trained(
+        self,
+        rows: Sequence[tuple[Rollout, object]],
+        *,
+        advantages: Sequence[float],
+        consumed_version: int,
+    ) -> None:
+        """Record a batch's, each told with its task."""
+        for (rollout, task), advantage in zip(rows, advantages, strict=True):
+            self.rollout(rollout, task=task, advantage=advantage, consumed_version=consumed_version)
+
+    def engine_step(
+        self,
+        engine: str,
+        started_us: int,
+        busy_us: int,
+        version: int,
+        rows: int,
+        prefills: int = 0,
+    ) -> None:
+        """Record that an engine made ``rows`` tokens with ``version``; costs a microsecond."""
+        with self._lock:
+            self._trace.engine_step(
+                engine,
+                started_us=started_us,
+                busy_us=busy_us,
+                version=version,
+                rows=rows,
+                prefills=prefills,
+            )
+
+    def engine_event(self, engine: str, name: str, at_us: int, **args: object) -> None:
+        """Record an instant of an engine's life: staged, swap, paused, resumed, lost."""
+        with self._lock:
+            self._trace.instant(engine, name, at_us, args)
+
+    def engine_dtype(self, engine: str, dtype: str) -> None:
+        """Record what an engine computes in: its audit's tolerance follows from that."""
+        with self._lock:
+            if self._is_closed:
+                return
+            known = self._run["dtypes"]
+            merged = {**known, engine: dtype} if isinstance(known, dict) else {engine: dtype}
+            self._run = {**self._run, "dtypes": merged}
+        self._write_run_file()
+
+    def trainer_interval(
+        self, kind: TrainerActivity, started_us: int, ended_us: int, version: int
+    ) -> None:
+        """Record what the trainer did; of ``publish``, ``version`` is the one published."""
+        with self._lock:
+            self._trace.trainer_interval(kind, started_us, ended_us, version)
+
+    def episode_interval(self, interval: EpisodeInterval) -> None:
+        """Record an episode, or something that went on in it."""
+        with self._lock:
+            self._trace.episodes.append(interval)
+
+    def batch(self, metrics: Mapping[str, float]) -> None:
+        """Record one line per batch. The report draws ``reward`` over ``version``."""
+        line = to_json(dict(metrics)) + b"\n"
+        with self._lock:
+            self._refuse_if_closed()
+            pending, self._pending = self._pending, []
+        self._write_rollouts(pending)  # a batch's rows are there before its line is
+        self._files.submit(lambda: self._files.write_metrics(line), METRICS_FILE)
+
+    def weights(
+        self,
+        version: int,
+        state_dict: "Mapping[str, torch.Tensor]",
+        parts: WeightParts = WHOLE,
+    ) -> None:
+        """Archive a version; the tensors are copied before this returns. ``parts`` says what else
+        it is made of."""
+        self._refuse_if_closed()
+        tensors = _detached_copies(state_dict)
+        self._weights_slots.acquire()
+
+        def write() -> None:
+            try:
+                self._archive_tensors(version, tensors, parts)
+            finally:
+                self._weights_slots.release()
+
+        self._files.submit(write, f"weights/v{version:05d}")
+
+    @property
+    def wants_statistics(self) -> bool:
+        """Whether the statistics on disk are older than :data:`STATISTICS_INTERVAL_S`."""
+        return time.monotonic() >= self._statistics_due_s
+
+    def statistics(self, statistics: RunStatistics) -> None:
+        """Record the run as of now, for those who read it after a crash."""
+        with self._lock:
+            if self._is_closed or self._run["is_final"]:
+                return
+            self._statistics_due_s = time.monotonic() + STATISTICS_INTERVAL_S
+            self._run = {**self._run, "statistics": statistics}
+        self._write_run_file()
+
+    def sync(self) -> None:
+        """Wait until all that was recorded so far would survive a crash of the process.
+
+        Except for archived weights, it would survive a loss of power, too.
+
+        Raises:
+            RecordingFailed: the disk refused something since the start, or hangs.
+        """
+        with self._lock:
+            self._refuse_if_closed()
+            pending, self._pending = self._pending, []
+        self._write_rollouts(pending)
+        self._files.sync()
+
+    @property
+    def failure(self) -> RecordingFailed | None:
+        """What could not be written first; None: nothing."""
+        return self._files.failure
+
+    def finish(self, statistics: RunStatistics, **facts: object) -> None:
+        """Record the statistics, and facts of the owner's.
+
+        The report knows ``reward_before``, ``reward_after``, ``warm_up``. May be called again:
+        later calls add to ``facts`` and replace what they repeat.
+        """
+        with self._lock:
+            self._refuse_if_closed()
+            known = self._run["extra"]
+            merged = {**known, **facts} if isinstance(known, dict) else facts
+            self._run = {**self._run, "statistics": statistics, "extra": merged}
+        self._write_run_file()
+
+    # ------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Write what is left and wait until all of it is written. Harmless when repeated.
+
+        Raises:
+            RecordingFailed: the disk refused something since the start; the rest was written if it
+                could be.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            rest, self._pending = self._pending, []
+            self._run = {**self._run, "is_final": True}
+        self._write_rollouts(rest)
+        self._files.submit(lambda: self._trace.write(self.directory / TRACE_FILE), TRACE_FILE)
+        self._write_run_file()
+        self._files.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed:
+            raise RunClosed(f"the recorder of {self.directory} is closed")
+
+    def _write_rollouts(self, rows: list[Snapshot]) -> None:
+        if rows:
+            self._files.submit(lambda: self._files.write_rollouts(rows), STREAM_FILE)
+
+    def _write_run_file(self) -> None:
+        body = to_json(self._run)
+        self._files.submit(lambda: replace_file(self.directory / RUN_FILE, body), RUN_FILE)
+
+    def _archive_model(self) -> None:
+        """Keep version 0: the model's own directory may be gone when the run is audited."""
+        with appearing_whole(weights_path(self.directory, 0)) as target:
+            for pattern in ("config.json", "*.safetensors", "*.safetensors.index.json"):
+                for file in self._model.glob(pattern):
+                    shutil.copy(file, target / file.name)
+
+    def _archive_tensors(
+        self, version: int, tensors: "dict[str, torch.Tensor]", parts: WeightParts
+    ) -> None:
+        from safetensors.torch import save_file  # it imports torch, which takes a second
+
+        with appearing_whole(weights_path(self.directory, version)) as target:
+            save_file(tensors, target / parts.file_name, metadata={"format": "pt"})
+            shutil.copy(self._model / "config.json", target / "config.json")
+            parts.write(target)
+
+
+def _detached_copies(state_dict: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """Copy to the host; of tensors that are one memory (tied embeddings), only the first."""
+    copies: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    for name, tensor in state_dict.items():
+        identity = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
+        if tensor.numel() and identity in seen:
+            continue
+        seen.add(identity)
+        # A copy even where nothing needs moving: the trainer goes on changing the original.
+        copies[name] = tensor.detach().to("cpu", copy=True).contiguous()
+    return copies
+
+
+def _package_versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions

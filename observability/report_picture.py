@@ -1,0 +1,266 @@
+"""What does a run look like? One picture: reward, staleness, and who was busy when.
+
+Knows numbers, intervals and colours; what a run is, and whether it went well, is not drawn.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from tidegate.observability.facts import Facts
+from tidegate.observability.trace import (
+    TRAINER_TRACK,
+    Interval,
+    Trace,
+    read_trace,
+    trace_path,
+)
+
+EXCERPT_VERSIONS = 6
+"""Versions that the timeline shows: enough to see the overlap, few enough to tell apart."""
+
+EXCERPT_S_MAX = 10.0
+
+LABEL_SHARE_MIN = 0.035
+"""Bars narrower than this share of the timeline have no room for a word."""
+
+INK, MUTED, BLUE, RED = "#22303c", "#8a97a3", "#2f6f9f", "#c0392b"
+TRAINING, WAITING = "#5b6670", "#e6eaed"
+VERSION_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2", "#e58ba0")
+"""Repeat after seven versions; an excerpt shows about six."""
+
+
+def draw_report(path: Path, directory: Path, facts: Facts, metrics: list[dict[str, Any]]) -> None:
+    """Draw a run to a PNG."""
+    figure = Figure(figsize=(11, 7.6), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(2, 3, height_ratios=[1, 1.05])
+    _draw_reward(figure.add_subplot(grid[0, :2]), facts, metrics)
+    _draw_staleness(figure.add_subplot(grid[0, 2]), facts)
+    _draw_timeline(figure.add_subplot(grid[1, :]), directory, facts)
+    how = " · ".join(v for v in (facts.mode, facts.pause_mode, facts.kv_policy) if v)
+    figure.suptitle(f"Run {facts.run}    {how}", x=0.01, ha="left", fontsize=13, color=INK)
+    figure.savefig(path, dpi=110)
+
+
+def _plain(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10.5, color=INK)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(MUTED)
+    axes.tick_params(colors=INK, labelsize=8.5)
+
+
+def _draw_reward(axes: Axes, facts: Facts, metrics: list[dict[str, Any]]) -> None:
+    """Mean reward of each batch, and the two measurements on held-out tasks."""
+    points = [
+        (row["version"], row["reward"])
+        for row in metrics
+        if row.get("version") is not None and row.get("reward") is not None
+    ]
+    _plain(axes, "Reward over weight versions")
+    if points:
+        axes.plot(*zip(*points, strict=True), color=BLUE, lw=1.6, label="mean of each batch")
+    held_out = [(0, facts.reward_before), (facts.versions, facts.reward_after)]
+    known = [(version, reward) for version, reward in held_out if reward is not None]
+    if known:
+        versions, rewards = zip(*known, strict=True)
+        axes.plot(versions, rewards, "o", color=RED, ms=7, label="held-out tasks", clip_on=False)
+    for version, reward in known:
+        # Under the first point and the last, where a rising curve leaves room.
+        axes.annotate(
+            f"{reward:.2f}",
+            (version, reward),
+            xytext=(9, -5) if version == 0 else (-6, -17),
+            textcoords="offset points",
+            ha="left" if version == 0 else "right",
+            color=RED,
+            fontsize=11,
+        )
+    drawn = [reward for _, reward in (*points, *known)]
+    if all(0 <= reward <= 1 for reward in drawn):
+        axes.set_ylim(0, 1.05)
+    axes.set_xlim(0, max(1, facts.versions))
+    axes.set_xlabel("weight version at the trainer", fontsize=9, color=INK)
+    axes.grid(axis="y", color="#eef1f3")
+    if drawn:
+        axes.legend(loc="lower right", frameon=False, fontsize=9)
+
+
+def _draw_staleness(axes: Axes, facts: Facts) -> None:
+    """Trained rollouts by staleness, with the bound that none may cross."""
+    counts = {int(value): count for value, count in facts.staleness_histogram.items()}
+    bound = facts.staleness_bound
+    highest = max([bound or 0, *counts])
+    values = range(highest + 1)
+    total = max(1, sum(counts.values()))
+    shares = [100 * counts.get(value, 0) / total for value in values]
+    _plain(axes, "Staleness of trained rollouts")
+    colours = [BLUE if bound is None or value <= bound else RED for value in values]
+    axes.bar(values, shares, color=colours, width=0.7)
+    for value, share in zip(values, shares, strict=True):
+        axes.annotate(
+            f"{share:.0f} %" if share >= 1 or share == 0 else "<1 %",
+            (value, share),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8.5,
+            color=INK,
+        )
+    axes.set_ylim(0, max(shares) * 1.25 or 1)
+    if bound is not None:
+        _draw_bound(axes, bound)
+    axes.set_xticks(list(values) if highest <= 12 else [0, highest])
+    axes.set_xlim(-0.6, highest + 0.75)
+    axes.set_xlabel("versions behind the trainer", fontsize=9, color=INK)
+    axes.set_ylabel("% of rollouts", fontsize=9, color=INK)
+
+
+def _draw_bound(axes: Axes, bound: int) -> None:
+    axes.axvline(bound + 0.5, color=RED, ls="--", lw=1.4)
+    axes.annotate(
+        f"bound {bound}",
+        (bound + 0.5, 0.97),
+        xycoords=("data", "axes fraction"),
+        xytext=(-4, 0),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        color=RED,
+        fontsize=9,
+    )
+
+
+def _draw_timeline(axes: Axes, directory: Path, facts: Facts) -> None:
+    """Engines in the colour of their weights, the trainer in that of what it does."""
+    _plain(axes, "")
+    axes.grid(visible=False)
+    path = trace_path(directory)
+    trace = read_trace(path) if path.exists() else Trace()
+    if not any(trace.tracks.values()):
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "no timeline was recorded", ha="center", color=MUTED)
+        return
+    start_us, end_us = _excerpt(trace)
+    began_us = min(track[0].started_us for track in trace.tracks.values() if track)
+    engines = sorted(set(trace.tracks) - {TRAINER_TRACK})
+    # The trainer at the top, the engines below it: weights flow downwards.
+    lanes = {name: row for row, name in enumerate([*reversed(engines), TRAINER_TRACK])}
+    for name, row in lanes.items():
+        shown = [
+            (max(start_us, i.started_us), min(end_us, i.ended_us), i)
+            for i in trace.tracks.get(name, [])
+            if i.ended_us > start_us and i.started_us < end_us
+        ]
+        _draw_lane(axes, row, shown, end_us - start_us, is_trainer=name == TRAINER_TRACK)
+    for instant in trace.instants:
+        if (
+            instant.name == "swap"
+            and instant.track in lanes
+            and start_us <= instant.at_us <= end_us
+        ):
+            row = lanes[instant.track]
+            axes.vlines(instant.at_us, row - 0.44, row + 0.44, color=INK, lw=1.2)
+    axes.set_yticks(list(lanes.values()), list(lanes), fontsize=10)
+    axes.set_ylim(-0.55, len(lanes) - 0.45)
+    axes.set_xlim(start_us, end_us)
+    axes.xaxis.set_major_formatter(lambda at_us, _: f"{(at_us - began_us) / 1e6:.1f}")
+    axes.set_xlabel("seconds since the run began", fontsize=9, color=INK)
+    axes.set_title(
+        f"Timeline, an excerpt. Idle over the whole run: trainer "
+        f"{facts.trainer_idle_share:.0%}, engines {facts.engine_idle_share:.0%}",
+        loc="left",
+        fontsize=10.5,
+        color=INK,
+    )
+    _draw_legend(axes)
+
+
+def _excerpt(trace: Trace) -> tuple[int, int]:
+    """Some versions from the middle of the run, where it is neither starting nor ending."""
+    ends = [i.ended_us for i in trace.tracks.get(TRAINER_TRACK, []) if i.name == "publish"]
+    if len(ends) >= 2:
+        first = max(0, (len(ends) - EXCERPT_VERSIONS) // 2)
+        start_us = ends[first]
+        end_us = ends[min(first + EXCERPT_VERSIONS, len(ends) - 1)]
+    else:
+        intervals = [i for track in trace.tracks.values() for i in track]
+        start_us = min(i.started_us for i in intervals)
+        end_us = max(i.ended_us for i in intervals)
+    return start_us, max(start_us + 1, min(end_us, start_us + int(EXCERPT_S_MAX * 1e6)))
+
+
+def _draw_lane(
+    axes: Axes,
+    row: int,
+    shown: list[tuple[int, int, Interval]],
+    window_us: int,
+    *,
+    is_trainer: bool,
+) -> None:
+    """Bars from left to right, with a word on each stretch that has room for it."""
+    axes.broken_barh(
+        [(start, end - start) for start, end, _ in shown],
+        (row - 0.36, 0.72),
+        facecolors=[_colour(i, is_trainer) for _, _, i in shown],
+        lw=0,
+    )
+    for start, end, word, colour in _stretches(shown, is_trainer):
+        if end - start >= LABEL_SHARE_MIN * window_us:
+            axes.text(
+                (start + end) / 2,
+                row,
+                word,
+                ha="center",
+                va="center",
+                fontsize=8.5,
+                color=MUTED if colour == WAITING else "white",
+                weight="bold",
+                # The idle gaps of a stretch would run through its word.
+                bbox={"facecolor": colour, "edgecolor": "none", "pad": 2.0},
+                clip_on=True,
+            )
+
+
+def _colour(interval: Interval, is_trainer: bool) -> str:
+    if is_trainer and interval.name != "publish":
+        return TRAINING if interval.name == "train" else WAITING
+    return VERSION_COLOURS[interval.version % len(VERSION_COLOURS)]
+
+
+def _stretches(
+    shown: list[tuple[int, int, Interval]], is_trainer: bool
+) -> list[tuple[int, int, str, str]]:
+    """Neighbouring bars that say the same, gaps included, so that a word is said once."""
+    stretches: list[tuple[int, int, str, str]] = []
+    for start, end, interval in shown:
+        word = interval.name if is_trainer else f"v{interval.version}"
+        if stretches and stretches[-1][2] == word:
+            stretches[-1] = (stretches[-1][0], end, *stretches[-1][2:])
+        else:
+            stretches.append((start, end, word, _colour(interval, is_trainer)))
+    return stretches
+
+
+def _draw_legend(axes: Axes) -> None:
+    keys = [
+        Patch(color=TRAINING, label="trainer trains"),
+        Patch(color=WAITING, label="trainer waits for rollouts"),
+        Patch(color=VERSION_COLOURS[0], label="a weight version: published, then decoding"),
+        Patch(facecolor="white", edgecolor=MUTED, lw=0.6, label="engine idle"),
+    ]
+    axes.legend(
+        handles=keys,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.16),
+        ncols=len(keys),
+        frameon=False,
+        fontsize=8.5,
+        handlelength=1.2,
+    )

@@ -1,0 +1,265 @@
+"""Files of one recording process, written by one thread: the run never waits for the disk."""
+
+import io
+import logging
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tidegate.errors import RecordingFailed
+from tidegate.observability.trajectories import (
+    SCHEMA,
+    STREAM_FILE,
+    TRAJECTORIES_FILE,
+    Snapshot,
+    to_record_batch,
+)
+from tidegate.transport.private_directory import make_private_directory, make_private_file
+
+METRICS_FILE = "metrics.jsonl"
+
+QUEUED_JOBS_MAX = 256
+"""Each is at most 32 rollouts or one line; a writer that far behind has a broken disk."""
+
+ROW_GROUP_TOKENS_MAX = 1_000_000
+"""8 MB of tokens and log-probs; a row group is held in memory until it is full."""
+
+ROW_GROUP_ROLLOUTS_MAX = 4096
+
+SYNC_TIMEOUT_S = 600.0
+"""For everything queued to reach the disk: two copies of a model of 140 GB at 0.5 GB/s."""
+
+log = logging.getLogger("tidegate")
+
+
+class RunFiles:
+    """The open files of one recording process, and the only thread that writes them.
+
+    A job that fails is logged, and ``on_failure`` is called from the thread; later jobs still run,
+    so that as much as possible is written. :meth:`close` raises the first failure.
+    """
+
+    def __init__(self, directory: Path, on_failure: Callable[[RecordingFailed], None]) -> None:
+        self._directory = directory
+        self._on_failure = on_failure
+        self._jobs: queue.Queue[tuple[Callable[[], None], str] | None] = queue.Queue(
+            QUEUED_JOBS_MAX
+        )
+        self.failure: RecordingFailed | None = None
+        """The first failure; None while all was written."""
+        for name in (TRAJECTORIES_FILE, METRICS_FILE, STREAM_FILE):
+            make_private_file(directory / name)
+        self._stream = RolloutStream(directory / STREAM_FILE)
+        self._parquet = pq.ParquetWriter(directory / TRAJECTORIES_FILE, SCHEMA, compression="zstd")
+        self._is_parquet_whole = True
+        self._metrics: IO[bytes] = (directory / METRICS_FILE).open("wb", buffering=0)
+        self._row_group: list[pa.RecordBatch] = []
+        self._row_group_rollouts = 0
+        self._row_group_tokens = 0
+        self._thread = threading.Thread(target=self._work, name="run-files", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None], what: str) -> None:
+        """Queue a job that writes ``what``, a file's name; blocks while the queue is full."""
+        self._jobs.put((job, what))
+
+    def sync(self, timeout_s: float = SYNC_TIMEOUT_S) -> None:
+        """Wait until everything submitted before is written.
+
+        Rows, lines and ``run.json`` then survive a loss of power too; archived weights may not.
+
+        Raises:
+            RecordingFailed: a file could not be written, or it took longer than ``timeout_s``.
+        """
+        done = threading.Event()
+
+        def to_disk() -> None:
+            self._stream.sync()
+            os.fsync(self._metrics.fileno())
+            _sync_directory(self._directory)
+
+        self.submit(to_disk, STREAM_FILE)
+        self.submit(done.set, STREAM_FILE)  # a job of its own: by then a failure has been noted
+        if not done.wait(timeout_s):
+            raise RecordingFailed(
+                path=self._directory, why=f"the disk took longer than {timeout_s:.0f} s"
+            )
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+
+    def close(self) -> None:
+        """Do what is queued, close the files, end the thread, and raise what failed first."""
+        self._jobs.put(None)
+        self._thread.join()
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+
+    def write_rollouts(self, snapshots: list[Snapshot]) -> None:
+        """Append rows to the stream at once, and to the Parquet file's next row group.
+
+        Only to be called as a job.
+        """
+        if not snapshots:
+            return
+        rows = to_record_batch(snapshots)
+        self._row_group.append(rows)
+        self._row_group_rollouts += len(snapshots)
+        self._row_group_tokens += sum(len(s.token_ids) for s in snapshots)
+        try:
+            self._stream.append(rows)
+        finally:
+            if (
+                self._row_group_tokens >= ROW_GROUP_TOKENS_MAX
+                or self._row_group_rollouts >= ROW_GROUP_ROLLOUTS_MAX
+            ):
+                self._flush_row_group()
+
+    def write_metrics(self, line: bytes) -> None:
+        """Append a line, at once, for those who watch the file; only to be called as a job."""
+        _write_whole(self._metrics.fileno(), line, at=self._metrics.tell())
+
+    def _flush_row_group(self) -> None:
+        if self._row_group and self._is_parquet_whole:
+            table = pa.Table.from_batches(self._row_group, schema=SCHEMA)
+            self._is_parquet_whole = False
+            self._parquet.write_table(table)
+            self._is_parquet_whole = True
+        self._row_group = []
+        self._row_group_rollouts = self._row_group_tokens = 0
+
+    def _close_trajectories(self) -> None:
+        """Leave either the whole Parquet file or the stream, never neither."""
+        is_whole, self._is_parquet_whole = self._is_parquet_whole, False
+        try:
+            self._parquet.close()
+            self._is_parquet_whole = is_whole
+        finally:
+            self._stream.close()
+            broken = TRAJECTORIES_FILE if not self._is_parquet_whole else STREAM_FILE
+            (self._directory / broken).unlink(missing_ok=True)
+
+    def _work(self) -> None:
+        while (queued := self._jobs.get()) is not None:
+            self._attempt(*queued)
+        self._attempt(self._flush_row_group, TRAJECTORIES_FILE)
+        self._attempt(self._close_trajectories, TRAJECTORIES_FILE)
+        self._attempt(self._metrics.close, METRICS_FILE)
+
+    def _attempt(self, job: Callable[[], None], what: str) -> None:
+        try:
+            job()
+        except Exception as error:  # noqa: BLE001  raised by close(), in the owner's thread
+            failure = RecordingFailed(path=self._directory / what, why=_why(error))
+            failure.__cause__ = error
+            log.error("run=unrecorded path=%s why=%r", failure.path, failure.why)
+            if self.failure is None:
+                self.failure = failure
+                self._on_failure(failure)
+
+
+class RolloutStream:
+    """An Arrow IPC stream of rollouts, readable up to its last complete record batch at any time.
+
+    A record batch that can't be written whole is cut off again, so that later ones can be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._buffer = io.BytesIO()
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        self._writer = pa.ipc.new_stream(self._buffer, SCHEMA, options=options)
+        self._size = 0
+        self._begin = b""
+        """Schema and rows that a failed first write left unwritten; readers need the schema."""
+
+    def append(self, rows: pa.RecordBatch) -> None:
+        """Write a record batch; the kernel has all of it when this returns.
+
+        Raises:
+            OSError: the disk refused it; the stream is as it was before.
+        """
+        self._writer.write_batch(rows)
+        body = self._begin + self._buffer.getvalue()
+        self._buffer.seek(0)
+        self._buffer.truncate()
+        try:
+            _write_whole(self._file, body, at=self._size)
+        except OSError:
+            self._begin = b"" if self._size else body
+            raise
+        self._begin = b""
+        self._size += len(body)
+
+    def sync(self) -> None:
+        """Have the disk keep what was appended."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close the file; a stream needs no footer."""
+        os.close(self._file)
+
+
+def _write_whole(file: int, body: bytes, *, at: int) -> None:
+    """Write all of ``body``, which begins at offset ``at``; or, if that fails, nothing of it."""
+    rest = memoryview(body)
+    try:
+        while rest:
+            rest = rest[os.write(file, rest) :]
+    except OSError:
+        os.ftruncate(file, at)
+        os.lseek(file, at, os.SEEK_SET)
+        raise
+
+
+def _why(error: Exception) -> str:
+    """An error in one line, with its type if the text alone does not tell."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}"
+
+
+def _sync_directory(directory: Path) -> None:
+    """Have the disk keep the directory's entries: files created or replaced in it."""
+    for path in (directory, directory.parent):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def replace_file(path: Path, body: bytes) -> None:
+    """Write a file so that a reader, or a crash, sees the old one or the new one."""
+    draft = path.with_name(path.name + ".draft")
+    try:
+        make_private_file(draft)
+        with draft.open("wb") as file:
+            file.write(body)
+            file.flush()
+            os.fsync(file.fileno())  # else a loss of power may leave the new name without its bytes
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)  # it would keep room from what is smaller
+        raise
+
+
+@contextmanager
+def appearing_whole(target: Path) -> Iterator[Path]:
+    """Give a draft directory that becomes ``target`` only when its files are complete."""
+    draft = target.with_name(target.name + ".draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    make_private_directory(draft)
+    try:
+        yield draft
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(draft, target)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)  # of a full disk, it may take all that was left
+        raise

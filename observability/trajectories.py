@@ -1,0 +1,447 @@
+"""Columns of ``trajectories.parquet``, and reading of recorded rollouts.
+
+One row per rollout, turns nested inside. While a process records, the same rows are appended to
+``trajectories.arrows``, an Arrow IPC stream: after a crash the Parquet file has no footer and can't
+be read, and the stream can, up to its last complete record batch.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tidegate.errors import AuditError
+from tidegate.observability.lives import lives
+from tidegate.orchestrator.batches.tasks import to_json
+from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.episodes.media_parts import recorded
+from tidegate.transport.messages import KvSpan, SamplingParams
+
+TRAJECTORIES_FILE = "trajectories.parquet"
+
+STREAM_FILE = "trajectories.arrows"
+"""Exists while a process records, and after it if the Parquet file could not be completed."""
+
+ROWS_PER_READ = 256
+"""Rollouts held as Python objects at a time while reading: 30 k tokens each are 0.5 GB."""
+
+IN_COLUMNS = {"max_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids"}
+"""Of ``SamplingParams``: a turn's own columns, or no matter to the log-probs of its tokens."""
+
+_KV_SPAN = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
+_SPAN = pa.struct(
+    [
+        *_KV_SPAN,
+        ("engine", pa.string()),
+        ("kv_oldest", pa.int32()),
+        ("kv_newest", pa.int32()),
+    ]
+)
+_TURN = pa.struct(
+    [
+        ("start", pa.int32()),
+        ("length", pa.int32()),
+        ("finish_reason", pa.string()),
+        ("temperature", pa.float64()),
+        ("top_k", pa.int32()),
+        ("top_p", pa.float64()),
+        ("seed", pa.uint64()),
+        ("spans", pa.list_(_SPAN)),
+        ("prefills", pa.list_(pa.struct([("at", pa.int32()), ("spans", pa.list_(_KV_SPAN))]))),
+        ("options", pa.string()),
+        ("raw_logprobs", pa.list_(pa.float32())),
+        ("top_ids", pa.list_(pa.int32())),
+        ("top_logprobs", pa.list_(pa.float32())),
+        ("reward", pa.float64()),
+        ("media", pa.string()),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("rollout_id", pa.int64()),
+        ("group_id", pa.int64()),
+        ("index", pa.int32()),
+        ("task", pa.string()),
+        ("reward", pa.float64()),
+        ("advantage", pa.float64()),
+        ("state", pa.string()),
+        ("discard_reason", pa.string()),
+        ("consumed_version", pa.int32()),
+        ("staleness", pa.int32()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("turns", pa.list_(_TURN)),
+        ("branch_of", pa.int64()),
+        ("fork_reason", pa.string()),
+        ("oldest_trainable", pa.int32()),
+    ]
+)
+"""Nullable throughout: a discarded rollout has no advantage, an evaluated one no staleness."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTurn:
+    """One generation call, as recorded."""
+
+    start: int
+    """Index in the rollout's context of its first output token."""
+    length: int
+    finish_reason: str | None
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    options: SamplingParams | None
+    """All of its sampling, where the four fields above are not all that differs from the default;
+    of stop tokens, they don't tell."""
+    raw_logprobs: list[float] | None
+    """These three as in ``messages.TokenDetails``; None if not asked for."""
+    top_ids: list[int] | None
+    top_logprobs: list[float] | None
+    reward: float | None
+    """Its own, beside its rollout's; None: it was given none."""
+    spans: tuple[VersionSpan, ...]
+    prefills: tuple[TurnPrefill, ...]
+    media: str | None = None
+    """JSON: what its context was given beside tokens since the turn before. None: nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRollout:
+    """One row of trajectories.parquet."""
+
+    rollout_id: int
+    group_id: int
+    index: int
+    task: str
+    """JSON."""
+    reward: float | None
+    advantage: float | None
+    state: str
+    discard_reason: str | None
+    consumed_version: int | None
+    staleness: int | None
+    token_ids: list[int]
+    logprobs: list[float]
+    turns: tuple[RecordedTurn, ...]
+    branch_of: int | None
+    """Of a branch: the ``rollout_id`` of the row that it was forked from."""
+    fork_reason: str
+    oldest_trainable: int | None = None
+    """Of a trained row: tokens of older versions were masked; 0 if none was."""
+
+    @property
+    def oldest_trained_version(self) -> int | None:
+        """The oldest version of a sampled token that was not masked; None: all were."""
+        floor = self.oldest_trainable or 0
+        versions = (span.version for turn in self.turns for span in turn.spans)
+        return min((version for version in versions if version >= floor), default=None)
+
+    @property
+    def newest_version(self) -> int | None:
+        """The newest version of a sampled token; None: no token was sampled."""
+        return max((span.version for turn in self.turns for span in turn.spans), default=None)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of sampled tokens that were not masked."""
+        floor = self.oldest_trainable or 0
+        spans = (span for turn in self.turns for span in turn.spans)
+        return sum(span.end - span.start for span in spans if span.version >= floor)
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """A rollout as it was when it was handed over, copied because the original may live on."""
+
+    rollout_id: int
+    group_id: int
+    index: int
+    task: object
+    reward: float | None
+    advantage: float | None
+    state: str
+    discard_reason: str | None
+    consumed_version: int | None
+    staleness: int | None
+    token_ids: "array[int]"
+    logprobs: "array[float]"
+    turns: list[dict[str, Any]]
+    branch_of: int | None
+    fork_reason: str
+    oldest_trainable: int | None
+
+
+def snapshot(
+    rollout: Rollout,
+    *,
+    task: object,
+    advantage: float | None,
+    consumed_version: int | None,
+) -> Snapshot:
+    """Copy what will be recorded of ``rollout``."""
+    oldest = rollout.oldest_trained_version
+    known = consumed_version is not None and oldest is not None
+    return Snapshot(
+        rollout_id=rollout.rollout_id,
+        group_id=rollout.group_id,
+        index=rollout.index,
+        task=task,
+        reward=rollout.reward,
+        advantage=advantage,
+        state=str(rollout.state),
+        discard_reason=rollout.discard_reason,
+        consumed_version=consumed_version,
+        staleness=(consumed_version or 0) - (oldest or 0) if known else None,
+        token_ids=rollout.token_ids[:],
+        logprobs=rollout.logprobs[:],
+        turns=[_turn_row(turn) for turn in rollout.turns],
+        branch_of=None if rollout.branch_of is None else rollout.branch_of.rollout_id,
+        fork_reason=rollout.fork_reason,
+        oldest_trainable=rollout.oldest_trainable if consumed_version is not None else None,
+    )
+
+
+def _turn_row(turn: Turn) -> dict[str, Any]:
+    sampling = turn.sampling
+    return {
+        "start": turn.start,
+        "length": turn.length,
+        "finish_reason": turn.finish_reason,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed & 0xFFFF_FFFF_FFFF_FFFF,
+        "spans": [_span_row(span) for span in turn.spans()],
+        "prefills": [
+            {"at": p.at, "spans": [msgspec.structs.asdict(span) for span in p.spans]}
+            for p in turn.prefills
+        ],
+        "options": _options_text(sampling),
+        **_details_row(turn),
+        "reward": turn.reward,
+        "media": to_json([recorded(each) for each in turn.media]).decode() if turn.media else None,
+    }
+
+
+def _options_text(sampling: SamplingParams) -> str | None:
+    """Only what differs from the default is written: what the columns tell leaves nothing over."""
+    if not msgspec.to_builtins(sampling).keys() - IN_COLUMNS:
+        return None
+    return msgspec.json.encode(sampling).decode()
+
+
+def _details_row(turn: Turn) -> dict[str, Any]:
+    columns: dict[str, Any] = dict.fromkeys(("raw_logprobs", "top_ids", "top_logprobs"))
+    if turn.details is not None:
+        columns |= {name: getattr(turn.details, name)[:] or None for name in columns}
+    return columns
+
+
+def _span_row(span: VersionSpan) -> dict[str, Any]:
+    kv = span.kv
+    return {
+        "version": span.version,
+        "start": span.start,
+        "end": span.end,
+        "engine": span.engine,
+        "kv_oldest": kv.oldest if kv else None,
+        "kv_newest": kv.newest if kv else None,
+    }
+
+
+def to_record_batch(snapshots: list[Snapshot]) -> pa.RecordBatch:
+    """Turn rollouts into columns."""
+
+    def column(name: str) -> list[Any]:
+        values = [getattr(snapshot, name) for snapshot in snapshots]
+        if name == "task":
+            return [to_json(value).decode() for value in values]
+        if name in ("token_ids", "logprobs"):
+            # As numpy views: pyarrow copies them whole instead of boxing each token.
+            return [np.frombuffer(value, dtype=value.typecode) for value in values]
+        return values
+
+    arrays = [pa.array(column(field.name), type=field.type) for field in SCHEMA]
+    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+
+
+def read_trajectories(directory: Path) -> Iterator[RecordedRollout]:
+    """Yield the rollouts that a run recorded, in the order in which they ended.
+
+    Covers all processes of a resumed run. A rollout that was recorded again after a resume, because
+    the trainer's checkpoint did not include it, is yielded once, as it was recorded last.
+
+    Raises:
+        AuditError: nothing was recorded, a file is damaged, or it has other columns.
+    """
+    for batch in recorded_batches(directory):
+        for row in batch.to_pylist():
+            yield _rollout_of(row)
+
+
+def read_trajectories_of_one(directory: Path) -> Iterator[RecordedRollout]:
+    """Yield what one process of a run recorded; raises as :func:`read_trajectories` does."""
+    for batch in _batches_of_one(directory):
+        for row in batch.to_pylist():
+            yield _rollout_of(row)
+
+
+def recorded_batches(
+    directory: Path, columns: Sequence[str] | None = None, *, rows_per_batch: int = ROWS_PER_READ
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of :func:`read_trajectories` as Arrow record batches.
+
+    ``columns`` are the ones to read, all if None; ``rollout_id`` must be among them.
+    """
+    parts = _parts(Path(directory))
+    superseded = [_ids(part) for part in parts[1:]]
+    for number, part in enumerate(parts):
+        later: set[int] = set().union(*superseded[number:])
+        for batch in _batches_of_one(part, columns, rows_per_batch):
+            if later:
+                ids = batch.column("rollout_id").to_pylist()
+                batch = batch.filter(pa.array([each not in later for each in ids]))
+            if batch.num_rows:
+                yield batch
+
+
+def find_trajectory(directory: Path, rollout_id: int) -> RecordedRollout | None:
+    """Return the rollout of that number, as recorded last; None if there is none.
+
+    Raises as :func:`read_trajectories` does.
+    """
+    for part in reversed(_parts(Path(directory))):
+        for batch in _batches_of_one(part, row_groups_with=rollout_id):
+            ids = batch.column("rollout_id").to_pylist()
+            if rollout_id in ids:
+                (row,) = batch.slice(ids.index(rollout_id), 1).to_pylist()
+                return _rollout_of(row)
+    return None
+
+
+def count_trajectories(directory: Path) -> int:
+    """Count the rows that one process recorded; raises as :func:`read_trajectories` does."""
+    return sum(batch.num_rows for batch in _batches_of_one(Path(directory), ["rollout_id"]))
+
+
+def _parts(directory: Path) -> list[Path]:
+    """The processes' directories: the first, and the later ones that got to record rollouts."""
+    first, *later = lives(directory)
+    recorded = [d for d in later if (d / TRAJECTORIES_FILE).exists() or (d / STREAM_FILE).exists()]
+    is_killed_first = recorded and not (first / TRAJECTORIES_FILE).exists()
+    return (
+        recorded if is_killed_first and not (first / STREAM_FILE).exists() else [first, *recorded]
+    )
+
+
+def _ids(part: Path) -> set[int]:
+    batches = _batches_of_one(part, ["rollout_id"])
+    return {each for batch in batches for each in batch.column("rollout_id").to_pylist()}
+
+
+def _batches_of_one(
+    directory: Path,
+    columns: Sequence[str] | None = None,
+    rows_per_batch: int = ROWS_PER_READ,
+    *,
+    row_groups_with: int | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """Yield what one process recorded, from its Parquet file or else from its stream.
+
+    ``row_groups_with``: leave out Parquet row groups without this ``rollout_id``.
+    """
+    path, stream = Path(directory) / TRAJECTORIES_FILE, Path(directory) / STREAM_FILE
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        if stream.exists():
+            yield from _batches_of_stream(stream, columns)
+            return
+        if isinstance(error, FileNotFoundError):
+            why = "is missing: is this the directory of a recorded run?"
+            raise AuditError(f"{path} {why}") from None
+        raise AuditError(
+            f"{path} can't be read ({error}); it is damaged, or unfinished because the process was "
+            f"killed, and there is no {STREAM_FILE} beside it"
+        ) from error
+    with file:
+        _refuse_other_columns(path, file.schema_arrow)
+        groups = list(range(file.num_row_groups))
+        if row_groups_with is not None:
+            groups = [
+                number
+                for number in groups
+                if row_groups_with
+                in file.read_row_group(number, columns=["rollout_id"]).column(0).to_pylist()
+            ]
+        try:
+            yield from file.iter_batches(
+                batch_size=rows_per_batch, row_groups=groups, columns=columns
+            )
+        except (pa.ArrowInvalid, OSError) as error:
+            raise AuditError(f"{path} can't be read: {error}") from error
+
+
+def _batches_of_stream(path: Path, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
+    """Yield a stream's complete record batches; a crash may have torn the last one."""
+    try:
+        with path.open("rb") as file, pa.ipc.open_stream(file) as reader:
+            _refuse_other_columns(path, reader.schema)
+            for batch in reader:
+                yield batch if columns is None else batch.select(list(columns))
+    except pa.ArrowInvalid:
+        return
+    except OSError as error:
+        if error.errno is not None:
+            raise AuditError(f"{path} can't be read: {error}") from error
+        return  # Arrow's own OSError, without a number: the file ends within a record batch
+
+
+def _refuse_other_columns(path: Path, schema: pa.Schema) -> None:
+    if not schema.equals(SCHEMA):
+        raise AuditError(f"{path} has other columns than this version of Tidegate writes")
+
+
+def as_recorded(taken: Snapshot) -> RecordedRollout:
+    """What is read back of this once it is recorded."""
+    row = {name: getattr(taken, name) for name in Snapshot.__slots__}
+    row |= {
+        "task": to_json(taken.task).decode(),
+        "token_ids": taken.token_ids.tolist(),
+        "logprobs": taken.logprobs.tolist(),
+        "turns": [dict(turn) for turn in taken.turns],
+    }
+    return _rollout_of(row)
+
+
+def _rollout_of(row: dict[str, Any]) -> RecordedRollout:
+    turns = tuple(_turn_of(turn) for turn in row.pop("turns") or [])
+    return RecordedRollout(**row, turns=turns)
+
+
+def _turn_of(row: dict[str, Any]) -> RecordedTurn:
+    spans = tuple(_span_of(span) for span in row.pop("spans") or [])
+    prefills = tuple(
+        TurnPrefill(p["at"], tuple(KvSpan(**span) for span in p["spans"]))
+        for p in row.pop("prefills") or []
+    )
+    text = row.pop("options")
+    try:
+        options = None if text is None else msgspec.json.decode(text, type=SamplingParams)
+    except msgspec.DecodeError as error:
+        raise AuditError(f"a turn's recorded sampling options can't be read: {error}") from None
+    return RecordedTurn(**row, options=options, spans=spans, prefills=prefills)
+
+
+def _span_of(row: dict[str, Any]) -> VersionSpan:
+    oldest, newest = row["kv_oldest"], row["kv_newest"]
+    kv = None if oldest is None or newest is None else KvRange(oldest, newest)
+    return VersionSpan(row["version"], row["start"], row["end"], row["engine"], kv)

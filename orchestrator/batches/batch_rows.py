@@ -1,0 +1,152 @@
+"""How is a batch taken apart and laid out again? Rows of it, for a rank; columns, for the wire.
+
+It knows tensors; who gets them, and how they travel, is for others. Letters as in
+:mod:`~tidegate.orchestrator.batches.batches`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tidegate.errors import BadFrame
+from tidegate.orchestrator.batches.batches import Batch, PackedBatch, Shard
+from tidegate.orchestrator.batches.version_runs import NOT_SAMPLED
+from tidegate.policies.sharding import split_rows
+
+TOKEN_COLUMNS = {
+    "token_ids": torch.int32,
+    "logprobs": torch.float32,
+    "weight_versions": torch.int32,
+    "loss_mask": torch.bool,
+}
+"""[N]: a value for each token, and how it travels. Ids are below 2**31."""
+
+ROW_COLUMNS = {
+    "lengths": torch.int32,
+    "rewards": torch.float32,
+    "advantages": torch.float32,
+    "group_ids": torch.int64,
+    "rollout_ids": torch.int64,
+    "staleness": torch.int64,
+}
+"""[R]: a value for each row."""
+
+TURN_REWARDS = "turn_rewards"
+"""[N] float32, where there are any."""
+
+COLUMNS = {**TOKEN_COLUMNS, **ROW_COLUMNS, TURN_REWARDS: torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFacts:
+    """What a batch is beside its columns."""
+
+    number: int
+    trainer_version: int
+    tasks: tuple[object, ...]
+    shard: Shard | None = None
+
+
+def shards(batch: Batch, world_size: int) -> list[Batch]:
+    """A batch's parts, one for each rank; groups stay whole where that gives equal counts."""
+    lengths = batch.packed.cu_seqlens.diff().tolist()
+    parts = split_rows(batch.group_ids.tolist(), lengths, ranks=world_size)
+    totals = len(lengths), batch.sampled_tokens
+    return [
+        replace(rows_of(batch, part), shard=Shard(rank, world_size, *totals, tuple(part)))
+        for rank, part in enumerate(parts)
+    ]
+
+
+def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Some rows of a batch, in the order given, padded to the longest of them."""
+    columns = batch_columns(batch)
+    chosen = torch.tensor(list(rows), dtype=torch.int64)
+    bounds = batch.packed.cu_seqlens.tolist()
+    places = [torch.arange(bounds[row], bounds[row + 1]) for row in rows]
+    tokens = torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+    picked = {
+        name: column[chosen if name in ROW_COLUMNS else tokens] for name, column in columns.items()
+    }
+    tasks = tuple(batch.tasks[row] for row in rows) if batch.tasks else ()
+    return laid_out(BatchFacts(batch.number, batch.trainer_version, tasks, batch.shard), picked)
+
+
+def batch_columns(batch: Batch) -> dict[str, torch.Tensor]:
+    """All of a batch, in columns without padding."""
+    packed = batch.packed
+    columns = {
+        "token_ids": packed.token_ids,
+        "logprobs": packed.logprobs,
+        "weight_versions": packed.weight_versions,
+        "loss_mask": packed.loss_mask,
+        "lengths": packed.cu_seqlens.diff(),
+        "rewards": batch.rewards,
+        "advantages": batch.advantages,
+        "group_ids": batch.group_ids,
+        "rollout_ids": batch.rollout_ids,
+        "staleness": batch.staleness,
+    }
+    if batch.turn_rewards is not None:
+        columns[TURN_REWARDS] = batch.turn_rewards[batch.attention_mask]
+    return {name: column.to(COLUMNS[name]) for name, column in columns.items()}
+
+
+def laid_out(facts: BatchFacts, columns: Mapping[str, torch.Tensor]) -> Batch:
+    """The batch that :func:`batch_columns` took apart.
+
+    Raises:
+        BadFrame: the columns don't fit each other.
+    """
+    _check(columns)
+    lengths = columns["lengths"].to(torch.int64)
+    cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+    longest = int(lengths.max()) if len(lengths) else 0
+    is_token = torch.arange(longest) < lengths[:, None]  # [R, T]
+
+    def padded(values: torch.Tensor, fill: int) -> torch.Tensor:
+        out = torch.full(is_token.shape, fill, dtype=values.dtype)
+        out[is_token] = values
+        return out
+
+    packed = PackedBatch(
+        token_ids=columns["token_ids"].to(torch.int64),
+        cu_seqlens=cu_seqlens.to(torch.int32),
+        loss_mask=columns["loss_mask"],
+        logprobs=columns["logprobs"],
+        weight_versions=columns["weight_versions"],
+    )
+    turn_rewards = columns.get(TURN_REWARDS)
+    return Batch(
+        token_ids=padded(packed.token_ids, 0),
+        attention_mask=is_token,
+        loss_mask=padded(packed.loss_mask, 0),
+        logprobs=padded(packed.logprobs, 0),
+        weight_versions=padded(packed.weight_versions, NOT_SAMPLED),
+        rewards=columns["rewards"],
+        advantages=columns["advantages"],
+        group_ids=columns["group_ids"],
+        staleness=columns["staleness"],
+        trainer_version=facts.trainer_version,
+        packed=packed,
+        tasks=facts.tasks,
+        rollout_ids=columns["rollout_ids"],
+        turn_rewards=None if turn_rewards is None else padded(turn_rewards, 0),
+        number=facts.number,
+        shard=facts.shard,
+    )
+
+
+def _check(columns: Mapping[str, torch.Tensor]) -> None:
+    missing = sorted(set(COLUMNS) - {TURN_REWARDS} - set(columns))
+    if missing:
+        raise BadFrame(f"a batch without {', '.join(missing)}")
+    lengths = columns["lengths"]
+    rows, tokens = len(lengths), int(lengths.sum())
+    if rows and int(lengths.min()) < 0:
+        raise BadFrame(f"a row of {int(lengths.min())} tokens")
+    for name, column in columns.items():
+        wanted = rows if name in ROW_COLUMNS else tokens
+        if len(column) != wanted:
+            raise BadFrame(f"a batch's {name} has {len(column)} values where {wanted} belong")

@@ -1,0 +1,183 @@
+"""Where do tasks come from? The user's iterator, sync or async, and what was put back."""
+
+import asyncio
+import hashlib
+import json
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from tidegate.orchestrator.core.group import TaskKey
+
+Tasks = Iterable[Any] | AsyncIterable[Any]
+
+
+class _NoMore:
+    """The end of an iterator, told apart from a task that is None."""
+
+
+NO_MORE = _NoMore()
+
+
+class Taken(msgspec.Struct, frozen=True, gc=False):
+    """A task, and where it stands if it was taken before."""
+
+    task: object
+    key: TaskKey | None = None
+
+
+class TaskSource:
+    """The user's tasks, sync or async, with a few put back at the front."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        self._returned: deque[Taken] = deque()
+        self._next: Taken | None = None
+        """A new one that was looked at already."""
+        self._coming: asyncio.Future[object] | None = None
+        """What an async iterator was asked for and has not given yet."""
+        self._has_returned = asyncio.Event()
+        self._async: AsyncIterator[object] | None = None
+        self._sync: Iterator[object] = iter(())
+        if isinstance(tasks, AsyncIterable):
+            self._async = aiter(tasks)
+        else:
+            self._sync = iter(tasks)
+
+    def inherit(self, before: "TaskSource", next_key: TaskKey) -> None:
+        """Take over what another source had left of those that were looked at or put back.
+
+        ``next_key``: where the next new task of that one's iterator stands.
+        """
+        self._returned.extend(before._returned)
+        left = before._take_coming() or before._next
+        if left is not None:
+            self._returned.append(Taken(left.task, next_key))
+
+    @property
+    def offers(self) -> set[int]:
+        """The iterators that what was put back is from."""
+        return {taken.key.offer for taken in self._returned if taken.key is not None}
+
+    def close(self) -> None:
+        """Nobody waits for the iterator any more."""
+        self._take_coming()
+
+    def _take_coming(self) -> Taken | None:
+        """What has just come; if nothing has, nothing will."""
+        coming, self._coming = self._coming, None
+        if coming is None or coming.cancel() or coming.cancelled() or coming.exception():
+            return None
+        task = coming.result()
+        return None if task is NO_MORE else Taken(task)
+
+    def goes_on_with(self, tasks: Tasks) -> bool:
+        """Whether these are the rest of the same iterator: then one that was looked at stays."""
+        return tasks is self._sync or tasks is self._async
+
+    def put_back(self, task: object, key: TaskKey) -> None:
+        """Give this task out again, unless it is to be already."""
+        if any(taken.key == key for taken in self._returned):
+            return
+        self._returned.append(Taken(task, key))
+        self._has_returned.set()
+
+    def give_back(self, taken: Taken) -> None:
+        """There is no place for this one after all: it is the next of its kind."""
+        if taken.key is None:
+            self._next = taken
+        else:
+            self._returned.appendleft(taken)
+
+    def has_ended(self) -> bool:
+        """Whether a sync iterator has no more: looks one task ahead, and keeps it.
+
+        Known early, the end of tasks is told apart from a batch that waits for a publish. Of an
+        async one nothing is known before it is asked.
+        """
+        if not self._returned and self._next is None and self._async is None:
+            task = next(self._sync, NO_MORE)
+            if task is NO_MORE:
+                return True
+            self._next = Taken(task)
+        return False
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the user's iterator may have to be waited for."""
+        return self._async is not None
+
+    def next_nowait(self, *, prefers_returned: bool) -> Taken | None:
+        """The next task, those put back first or last; None if there is none, or none is there of
+        an async iterator's."""
+        if self._returned and prefers_returned:
+            return self._returned.popleft()
+        taken, self._next = self._next, None
+        if taken is not None:
+            return taken
+        if self._async is not None:
+            return None
+        task = next(self._sync, NO_MORE)
+        if task is not NO_MORE:
+            return Taken(task)
+        return self._returned.popleft() if self._returned else None
+
+    async def next(self, *, prefers_returned: bool) -> Taken | None:
+        """The next task, those put back first or last; None if there is none."""
+        taken = self.next_nowait(prefers_returned=prefers_returned)
+        if taken is not None or self._async is None:
+            return taken
+        taken = await self._new_or_returned(self._async)
+        if taken is not None:
+            return taken
+        return self._returned.popleft() if self._returned else None
+
+    async def _new_or_returned(self, tasks: AsyncIterator[object]) -> Taken | None:
+        """A new task; None if there are no more, or one was put back while none came."""
+        if self._coming is None:
+            self._coming = asyncio.ensure_future(_next_of(tasks))
+        self._has_returned.clear()
+        put_back = asyncio.ensure_future(self._has_returned.wait())
+        either: set[asyncio.Future[Any]] = {self._coming, put_back}
+        try:
+            if not self._returned:  # cancelled, it leaves what is coming for who goes on
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            put_back.cancel()
+        if not self._coming.done():
+            return None
+        coming, self._coming = self._coming, None
+        task = coming.result()
+        return None if task is NO_MORE else Taken(task)
+
+    async def next_new(self) -> object:
+        """The next task of the user's iterator, or NO_MORE."""
+        if self._async is not None:
+            return await anext(self._async, NO_MORE)
+        return next(self._sync, NO_MORE)
+
+
+async def _next_of(tasks: AsyncIterator[object]) -> object:
+    return await anext(tasks, NO_MORE)
+
+
+def task_digest(task: object) -> bytes:
+    """Eight bytes to know a task by, if it is plain data; empty if it isn't."""
+    try:
+        body = msgspec.msgpack.encode(task, order="deterministic")
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return b""
+    return hashlib.blake2b(body, digest_size=8).digest()
+
+
+def to_json(value: object) -> bytes:
+    """Encode a task, or any other value, as JSON; what JSON has no type for becomes a string."""
+    try:
+        return msgspec.json.encode(value, enc_hook=_jsonable)
+    except (TypeError, ValueError, RecursionError):
+        return json.dumps(repr(value)).encode()
+
+
+def _jsonable(value: object) -> object:
+    return dict(value) if isinstance(value, Mapping) else str(value)

@@ -1,1 +1,0 @@
-"""Where engines run: on this machine, or on those that Ray has."""

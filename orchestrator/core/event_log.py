@@ -1,0 +1,207 @@
+"""Codec of the journal's records: events to bytes, and bytes to events that a core handles again.
+
+A core is its events: fed the same ones, it is in the same state. A task is written down as far as
+it is plain data; others come again from the user's iterator. What an episode appended to its
+context since its last turn travels with the event that reports it.
+"""
+
+from typing import Any
+
+import msgspec
+
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.core import Core
+from tidegate.transport.messages import Prefill, TokenDetails
+
+KINDS: tuple[type[msgspec.Struct], ...] = (
+    ev.StepArrived,
+    ev.TurnAsked,
+    ev.TurnGivenUp,
+    ev.EpisodeReturned,
+    ev.EpisodeFailed,
+    ev.TaskArrived,
+    ev.TaskFound,
+    ev.TasksOffered,
+    ev.TasksExhausted,
+    ev.EvaluationAsked,
+    ev.EngineJoined,
+    ev.EngineLeft,
+    ev.EngineSwapped,
+    ev.TurnRejected,
+    ev.BatchAsked,
+    ev.BatchNotWanted,
+    ev.VersionPublished,
+    ev.BatchesSafe,
+    ev.RolloutCut,
+    ev.Resumed,
+    ev.RunEnded,
+    ev.StateNoted,
+    ev.OffPolicynessMeasured,
+    ev.VersionRetracted,
+    ev.RolloutForked,
+    ev.TurnsRewarded,
+    ev.RowsDiscarded,
+    ev.BatchReturned,
+    ev.PublishFailed,
+)
+"""An event's number in a record is its place here: add at the end, remove none."""
+
+NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
+FIELDS = {kind: [name for name in kind.__struct_fields__ if name != "task"] for kind in KINDS}
+"""Fields that are written of each kind. Of a task only ``body`` is."""
+
+GIVES = (ev.TurnAsked, ev.EpisodeReturned, ev.EpisodeFailed)
+"""Events of a rollout whose episode may have added to its context."""
+
+
+class TaskElsewhere:
+    """Stands for a task that the journal has no body of: only the user's iterator can give it."""
+
+    def __repr__(self) -> str:
+        return "TASK_ELSEWHERE"
+
+
+TASK_ELSEWHERE = TaskElsewhere()
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[Any])
+
+TASK_BYTES_MAX = 64 * 1024
+"""Largest task that is written down: a long prompt. The tokens of its group take as much."""
+
+TASK_DEPTH_MAX = 16
+"""Levels of a task that is written down."""
+
+TUPLE_CODE = 1
+"""MessagePack extension type of a tuple, which would come back as a list."""
+
+
+def task_body(task: object) -> bytes:
+    """Return a task as bytes that :func:`task_of` makes an equal task of; empty if there are none.
+
+    That takes plain data: None, bools, numbers, strings, bytes, and lists, tuples and dicts of
+    them. An object of any other class could only be made again by importing its class.
+    """
+    try:
+        body = msgspec.msgpack.encode(_plain(task, 0), order="deterministic")
+    except (TypeError, ValueError, OverflowError):
+        return b""
+    return body if len(body) <= TASK_BYTES_MAX else b""
+
+
+def task_of(body: bytes) -> object:
+    """Return the task that :func:`task_body` wrote; :data:`TASK_ELSEWHERE` of an empty body.
+
+    Raises:
+        ValueError: the bytes are none of its.
+    """
+    if not body:
+        return TASK_ELSEWHERE
+    return msgspec.msgpack.decode(body, ext_hook=_tuple)
+
+
+def _plain(value: object, depth: int) -> object:
+    kind = type(value)
+    if kind in (bool, int, float, str, bytes) or value is None:
+        return value
+    if depth < TASK_DEPTH_MAX:
+        if kind is dict:
+            return {_key(k): _plain(v, depth + 1) for k, v in value.items()}  # type: ignore[attr-defined]
+        if kind is list:
+            return [_plain(each, depth + 1) for each in value]  # type: ignore[attr-defined]
+        if kind is tuple:
+            parts = [_plain(each, depth + 1) for each in value]  # type: ignore[attr-defined]
+            data = msgspec.msgpack.encode(parts, order="deterministic")
+            return msgspec.msgpack.Ext(TUPLE_CODE, data)
+    raise TypeError(f"{kind.__name__} is no plain data")
+
+
+def _key(key: object) -> object:
+    if type(key) is not str:
+        raise TypeError(f"a key of type {type(key).__name__} may come back as another one")
+    return key
+
+
+def _tuple(code: int, data: memoryview) -> object:
+    if code != TUPLE_CODE:
+        raise ValueError(f"a task has data of extension type {code}")
+    return tuple(msgspec.msgpack.decode(data, type=list[Any], ext_hook=_tuple))
+
+
+def encode_event(event: ev.Event, core: Core) -> bytes:
+    """One record; to be made before ``core`` has handled the event."""
+    kind = type(event)
+    if isinstance(event, ev.StepArrived):
+        return _encoder.encode(_step_record(event))
+    values = [getattr(event, name) for name in FIELDS[kind]]
+    if isinstance(event, GIVES):
+        rollout = core.rollout(event.rollout_id)
+        values.append(rollout.token_ids[rollout.sampled_end :].tobytes() if rollout else b"")
+    return _encoder.encode([NUMBERS[kind], *values])
+
+
+def _step_record(event: ev.StepArrived) -> list[Any]:
+    """Without when it began: that only a picture of the run is made of."""
+    details = [event.details] if event.details else []
+    return [
+        0,
+        event.engine,
+        event.version,
+        event.turns.tobytes(),
+        event.token_ids.tobytes(),
+        event.logprobs.tobytes(),
+        event.finish,
+        event.counts.tobytes() if event.counts is not None else None,
+        event.prefills,
+        event.epoch,
+        event.seq,
+        event.busy_us,
+        *details,
+    ]
+
+
+def replay(record: bytes, core: Core) -> tuple[ev.Event, list[ev.Command]]:
+    """Have ``core`` live through a record; the event, and what it answered.
+
+    Raises:
+        ValueError: the record is none of this version's.
+    """
+    try:
+        number, *values = _decoder.decode(record)
+        kind = KINDS[number]
+        event = _step(values) if number == 0 else _event(kind, values)
+    except (msgspec.MsgspecError, IndexError, TypeError) as error:
+        raise ValueError(f"a record of {len(record)} bytes can't be read: {error}") from error
+    if isinstance(event, GIVES) and (rollout := core.rollout(event.rollout_id)) is not None:
+        rollout.extend(memoryview(values[-1]).cast("i").tolist())
+    return event, core.handle(event)
+
+
+def _event(kind: type[Any], values: list[Any]) -> Any:
+    told = values[:-1] if kind in GIVES else values  # the last is what was added
+    fields = dict(zip(FIELDS[kind], told, strict=False))
+    if kind is ev.TaskArrived:
+        fields["task"] = task_of(fields.get("body", b""))
+    elif kind in (ev.TaskFound, ev.EvaluationAsked):
+        fields["task"] = TASK_ELSEWHERE
+    return msgspec.convert(fields, kind)
+
+
+def _step(values: list[Any]) -> ev.StepArrived:
+    engine, version, turns, token_ids, logprobs, finish, counts, prefills, epoch, seq, *rest = (
+        values
+    )
+    return ev.StepArrived(
+        engine=engine,
+        version=version,
+        turns=memoryview(turns).cast("I"),
+        token_ids=memoryview(token_ids).cast("i"),
+        logprobs=memoryview(logprobs).cast("f"),
+        finish=finish,
+        counts=memoryview(counts).cast("I") if counts is not None else None,
+        prefills=msgspec.convert(prefills, list[Prefill]),
+        epoch=epoch,
+        seq=seq,
+        busy_us=rest[0] if rest else 0,
+        details=msgspec.convert(rest[1], list[TokenDetails]) if rest[1:] else (),
+    )

@@ -1,0 +1,210 @@
+"""Which engine does a turn go to, and when does it go on elsewhere? By load and policy.
+
+It knows which engines may get turns and how full they are. All of that follows from the engines and
+their turns: nothing here needs saving, and a core that lives through its events again chooses the
+same engines.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from tidegate.orchestrator.core.events import StepArrived
+from tidegate.orchestrator.core.filing import Filing
+from tidegate.orchestrator.core.rollout import Turn
+from tidegate.policies.routing import EngineLoads, LeastLoaded, Routing, TurnToRoute
+from tidegate.policies.speeds import EngineSpeeds
+from tidegate.policies.stragglers import EngineView, Move, RunningTurn, Stragglers
+from tidegate.transport.media import MediaKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRules:
+    """By which policies engines are chosen."""
+
+    routing: Routing = field(default_factory=LeastLoaded)
+    speeds: EngineSpeeds | None = None
+    """What engines' slots are weighed by; None takes all for equally fast."""
+    stragglers: Stragglers | None = None
+    """None leaves every turn where it is."""
+
+
+@dataclass(slots=True)
+class EngineTurns:
+    """One engine and the turns it has."""
+
+    weight_version: int
+    max_running_turns: int
+    epoch: int = 0
+    submissions: dict[int, Turn] = field(default_factory=dict)
+    """The turns that were sent to it, by handle."""
+    missing: list[int] = field(default_factory=list)
+    """Submissions that it did not hold when it said hello after a break."""
+    replay_until: int = 0
+    """Those of them that are left once its steps before this seq are in were lost."""
+    is_away: bool = False
+    """Whether it is yet to come back, after a resume."""
+    speed: float = 1.0
+    """What its slots are weighed by."""
+    media: tuple[MediaKind, ...] = ()
+    """What it reads beside tokens."""
+    filing: Filing = field(default_factory=Filing)
+
+
+class Placement:
+    """The engines of a turn book, ordered by load."""
+
+    def __init__(self, engines: dict[str, EngineTurns], rules: PlacementRules) -> None:
+        self._engines = engines
+        self._rules = rules
+        self.watches_steps = rules.speeds is not None or rules.stragglers is not None
+        """Whether anything is to be done after a step; mostly there isn't, and steps are many."""
+        self._is_by_load = type(rules.routing) is LeastLoaded
+        """Then nothing need be known of the turn; turns are many."""
+        self._open: EngineLoads | None = None
+        """Engines that may get any turn; None: to be looked at anew."""
+        self._reserved: frozenset[str] = frozenset()
+        """Engines for stragglers."""
+        self._open_reserved = EngineLoads()
+        """Those of them that may get turns."""
+
+    # ------------------------------------------------------------ what has changed
+
+    def forget(self) -> None:
+        """Engines came or went, or more than one has changed: look at all of them anew."""
+        self._open = None
+
+    def rank(self, name: str, live_version: int) -> None:
+        """An engine's turns, weights or speed have changed."""
+        loads = self._open
+        if loads is None:
+            return
+        engine = self._engines[name]
+        if self._reserved and name in self._reserved:
+            loads = self._open_reserved
+        if engine.weight_version >= live_version and not engine.is_away:
+            loads.set(name, len(engine.submissions), engine.max_running_turns * engine.speed)
+        else:
+            loads.discard(name)
+
+    def first_speed(self, name: str) -> float:
+        """Of an engine that is about to join the others."""
+        speeds = self._rules.speeds
+        return speeds.first(name, [e.speed for e in self._engines.values()]) if speeds else 1.0
+
+    def measure(self, event: StepArrived, live_version: int) -> None:
+        """A step shows how fast its engine is."""
+        speeds, engine = self._rules.speeds, self._engines[event.engine]
+        if speeds is None:
+            return
+        speed = speeds.after_step(
+            engine.speed,
+            rows=len(event.turns),
+            tokens=len(event.token_ids),
+            busy_us=event.busy_us,
+        )
+        if speed != engine.speed:
+            engine.speed = speed
+            self.rank(event.engine, live_version)
+
+    def _loads(self, live_version: int) -> EngineLoads:
+        if self._open is None:
+            self._open, self._open_reserved = EngineLoads(), EngineLoads()
+            stragglers = self._rules.stragglers
+            reserved = stragglers.reserve(sorted(self._engines)) if stragglers else ()
+            self._reserved = frozenset(reserved)
+            for name in self._engines:
+                self.rank(name, live_version)
+        return self._open
+
+    # ------------------------------------------------------------ choosing
+
+    def has_any(self, live_version: int) -> bool:
+        """Whether a turn could be sent anywhere now."""
+        return bool(self._loads(live_version).names or self._open_reserved.names)
+
+    def is_open(self, name: str, live_version: int) -> bool:
+        """Whether turns may be sent there now."""
+        loads = self._loads(live_version)
+        return name in (self._open_reserved if name in self._reserved else loads)
+
+    def choose(self, turn: Turn, number: int, live_version: int) -> str | None:
+        """Whom a turn goes to that is on no engine; None if there is nobody."""
+        loads = self._open
+        if loads is None:
+            loads = self._loads(live_version)
+        if turn.rollout.may_have_media and turn.rollout.media:
+            loads = self._loads_for_media(turn, live_version)
+            return loads.least() if self._is_by_load else self._routed(turn, number, loads)
+        if self._reserved:
+            reserved = self._open_reserved.least()
+            if reserved is not None and (not loads.names or self._takes(reserved, turn)):
+                return reserved
+        if self._is_by_load:
+            return loads.least()
+        return self._routed(turn, number, loads)
+
+    def _routed(self, turn: Turn, number: int, loads: EngineLoads) -> str | None:
+        group_id, kv_engine = turn.rollout.group_id, _kv_engine(turn)
+        to_route = TurnToRoute(number=number, group_id=group_id, kv_engine=kv_engine)
+        return self._rules.routing.choose(loads, to_route)
+
+    def takes_media(self, name: str, turn: Turn) -> bool:
+        """Whether an engine reads all that a turn's context has beside tokens."""
+        return {each.kind for each in turn.rollout.media} <= {*self._engines[name].media}
+
+    def _loads_for_media(self, turn: Turn, live_version: int) -> EngineLoads:
+        """Of engines that may get this turn. Made anew for each, for such turns cost much more than
+        that; and stragglers' engines are like any other to them, for few may read media at all."""
+        loads = EngineLoads()
+        for name, engine in self._engines.items():
+            if self.is_open(name, live_version) and self.takes_media(name, turn):
+                capacity = engine.max_running_turns * engine.speed
+                loads.set(name, len(engine.submissions), capacity)
+        return loads
+
+    def _takes(self, reserved: str, turn: Turn) -> bool:
+        stragglers = self._rules.stragglers
+        num_turns = len(self._engines[reserved].submissions)
+        return stragglers is not None and stragglers.takes(tokens=turn.length, num_turns=num_turns)
+
+    # ------------------------------------------------------------ moving
+
+    def moves(self, event: StepArrived, live_version: int) -> list[Move]:
+        """Which turns are to go on elsewhere, if this step is one at which all are looked at.
+
+        Each engine's turn to cause that look comes once in ``check_steps`` steps times engines, at
+        steps of its own, so all are looked at once for about ``check_steps`` steps of an engine,
+        whichever engines stand still.
+        """
+        stragglers = self._rules.stragglers
+        if stragglers is None:
+            return []
+        interval = stragglers.check_steps * len(self._engines)
+        if (event.seq + crc32(event.engine.encode())) % interval:
+            return []
+        self._loads(live_version)
+        return stragglers.moves([self._view(name, live_version) for name in sorted(self._engines)])
+
+    def _view(self, name: str, live_version: int) -> EngineView:
+        engine = self._engines[name]
+        return EngineView(
+            name=name,
+            is_reserved=name in self._reserved,
+            is_open=self.is_open(name, live_version),
+            num_turns=len(engine.submissions),
+            turns=_running(engine),
+        )
+
+
+def _running(engine: EngineTurns) -> Iterator[RunningTurn]:
+    for handle, turn in engine.submissions.items():
+        yield RunningTurn(handle, turn.priority, turn.length)
+
+
+def _kv_engine(turn: Turn) -> str | None:
+    """Who sampled the last tokens of its rollout, in this turn or the one before."""
+    for earlier in reversed(turn.rollout.turns[-2:]):
+        if earlier.runs:
+            return earlier.runs[-1].engine
+    return None

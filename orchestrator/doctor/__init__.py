@@ -1,1 +1,0 @@
-"""Examines an engine before anybody trains on what it says: `tidegate doctor`."""

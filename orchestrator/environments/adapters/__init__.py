@@ -1,1 +1,0 @@
-"""Environments of other packages, each imported only when its adapter is used."""

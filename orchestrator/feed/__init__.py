@@ -1,1 +1,0 @@
-"""Tasks in, batches out: what flows between the user's iterators, the run and the trainer."""

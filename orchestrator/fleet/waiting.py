@@ -1,0 +1,127 @@
+"""Waiters of the run's loop: futures, by what resolves them. Decides nothing."""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.fleet.scores import Score
+
+
+class BatchRequest:
+    """One call for the next batch, shared by the run's loop and the caller's thread.
+
+    A batch that is on offer is either taken by the caller or withdrawn by the run, never both:
+    whoever comes first. So no batch is lost where the caller stops waiting while its loop has not
+    looked yet, and none is taken that a publish has made older meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[bool] | None = None
+        """Of the run's loop: resolved once a batch was on offer (True) or none will be (False)."""
+        self._lock = threading.Lock()
+        self._batch: ev.HandOver | None = None
+        self._is_taken = False
+        self._is_closed = False
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether there is a batch to take, or that was taken."""
+        return self._batch is not None
+
+    @property
+    def batch(self) -> ev.HandOver | None:
+        """The batch on offer; it may be withdrawn until it is taken."""
+        return self._batch
+
+    def take(self, batch: ev.HandOver) -> bool:
+        """Take this batch, on the caller's thread; False: it is not on offer any more."""
+        with self._lock:
+            self._is_taken = self._batch is batch and not self._is_closed
+            return self._is_taken
+
+    def offer(self, batch: ev.HandOver) -> None:
+        """Put a batch on offer, on the run's loop."""
+        with self._lock:
+            self._batch = batch
+
+    def withdraw(self) -> bool:
+        """Take the offer back, on the run's loop; False: the caller has taken it."""
+        with self._lock:
+            if not self._is_taken:
+                self._batch = None
+            return not self._is_taken
+
+    def close(self) -> None:
+        """The call is over without a batch."""
+        with self._lock:
+            self._is_closed = True
+        if self.future is not None:
+            self.future.cancel()
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Who waits for what, on this loop."""
+
+    turns: dict[int, asyncio.Future[Turn]] = field(default_factory=dict)
+    """By rollout."""
+    batches: deque[BatchRequest] = field(default_factory=deque)
+    evaluations: dict[int, asyncio.Future[Rollout]] = field(default_factory=dict)
+    """By rollout."""
+    scores: set[asyncio.Future[Score]] = field(default_factory=set)
+    calls: dict[int, asyncio.Future[None]] = field(default_factory=dict)
+    """Trainers' calls about weights, pauses and sleep, by number."""
+    conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = field(default_factory=list)
+    """Looked at whenever an engine or its weights have changed."""
+
+    def futures(self) -> "list[asyncio.Future[Any]]":
+        """All of them."""
+        conditions = [future for _, future in self.conditions]
+        return [
+            *self.turns.values(),
+            *(request.future for request in self.batches if request.future is not None),
+            *self.evaluations.values(),
+            *self.scores,
+            *self.calls.values(),
+            *conditions,
+        ]
+
+    def fail_all(self, error: BaseException) -> None:
+        """Tell everybody that nothing will come."""
+        for future in self.futures():
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # retrieved: a waiter that is gone is no news
+
+    def notify(self) -> None:
+        """Wake whose condition has come true."""
+        waiting, self.conditions = self.conditions, []
+        for condition, future in waiting:
+            if condition():
+                resolve(future, None)
+            elif not future.done():
+                self.conditions.append((condition, future))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Return once ``condition`` holds."""
+        if not condition():
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.conditions.append((condition, future))
+            await future
+
+
+def resolve(future: "asyncio.Future[Any] | None", value: object) -> None:
+    """Give a waiter what it waits for, if it still does."""
+    if future is not None and not future.done():
+        future.set_result(value)
+
+
+def fail(future: "asyncio.Future[Any] | None", error: Exception) -> None:
+    """Tell a waiter, if it still is one, that it waits in vain."""
+    if future is not None and not future.done():
+        future.set_exception(error)

@@ -1,1 +1,0 @@
-"""OpenAI's API for agents that know nothing of Tidegate."""

@@ -1,1 +1,0 @@
-"""What a running or finished run looks like: metrics, dashboard, terminal, logs."""

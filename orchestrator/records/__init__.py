@@ -1,1 +1,0 @@
-"""What a run leaves behind, and what can be learned from it: reports, traces, audits."""

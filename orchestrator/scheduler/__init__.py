@@ -1,0 +1,1 @@
+"""The asyncio shell around the core: carries out its commands."""

@@ -1,0 +1,147 @@
+"""Queue of trainers' requests for batches, on the run's loop.
+
+The scheduler puts requests in, and the core's hand-overs come out. A hand-over is an offer first:
+the trainer's thread takes it, see :class:`BatchRequest`, and acknowledges it once nothing can
+interrupt the call any more. Until then it can be undone: what a trainer does not take goes back to
+the core, which selects the next batch anew, by the version of then. One batch is on offer at a
+time, so what is undone is always the newest.
+
+While it is undecided which version the trainer has made, nothing is on offer: the batch's age would
+be counted from the version before.
+"""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from tidegate.errors import TidegateError
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.fleet.waiting import BatchRequest, Waiting, fail, resolve
+
+
+class BatchDesk:
+    """Hands batches to the trainer, to one request after the other."""
+
+    def __init__(
+        self,
+        waiting: Waiting,
+        handle: Callable[[ev.Event], None],
+        when_safe: Callable[[Callable[[], None]], None],
+        take_failure: Callable[[], TidegateError | None],
+    ) -> None:
+        """``take_failure``: what the trainer must be told before it gets another batch."""
+        self._requests = waiting.batches
+        """Requests without an offer, oldest first."""
+        self._handle = handle
+        self._when_safe = when_safe
+        self._take_failure = take_failure
+        self._offer: tuple[BatchRequest, ev.HandOver] | None = None
+        """Batch that the core has handed over and no trainer has acknowledged."""
+        self._is_asked = False
+        """Whether the core is asked for a batch, for the oldest request."""
+        self._is_held = False
+
+    async def wait(self, request: BatchRequest) -> bool:
+        """Wait until a batch is on offer to this request; False: there will be none any more.
+
+        If this is cancelled, the request is closed, and an offer to it is undone.
+
+        Raises:
+            TidegateError: an earlier publish failed behind its caller's back, or no batch can come.
+        """
+        if request.is_offered:
+            return True
+        failure = self._take_failure()
+        if failure is not None:
+            raise failure
+        request.future = asyncio.get_running_loop().create_future()
+        if request not in self._requests:
+            self._requests.append(request)
+            self._ask()
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            self.close(request)
+            raise
+
+    def acknowledge(self, request: BatchRequest) -> None:
+        """The trainer has the batch that was offered to this request."""
+        if self._offer is not None and self._offer[0] is request:
+            self._offer = None
+            self._ask()
+
+    def close(self, request: BatchRequest) -> None:
+        """The trainer's call ends without a batch, whatever was offered. Harmless if repeated."""
+        request.close()
+        if request in self._requests:
+            if self._requests[0] is request:
+                self._withdraw_question(is_held=False)
+            self._requests.remove(request)
+        elif self._offer is not None and self._offer[0] is request:
+            self._undo_offer()
+        self._ask()
+
+    def give_back(self, number: int, *, newest: int) -> bool:
+        """An acknowledged batch was not trained on; False: it is not the newest, or others wait."""
+        if self._offer is not None or self._requests or number != newest:
+            return False
+        self._handle(ev.BatchReturned(number))
+        return True
+
+    def hold(self, is_held: bool) -> None:
+        """Have nothing on offer for now; or ask the core again for whoever waits."""
+        if not is_held and self._requests and (failure := self._take_failure()) is not None:
+            self._withdraw_question(is_held=self._is_held)
+            fail(self._requests.popleft().future, failure)
+        if is_held and not self._is_held:
+            self._is_held = True
+            self._withdraw_question(is_held=True)
+            if self._offer is not None and self._offer[0].withdraw():
+                self._requests.appendleft(self._offer[0])
+                self._undo_offer()
+        elif not is_held:
+            self._is_held = False
+            self._ask()
+
+    def hand_over(self, batch: ev.HandOver) -> None:
+        """There is a batch for the oldest request."""
+        self._is_asked = False
+        self._offer = (self._requests.popleft(), batch)
+        self._when_safe(partial(self._deliver, self._offer))
+
+    def end(self) -> None:
+        """There will be none for the oldest request."""
+        self._is_asked = False
+        resolve(self._requests.popleft().future, False)
+        self._ask()
+
+    def refuse(self, error: TidegateError) -> None:
+        """There can be none for the oldest request."""
+        self._is_asked = False
+        fail(self._requests.popleft().future, error)
+        self._ask()
+
+    # ------------------------------------------------------------ the core's side
+
+    def _ask(self) -> None:
+        """Ask the core for a batch, if somebody waits, and nothing is on offer or held."""
+        if self._requests and not (self._is_asked or self._is_held or self._offer):
+            self._is_asked = True
+            self._handle(ev.BatchAsked())
+
+    def _withdraw_question(self, *, is_held: bool) -> None:
+        if self._is_asked:
+            self._is_asked = False
+            self._handle(ev.BatchNotWanted(is_held))
+
+    def _undo_offer(self) -> None:
+        assert self._offer is not None
+        (_, batch), self._offer = self._offer, None
+        self._handle(ev.BatchReturned(batch.number, is_held=self._is_held))
+
+    def _deliver(self, offer: tuple[BatchRequest, ev.HandOver]) -> None:
+        """No crash can undo this hand-over: the trainer may see it, unless it was undone."""
+        if self._offer is offer:
+            request, batch = offer
+            request.offer(batch)
+            resolve(request.future, True)

@@ -1,0 +1,243 @@
+"""The scheduler's side that talks with engines: fleet, outbox, sessions, scores and control.
+
+It passes on what engines say, and tells each part of engines that come and go. The scheduler makes
+one of it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from tidegate.errors import BadFrame
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.outbox import Outbox
+from tidegate.orchestrator.fleet.fleet import Answer, Fleet, FleetTimes
+from tidegate.orchestrator.fleet.heartbeats import Heartbeats
+from tidegate.orchestrator.fleet.open_sessions import OpenSessions
+from tidegate.orchestrator.fleet.score_desk import ScoreDesk
+from tidegate.orchestrator.fleet.waiting import Waiting
+from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.orchestrator.telemetry.recorder import Recorder
+from tidegate.orchestrator.weight_sync.control import EngineControl
+from tidegate.transport.messages import (
+    Hello,
+    InitWeights,
+    Message,
+    Paused,
+    Refused,
+    Resumed,
+    SubmitTurn,
+    WeightsLive,
+)
+from tidegate.transport.scoring import Scored, ScoreRefused, ScoreTokens
+
+log = logging.getLogger("tidegate")
+
+
+class Shell(Protocol):
+    """What engines' side needs of the scheduler."""
+
+    core: Core
+
+    def handle(self, events: Iterable[ev.Event]) -> None:
+        """Feed events to the core."""
+
+    def when_safe(self, action: Callable[[], None]) -> None:
+        """Do this once no crash can undo what has been handled so far."""
+
+    def hold_batches(self, is_held: bool) -> None:
+        """Hand over no batch while it is undecided which version the trainer has made."""
+
+    def stand_still(self, is_still: bool) -> None:
+        """Count no episode's time while engines are paused."""
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with this error."""
+
+
+class EngineSide:
+    """A run's engines, as its scheduler has them."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        init_weights: InitWeights,
+        send: Callable[[bytes, Message], bool],
+        waiting: Waiting,
+        recorder: Recorder | None,
+        shell: Shell,
+        *,
+        weights_dtype: str = "",
+    ) -> None:
+        """``weights_dtype``: what the model directory's weights are stored in; empty: unknown."""
+        self._weights_dtype = weights_dtype
+        self._settings = settings
+        self._recorder = recorder
+        self._shell = shell
+        self.handle, self.when_safe = shell.handle, shell.when_safe
+        self.hold_batches, self.stand_still = shell.hold_batches, shell.stand_still
+        self.fleet = Fleet(
+            FleetTimes.of(settings),
+            send,
+            is_deterministic=settings.deterministic,
+            quantization=settings.quantize or "",
+            kv_policy=settings.kv_policy,
+            weight_channel=init_weights.channel,
+        )
+        self.control = EngineControl(settings, init_weights, waiting, self)
+        self.outbox = Outbox(
+            self.fleet.send,
+            takes_turns_together=self.fleet.takes_turns_together,
+            on_refused=self._refuse_unsendable,
+            on_error=shell.fail,
+        )
+        self.sessions = OpenSessions(self.outbox.post)
+        self.scores = ScoreDesk(
+            self.fleet,
+            waiting=waiting.scores,
+            live_version=lambda: self.core.turns.live_version,
+            post=self.outbox.post,
+        )
+        self.on_silent: Callable[[str], None] = lambda engine: None
+        """Told of engines that were given up for their silence."""
+
+    @property
+    def core(self) -> Core:
+        """The run's."""
+        return self._shell.core
+
+    def heartbeats(self) -> Heartbeats:
+        """What tells engines that this process lives, and notices which of them don't."""
+        return Heartbeats(
+            self.fleet,
+            self.handle,
+            lambda engine: self.on_silent(engine),  # whoever it is by then
+            interval_s=self._settings.heartbeat_interval_s,
+            patience_s=self._settings.engine_start_timeout_s,
+        )
+
+    def send(self, outgoing: Sequence[tuple[str, Message]]) -> None:
+        """Send messages to engines, after all that was posted before."""
+        self.outbox.send(outgoing)
+
+    def _refuse_unsendable(
+        self, engine: str, message: SubmitTurn | ScoreTokens, error: BadFrame
+    ) -> None:
+        """A turn or a request to score fits no frame: it fails, as if the engine had refused it."""
+        if isinstance(message, ScoreTokens):
+            refusal = ScoreRefused(request=message.request, message=str(error))
+            self.scores.heard(engine, refusal)
+        else:
+            self.handle([ev.TurnRejected(engine, message.turn, str(error))])
+
+    # ------------------------------------------------------------ what they say
+
+    def on_frames(self, frames: list[tuple[bytes, bytes]]) -> None:
+        """Take in what has arrived; what can't be taken in ends the run."""
+        try:
+            for item in self.fleet.hear(frames, asyncio.get_running_loop().time()):
+                self._on_heard(item)
+            if acks := self.fleet.take_acks():
+                self.when_safe(lambda: self.fleet.acknowledge(acks))  # engines forget them
+        except Exception as error:  # noqa: BLE001 - ours: it ends the run, not only this callback
+            self._shell.fail(error)
+
+    def _on_heard(self, item: ev.Event | Answer) -> None:
+        if isinstance(item, Answer):
+            if isinstance(item.message, Scored | ScoreRefused):
+                self.scores.heard(item.engine, item.message)
+            elif not self.control.heard(item.engine, item.message):
+                log.warning("engine=%s said %s", item.engine, item.message)
+            elif isinstance(item.message, Paused | Resumed):
+                self._record(item.engine, type(item.message).__name__.lower())
+            return
+        self.handle([item])
+        if self._recorder is not None and isinstance(item, ev.StepArrived):
+            self._recorder.engine_step(
+                item.engine,
+                item.started_us,
+                item.busy_us,
+                item.version,
+                len(item.turns),
+                len(item.prefills),
+            )
+
+    def staged(self, engine: str, version: int) -> None:
+        """An engine holds new weights beside its live ones."""
+        self._record(engine, "staged", version=version)
+
+    def swapped(self, engine: str, message: WeightsLive) -> None:
+        """An engine serves other weights from now on."""
+        self._record(
+            engine,
+            "swap",
+            at_us=message.swapped_us,
+            version=message.version,
+            standstill_us=message.standstill_us,
+        )
+        self.handle([ev.EngineSwapped(engine, message.version)])
+        self.scores.advance()
+
+    def hello_of(self, engine: str) -> Hello | None:
+        """What an engine said of itself; None if it has gone again."""
+        known = self.fleet.engines.get(engine)
+        return known.hello if known is not None else None
+
+    # ------------------------------------------------------------ who comes and goes
+
+    def note(self, event: ev.EngineJoined | ev.EngineLeft) -> None:
+        """Tell those who must know which engines there are."""
+        engine = event.engine
+        if isinstance(event, ev.EngineJoined):
+            self._note_dtype(engine)
+            self.control.joined(engine, event.weight_version)
+            self.scores.joined(engine)
+            self.sessions.joined(engine, self.hello_of(engine))
+            return
+        log.warning("engine=%s lost: %s", engine, self.fleet.departed.get(engine))
+        self.control.left(engine)
+        self.scores.left(engine)
+        self.sessions.left(engine)
+        self._record(engine, "lost")
+
+    def _note_dtype(self, engine: str) -> None:
+        """Record what an engine computes in, and warn if that is not what the run is to serve."""
+        hello = self.hello_of(engine)
+        if hello is None:
+            return
+        if self._recorder is not None:
+            self._recorder.engine_dtype(engine, hello.dtype)
+        asked = self._settings.dtype
+        wanted = self._weights_dtype if asked == "auto" else asked
+        if hello.dtype and wanted and hello.dtype != wanted:
+            log.warning(
+                "engine=%s dtype=%s weights_dtype=%s: it computes in another precision than the "
+                "model directory's, so its log-probs differ from the trainer's; to have it "
+                "otherwise, start it with --dtype %s",
+                engine,
+                hello.dtype,
+                wanted,
+                wanted,
+            )
+
+    def refuse_engine(self, engine: str, why: str) -> None:
+        """An engine refuses the weights that others serve."""
+        self.fleet.send(engine, Refused(message=why))
+        self.handle(self.fleet.lose(engine, f"could not take weights: {why}", is_crash=False))
+
+    def ended(self, engine: str, why: str) -> None:
+        """The process of a local engine has ended."""
+        self.handle(self.fleet.lose(engine, why))
+
+    def give_up_engine(self, engine: str, why: str) -> None:
+        """Strike an engine that doesn't answer."""
+        self.handle(self.fleet.lose(engine, why, is_crash=False))
+        self.on_silent(engine)
+
+    def _record(self, engine: str, name: str, at_us: int = 0, **about: int) -> None:
+        if self._recorder is not None:
+            at_us = at_us or time.monotonic_ns() // 1000
+            self._recorder.engine_event(engine, name, at_us, **about)

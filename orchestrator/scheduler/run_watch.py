@@ -1,0 +1,228 @@
+"""What in a run should get on, and how far is it? Looks at all of it a few times per patience.
+
+It only reads: the core's groups and turns, the fleet, the weights on their way. What has not got on
+is logged, once, and kept for :attr:`RunWatch.stuck`.
+"""
+
+import asyncio
+import logging
+import reprlib
+from collections.abc import Callable, Container
+
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.placement import EngineTurns
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.core.weight_control import WeightControl
+from tidegate.orchestrator.episodes.runner import LeftBehind
+from tidegate.orchestrator.fleet.engine_record import Engine
+from tidegate.orchestrator.fleet.fleet import Fleet
+from tidegate.orchestrator.telemetry.watchdog import Stuck, Watchdog
+
+ROUNDS_PER_PATIENCE = 4
+"""So what is stuck is named after 1 to 1.25 times the patience."""
+
+LOOKED_AT_AT_ONCE = 500
+"""Rollouts, before the loop sees to its sockets again: about half a millisecond."""
+
+LOGGED_AT_ONCE_MAX = 10
+"""Of what is found in one round; the others are counted."""
+
+TRAINER_PATIENCE = 5.0
+"""A train step may well take minutes while all else is done, and nothing is wrong with it."""
+
+KEPT_SHARE = 0.75
+"""Of the episodes that ended last. Some stay by chance, until the garbage collector comes by."""
+
+_SHORT = reprlib.Repr()
+"""Of a task: enough to know it by."""
+_SHORT.maxstring = _SHORT.maxother = 80
+
+log = logging.getLogger("tidegate")
+
+
+class RunWatch:
+    """Watches one run."""
+
+    def __init__(
+        self,
+        core: Core,
+        fleet: Fleet,
+        weights: WeightControl,
+        left: LeftBehind,
+        *,
+        parked: Container[int] = (),
+        is_paused: Callable[[], bool] = lambda: False,
+        patience_s: float,
+    ) -> None:
+        """``parked``: rollouts whose episodes wait for newer weights, as they should."""
+        self._core = core
+        self._fleet = fleet
+        self._weights = weights
+        self._is_paused = is_paused
+        self._left = left
+        self._parked = parked
+        self._round_s = patience_s / ROUNDS_PER_PATIENCE
+        self._dog = Watchdog(patience_s)
+
+    async def run(self) -> None:
+        """Look at everything, again and again, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._round_s)
+            self._dog.begin(loop.time())
+            self._look_at_trainer()
+            self._look_at_weights()
+            self._look_at_what_is_left()
+            await self._look_at_rollouts(self._look_at_engines())
+            _log(self._dog.end())
+
+    @property
+    def stuck(self) -> tuple[Stuck, ...]:
+        """What has not got on, as of the last round."""
+        return self._dog.stuck
+
+    # ------------------------------------------------------------ rollouts
+
+    async def _look_at_rollouts(self, engines: set[str]) -> None:
+        """Each in its turn, on one of these engines, or in the user's code; the others wait."""
+        is_stuck, awaited = self._dog.is_stuck, self._core.awaited
+        for number, (rollout, group) in enumerate(list(self._core.groups.running.values()), 1):
+            if number % LOOKED_AT_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            turns = rollout.turns
+            turn = turns[-1] if turns else None
+            if turn is not None and turn.finish_reason is None:
+                if turn.place is None or turn.place[0] not in engines:
+                    continue
+                if is_stuck("turn", rollout.rollout_id, (len(turns), turn.length)):
+                    self._dog.name("turn", rollout.rollout_id, _say_turn(turn))
+            elif awaited and group.key in awaited:
+                continue  # its episode is yet to begin again
+            elif rollout.branch_of is not None:
+                continue  # its root's episode is that of all its rows
+            elif rollout.rollout_id in self._parked:
+                continue  # newer weights wake it
+            elif is_stuck("episode", rollout.rollout_id, _progress(rollout)):
+                self._dog.name("episode", rollout.rollout_id, _say_episode(rollout, group))
+
+    def _look_at_engines(self) -> set[str]:
+        """Those that make steps, and for all of the turns that they have."""
+        at_work: set[str] = set()
+        if self._is_paused():
+            return at_work  # nobody expects steps of them
+        for name, turns in list(self._core.turns.engines.items()):
+            engine = self._fleet.engines.get(name)
+            if engine is None or not turns.submissions:
+                continue
+            progress = (engine.hello.epoch, engine.tokens, engine.busy_us)
+            if self._dog.is_stuck("engine", name, progress):
+                self._dog.name("engine", name, _say_engine(engine, turns))
+            elif not engine.waiting_turns:  # else nobody knows which of them wait
+                at_work.add(name)
+        if self._core.turns.waiting and self._dog.is_stuck("engine", "no engine", None):
+            self._dog.name("engine", "no engine", self._say_no_engine())
+        return at_work
+
+    def _say_no_engine(self) -> str:
+        turns = self._core.turns
+        there = ", ".join(f"{name} v{e.weight_version}" for name, e in turns.engines.items())
+        return (
+            f"{len(turns.waiting)} turns wait for one that serves v{turns.live_version} or newer; "
+            f"there are {there or 'none'}"
+        )
+
+    def _look_at_what_is_left(self) -> None:
+        for rollout_id in self._left.stubborn:
+            if self._dog.is_stuck("episode", rollout_id, None):
+                why = "it was given up at its timeout, but swallows CancelledError and goes on"
+                self._dog.name("episode", rollout_id, why)
+        ended = self._left.ended
+        alive = sum(episode() is not None for episode in ended)
+        are_kept = len(ended) == ended.maxlen and alive > KEPT_SHARE * len(ended)
+        who = "episodes that have ended"
+        if are_kept and self._dog.is_stuck("memory", who, None):
+            self._dog.name("memory", who, _say_kept(alive, len(ended)))
+
+    # ------------------------------------------------------------ the trainer
+
+    def _look_at_trainer(self) -> None:
+        core, dog = self._core, self._dog
+        if core.are_tasks_exhausted or core.running_groups:
+            return
+        who = "the iterator of tasks"
+        is_waiting = bool(core.batches_asked and core.capacity_groups)
+        if is_waiting and dog.is_stuck("tasks", who, core.groups.next_group_id):
+            dog.name("tasks", who, f"{core.capacity_groups} groups may start, but it gives no task")
+        unpublished = core.handed.unpublished_groups
+        progress = (core.handed.count, core.trainer_version)
+        holds_all = bool(unpublished and not core.capacity_groups)
+        if holds_all and dog.is_stuck("trainer", "the trainer", progress, TRAINER_PATIENCE):
+            where = (
+                f"it holds {unpublished} groups and has published nothing made of them; "
+                f"{core.buffered_groups} are buffered, and no other may start before"
+            )
+            dog.name("trainer", "the trainer", where)
+
+    def _look_at_weights(self) -> None:
+        weights, dog = self._weights, self._dog
+        for late in weights.laggards:
+            who = f"v{late.version} {late.phase}"
+            if dog.is_stuck("publish", who, late.engines):
+                dog.name("publish", who, str(late))
+        if weights.is_reserved and weights.is_writable:
+            newest = weights.update.version if weights.update is not None else None
+            if dog.is_stuck("publish", "the next version", newest):
+                where = "it is still being written where engines copy it from"
+                dog.name("publish", "the next version", where)
+
+
+def _say_engine(engine: Engine, turns: EngineTurns) -> str:
+    return (
+        f"no step of its {len(turns.submissions)} turns has come; it says that "
+        f"{engine.running_turns} run and {engine.waiting_turns} wait, and serves "
+        f"v{engine.weight_version}"
+    )
+
+
+def _progress(rollout: Rollout) -> tuple[int, int]:
+    """Changes whenever its episode does something; in a branch, or gets a token there."""
+    if not rollout.branches:
+        return len(rollout.turns), 0
+    rows = list(rollout.rows)
+    return sum(len(row.turns) for row in rows), sum(row.sampled_tokens for row in rows)
+
+
+def _say_turn(turn: Turn) -> str:
+    name, handle = turn.place if turn.place is not None else ("none", None)
+    return (
+        f"its turn {len(turn.rollout.turns)} (handle {handle}) on {name} has {turn.length} tokens "
+        f"and gets no more, while the engine makes steps"
+    )
+
+
+def _say_episode(rollout: Rollout, group: Group) -> str:
+    return (
+        f"after turn {len(rollout.turns)} its episode neither asks for another nor returns; task "
+        f"{_SHORT.repr(group.task)}"
+    )
+
+
+def _say_kept(alive: int, ended: int) -> str:
+    return (
+        f"{alive} of the last {ended} are still referenced, and their tokens with them; keep what "
+        f"is needed of an Episode, not the object"
+    )
+
+
+def _log(news: list[Stuck]) -> None:
+    for stuck in news[:LOGGED_AT_ONCE_MAX]:
+        log.warning(
+            "stuck=%s who=%r waited_s=%.0f where=%r",
+            stuck.what,
+            stuck.who,
+            stuck.waited_s,
+            stuck.where,
+        )
+    if len(news) > LOGGED_AT_ONCE_MAX:
+        log.warning("stuck=more count=%d", len(news) - LOGGED_AT_ONCE_MAX)

@@ -1,0 +1,422 @@
+"""Asyncio shell around the core: feeds it events, and carries out its commands in order.
+
+One event loop, whose thread owns everything here. Engines' messages, ends of episodes and requests
+of the trainer become events. `engine_side.py` has what is done about engines beside that.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tidegate.errors import JournalError, PublishNeeded, TurnRefused
+from tidegate.orchestrator.batches.ages import PublishTimes
+from tidegate.orchestrator.batches.tasks import Tasks
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.outbox import Outbox
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.episodes.diary import EpisodeDiary
+from tidegate.orchestrator.episodes.model_files import ModelFiles
+from tidegate.orchestrator.episodes.parking import Parking
+from tidegate.orchestrator.episodes.runner import EpisodeFunction, EpisodeRunner
+from tidegate.orchestrator.fleet.open_sessions import OpenSessions
+from tidegate.orchestrator.fleet.waiting import BatchRequest, Waiting, fail, resolve
+from tidegate.orchestrator.fleet.wire import Wire
+from tidegate.orchestrator.journal.run_journal import RunJournal
+from tidegate.orchestrator.scheduler.batch_desk import BatchDesk
+from tidegate.orchestrator.scheduler.engine_side import EngineSide
+from tidegate.orchestrator.scheduler.run_watch import RunWatch
+from tidegate.orchestrator.scheduler.task_feed import Offers
+from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.orchestrator.telemetry.recorder import Recorder
+from tidegate.orchestrator.telemetry.watchdog import Stuck
+from tidegate.transport.messages import CancelTurn, InitWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commands:
+    """Those of one run's core, and who carries them out."""
+
+    outbox: Outbox
+    sessions: OpenSessions
+    waiting: Waiting
+    episodes: EpisodeRunner
+    batches: BatchDesk
+    offers: Offers
+    recorder: Recorder | None
+    on_pause: Callable[[bool], None]
+    """Has all engines stand still, or go on."""
+    outstanding_groups_max: Callable[[], int]
+    """As the policy has it now."""
+
+    def carry_out(self, command: ev.Command, episode: EpisodeFunction | None) -> None:
+        """``episode`` runs what an event of now begins."""
+        # Each rollout has these three; to match a class costs ten times as much as to name it.
+        if type(command) is ev.Submit:
+            self.outbox.post(command.engine, command.message)
+            self.sessions.submitted(command.engine, command.message.session)
+        elif type(command) is ev.EndTurns:
+            waiting = self.waiting.turns
+            for turn in command.turns:
+                future = waiting.pop(turn.rollout_id, None)
+                if future is not None and not future.done():
+                    future.set_result(turn)
+        elif type(command) is ev.StartEpisode:
+            assert episode is not None
+            self.episodes.begin(command.rollout, command.task, episode)
+        else:
+            self._carry_out_others(command)
+
+    def _carry_out_others(self, command: ev.Command) -> None:
+        match command:
+            case ev.StartBranch(rollout=rollout):
+                self.episodes.forked(rollout)
+            case ev.StopEpisode(rollout=rollout):
+                self.episodes.stop(rollout)
+            case ev.FailTurn(turn=turn, message=why):
+                fail(self.waiting.turns.pop(turn.rollout_id, None), TurnRefused(why))
+            case ev.Cancel(engine=engine, handle=handle):
+                self.outbox.post(engine, CancelTurn(turn=handle))
+            case ev.EndEvaluation(rollout=rollout):
+                resolve(self.waiting.evaluations.pop(rollout.rollout_id, None), rollout)
+            case ev.RequeueTask(task=task, key=key):
+                self.offers.put_back(task, key)
+            case ev.Record(rollout=rollout, task=task):
+                if self.recorder is not None:
+                    self.recorder.rollout(rollout, task=task, advantage=None, consumed_version=None)
+            case _:
+                self._carry_out_rarely(command)
+
+    def _carry_out_rarely(self, command: ev.Command) -> None:
+        """Commands about batches: one in some hundred."""
+        match command:
+            case ev.HandOver():
+                self.batches.hand_over(command)
+            case ev.EndBatches():
+                self.batches.end()
+            case ev.RefuseBatch(unpublished_groups=groups):
+                limit = self.outstanding_groups_max()
+                self.batches.refuse(
+                    PublishNeeded(unpublished_groups=groups, outstanding_groups_max=limit)
+                )
+            case ev.PauseGeneration(is_paused=is_paused):
+                self.on_pause(is_paused)
+
+
+FREES_NO_PLACE = frozenset((ev.TurnAsked, ev.StepArrived, ev.TaskArrived))
+"""Events after which no more tasks may arrive than before, and which the shell has no part in. Most
+are. Who has a task arrive looks for places by itself."""
+
+log = logging.getLogger("tidegate")
+
+
+class Scheduler:
+    """A run: a core, a fleet and the user's episodes, on one event loop."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        model: ModelFiles,
+        router: Wire,
+        init_weights: InitWeights,
+        *,
+        recorder: Recorder | None,
+        journal: RunJournal | None = None,
+        resume: ev.Resumed | None = None,
+        diary: EpisodeDiary | None = None,
+        now_s: Callable[[], float] | None = None,
+    ) -> None:
+        """With a ``journal``, whose core this is then, the run survives a crash; ``resume`` says
+        where to go on after one. ``diary``: what is to be told how episodes spend their time.
+        ``now_s``: a clock that goes on within a turn of the loop, whose own may stand still."""
+        self._settings = settings
+        self._router = router
+        self._journal = journal
+        self._resume = resume
+        self.core = journal.core if journal is not None else Core(settings.rules())
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._group: asyncio.TaskGroup | None = None
+        self._is_ending = False
+        self._watch: RunWatch | None = None
+        self._waiting = Waiting()
+        self._wants_tasks = asyncio.Event()
+        self.published = PublishTimes(self.core.trainer_version)
+        self.engines = EngineSide(
+            settings,
+            init_weights,
+            router.send,
+            self._waiting,
+            recorder,
+            self,
+            weights_dtype=model.dtype,
+        )
+        self.fleet, self.control = self.engines.fleet, self.engines.control
+        self.scores = self.engines.scores
+        failure = self.control.state.take_failure
+        self._desk = BatchDesk(self._waiting, self.handle_one, self.when_safe, failure)
+        self._offers = Offers(
+            lambda: self.core,
+            self.handle_one,
+            wants_tasks=self._wants_tasks,
+            now_s=now_s or asyncio.get_running_loop().time,
+        )
+        self._parking = Parking(
+            live_version=lambda: self.core.turns.live_version,
+            is_starved=lambda: self.core.batches_asked > 0,
+        )
+        self._episodes = self._new_episodes(model, diary)
+        self._commands = self._new_commands(recorder)
+
+    def _new_episodes(self, model: ModelFiles, diary: EpisodeDiary | None) -> EpisodeRunner:
+        return EpisodeRunner(
+            self._settings,
+            model,
+            self._waiting,
+            self.handle_one,
+            self.fail,
+            self.engines.sessions.over,
+            parking=self._parking,
+            score=self.scores.ask_all,
+            context_tokens_max=lambda: self.fleet.context_tokens_max,
+            diary=diary,
+        )
+
+    def _new_commands(self, recorder: Recorder | None) -> Commands:
+        return Commands(
+            outbox=self.engines.outbox,
+            sessions=self.engines.sessions,
+            waiting=self._waiting,
+            episodes=self._episodes,
+            batches=self._desk,
+            offers=self._offers,
+            recorder=recorder,
+            on_pause=self._pause_generation,
+            outstanding_groups_max=lambda: self.core.policy.outstanding_groups_max,
+        )
+
+    # ------------------------------------------------------------ life
+
+    async def run(self) -> None:
+        """Serve until cancelled, or until something fails that the run can't do without.
+
+        Cancelling leaves no task behind; engines are told nothing, see :meth:`Fleet.send`.
+        """
+        loop = asyncio.get_running_loop()
+        if self._journal is not None:
+            self._journal.start(keeps_events=self._settings.keep_events, on_error=self.fail)
+        self._go_on()
+        if self._resume is not None:
+            await self._resumption_safe()
+        self._router.attach(loop, self.engines.on_frames)
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                group.create_task(self.engines.heartbeats().run(), name="heartbeats")
+                group.create_task(self._run_watch().run(), name="watchdog")
+                try:
+                    await self._failure
+                finally:
+                    self._is_ending = True
+        finally:
+            await self._episodes.end()
+            self._offers.close()
+            self._group = None
+            self._router.detach()
+
+    def _run_watch(self) -> RunWatch:
+        self._watch = RunWatch(
+            self.core,
+            self.fleet,
+            self.control.state,
+            self._episodes.left,
+            parked=self._parking.rows,
+            is_paused=lambda: self.control.state.pause_mode is not None,
+            patience_s=self._settings.stuck_after_s,
+        )
+        return self._watch
+
+    def episode_seconds(self) -> dict[str, float]:
+        """What all episodes spent on what has a name, by it."""
+        return self._episodes.activities.seconds()
+
+    @property
+    def parked_episodes(self) -> int:
+        """Those that wait for newer weights."""
+        return len(self._parking.rows)
+
+    @property
+    def stuck(self) -> tuple[Stuck, ...]:
+        """What has not got on for too long."""
+        return self._watch.stuck if self._watch is not None else ()
+
+    def _go_on(self) -> None:
+        """After a crash: go back to the trainer's checkpoint, and expect the engines."""
+        self.fleet.newest_version = self.core.trainer_version
+        if self._resume is None:
+            return
+        self.handle_one(self._resume)
+        self.fleet.newest_version = self.core.trainer_version
+        now_s = asyncio.get_running_loop().time()
+        self.fleet.resume(self.core.turns.streams, list(self.core.turns.engines), now_s)
+        if self._settings.resume_partial_rollouts:
+            return
+        for rollout in self.core.running_rollouts:
+            self.handle_one(ev.RolloutCut(rollout.rollout_id, 0, 0, "restarted"))
+
+    async def _resumption_safe(self) -> None:
+        """Return once ``Resumed`` is committed, or the journal has failed.
+
+        No engine is heard before. ``Resumed`` moves turn handles on: if this process died with it
+        uncommitted, the next one would give the same handles to other turns, and take old steps for
+        theirs.
+        """
+        safe = asyncio.ensure_future(self.wait_until_safe())
+        try:
+            await asyncio.wait((safe, self._failure), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            safe.cancel()
+
+    async def wait_for_engines(self, count: int) -> None:
+        """Return once ``count`` engines have joined."""
+        await self._waiting.until(lambda: len(self.fleet.engines) >= count)
+
+    def fail_waiters(self, error: BaseException) -> None:
+        """Tell everybody who still waits that nothing will come."""
+        self._waiting.fail_all(error)
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with this error."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    def stop_journal(self) -> None:
+        """Write down no more of what happens, so that the run can be resumed from here."""
+        journal, self._journal = self._journal, None
+        if journal is not None:
+            with contextlib.suppress(JournalError):  # it has failed, and that has ended the run
+                journal.note_state()
+
+    def close(self) -> None:
+        """Settle what is unfinished as discarded; nothing may be asked any more."""
+        self.stop_journal()
+        self.engines.sessions.close()
+        self.handle_one(ev.RunEnded())
+        self.engines.send(())
+
+    # ------------------------------------------------------------ events and commands
+
+    def handle(self, events: Iterable[ev.Event], episode: EpisodeFunction | None = None) -> None:
+        """Feed events to the core and carry out its commands, in order."""
+        for event in events:
+            self.handle_one(event, episode)
+
+    def handle_one(self, event: ev.Event, episode: EpisodeFunction | None = None) -> None:
+        """As :meth:`handle`; each rollout has three of its own."""
+        may_free_places = type(event) not in FREES_NO_PLACE
+        groups, revision = self.core.groups, -1
+        if type(event) is ev.EpisodeReturned:
+            revision = groups.revision  # as long as others of its group go on, it frees no place
+        elif may_free_places:
+            self._note(event)
+        journal, carry_out = self._journal, self._commands.carry_out
+        if journal is not None:
+            journal.log(event)
+        for command in self.core.handle(event):
+            carry_out(command, episode)
+        if (
+            may_free_places
+            and groups.revision != revision
+            and not self._wants_tasks.is_set()
+            and self.core.capacity_groups
+        ):
+            self._wants_tasks.set()
+        if self._parking.parked:
+            self._parking.look()
+        if journal is not None:
+            journal.compact_if_due()
+
+    def _note(self, event: ev.Event) -> None:
+        """What the shell has a part in itself; not of the commonest events."""
+        if type(event) is ev.VersionPublished:
+            self.fleet.newest_version = event.version
+            self.published.note(asyncio.get_running_loop().time(), event.version)
+        elif type(event) is ev.EngineJoined or type(event) is ev.EngineLeft:
+            self.engines.note(event)
+
+    def when_safe(self, action: Callable[[], None]) -> None:
+        """Do this once no crash can undo what has been handled so far."""
+        if self._journal is None:
+            action()
+        else:
+            self._journal.when_safe(action)
+
+    def _pause_generation(self, is_paused: bool) -> None:
+        if self._group is not None and not self._is_ending:  # engines end with the run
+            self._group.create_task(self.control.stand_still(is_paused))
+
+    # ------------------------------------------------------------ what the trainer asks for
+
+    async def make_safe(self, batches: int, offer: int) -> None:
+        """The trainer's checkpoint holds what it made of the first ``batches`` batches."""
+        self.handle_one(ev.BatchesSafe(batches, offer))
+        await self.wait_until_safe()
+
+    async def wait_until_safe(self) -> None:
+        """Return once no crash can undo what has been handled so far."""
+        if self._journal is not None:
+            await self._journal.wait_until_safe()
+
+    def offer(self, tasks: Tasks, episode: EpisodeFunction) -> None:
+        """Take tasks from this iterator from now on, each run by ``episode``."""
+        assert self._group is not None
+        is_journalled = self._journal is not None
+        self._offers.begin(tasks, episode, self._group, is_journalled=is_journalled)
+
+    async def next_batch(self) -> ev.HandOver | None:
+        """The next batch, or None when the tasks are used up; for callers on this loop."""
+        request = BatchRequest()
+        while await self._desk.wait(request):
+            batch = request.batch
+            if batch is not None and request.take(batch):
+                self._desk.acknowledge(request)
+                return batch
+        return None
+
+    async def wait_for_batch(self, request: BatchRequest) -> bool:
+        """As :meth:`BatchDesk.wait`; for callers on another loop, or without one."""
+        return await self._desk.wait(request)
+
+    def acknowledge_batch(self, request: BatchRequest) -> None:
+        """As :meth:`BatchDesk.acknowledge`."""
+        self._desk.acknowledge(request)
+
+    def close_batch_request(self, request: BatchRequest) -> None:
+        """As :meth:`BatchDesk.close`."""
+        self._desk.close(request)
+
+    def give_back(self, number: int) -> bool:
+        """As :meth:`BatchDesk.give_back`."""
+        return self._desk.give_back(number, newest=self.core.handed.count)
+
+    def hold_batches(self, is_held: bool) -> None:
+        """As :meth:`BatchDesk.hold`."""
+        self._desk.hold(is_held)
+
+    def stand_still(self, is_still: bool) -> None:
+        """As :meth:`EpisodeRunner.stand_still`."""
+        self._episodes.stand_still(is_still)
+
+    async def evaluate(self, tasks: list[Any], episode: EpisodeFunction) -> list[Rollout]:
+        """Run one episode per task, outside training; the rollouts, in the order of the tasks."""
+        loop = asyncio.get_running_loop()
+        futures = []
+        for index, task in enumerate(tasks):
+            future: asyncio.Future[Rollout] = loop.create_future()
+            futures.append(future)
+            rollout_id = self.core.groups.next_rollout_id
+            self._waiting.evaluations[rollout_id] = future
+            self.handle_one(ev.EvaluationAsked(task, index), episode)
+        return [await future for future in futures]

@@ -1,0 +1,221 @@
+"""Takes tasks from the users' iterators, in order, as admission has room for groups.
+
+One iterator is read at a time. A task that is taken again keeps the episode function that it was
+given with. After a resume, tasks that were taken before are skipped.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from tidegate.errors import ResumeMismatch
+from tidegate.orchestrator.batches.tasks import NO_MORE, Tasks, TaskSource, task_digest
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.event_log import task_body
+from tidegate.orchestrator.core.group import TaskKey
+from tidegate.orchestrator.episodes.runner import EpisodeFunction
+
+log = logging.getLogger("tidegate")
+
+
+class Offers:
+    """The user's iterators, and the feed that takes from the newest."""
+
+    def __init__(
+        self,
+        core: Callable[[], Core],
+        handle: Callable[[ev.Event, EpisodeFunction | None], None],
+        *,
+        wants_tasks: asyncio.Event,
+        now_s: Callable[[], float],
+    ) -> None:
+        """``core``: the run's; ``handle`` feeds it; ``wants_tasks`` is set when it has places;
+        ``now_s`` times iterators."""
+        self._core = core
+        self._handle = handle
+        self._wants_tasks = wants_tasks
+        self._now_s = now_s
+        self._gone_told = 0
+        self._source: TaskSource | None = None
+        self._feeding: asyncio.Task[None] | None = None
+        self._episodes: dict[int, EpisodeFunction] = {}
+        """By iterator, of those from which a task may still begin."""
+
+    def begin(
+        self,
+        tasks: Tasks,
+        episode: EpisodeFunction,
+        group: asyncio.TaskGroup,
+        *,
+        is_journalled: bool,
+    ) -> None:
+        """Take tasks from this iterator from now on, each run by ``episode``."""
+        core = self._core()
+        if self._feeding is not None:
+            self._feeding.cancel()  # it may wait for an iterator that nobody wants any more
+        if self._source is None or not self._source.goes_on_with(tasks):
+            before, self._source = self._source, TaskSource(tasks)
+            if before is not None:
+                self._source.inherit(before, TaskKey(core.tasks.offer, core.tasks.count))
+        feed = TaskFeed(
+            core,
+            self._source,
+            self._handle,
+            self.episode_of,
+            wants_tasks=self._wants_tasks,
+            is_journalled=is_journalled,
+            now_s=self._now_s,
+        )
+        self._feeding = group.create_task(feed.run(), name="tasks")
+        self._handle(ev.TasksOffered(_name_of(episode)), episode)
+        if core.tasks.gone > self._gone_told:
+            log.warning(
+                "tasks=gone count=%d: they were unfinished, and from an iterator before the one in "
+                "use at the checkpoint. A resume takes such tasks up if they are plain data and "
+                "the iterator in use has the same episode function",
+                core.tasks.gone,
+            )
+            self._gone_told = core.tasks.gone
+        used = {g.key.offer for g in core.groups.in_order if g.key is not None}
+        used |= {key.offer for key in core.tasks.requeued} | self._source.offers
+        self._episodes = {o: each for o, each in self._episodes.items() if o in used}
+        self._episodes[core.tasks.offer] = episode
+
+    def episode_of(self, key: TaskKey | None) -> EpisodeFunction | None:
+        """What a task runs; None is a new one, of the newest iterator."""
+        newest = self._episodes.get(self._core().tasks.offer)
+        return newest if key is None else self._episodes.get(key.offer, newest)
+
+    def put_back(self, task: object, key: TaskKey) -> None:
+        """A task is to be taken again."""
+        assert self._source is not None
+        self._source.put_back(task, key)
+
+    def close(self) -> None:
+        """Nothing more is taken."""
+        if self._source is not None:
+            self._source.close()
+
+
+def _name_of(episode: object) -> str:
+    """Return a name to know an episode function by in another process."""
+    while isinstance(episode, partial):
+        episode = episode.func
+    named = episode if hasattr(episode, "__qualname__") else type(episode)
+    return f"{getattr(named, '__module__', '')}:{getattr(named, '__qualname__', '')}"
+
+
+EPISODES_PER_TURN = 256
+"""That begin before the loop sees to its sockets again. What begins together asks for its turns
+together, so fewer make more messages, and steps of fewer rows."""
+
+TURN_S = 0.01
+"""After so long it sees to them too: the user's iterator may take its time."""
+
+
+class TaskFeed:
+    """Feeds one of the user's iterators to the core."""
+
+    def __init__(
+        self,
+        core: Core,
+        source: TaskSource,
+        handle: Callable[[ev.Event, EpisodeFunction | None], None],
+        episode_of: Callable[[TaskKey | None], EpisodeFunction | None],
+        *,
+        wants_tasks: asyncio.Event,
+        is_journalled: bool,
+        now_s: Callable[[], float],
+    ) -> None:
+        """``handle`` feeds the core, and runs a task's episode; ``wants_tasks`` is set whenever the
+        core may have places again; ``now_s`` times the user's iterator."""
+        self._core = core
+        self.source = source
+        self._handle = handle
+        self._episode_of = episode_of
+        self._wants_tasks = wants_tasks
+        self._is_journalled = is_journalled
+        self._wants_digests = is_journalled or core.prompts.filter.uses_history
+        self._now_s = now_s
+        self._begun = 0
+        """Episodes, in this turn of the loop."""
+        self._until_s = 0.0
+        """It has lasted long enough by then."""
+
+    async def run(self) -> None:
+        """Take tasks for ever.
+
+        Raises:
+            ResumeMismatch: these are other tasks than before the run was resumed.
+        """
+        await self._pass_by_the_taken()
+        while True:
+            self._wants_tasks.clear()  # before, for what happens meanwhile may put a task back
+            await self._take()
+            await self._wants_tasks.wait()
+
+    async def _take(self) -> None:
+        self._begin_turn()
+        places = 0
+        core, source = self._core, self.source
+        is_async, newest = source.is_async, self._episode_of(None)
+        while places or (places := core.capacity_groups):
+            prefers_returned = core.policy.prefers_returned(core.groups)
+            if is_async:
+                task = await source.next(prefers_returned=prefers_returned)
+                if task is not None and not core.capacity_groups:  # there was some before the wait
+                    source.give_back(task)
+                    return
+            else:
+                task = source.next_nowait(prefers_returned=prefers_returned)
+            if task is None:
+                self._handle(ev.TasksExhausted(), None)
+                return
+            places = 0 if is_async else places - 1  # it was waited for: ask again
+            digest = task_digest(task.task) if self._wants_digests else b""
+            body = task_body(task.task) if self._is_journalled else b""
+            arrived = ev.TaskArrived(task.task, task.key, digest, body)
+            self._handle(arrived, newest if task.key is None else self._episode_of(task.key))
+            if source.has_ended():
+                places = 0
+                self._handle(ev.TasksExhausted(), None)
+            elif self._has_begun_enough():
+                places = 0
+                await asyncio.sleep(0)
+                self._begin_turn()
+
+    async def _pass_by_the_taken(self) -> None:
+        """After a resume: what is unfinished goes on, the rest is done."""
+        self._begin_turn()
+        count = self._core.tasks.count
+        for index in range(count):
+            task = await self.source.next_new()
+            key = TaskKey(self._core.tasks.offer, index)
+            self._check(task, key, count)
+            self._handle(ev.TaskFound(task, key), self._episode_of(key))
+            if self._has_begun_enough():
+                await asyncio.sleep(0)
+                self._begin_turn()
+
+    def _begin_turn(self) -> None:
+        self._begun, self._until_s = 0, self._now_s() + TURN_S
+
+    def _has_begun_enough(self) -> bool:
+        """Whether the loop should see to its sockets, after one more task."""
+        self._begun += self._core.groups.group_size
+        return self._begun >= EPISODES_PER_TURN or self._now_s() >= self._until_s
+
+    def _check(self, task: object, key: TaskKey, count: int) -> None:
+        if task is NO_MORE:
+            raise ResumeMismatch(
+                f"{count} tasks had been taken from this iterator before the run was resumed, but "
+                f"now it ends after {key.index}; give the same tasks in the same order"
+            )
+        waiting = self._core.awaited.get(key)
+        if waiting and waiting[0].digest != task_digest(task):
+            raise ResumeMismatch(
+                f"task {key.index} is {task!r:.200}, which is another one than before the run was "
+                f"resumed; give the same tasks in the same order"
+            )

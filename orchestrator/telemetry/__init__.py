@@ -1,0 +1,1 @@
+"""Statistics, forecast, watchdog and the recorder's interface."""

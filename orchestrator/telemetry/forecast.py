@@ -1,0 +1,296 @@
+"""Forecast of a run's staleness, bottleneck and gain from another bound, from what it measured.
+
+Uses the closed forms of ``policies/predictions.py`` on the lengths of groups, kept in bounded
+memory. Time is engines' time: minutes that an episode spends in tools are not in it. A resumed run
+starts anew.
+"""
+
+import bisect
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tidegate.orchestrator.core.ledger import LedgerSnapshot
+from tidegate.orchestrator.telemetry.rows import RowsOfRollouts
+from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunForecast
+from tidegate.orchestrator.telemetry.timekeeping import Usage
+from tidegate.policies import predictions
+from tidegate.policies.consumption import Window
+from tidegate.policies.staleness import StalenessPolicy
+
+BUCKETS_PER_DOUBLING = 4
+"""Of lengths, for the share of groups that are done by some time: 120 of them reach 2^30 tokens."""
+
+
+class GroupLengths:
+    """How long groups are: their longest rollout, in tokens."""
+
+    def __init__(self) -> None:
+        self._buckets: Counter[int] = Counter()
+        self.rollouts = 0
+        self.groups = 0
+        self.tokens = 0
+        self._longest_tokens = 0
+        """Of each group's longest rollout, added up."""
+        self._most_tokens = 0
+
+    def note(self, tokens: npt.NDArray[np.int64], group_ids: npt.NDArray[np.int64]) -> None:
+        """These groups have ended: the sampled tokens of each rollout, those of a group together.
+
+        Both [R]; in numpy, for there are thousands a second.
+        """
+        begins = np.flatnonzero(np.diff(group_ids, prepend=-1))
+        longest = np.maximum.reduceat(tokens, begins)
+        self.groups += len(begins)
+        self.rollouts += len(tokens)
+        self.tokens += int(tokens.sum())
+        self._longest_tokens += int(longest.sum())
+        self._most_tokens = max(self._most_tokens, int(longest.max()))
+        buckets = (BUCKETS_PER_DOUBLING * np.log2(np.maximum(1, longest))).astype(np.int64)
+        self._buckets.update(buckets.tolist())
+
+    @property
+    def tail_factor(self) -> float:
+        """As :func:`tidegate.policies.predictions.tail_factor`, of all groups so far."""
+        if not self.tokens:
+            return 1.0
+        return (self._longest_tokens / self.groups) / (self.tokens / self.rollouts)
+
+    def staleness_in_order(
+        self, versions_per_token: float, *, groups_per_batch: int, window_groups: int | None
+    ) -> float:
+        """As :func:`tidegate.policies.predictions.staleness_in_order`, with these lengths."""
+        most = self._most_tokens
+        kept = sorted(self._buckets)
+        ends = [min(most, 2 ** ((bucket + 1) / BUCKETS_PER_DOUBLING)) for bucket in kept]
+        starts = [min(most, 2 ** (bucket / BUCKETS_PER_DOUBLING)) for bucket in kept]
+        before = [0, *itertools.accumulate(self._buckets[bucket] for bucket in kept)]
+
+        def share_done(versions: float) -> float:
+            tokens = versions / versions_per_token
+            at = bisect.bisect_right(ends, tokens)
+            if at == len(ends):
+                return 1.0
+            part = max(0.0, tokens - starts[at]) / max(1e-9, ends[at] - starts[at])
+            return (before[at] + part * (before[at + 1] - before[at])) / self.groups
+
+        return predictions.staleness_in_order(
+            share_done,
+            most * versions_per_token,
+            groups_per_batch=groups_per_batch,
+            window_groups=window_groups,
+        )
+
+
+BUSY_TRAINER_IDLE_MAX = 0.05
+"""A trainer that waits for less of the time is what limits: batches can't come closer together."""
+
+GAIN_MIN = 0.02
+"""Gains below it are within what a run's own figures vary by."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """Seconds per batch, on the mean."""
+
+    between_s: float
+    """From one batch to the next."""
+    rollout_s: float
+    """What a batch takes all engines with all their slots busy, what is thrown away included."""
+    trainer_s: float
+    """What it takes the trainer, publishing included."""
+
+    @property
+    def rho(self) -> float:
+        """Throughput of the rollout over that of the trainer."""
+        return predictions.throughput_ratio(
+            rollout_batch_s=self.rollout_s, trainer_batch_s=self.trainer_s
+        )
+
+    @property
+    def attainable_s(self) -> float:
+        """From one batch to the next, if nobody waited who needn't."""
+        return min(self.between_s, max(self.rollout_s, self.trainer_s))
+
+
+class Forecaster:
+    """Notes each batch as the trainer gets it, and says what that makes probable."""
+
+    def __init__(self) -> None:
+        self._lengths = GroupLengths()
+        self._batches = 0
+        self._trained = 0
+        """Rollouts."""
+        self._staleness = 0
+        """Of each, added up."""
+        self._versions = (0, 0)
+        """The trainer's, at the first and at the last batch."""
+        self._first = Usage()
+        self._last = Usage()
+        self._engines: tuple[EngineStatistics, ...] = ()
+        """At the last batch: when a run has ended, they are gone."""
+
+    def note_batch(
+        self,
+        tokens: npt.NDArray[np.int64],
+        group_ids: npt.NDArray[np.int64],
+        staleness: npt.NDArray[np.int64],
+        rollout_ids: npt.NDArray[np.int64],
+        *,
+        trainer_version: int,
+        usage: Usage,
+        engines: Sequence[EngineStatistics],
+    ) -> None:
+        """The trainer has this batch from now on; ``engines`` as they are at this moment.
+
+        Of each row, those of a group together: its sampled tokens, its group, its staleness, and
+        the rollout that it is of, all [R].
+        """
+        rows = RowsOfRollouts(rollout_ids)
+        tokens, staleness = rows.added(tokens), rows.highest(staleness)
+        group_ids = rows.first(group_ids)
+        if not self._batches:
+            self._first, self._versions = usage, (trainer_version, trainer_version)
+        self._last, self._versions = usage, (self._versions[0], trainer_version)
+        self._engines = tuple(engines)
+        self._batches += 1
+        self._lengths.note(tokens, group_ids)
+        self._trained += len(staleness)
+        self._staleness += int(staleness.sum())
+
+    def forecast(
+        self,
+        ledger: LedgerSnapshot,
+        *,
+        outstanding_groups_max: int | None,
+        window_groups: int | None,
+    ) -> RunForecast | None:
+        """What to expect; None before there were two batches, or steps of any engine.
+
+        ``window_groups`` is how far consumption looks past the oldest unfinished group: 1 where it
+        is in the order of admission, None in that of completion.
+        """
+        times = self._times(ledger)
+        if times is None:
+            return None
+        in_flight = self._in_flight(times.rho, window_groups)
+        in_queue = predictions.staleness_in_queue(rho=times.rho)
+        saturating = predictions.saturating_staleness(in_flight, in_queue)
+        allowed = self._allowed(outstanding_groups_max)
+        first, last = self._versions
+        return RunForecast(
+            rho=times.rho,
+            tail_factor=self._lengths.tail_factor,
+            predicted_staleness=predictions.mean_staleness_so_far(
+                allowed=allowed,
+                free=in_flight + in_queue,
+                rho=times.rho,
+                first_version=first,
+                last_version=last,
+            ),
+            measured_staleness=self._staleness / max(1, self._trained),
+            saturating_staleness=saturating,
+            batch_s=times.between_s,
+            attainable_batch_s=times.attainable_s,
+            advice=advise(times, allowed=allowed, saturating=saturating),
+        )
+
+    @property
+    def _groups_per_version(self) -> float:
+        first, last = self._versions
+        return self._lengths.groups / (last - first + 1)
+
+    def _times(self, ledger: LedgerSnapshot) -> BatchTimes | None:
+        """Between the first batch and the last one: filling up at the start is left out."""
+        intervals = self._batches - 1
+        tokens_per_s = sum(_peak_tokens_per_s(engine) for engine in self._engines)
+        if intervals < 1 or not tokens_per_s or not self._lengths.tokens:
+            return None
+        tokens = self._lengths.tokens / self._batches * _made_per_kept(ledger)
+        between_s = (self._last.wall_s - self._first.wall_s) / intervals
+        trainer_s = (self._last.trainer_busy_s - self._first.trainer_busy_s) / intervals
+        if between_s <= 0:
+            return None
+        return BatchTimes(between_s, tokens / tokens_per_s, max(0.0, trainer_s))
+
+    def _in_flight(self, rho: float, window_groups: int | None) -> float:
+        lengths, slots = self._lengths, sum(e.max_running_turns for e in self._engines)
+        groups = self._groups_per_version
+        rollouts_per_version = groups * lengths.rollouts / lengths.groups
+        if window_groups is None:
+            return predictions.staleness_in_flight(
+                slots=slots,
+                tail_factor=lengths.tail_factor,
+                rollouts_per_batch=rollouts_per_version,
+                rho=rho,
+            )
+        mean_tokens = lengths.tokens / lengths.rollouts
+        per_token = slots / (rollouts_per_version * mean_tokens * max(1.0, rho))
+        return lengths.staleness_in_order(
+            per_token, groups_per_batch=max(1, round(groups)), window_groups=window_groups
+        )
+
+    def _allowed(self, outstanding_groups_max: int | None) -> float | None:
+        """The staleness that admission allows, on the mean."""
+        if outstanding_groups_max is None:
+            return None
+        return predictions.allowed_staleness(
+            outstanding_groups_max=outstanding_groups_max,
+            groups_per_version=self._groups_per_version,
+        )
+
+
+def advise(times: BatchTimes, *, allowed: float | None, saturating: int) -> str:
+    """One sentence for whoever sets ``max_staleness``; ``allowed`` is what it is now, or None.
+
+    While admission limits, a group stays as long whatever the bound, so a batch takes
+    ``D / (η + 1)``: that gives the gain.
+    """
+    between_s, attainable_s = times.between_s, times.attainable_s
+    if 1 - times.trainer_s / between_s <= BUSY_TRAINER_IDLE_MAX:
+        said = "trainer-bound: a larger max_staleness only ages samples"
+        is_more = allowed is None or allowed > saturating
+        return f"{said}; {saturating} would be enough" if is_more else said
+    if allowed is None:
+        return "rollout-bound: only faster or more engines would gain anything"
+    needed = math.ceil(between_s * (allowed + 1) / attainable_s - 1e-6) - 1
+    suggested = max(math.floor(allowed) + 1, min(saturating, needed))
+    gain = between_s / max(attainable_s, between_s * (allowed + 1) / (suggested + 1)) - 1
+    if allowed < saturating and gain >= GAIN_MIN:
+        bound = "rollout-bound" if times.rho <= 1 else "admission-bound, both sides wait"
+        return f"{bound}: max_staleness={suggested} would gain about {gain:.0%}"
+    return "rollout-bound: a larger max_staleness gains nothing; faster or more engines would"
+
+
+def window_groups(policy: StalenessPolicy) -> int | None:
+    """How far past the oldest unfinished group a policy looks; None where it takes what is done."""
+    order = getattr(policy, "order", "completion")
+    if isinstance(order, Window):
+        return order.groups
+    return 1 if order == "admission" else None
+
+
+def _made_per_kept(ledger: LedgerSnapshot) -> float:
+    """Tokens sampled for each that was not thrown away; what the run's end cuts off is neither."""
+    cut_off = ledger.discarded.get("run_ended", 0)
+    thrown_away = ledger.discarded_total - cut_off
+    return 1 + thrown_away / max(1, ledger.generated - cut_off - thrown_away)
+
+
+def _peak_tokens_per_s(engine: EngineStatistics) -> float:
+    """With all its slots busy, by the line through its steps' rows and times."""
+    cost = predictions.fit_decode_cost(
+        steps=engine.steps,
+        rows=engine.rows,
+        rows_squared=engine.rows_squared,
+        busy_s=engine.busy_s,
+        rows_busy_s=engine.rows_busy_s,
+    )
+    if cost is None or not engine.is_alive:
+        return 0.0
+    return cost.rows_per_s(engine.max_running_turns) * engine.tokens / engine.rows

@@ -1,0 +1,168 @@
+"""Interface of whoever records or shows a run; the scheduler and the trainer's handle call it.
+
+The composition root (``tidegate.runs``) chooses the observers of a run by its settings, from
+``observability/``; a run that nobody observes has none.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from tidegate.errors import RecordingFailed
+from tidegate.orchestrator.core.events import Resumed
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.telemetry.off_policy import OffPolicy
+from tidegate.orchestrator.telemetry.statistics import RunStatistics
+
+if TYPE_CHECKING:
+    import torch
+
+TrainerActivity = Literal["train", "wait", "publish"]
+"""What a trainer does between two marks: trains, waits for a batch, or publishes weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeInterval:
+    """An episode, or something that it did, from ``started_us`` to ``ended_us``."""
+
+    lane: int
+    """Row of the timeline, counted from 1; episodes of one lane do not overlap."""
+    name: str
+    """``rollout 12``; within it ``turn v3``, ``tools``, ``parked``."""
+    started_us: int
+    ended_us: int
+    args: Mapping[str, object]
+
+
+class Recorder:
+    """Receives what happens in a run. Every method does nothing unless a subclass overrides it.
+
+    Called from several threads; no method may block for long. Times are in microseconds of the
+    process's monotonic clock.
+    """
+
+    keeps_episodes = False
+    """Whether :meth:`episode_interval` is wanted; collecting the intervals costs time."""
+
+    def rollout(
+        self,
+        rollout: Rollout,
+        *,
+        task: object,
+        advantage: float | None,
+        consumed_version: int | None,
+    ) -> None:
+        """Record a rollout that ended without the trainer: discarded, or evaluated."""
+
+    def trained(
+        self,
+        rows: Sequence[tuple[Rollout, object]],
+        *,
+        advantages: Sequence[float],
+        consumed_version: int,
+    ) -> None:
+        """Record the rows of a batch that the trainer has, each with its task."""
+
+    def engine_step(
+        self,
+        engine: str,
+        started_us: int,
+        busy_us: int,
+        version: int,
+        rows: int,
+        prefills: int = 0,
+    ) -> None:
+        """Record a step: ``rows`` tokens by weights ``version``; ``prefills`` turns began in it."""
+
+    def engine_event(self, engine: str, name: str, at_us: int, **args: object) -> None:
+        """Record an instant of an engine's life: staged, swap, paused, resumed, lost."""
+
+    def engine_dtype(self, engine: str, dtype: str) -> None:
+        """Record what an engine computes in, as torch spells it; empty: it does not say."""
+
+    def trainer_interval(
+        self, kind: TrainerActivity, started_us: int, ended_us: int, version: int
+    ) -> None:
+        """Record what the trainer did; ``version`` of a ``publish`` is the one published."""
+
+    def episode_interval(self, interval: EpisodeInterval) -> None:
+        """Record an episode, or something that it did."""
+
+    def batch(self, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a batch that the trainer has."""
+
+    def trained_lags(self, tokens_by_lag: Mapping[int, int]) -> None:
+        """Record how many trained tokens of a batch are how many versions old."""
+
+    def off_policy(self, measured: OffPolicy) -> None:
+        """Record how far off-policy the trainer found its last batch."""
+
+    def weights(self, version: int, state_dict: "Mapping[str, torch.Tensor]", parts: Any) -> None:
+        """Archive published weights, copied before this returns.
+
+        ``parts`` is the :class:`WeightParts` that says what else the version is made of.
+        """
+
+    @property
+    def failure(self) -> RecordingFailed | None:
+        """The first record that the disk refused; None while all was written."""
+        return None
+
+    @property
+    def wants_statistics(self) -> bool:
+        """Whether :meth:`statistics` is wanted now; taking them costs the run's loop time."""
+        return False
+
+    def statistics(self, statistics: RunStatistics) -> None:
+        """Record the run as of now, for those who read it after a crash."""
+
+    def sync(self) -> None:
+        """Wait until all that was recorded so far survives a crash of the process.
+
+        Raises:
+            RecordingFailed: the disk refused something since the start.
+        """
+
+    def finish(self, statistics: RunStatistics, **facts: object) -> None:
+        """Record the run's statistics so far, and facts such as ``reward_after``."""
+
+    def close(self) -> None:
+        """Write what is left. Harmless if repeated."""
+
+
+class RunObservers(Protocol):
+    """The recorder and the dashboard of one run, opened and closed with it."""
+
+    @property
+    def url(self) -> str | None:
+        """Address of the dashboard; None without one."""
+        ...
+
+    def open(
+        self, resumed: Resumed | None, on_failure: Callable[[RecordingFailed], None]
+    ) -> Recorder | None:
+        """Start recording; called once, when the run knows what it resumes. None: nobody records.
+
+        ``on_failure`` is called from another thread when the disk refuses a record.
+
+        Raises:
+            ConfigError: the run directory already holds a run, or the model can't be archived.
+        """
+        ...
+
+    def show(
+        self,
+        read: Callable[[Callable[[Any], Any]], Any],
+        statistics: Callable[[Any], RunStatistics],
+        tokenizer: Any,
+    ) -> None:
+        """Start the dashboard, if there is one.
+
+        Args:
+            read: calls a function with the run's scheduler on the run's loop.
+            statistics: takes the scheduler, and returns a snapshot of the run.
+            tokenizer: turns token ids into text.
+        """
+
+    def close(self) -> None:
+        """Stop the dashboard. Harmless if repeated, and if it was never started."""

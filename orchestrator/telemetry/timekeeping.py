@@ -1,0 +1,93 @@
+"""How much of a run did trainer and engines spend idle? Kept from the trainer's side.
+
+The window measured begins when the first batch is asked for and ends with the trainer's last
+activity, so set-up, warm-up and evaluation don't count.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tidegate.orchestrator.telemetry.recorder import Recorder, TrainerActivity
+from tidegate.orchestrator.telemetry.statistics import EngineWork
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the window saw."""
+
+    wall_s: float = 0.0
+    trainer_idle_share: float = 0.0
+    """Of the window, the trainer waited for batches."""
+    engine_idle_share: float = 0.0
+    """Of the window, an engine was in no step; the mean over engines."""
+    tokens_per_s: float = 0.0
+
+    @property
+    def trainer_busy_s(self) -> float:
+        """Of the window, the trainer trained or published."""
+        return self.wall_s * (1 - self.trainer_idle_share)
+
+
+def _monotonic_us() -> int:
+    return time.monotonic_ns() // 1000
+
+
+class Timekeeper:
+    """Follows the trainer from one activity to the next."""
+
+    def __init__(
+        self, recorder: Recorder | None, *, now_us: Callable[[], int] = _monotonic_us
+    ) -> None:
+        self._recorder = recorder
+        self._now_us = now_us
+        self._since_us: int | None = None
+        """When the present activity began; None before the first batch is asked for."""
+        self._spent_us: Counter[TrainerActivity] = Counter()
+        self.publishes = 0
+        """That this time went to."""
+        self._window_us: tuple[int, int] = (0, 0)
+        self._first: Mapping[str, EngineWork] = {}
+        self._last: Mapping[str, EngineWork] = {}
+
+    def mark(self, ended: TrainerActivity, version: int, engines: Mapping[str, EngineWork]) -> None:
+        """The trainer did ``ended`` until now. The first mark only opens the window."""
+        now_us = self._now_us()
+        if self._since_us is None:
+            self._window_us, self._first = (now_us, now_us), engines
+        else:
+            self._spent_us[ended] += now_us - self._since_us
+            self.publishes += ended == "publish"
+            if self._recorder is not None:
+                self._recorder.trainer_interval(ended, self._since_us, now_us, version)
+        self._since_us = now_us
+        self._window_us, self._last = (self._window_us[0], now_us), engines
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the window has begun."""
+        return self._since_us is not None
+
+    def spent_s(self) -> dict[str, float]:
+        """What the trainer has spent on each of its activities."""
+        return {activity: us / 1e6 for activity, us in sorted(self._spent_us.items())}
+
+    def usage(self) -> Usage:
+        """The window so far."""
+        wall_s = (self._window_us[1] - self._window_us[0]) / 1e6
+        if wall_s <= 0:
+            return Usage()
+        none_yet = EngineWork(0, 0)
+        busy_us = tokens = 0
+        for name, work in self._last.items():
+            before = self._first.get(name, none_yet)
+            busy_us += work.busy_us - before.busy_us
+            tokens += work.tokens - before.tokens
+        engines_s = wall_s * max(1, len(self._last))
+        return Usage(
+            wall_s=wall_s,
+            trainer_idle_share=self._spent_us["wait"] / 1e6 / wall_s,
+            engine_idle_share=max(0.0, 1.0 - busy_us / 1e6 / engines_s),
+            tokens_per_s=tokens / wall_s,
+        )

@@ -1,0 +1,1 @@
+"""Client API of a run: serve, connect, batches, publish; local and remote."""

@@ -1,0 +1,91 @@
+"""How does a run come to be watched? By what serve() was given: an address, a callback, or neither.
+
+Joins a run's face to its dashboard and to the user's callback. It knows what a batch is told as;
+where that is drawn is others' business.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tidegate.errors import ConfigError
+from tidegate.orchestrator.telemetry.rows import RowsOfRollouts
+from tidegate.orchestrator.telemetry.timekeeping import Usage
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.batches.batches import Batch
+
+OnBatch = Callable[[Mapping[str, float]], object]
+"""A user's: told of each batch, in figures, on the trainer's own thread before it gets the batch.
+What it raises is logged and counted, and costs no batch."""
+
+
+def refuse_unless_called(on_batch: object) -> None:
+    """At the start: what it raises later costs no batch, so a log would be all that says so.
+
+    Raises:
+        ConfigError: it can't be called, or would have to be awaited.
+    """
+    if not callable(on_batch) or inspect.iscoroutinefunction(on_batch):
+        raise ConfigError(
+            f"on_batch must be a function that takes a batch's figures and isn't async, for it is "
+            f"called on the trainer's thread; got {on_batch!r:.80}"
+        )
+
+
+def batch_metrics(batch: "Batch", usage: Usage) -> dict[str, float]:
+    """A batch in figures: the line of metrics.jsonl, and what a callback is told."""
+    staleness = batch.staleness.numpy()
+    versions, is_trained = batch.weight_versions.numpy(), batch.loss_mask.numpy()
+    lags = batch.trainer_version - versions[is_trained]
+    newest = versions.max(1) if versions.size else batch.trainer_version - staleness
+    rows = RowsOfRollouts(batch.rollout_ids.numpy())
+    rewards, tokens = rows.first(batch.rewards.numpy()), rows.added(is_trained.sum(1))
+    staleness, newest = rows.highest(staleness), rows.highest(newest)
+    oldest = batch.trainer_version - staleness
+    mixed = newest > oldest
+    return {
+        "version": batch.trainer_version,
+        "reward": _mean(rewards),
+        "reward_std": float(rewards.std()) if len(rewards) else 0.0,
+        "rollouts": len(rewards),
+        "sampled_tokens": int(is_trained.sum()),
+        "rollout_tokens_mean": _mean(tokens),
+        "staleness_mean": _mean(staleness),
+        "staleness_p50": _quantile(staleness, 0.5),
+        "staleness_p99": _quantile(staleness, 0.99),
+        "staleness_max": float(staleness.max(initial=0)),
+        "token_lag_mean": _mean(lags),
+        "token_lag_max": float(lags.max(initial=0)),
+        "mixed_version_share": _mean(mixed),
+        "version_span_max": float((newest - oldest).max(initial=0)),
+        "trainer_idle_share": usage.trainer_idle_share,
+        "engine_idle_share": usage.engine_idle_share,
+        "tokens_per_s": usage.tokens_per_s,
+        "wall_s": round(usage.wall_s, 3),
+    }
+
+
+def tokens_by_lag(batch: "Batch") -> dict[int, int]:
+    """Trained tokens of a batch, by how many versions each is behind."""
+    packed = batch.packed
+    versions = packed.weight_versions.numpy()[packed.loss_mask.numpy()]
+    if not versions.size:
+        return {}
+    oldest = int(versions.min())
+    counts = np.bincount(versions - oldest)  # a few versions: sorting them takes ten times as long
+    lag = batch.trainer_version - oldest
+    return {lag - newer: int(n) for newer, n in reversed(list(enumerate(counts))) if n}
+
+
+def _mean(values: "np.ndarray[tuple[int, ...], np.dtype[Any]]") -> float:
+    return float(values.mean()) if values.size else 0.0
+
+
+def _quantile(values: "np.ndarray[tuple[int, ...], np.dtype[Any]]", share: float) -> float:
+    """The smallest of them that so many are not above."""
+    ordered = np.sort(values)
+    return float(ordered[max(0, math.ceil(share * len(ordered)) - 1)]) if values.size else 0.0

@@ -1,0 +1,121 @@
+"""How does a training loop built around torch's DataLoader read a run? As an endless dataset.
+
+It asks a run for batches, and gives them whole or row by row; what becomes of them it doesn't know.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from tidegate.errors import ConfigError
+from tidegate.orchestrator.batches.batch_rows import TURN_REWARDS, batch_columns
+from tidegate.orchestrator.batches.batches import Batch
+from tidegate.orchestrator.batches.version_runs import NOT_SAMPLED
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.trainer.remote.rollouts import SyncRemoteRollouts
+    from tidegate.orchestrator.trainer.rollouts import SyncRollouts
+
+Row = dict[str, Any]
+"""A rollout: [T] ``token_ids``, ``loss_mask``, ``logprobs``, ``weight_versions``; and what a batch
+has for each row, as scalars, and its ``task``."""
+
+PADDING: dict[str, int] = {"weight_versions": NOT_SAMPLED}
+"""In place of 0."""
+
+
+class RolloutDataset(IterableDataset[Any]):
+    """A run's batches, for a ``DataLoader`` with ``batch_size=None`` and ``num_workers=0``.
+
+        with tidegate.connect_sync(address, rank=rank, world_size=size) as rollouts:
+            for batch in DataLoader(tidegate.RolloutDataset(rollouts), batch_size=None):
+                train_step(batch)
+                rollouts.publish(model.state_dict() if rank == 0 else None)
+
+    Of several ranks each gets its part. ``per="rollout"`` gives rows instead, to be collated by
+    :meth:`collate`; publish when ``row["is_last"]``, the last of its batch.
+    """
+
+    def __init__(
+        self,
+        rollouts: "SyncRollouts | SyncRemoteRollouts",
+        tasks: Iterable[Any] | None = None,
+        *,
+        episode: Any = None,
+        per: Literal["batch", "rollout"] = "batch",
+    ) -> None:
+        """``tasks`` and ``episode`` are those of the run's own ``batches()``.
+
+        Raises:
+            ConfigError: there is no such thing to give.
+        """
+        super().__init__()
+        if per not in ("batch", "rollout"):
+            raise ConfigError(f"a dataset gives one item per 'batch' or 'rollout', got per={per!r}")
+        self._rollouts = rollouts
+        self._tasks = tasks
+        self._episode = episode
+        self._per = per
+
+    def __iter__(self) -> Iterator[Any]:
+        """Ask for batches, until the tasks are used up.
+
+        Raises:
+            ConfigError: in a DataLoader's worker process, which can't share the connection.
+        """
+        if get_worker_info() is not None:
+            raise ConfigError(
+                "a run's batches come to the process that connected: use num_workers=0; nothing is "
+                "computed in reading them that another process could take over"
+            )
+        batches: Any = self._rollouts.batches
+        asked = () if self._tasks is None else (self._tasks,)
+        for batch in batches(*asked, episode=self._episode):
+            if self._per == "batch":
+                yield batch
+            else:
+                yield from _rows(batch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A DataLoader with workers that are spawned sends its dataset there."""
+        raise ConfigError("a RolloutDataset holds a connection: use num_workers=0")
+
+    @staticmethod
+    def collate(rows: Sequence[Row]) -> dict[str, Any]:
+        """Rows side by side, padded on the right to the longest; tasks as a list."""
+        together: dict[str, Any] = {}
+        for name, first in rows[0].items():
+            values = [row[name] for row in rows]
+            if not isinstance(first, torch.Tensor):
+                together[name] = values
+            elif first.dim():
+                together[name] = torch.nn.utils.rnn.pad_sequence(
+                    values, batch_first=True, padding_value=PADDING.get(name, 0)
+                )
+            else:
+                together[name] = torch.stack(values)
+        lengths = torch.tensor([len(row["token_ids"]) for row in rows])
+        longest = together["token_ids"].shape[1]
+        together["attention_mask"] = torch.arange(longest) < lengths[:, None]
+        return together
+
+
+def _rows(batch: Batch) -> Iterator[Row]:
+    columns = batch_columns(batch)
+    lengths = columns.pop("lengths").tolist()
+    columns["token_ids"] = batch.packed.token_ids
+    per_token = {
+        name: torch.split(columns.pop(name), lengths)
+        for name in ("token_ids", "loss_mask", "logprobs", "weight_versions", TURN_REWARDS)
+        if name in columns
+    }
+    for row in range(len(lengths)):
+        yield {
+            **{name: parts[row] for name, parts in per_token.items()},
+            **{name: column[row] for name, column in columns.items()},
+            "task": batch.tasks[row],
+            "number": batch.number,
+            "is_last": row == len(lengths) - 1,
+        }

@@ -1,0 +1,267 @@
+"""Client handles of a run: what every trainer can ask for, async; and the portal that blocks.
+
+:class:`RunHandle` is written once, against :class:`RunRequests`: a run in this process answers them
+on its event loop (``rollouts.py``), a run in another process over ZeroMQ (``remote/rollouts.py``).
+A sync handle is a :class:`SyncHandle`: it runs the coroutines of an async one to their end.
+"""
+
+import asyncio
+import concurrent.futures
+import functools
+import threading
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, get_args
+
+from tidegate.errors import ConfigError
+from tidegate.orchestrator.fleet.scores import (
+    Asked,
+    Pooling,
+    Readout,
+    Score,
+    TokenScores,
+    ask_embeddings,
+    ask_logprobs,
+    ask_rewards,
+)
+from tidegate.transport.messages import PauseMode
+from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
+
+Result = TypeVar("Result")
+P = ParamSpec("P")
+
+
+class RunRequests(ABC):
+    """Requests that a run answers, wherever it is. Arguments were checked by the handle."""
+
+    @abstractmethod
+    async def score(self, asked: Sequence[Asked]) -> list[Score]:
+        """Have engines score sequences."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:
+        """Pause all engines by ``mode``; None resumes them."""
+
+    @abstractmethod
+    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode) -> int:
+        """Have all engines release memory; return how many bytes they released."""
+
+    @abstractmethod
+    async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
+        """Have all engines take memory again."""
+
+
+class RunHandle(ABC):
+    """A run, for async code: scores, pauses and sleep. Subclasses add batches and weights."""
+
+    @property
+    @abstractmethod
+    def _requests(self) -> RunRequests:
+        """The run's request interface.
+
+        Raises:
+            RuntimeError: the run has not been entered.
+        """
+
+    def refuse_blocking_call(self) -> None:  # noqa: B027 - most handles refuse nobody
+        """Raise RuntimeError if the calling thread must not wait for the run, e.g. is its own."""
+
+    async def ask_scores(self, asked: Sequence[Asked]) -> list[Score]:
+        """Return the answers to prepared questions, of any kind, in their order."""
+        return await self._requests.score(asked)
+
+    async def score(
+        self,
+        sequences: Sequence[Any],
+        *,
+        start: int | Sequence[int] = 1,
+        top_logprobs: int = 0,
+        temperature: float = 1.0,
+    ) -> list[TokenScores]:
+        """Return the engines' log-probabilities of each sequence's tokens, from ``start`` on.
+
+        A sequence is a list, array or tensor of token ids, without padding; ``start`` is one
+        position for all sequences or one for each, at least 1. Log-probs are raw: before every
+        sampling option but ``temperature``. Each sequence's are all of one weight version, which it
+        names; while weights are swapped, sequences may differ in that. Paused engines answer once
+        they resume. Scored tokens are not trained on, not in the ledger and not in the journal.
+
+        Raises:
+            ScoreRefused: no engine can ever answer, e.g. because a sequence is too long.
+            EngineLost: no engine is left, or several were lost with the same sequence.
+        """
+        asked = ask_logprobs(sequences, start, top_logprobs, temperature)
+        return cast("list[TokenScores]", await self.ask_scores(asked))
+
+    async def embed(
+        self,
+        sequences: Sequence[Any],
+        *,
+        pooling: Pooling = "last",
+        start: int | Sequence[int] = 0,
+    ) -> list[Readout]:
+        """Return each sequence's normed last hidden state: of its last token, the mean, or all.
+
+        ``start`` is the first position that ``mean`` and ``none`` (all positions) take. Otherwise
+        as :meth:`score`.
+        """
+        asked = ask_embeddings(sequences, pooling, start)
+        return cast("list[Readout]", await self.ask_scores(asked))
+
+    async def reward(self, sequences: Sequence[Any]) -> list[Readout]:
+        """Return what the model's classification head gives each sequence; as :meth:`score`."""
+        return cast("list[Readout]", await self.ask_scores(ask_rewards(sequences)))
+
+    async def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = False) -> None:
+        """Pause all engines; return once no turn runs on any, late joiners included.
+
+        ``abort`` ends running turns now; they wait with the tokens they have, and continue from
+        there. ``keep`` freezes them, KV intact; ``wait`` lets them finish. A later call's mode
+        replaces an earlier one's. Weights can be published meanwhile, and no episode's time runs.
+
+        ``clear_cache`` has engines drop the contexts that they keep for later turns. A publish does
+        not need it: KV that old weights computed is never shared with turns of new ones.
+        """
+        await self._requests.pause(checked_mode(mode), clear_cache=clear_cache)
+
+    async def resume(self) -> None:
+        """Resume all engines; return once they decode. Harmless if they were not paused."""
+        await self._requests.pause(None)
+
+    async def sleep(
+        self,
+        level: SleepLevel = 1,
+        *,
+        tags: Sequence[MemoryTag] = MEMORY_TAGS,
+        mode: PauseMode = "abort",
+    ) -> int:
+        """Have all engines release memory to the system; return how many bytes they released.
+
+        They are paused by ``mode`` first, late joiners too. KV is dropped: turns frozen by
+        ``keep`` are computed again. Weights of ``level`` 1 go to a file; of level 2 nothing is
+        kept, and the next publish, or at the latest ``wake()``, brings them. A publish reaches
+        sleeping engines too, and wakes their weights and nothing else.
+
+        Raises:
+            ConfigError: an engine can't sleep, or an argument is wrong.
+            SleepFailed: an engine could not, and says why. The others sleep.
+        """
+        if level not in get_args(SleepLevel):
+            raise ConfigError(f"engines sleep at level 1 (offload) or 2 (discard), got {level!r}")
+        checked_mode(mode)
+        return await self._requests.sleep(level, _checked_tags(tags), mode)
+
+    async def wake(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """Have all engines take memory again; without ``tags``, all that sleeps.
+
+        Once nothing sleeps any more they resume, unless they were paused before. Waking
+        ``["weights"]`` first makes room for a publish that needs no KV.
+
+        Raises:
+            ConfigError: there is no such tag.
+            SleepFailed: an engine finds no memory, or has no weights and gets none. All stay
+                paused; wake again.
+        """
+        await self._requests.wake(None if tags is None else _checked_tags(tags))
+
+
+def checked_mode(mode: PauseMode) -> PauseMode:
+    """Return a pause mode.
+
+    Raises:
+        ConfigError: there is no such mode.
+    """
+    if mode not in get_args(PauseMode):
+        raise ConfigError(f"a pause's mode is 'abort', 'keep' or 'wait', got {mode!r}")
+    return mode
+
+
+def _checked_tags(tags: Sequence[MemoryTag]) -> Sequence[MemoryTag]:
+    if isinstance(tags, str) or not tags or not set(tags) <= set(MEMORY_TAGS):
+        raise ConfigError(f"tags name what sleeps, some of {list(MEMORY_TAGS)}; got {tags!r}")
+    return tags
+
+
+# ---------------------------------------------------------------- waiting, with and without a loop
+
+
+class _Driver(threading.local):
+    """Who drives the coroutine that runs on this thread."""
+
+    is_blocking = False
+    """Whether :func:`run_blocking` does; else an event loop does."""
+
+
+_DRIVER = _Driver()
+
+
+@types.coroutine
+def result_of(future: "concurrent.futures.Future[Result]") -> Generator[Any, Any, Result]:
+    """Wait for a future of another thread, whether the caller has an event loop or blocks.
+
+    The only thing that a handle's coroutines wait for, so :func:`run_blocking` needs no loop.
+    """
+    if _DRIVER.is_blocking:
+        return cast(Result, (yield future))
+    return (yield from asyncio.wrap_future(future).__await__())
+
+
+_POOL = concurrent.futures.ThreadPoolExecutor(max_workers=4, thread_name_prefix="tidegate handle")
+"""Threads for work that blocks, such as uploading weights: a process has one run, seldom two."""
+
+
+async def in_thread(function: Callable[P, Result], /, *args: P.args, **kwargs: P.kwargs) -> Result:
+    """Call a function that blocks, without blocking the caller's event loop if it has one."""
+    if _DRIVER.is_blocking:
+        return function(*args, **kwargs)
+    return await result_of(_POOL.submit(function, *args, **kwargs))
+
+
+def run_blocking(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run a handle's coroutine to its end on this thread, and return what it returns.
+
+    Blocks in each future that the coroutine waits for. Ctrl-C is raised inside the coroutine, which
+    cleans up as it does when it is cancelled.
+    """
+    value: Any = None
+    error: BaseException | None = None
+    try:
+        while True:
+            _DRIVER.is_blocking = True
+            try:
+                future = coroutine.send(value) if error is None else coroutine.throw(error)
+            except StopIteration as end:
+                return cast(Result, end.value)
+            finally:
+                _DRIVER.is_blocking = False
+            value, error = None, None
+            try:
+                value = future.result()
+            except BaseException as raised:  # noqa: BLE001 - raised where the coroutine waits
+                error = raised
+    finally:
+        coroutine.close()
+
+
+HandleT = TypeVar("HandleT", bound=RunHandle)
+
+
+class SyncHandle(Generic[HandleT]):
+    """An async handle, for code that is not async: each call returns once the work is done."""
+
+    def __init__(self, handle: HandleT) -> None:
+        self._handle = handle
+
+
+def blocking(
+    method: Callable[Concatenate[HandleT, P], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[Any, P], Result]:
+    """Return a sync handle's method that runs the async handle's ``method`` to its end."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> Result:
+        self._handle.refuse_blocking_call()
+        return run_blocking(method(self._handle, *args, **kwargs))
+
+    return cast("Callable[Concatenate[Any, P], Result]", call)

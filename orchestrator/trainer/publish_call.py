@@ -1,0 +1,217 @@
+"""Calls to publish weights or LoRA adapters, run on the run's event loop: reserve, write, bring.
+
+Trainers' handles and the vLLM-compatible server run them. A caller that gives up at any instant
+leaves nothing reserved; and what is being written then is written to its end, for nobody else may
+write there before. :mod:`tidegate.orchestrator.core.weight_control` decides all else.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import msgspec
+
+from tidegate.errors import ConfigError, WeightsRefused
+from tidegate.orchestrator.core.weight_content import (
+    Change,
+    WeightContent,
+    anew,
+    laid_over,
+    with_adapter,
+    without_adapter,
+)
+from tidegate.orchestrator.core.weight_control import PublishWait, Reserved
+from tidegate.orchestrator.scheduler.scheduler import Scheduler
+from tidegate.orchestrator.trainer.run import Run
+from tidegate.orchestrator.weight_sync.adapter_files import checked_name, load_adapter
+from tidegate.orchestrator.weight_sync.channel import write_on_gpu
+from tidegate.orchestrator.weight_sync.parts import WHOLE, ArchivedAdapter, WeightParts
+from tidegate.orchestrator.weight_sync.state_dict import named_buffers
+from tidegate.transport.messages import Adapter, UpdateWeights
+from tidegate.transport.weight_channels.checksums import checksums, with_checksums
+from tidegate.transport.weight_channels.cuda_ipc import CudaIpcSender
+
+if TYPE_CHECKING:
+    import torch
+
+
+class PublishCall:
+    """One set of weights on its way."""
+
+    def __init__(
+        self,
+        run: Run,
+        state_dict: "Mapping[str, torch.Tensor]",
+        wait: PublishWait,
+        *,
+        partial: bool = False,
+    ) -> None:
+        """Checks what is asked for. A ``partial`` state dict has only what changes.
+
+        Raises:
+            ConfigError: there is no such thing to wait for.
+        """
+        if wait not in get_args(PublishWait):
+            raise ConfigError(f"publish waits until 'live', 'staged' or 'none', got wait={wait!r}")
+        self._run = run
+        self.state_dict = state_dict
+        self._wait: PublishWait = wait
+        self._change: Change = laid_over if partial else anew
+        self._is_part = partial
+        """Whether the version has more than these tensors."""
+        self._reserved: Reserved | None = None
+        self.version = -1
+        """-1 until one is reserved."""
+        self.parts = WHOLE
+        """What the version is made of beside these tensors."""
+        self._has_returned = False
+        self._first_bad: int | None = None
+        """Of a rollback: the first version that is bad."""
+
+    @property
+    def may_be_served(self) -> bool:
+        """Whether an engine may serve it, or will unless that fails behind the caller's back."""
+        scheduler = self._run.scheduler
+        if scheduler is None or self.version < 0:
+            return False
+        return self._has_returned or scheduler.control.state.newest_version >= self.version
+
+    async def run(self, scheduler: Scheduler) -> int:
+        """Bring the weights to the engines; their version.
+
+        Raises:
+            EngineLagging, WeightsRefused, PublishDropped: as :meth:`EngineControl.publish`.
+        """
+        control = scheduler.control
+        has_deltas = self._run.settings.weight_deltas and self._change is anew
+        reserved = await control.reserve(
+            is_part=self._is_part, has_deltas=has_deltas, first_bad=self._first_bad
+        )
+        self._reserved = reserved
+        try:
+            chunks = await self._written(reserved)
+        except BaseException:
+            control.release()
+            raise
+        self.version = reserved.version
+        await control.publish(
+            reserved.version,
+            chunks,
+            self._wait,
+            self._changed,
+            is_rollback=self._first_bad is not None,
+        )
+        self._has_returned = True
+        return reserved.version
+
+    def _changed(self, before: WeightContent, parts: Sequence[UpdateWeights]) -> WeightContent:
+        content = self._change(before, parts)
+        adapters = {
+            name: ArchivedAdapter(part.version, part.adapter.scale)
+            for name, (part, *_) in content.adapters.items()
+            if part.adapter is not None
+        }
+        over = None if self._reserved is None else self._reserved.over
+        self.parts = msgspec.structs.replace(self.parts, over=over, adapters=adapters)
+        return content
+
+    async def _written(self, reserved: Reserved) -> list[UpdateWeights]:
+        """Have a thread put the weights where engines can read them."""
+        loop = asyncio.get_running_loop()
+        writing = loop.run_in_executor(None, self._write, reserved)
+        try:
+            return await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):
+                await writing
+            raise
+
+    def _write(self, reserved: Reserved) -> list[UpdateWeights]:
+        version, keep = reserved.version, reserved.keep
+        written, settings = self._run.written, self._run.settings
+        written.forget(version)
+        if self._is_part and not self.state_dict:
+            return []
+        channel = self._run.channel
+        if isinstance(channel, CudaIpcSender):
+            return write_on_gpu(
+                channel,
+                version,
+                self.state_dict,
+                keep=keep,
+                has_checksums=settings.weight_checksums,
+            )
+        buffers = named_buffers(self.state_dict)
+        if reserved.deltas_over is not None:
+            others = written.changed(version, buffers, before=reserved.deltas_over)
+            if others is not None:
+                buffers, self._change = others, laid_over
+            if not buffers:
+                return []
+        # Of what is sent, not of what was written: so an error in between shows too.
+        sums = checksums(buffers) if settings.weight_checksums else {}
+        chunks = channel.write(version, buffers, keep=keep)
+        return with_checksums(chunks, sums) if sums else chunks
+
+
+class RollbackCall(PublishCall):
+    """Good weights that take the place of bad ones. Engines are paused meanwhile."""
+
+    def __init__(
+        self, run: Run, state_dict: "Mapping[str, torch.Tensor]", *, first_bad: int
+    ) -> None:
+        """``first_bad``: from this version on, what was published is bad."""
+        super().__init__(run, state_dict, "live")
+        if first_bad < 1:
+            raise ConfigError(
+                f"first_bad={first_bad}: version 0 is the model directory's, and what is published "
+                f"counts from 1; there is nothing before it to roll back to"
+            )
+        self._first_bad = first_bad
+
+
+class AdapterCall(PublishCall):
+    """An adapter on its way, new or with new tensors."""
+
+    def __init__(
+        self,
+        run: Run,
+        name: str,
+        adapter: "Mapping[str, torch.Tensor] | str | Path",
+        config: object,
+        wait: PublishWait,
+    ) -> None:
+        """Read it.
+
+        Raises:
+            ConfigError: it is no LoRA adapter that engines could serve.
+        """
+        loaded = load_adapter(adapter, config)
+        super().__init__(run, loaded.tensors, wait, partial=True)
+        self._change = partial(with_adapter, Adapter(checked_name(name), loaded.scale))
+        self.parts = WeightParts(is_adapter=True)
+
+
+class UnloadCall(PublishCall):
+    """An adapter that is to go."""
+
+    def __init__(self, run: Run, name: str, wait: PublishWait) -> None:
+        super().__init__(run, {}, wait, partial=True)
+        self._name = name
+        self._change = partial(without_adapter, name)
+
+    async def run(self, scheduler: Scheduler) -> int:
+        """Bring the version without it to the engines.
+
+        Raises:
+            WeightsRefused: there is no such adapter; else as :meth:`PublishCall.run`.
+        """
+        known = scheduler.control.state.adapters_before
+        if self._name not in known:
+            raise WeightsRefused(
+                f"no adapter {self._name!r} is published, there are {sorted(known) or 'none'}"
+            )
+        return await super().run(scheduler)

@@ -1,0 +1,1 @@
+"""A trainer in another process or on another host, as one process or as ranks."""

@@ -1,0 +1,75 @@
+"""How does a batch get to a trainer in another process? As a header and columns, and back.
+
+Bit for bit what the run laid out, padding made anew. It knows no ranks' turns, and no socket.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tidegate.errors import BadFrame
+from tidegate.orchestrator.batches.batch_rows import BatchFacts, batch_columns, laid_out
+from tidegate.orchestrator.batches.batches import Batch, Shard
+from tidegate.orchestrator.trainer.remote.columns import tensors_of, to_frames
+from tidegate.transport.trainer_messages import BatchIs
+
+
+def batch_to_wire(
+    batch: Batch, journal: Mapping[str, Any] | None = None, *, version: int = 0
+) -> tuple[BatchIs, list[bytes]]:
+    """A message, and its frames. Tasks that are no plain data arrive as None.
+
+    ``version`` is the newest that was published.
+    """
+    columns, frames = to_frames(
+        (name, column.numpy()) for name, column in batch_columns(batch).items()
+    )
+    places: dict[int, int] = {}
+    tasks: list[object] = []
+    for task in batch.tasks:
+        if id(task) not in places:
+            places[id(task)] = len(tasks)
+            tasks.append(task if _is_plain(task) else None)
+    shard = batch.shard or Shard(0, 1, len(batch.rewards), batch.sampled_tokens)
+    message = BatchIs(
+        number=batch.number,
+        trainer_version=batch.trainer_version,
+        columns=columns,
+        tasks=tasks,
+        task_of_row=[places[id(task)] for task in batch.tasks],
+        rank=shard.rank,
+        world_size=shard.world_size,
+        rows_total=shard.rows_total,
+        sampled_tokens_total=shard.sampled_tokens_total,
+        journal=None if journal is None else dict(journal),
+        rows=list(shard.rows),
+        version=version,
+    )
+    return message, frames
+
+
+def batch_from_wire(message: BatchIs, frames: Sequence[bytes]) -> Batch:
+    """The batch.
+
+    Raises:
+        BadFrame: header and frames don't fit each other.
+    """
+    if any(place >= len(message.tasks) for place in message.task_of_row):
+        raise BadFrame("a row of a batch is of a task that is not there")
+    totals = message.rows_total, message.sampled_tokens_total, tuple(message.rows)
+    facts = BatchFacts(
+        number=message.number,
+        trainer_version=message.trainer_version,
+        tasks=tuple(message.tasks[place] for place in message.task_of_row),
+        shard=Shard(message.rank, message.world_size, *totals) if message.world_size > 1 else None,
+    )
+    return laid_out(facts, tensors_of(message.columns, frames))
+
+
+def _is_plain(task: object) -> bool:
+    try:
+        msgspec.msgpack.encode(task)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,240 @@
+"""How does a trainer in another process keep in touch with its run? A thread with the socket.
+
+Wishes become numbered requests and their answers futures. The thread says that the trainer lives
+while a train step computes, sends again what was lost, and gives up a run that is silent. What is
+wished for is for others.
+"""
+
+import concurrent.futures
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tidegate import errors
+from tidegate.errors import (
+    BadFrame,
+    ConfigError,
+    RunClosed,
+    RunLost,
+    TidegateError,
+    check_not_forked,
+)
+from tidegate.transport import trainer_messages as wire
+from tidegate.transport.message import Message
+from tidegate.transport.security import EngineKeys
+from tidegate.transport.trainer_sockets import TrainerDealer
+from tidegate.transport.wakeup import Wakeup
+
+HEARTBEAT_INTERVAL_S = 1.0
+
+CLOSE_TIMEOUT_S = 5.0
+"""For the thread to say farewell."""
+
+log = logging.getLogger("tidegate")
+
+
+class MayRetry(Exception):
+    """The run says no for now; its reason is the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer, and the frames after it."""
+
+    answer: wire.AnyAnswer
+    frames: Sequence[bytes]
+
+
+AnswerFuture = concurrent.futures.Future[Answered]
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request without an answer."""
+
+    future: AnswerFuture
+    frames: Sequence[bytes]
+
+
+class TrainerLink:
+    """One connection; may be used by any thread."""
+
+    def __init__(self, address: str, keys: EngineKeys | None, *, run_timeout_s: float) -> None:
+        """Connect; the run need not be there yet.
+
+        Raises:
+            ConfigError: nobody can connect there, or so.
+        """
+        self.owner_pid = os.getpid()
+        """The process that has the link's thread and socket: none that is forked from it."""
+        self._address = address
+        self._run_timeout_s = run_timeout_s
+        identity = f"trainer-{uuid.uuid4().hex}".encode()
+        self._socket = TrainerDealer(address, identity=identity, keys=keys)
+        self._lock = threading.Lock()
+        self._outbox: deque[Sequence[bytes]] = deque()
+        self._pending: dict[int, _Pending] = {}
+        self._newest = 0
+        self._failure: TidegateError | None = None
+        """Why nothing may be asked any more."""
+        self._heard_s = self._pending_since_s = time.monotonic()
+        self._wakeup = Wakeup()
+        self.is_seated = False
+        """Whether the run knows this trainer: before that, a sign of life would be a stranger's."""
+        self._is_closing = False
+        self._farewell: bytes | None = None
+        self._thread = threading.Thread(target=self._run, name="tidegate trainer", daemon=True)
+        self._thread.start()
+
+    def ask(self, ask: wire.AnyAsk, frames: Sequence[bytes] = ()) -> AnswerFuture:
+        """Have the run do this; the future is its answer, or fails with the run's error.
+
+        Raises:
+            RunLost, RunClosed: nothing may be asked any more.
+            BadFrame: it can't be sent.
+            RunForked: this process was forked from the one that connected.
+        """
+        check_not_forked(self.owner_pid)
+        future: AnswerFuture = concurrent.futures.Future()
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            number = self._newest + 1
+            message = (wire.encode(wire.Request(request=number, ask=ask)), *frames)
+            self._newest = number
+            if not self._pending:
+                self._pending_since_s = time.monotonic()
+            self._pending[number] = _Pending(future, message)
+            self._outbox.append(message)
+        self._wakeup.wake()
+        return future
+
+    def close(self, *, is_done: bool) -> None:
+        """Say farewell. Harmless if repeated."""
+        with self._lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            self._farewell = wire.encode(wire.Leave(is_done=is_done))
+        self._wakeup.wake()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        beat_s = 0.0
+        try:
+            while not self._is_closing:
+                now_s = time.monotonic()
+                if now_s - beat_s >= HEARTBEAT_INTERVAL_S:
+                    beat_s = now_s
+                    self._beat(now_s)
+                self._send_waiting()
+                self._receive()
+                due_in_s = beat_s + HEARTBEAT_INTERVAL_S - time.monotonic()
+                self._socket.wait(self._wakeup.fileno(), due_in_s)
+                self._wakeup.quiet()
+        except Exception as error:
+            log.exception("the link to the run failed")
+            self._fail(RunLost(f"the link to {self._address} failed: {error!r}"))
+        finally:
+            if self._farewell is not None and self._failure is None:
+                self._socket.send((self._farewell,))
+            self._fail(RunClosed("this trainer has left the run; connect again to go on"))
+            self._socket.close()
+            self._wakeup.close()
+
+    def _beat(self, now_s: float) -> None:
+        if (why := self._socket.refusal) is not None:
+            self._fail(ConfigError(why))
+        with self._lock:
+            pending = sorted(self._pending)
+            newest = self._newest
+            silent_s = now_s - max(self._heard_s, self._pending_since_s)
+        if self.is_seated:
+            self._socket.send((wire.encode(wire.TrainerAlive(newest=newest, pending=pending)),))
+        if pending and silent_s > self._run_timeout_s:
+            self._fail(
+                RunLost(
+                    f"the run at {self._address} was not heard for {silent_s:.0f} s; when it is "
+                    f"there again, connect anew, with resume=state_dict() of the last checkpoint"
+                )
+            )
+
+    def _send_waiting(self) -> None:
+        while self._outbox:
+            frames = self._outbox.popleft()
+            try:
+                self._socket.send(frames)
+            except BadFrame as error:
+                self._refuse(frames, error)
+
+    def _refuse(self, frames: Sequence[bytes], error: BadFrame) -> None:
+        with self._lock:
+            number = next((n for n, p in self._pending.items() if p.frames is frames), 0)
+            pending = self._pending.pop(number, None)
+        if pending is not None:
+            pending.future.set_exception(error)
+
+    def _receive(self) -> None:
+        while (frames := self._socket.receive()) is not None:
+            self._heard_s = time.monotonic()
+            try:
+                self._take(wire.decode_to_trainer(frames[0]), frames[1:])
+            except BadFrame as error:
+                log.warning("address=%s said what can't be read: %s", self._address, error)
+
+    def _take(self, message: Message, frames: Sequence[bytes]) -> None:
+        match message:
+            case wire.Reply():
+                if (pending := self._settle(message.request)) is not None:
+                    pending.future.set_result(Answered(message.answer, frames))
+            case wire.Failed():
+                error: Exception = _error(message.error, message.message)
+                if message.may_retry:
+                    error = MayRetry(message.message)
+                if (pending := self._settle(message.request)) is not None:
+                    pending.future.set_exception(error)
+            case wire.RunAlive():
+                with self._lock:
+                    lost = [self._pending[n].frames for n in message.missing if n in self._pending]
+                    self._outbox.extend(frames for frames in lost if frames not in self._outbox)
+            case wire.Stranger():
+                self._fail(
+                    RunLost(
+                        f"the run at {self._address} does not know this trainer: it was started "
+                        f"anew, or another process has this rank now. Connect again, with resume="
+                        f"state_dict() of the last checkpoint"
+                    )
+                )
+            case wire.RunOver():
+                self._fail(_error(message.error, message.message))
+
+    def _settle(self, number: int) -> _Pending | None:
+        with self._lock:
+            pending = self._pending.pop(number, None)
+        return pending if pending is not None and not pending.future.cancelled() else None
+
+    def _fail(self, error: TidegateError) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+            pending, self._pending = list(self._pending.values()), {}
+            self._outbox.clear()
+        for one in pending:
+            if not one.future.done():
+                one.future.set_exception(self._failure)
+
+
+def _error(name: str, message: str) -> TidegateError:
+    """The run's error, as its own class; what it knew besides the message stays there."""
+    kind = getattr(errors, name, TidegateError)
+    if not (isinstance(kind, type) and issubclass(kind, TidegateError)):
+        kind = TidegateError
+    error = kind.__new__(kind)
+    Exception.__init__(error, message)
+    return error

@@ -1,0 +1,605 @@
+"""Handles of a run in another process, for one rank of a trainer: async, and blocking.
+
+    async with tidegate.connect("tcp://host:5600", keys="trainer") as rollouts:
+        async for batch in rollouts.batches():
+            train_step(batch)
+            await rollouts.publish(model.state_dict())
+
+As one of several data-parallel ranks a process gets its part of each batch. Requests travel over
+ZeroMQ by :class:`~tidegate.orchestrator.trainer.remote.link.TrainerLink`, and `listener.py` answers
+them.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
+
+import msgspec
+from typing_extensions import override
+
+from tidegate.errors import BadFrame, ConfigError, ResumeMismatch, RunLost, TidegateError
+from tidegate.orchestrator.batches.tasks import NO_MORE
+from tidegate.orchestrator.core.weight_control import PublishWait
+from tidegate.orchestrator.fleet.scores import Asked, Readout, Score, TokenScores
+from tidegate.orchestrator.telemetry.statistics import RunStatistics
+from tidegate.orchestrator.trainer.handle import (
+    RunHandle,
+    RunRequests,
+    SyncHandle,
+    blocking,
+    in_thread,
+    result_of,
+)
+from tidegate.orchestrator.trainer.left_out_rows import NOT_TRAINED, left_out_rows
+from tidegate.orchestrator.trainer.remote.columns import from_frames
+from tidegate.orchestrator.trainer.remote.link import Answered, MayRetry, TrainerLink
+from tidegate.orchestrator.trainer.remote.weights_out import WeightsOut
+from tidegate.orchestrator.trainer.rollouts import Evaluation
+from tidegate.transport import trainer_messages as wire
+from tidegate.transport.messages import PauseMode
+from tidegate.transport.security import EngineKeys, read_engine_keys
+from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
+
+if TYPE_CHECKING:
+    import torch
+
+    from tidegate.orchestrator.batches.batches import Batch
+
+RETRY_INTERVAL_S = 0.5
+"""Time between two attempts to take a seat that is held."""
+
+JOIN_INTERVAL_S = 5.0
+"""Time between two attempts that nobody answers."""
+
+
+class RemoteState(msgspec.Struct, frozen=True):
+    """What a trainer's checkpoint holds of a remote run."""
+
+    run_id: str
+    batches: int
+    """The last that the checkpoint's weights were made from."""
+    journal: dict[str, Any] | None = None
+    """For ``serve(resume=…)``, where the run itself must be started again."""
+
+
+class RemoteRequests(RunRequests):
+    """Request interface of a run in another process: carries requests over the link."""
+
+    def __init__(self, link: TrainerLink) -> None:
+        self._link = link
+
+    async def control(self, request: Any, **values: Any) -> Any:
+        """Send a small request by name; return what it gave."""
+        answered = await result_of(self._link.ask(wire.Control(wish=request, values=values)))
+        assert isinstance(answered.answer, wire.Done)
+        return answered.answer.value
+
+    @override
+    async def score(self, asked: Sequence[Asked]) -> list[Score]:
+        request = wire.Score(asked=[list(astuple(one)) for one in asked])
+        return _scores_of(await result_of(self._link.ask(request)))
+
+    @override
+    async def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:
+        if mode is None:
+            await self.control("resume")
+        else:
+            await self.control("pause", mode=mode, clear_cache=clear_cache)
+
+    @override
+    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode) -> int:
+        return int(await self.control("sleep", level=level, tags=list(tags), mode=mode))
+
+    @override
+    async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
+        await self.control("wake", tags=None if tags is None else list(tags))
+
+
+class RemoteRollouts(RunHandle):
+    """A run in another process, for a trainer that is async. Use it in ``async with``."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        keys: str | Path | EngineKeys | None,
+        rank: int,
+        world_size: int,
+        resume: Mapping[str, Any] | None,
+        connect_timeout_s: float,
+        run_timeout_s: float,
+    ) -> None:
+        self.address = address
+        self.rank = rank
+        self.world_size = world_size
+        self._keys = read_engine_keys(Path(keys)) if isinstance(keys, str | Path) else keys
+        self._resume = None if resume is None else _state(resume)
+        self._connect_timeout_s = connect_timeout_s
+        self._run_timeout_s = run_timeout_s
+        self._link_or_none: TrainerLink | None = None
+        self._weights = WeightsOut()
+        self._welcome: wire.Welcome | None = None
+        self._number = 0
+        """The batch received last."""
+        self._ordinal = 0
+        """Weights published since."""
+        self._version = 0
+        self._journal: dict[str, Any] | None = None
+
+    @property
+    def version(self) -> int:
+        """The newest weight version that this trainer knows of."""
+        return self._version
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether to publish the checkpoint's weights first: ``resume`` was given, or the run
+        itself goes on with an earlier one."""
+        welcome = self._welcomed
+        return self._resume is not None or welcome.is_resumed
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far this trainer has come, for its checkpoint; ``connect(resume=…)`` takes it.
+
+        Take it when the batch last received is trained. Its ``journal`` is what ``serve(resume=…)``
+        takes, should the run itself have to be started again.
+        """
+        state = RemoteState(self._welcomed.run_id, self._number, self._journal)
+        return msgspec.structs.asdict(state)
+
+    # ------------------------------------------------------------ the connection
+
+    @property
+    def _link(self) -> TrainerLink:
+        if self._link_or_none is None:
+            raise RuntimeError("not connected; use it in a `with` statement")
+        return self._link_or_none
+
+    @property
+    def _welcomed(self) -> wire.Welcome:
+        if self._welcome is None:
+            raise RuntimeError("not connected; use it in a `with` statement")
+        return self._welcome
+
+    def _open(self) -> None:
+        """Take the rank's seat, waiting for the run and for a dead process before. Blocks.
+
+        Raises:
+            RunLost: there is no run, or the seat did not get free.
+            ConfigError, ResumeMismatch: it can't be had.
+        """
+        if self._link_or_none is not None:
+            raise RuntimeError("a connection is used once; call connect() again for another")
+        if not 0 <= self.rank < self.world_size:  # no run would have it, nor need be asked
+            raise ConfigError(
+                f"rank={self.rank} of world_size={self.world_size}: ranks count from 0"
+            )
+        link = TrainerLink(self.address, self._keys, run_timeout_s=self._run_timeout_s)
+        self._link_or_none = link
+        join = wire.Join(
+            protocol=wire.PROTOCOL,
+            rank=self.rank,
+            world_size=self.world_size,
+            run_id="" if self._resume is None else self._resume.run_id,
+            batches=None if self._resume is None else self._resume.batches,
+            shared_memory=self._weights.init,
+        )
+        until_s, why = time.monotonic() + self._connect_timeout_s, "nobody answered"
+        while (left_s := until_s - time.monotonic()) > 0:
+            try:
+                answered = link.ask(join).result(min(left_s, JOIN_INTERVAL_S))
+            except MayRetry as refusal:
+                why = str(refusal)
+                time.sleep(min(RETRY_INTERVAL_S, left_s))
+                continue
+            except TimeoutError:
+                continue  # a run that was started anew in between knows of nothing
+            link.is_seated = True
+            self._take_welcome(answered.answer)
+            return
+        raise RunLost(
+            f"no place at the run at {self.address} within {self._connect_timeout_s:.0f} s: {why}"
+        )
+
+    def _take_welcome(self, answer: wire.AnyAnswer) -> None:
+        assert isinstance(answer, wire.Welcome)
+        self._welcome = answer
+        self._number, self._version = answer.batches, answer.version
+        self._journal = answer.journal
+        self._weights.reads_shared_memory = answer.reads_shared_memory
+
+    def _close(self, *, is_done: bool) -> None:
+        if self._link_or_none is not None:
+            if self._link_or_none.owner_pid != os.getpid():
+                return  # a forked process: the connection is its parent's
+            self._link_or_none.close(is_done=is_done)
+        self._weights.close()
+
+    def _batch(self, answered: Answered) -> "Batch | None":
+        from tidegate.orchestrator.trainer.remote.batch_wire import batch_from_wire  # torch
+
+        if isinstance(answered.answer, wire.NoBatch):
+            return None
+        assert isinstance(answered.answer, wire.BatchIs)
+        batch = batch_from_wire(answered.answer, answered.frames)
+        self._number, self._ordinal = batch.number, 0
+        self._version = max(self._version, answered.answer.version)
+        self._journal = answered.answer.journal
+        return batch
+
+    def _next_batch(self) -> wire.NextBatch:
+        return wire.NextBatch(after=self._number)
+
+    def _publish(
+        self,
+        state_dict: "Mapping[str, torch.Tensor] | None",
+        *,
+        wait: PublishWait = "live",
+        partial: bool = False,
+        is_rollback: bool = False,
+        first_bad: int | None = None,
+    ) -> "concurrent.futures.Future[Answered]":
+        """Bring the weights to the run, which blocks, and ask for their publish."""
+        publish = wire.Publish(
+            number=self._number,
+            ordinal=self._ordinal,
+            wait=wait,
+            partial=partial,
+            is_rollback=is_rollback,
+            first_bad=first_bad,
+        )
+        if self.rank == 0:
+            if state_dict is None:
+                raise ConfigError("rank 0 publishes the weights of all ranks; give a state_dict")
+            publish = self._weights.send(self._link, state_dict, publish)
+        return self._link.ask(publish)
+
+    def _published(self, answered: Answered) -> int:
+        assert isinstance(answered.answer, wire.Published)
+        self._ordinal += 1
+        self._version = max(self._version, answered.answer.version)
+        return answered.answer.version
+
+    async def __aenter__(self) -> Self:
+        try:
+            await asyncio.to_thread(self._open)
+        except BaseException:
+            self._close(is_done=False)
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._close(is_done=kind is None)
+
+    @property
+    def _requests(self) -> RemoteRequests:
+        return RemoteRequests(self._link)
+
+    # ------------------------------------------------------------ batches
+
+    async def batches(
+        self, tasks: Iterable[Any] | None = None, *, episode: str | None = None
+    ) -> AsyncIterator["Batch"]:
+        """Yield this rank's part of each batch, until the run's tasks are used up.
+
+        Where the run listens without tasks, rank 0 gives them: an iterable of plain data (what
+        MessagePack holds; tuples become lists), for an ``episode`` that the run knows by name.
+
+        A batch that this process got and was not done with when it died is the first of the next
+        process's. A rank is done with a batch once it asks for another, or has published after it.
+
+        Raises:
+            TrainerLost: another rank is gone.
+            RunLost: the run is gone.
+            EngineLost, EpisodeError, PublishNeeded: as :meth:`~tidegate.Rollouts.batches`.
+        """
+        feeder = None if tasks is None else await self.offer(tasks, episode)
+        while (batch := await self.next_batch()) is not None:
+            yield batch
+        if feeder is not None:
+            feeder.raise_failure()
+
+    async def offer(self, tasks: Iterable[Any], episode: str | None) -> "TaskFeeder":
+        """Have the run take its tasks from here: the first half of :meth:`batches`."""
+        feeder = TaskFeeder(self._link, tasks, episode)
+        await result_of(feeder.offered)
+        feeder.start()
+        return feeder
+
+    async def next_batch(self) -> "Batch | None":
+        """Return this rank's part of the next batch, or None once the tasks are used up."""
+        return self._batch(await result_of(self._link.ask(self._next_batch())))
+
+    async def discard(
+        self, batch: "Batch | int", rows: Sequence[SupportsIndex], *, reason: str = NOT_TRAINED
+    ) -> None:
+        """As :meth:`~tidegate.Rollouts.discard`; each rank reports rows of its own part."""
+        chosen = left_out_rows(batch, rows, reason)
+        await self._requests.control(
+            "discard", batch=chosen.batch, rows=chosen.rows, reason=chosen.reason
+        )
+
+    async def observe(
+        self, *, effective_sample_size: float | None = None, mismatch_kl: float | None = None
+    ) -> None:
+        """As :meth:`~tidegate.Rollouts.observe`."""
+        await self._requests.control(
+            "observe", effective_sample_size=effective_sample_size, mismatch_kl=mismatch_kl
+        )
+
+    async def ack(self, state: Mapping[str, Any]) -> None:
+        """Acknowledge that this ``state_dict()`` is on disk: no batch before it need be kept."""
+        known = _state(state)
+        await self._requests.control("ack", batches=known.batches, journal=known.journal)
+
+    async def evaluate(self, tasks: Sequence[Any], *, episode: str | None = None) -> Evaluation:
+        """As :meth:`~tidegate.Rollouts.evaluate`, by an episode that the run knows by name."""
+        request = wire.Evaluate(tasks=list(tasks), episode=episode or "")
+        answered = await result_of(self._link.ask(request))
+        assert isinstance(answered.answer, wire.Evaluated)
+        return Evaluation(answered.answer.rewards)
+
+    async def statistics(self) -> RunStatistics:
+        """Return a snapshot of the run."""
+        return msgspec.convert(
+            await self._requests.control("statistics"), RunStatistics, strict=False
+        )
+
+    # ------------------------------------------------------------ weights
+
+    async def publish(
+        self,
+        state_dict: "Mapping[str, torch.Tensor] | None" = None,
+        *,
+        wait: PublishWait = "live",
+        partial: bool = False,
+    ) -> int:
+        """Bring new weights to the engines, once every rank is done with its part; the version.
+
+        Rank 0's are published. The others either call this too, as often, without weights, and get
+        the same version; or they ask for the next batch, which says as much. Otherwise as
+        :meth:`~tidegate.Rollouts.publish`.
+
+        Raises:
+            TrainerLost: a rank that is waited for is gone.
+            WeightsRefused, EngineLagging, PublishDropped: as there.
+        """
+        asked = await in_thread(self._publish, state_dict, wait=wait, partial=partial)
+        return self._published(await result_of(asked))
+
+    async def rollback(
+        self,
+        state_dict: "Mapping[str, torch.Tensor] | None" = None,
+        *,
+        first_bad: int | None = None,
+    ) -> int:
+        """As :meth:`~tidegate.Rollouts.rollback`, with ranks as in :meth:`publish`."""
+        asked = await in_thread(self._publish, state_dict, is_rollback=True, first_bad=first_bad)
+        return self._published(await result_of(asked))
+
+
+class SyncRemoteRollouts(SyncHandle[RemoteRollouts]):
+    """A run in another process, for a trainer that is not async: :class:`RemoteRollouts`, blocking.
+
+    Use it in ``with``.
+    """
+
+    def __enter__(self) -> Self:
+        try:
+            self._handle._open()
+        except BaseException:
+            self._handle._close(is_done=False)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._handle._close(is_done=kind is None)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, from 0."""
+        return self._handle.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the trainer."""
+        return self._handle.world_size
+
+    @property
+    def version(self) -> int:
+        """As :attr:`RemoteRollouts.version`."""
+        return self._handle.version
+
+    @property
+    def is_resumed(self) -> bool:
+        """As :attr:`RemoteRollouts.is_resumed`."""
+        return self._handle.is_resumed
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`RemoteRollouts.state_dict`."""
+        return self._handle.state_dict()
+
+    def batches(
+        self, tasks: Iterable[Any] | None = None, *, episode: str | None = None
+    ) -> Iterator["Batch"]:
+        """As :meth:`RemoteRollouts.batches`."""
+        feeder = None if tasks is None else self.offer(tasks, episode)
+        while (batch := self.next_batch()) is not None:
+            yield batch
+        if feeder is not None:
+            feeder.raise_failure()
+
+    offer = blocking(RemoteRollouts.offer)
+    next_batch = blocking(RemoteRollouts.next_batch)
+    discard = blocking(RemoteRollouts.discard)
+    observe = blocking(RemoteRollouts.observe)
+    ack = blocking(RemoteRollouts.ack)
+    evaluate = blocking(RemoteRollouts.evaluate)
+    statistics = blocking(RemoteRollouts.statistics)
+    publish = blocking(RemoteRollouts.publish)
+    rollback = blocking(RemoteRollouts.rollback)
+    score = blocking(RemoteRollouts.score)
+    embed = blocking(RemoteRollouts.embed)
+    reward = blocking(RemoteRollouts.reward)
+    pause = blocking(RemoteRollouts.pause)
+    resume = blocking(RemoteRollouts.resume)
+    sleep = blocking(RemoteRollouts.sleep)
+    wake = blocking(RemoteRollouts.wake)
+
+
+class TaskFeeder:
+    """Brings a trainer's own tasks to the run, on a thread, as there is room for them."""
+
+    def __init__(self, link: TrainerLink, tasks: Iterable[Any], episode: str | None) -> None:
+        self._link = link
+        self._tasks = iter(tasks)
+        self._offer = uuid.uuid4().hex
+        self.offered = link.ask(wire.OfferTasks(offer=self._offer, episode=episode or ""))
+        """Done once the run takes them."""
+        self.failure: BaseException | None = None
+        """What the iterator raised, or that a task can't be sent."""
+
+    def start(self) -> None:
+        """Begin; the thread ends with the tasks, the connection, or the next such feeder."""
+        threading.Thread(target=self._run, name="tidegate tasks", daemon=True).start()
+
+    def raise_failure(self) -> None:
+        """Tell the trainer what its tasks failed of."""
+        if self.failure is not None:
+            raise self.failure
+
+    def _run(self) -> None:
+        is_end = False
+        try:
+            while not is_end:
+                # One by one: what the iterator waits for may be what the last task leads to.
+                task = next(self._tasks, NO_MORE)
+                is_end = task is NO_MORE
+                is_wanted = self._give([] if is_end else [task], is_end=is_end)
+                is_end = is_end or not is_wanted
+        except (TidegateError, concurrent.futures.CancelledError) as error:
+            if isinstance(error, BadFrame):
+                self._end_with(error)
+        except Exception as error:  # noqa: BLE001 - the user's iterator's: raised to the user
+            self._end_with(error)
+
+    def _give(self, tasks: list[Any], *, is_end: bool) -> bool:
+        ask = wire.GiveTasks(offer=self._offer, tasks=tasks, is_end=is_end)
+        answer = self._link.ask(ask).result().answer
+        return isinstance(answer, wire.Done) and bool(answer.value)
+
+    def _end_with(self, error: Exception) -> None:
+        """No more tasks: what has begun is trained, then the trainer is told why."""
+        self.failure = error
+        with contextlib.suppress(TidegateError):  # the run is gone, too
+            self._give([], is_end=True)
+
+
+def _state(state: Mapping[str, Any]) -> RemoteState:
+    try:
+        return msgspec.convert(dict(state), RemoteState)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        raise ResumeMismatch(
+            f"resume must be what a remote run's state_dict() returned, got {state!r:.200}: {error}"
+        ) from None
+
+
+def _scores_of(answered: Answered) -> list[Score]:
+    """Of sequences."""
+    message = answered.answer
+    assert isinstance(message, wire.Scores)
+    arrays = iter(from_frames(message.columns, answered.frames))
+    names = iter(message.columns)
+    scores: list[Score] = []
+    for version, engine, number in message.about:
+        column = next(names)
+        values: Any = next(arrays)
+        if column.name == "values":
+            shaped = values.reshape(number, -1) if number else values
+            scores.append(Readout(version, engine, shaped))
+            continue
+        next(names), next(names)
+        ids: Any = next(arrays)
+        tops: Any = next(arrays)
+        shape = (len(values), ids.size // max(1, len(values)))
+        scores.append(
+            TokenScores(version, engine, number, values, ids.reshape(shape), tops.reshape(shape))
+        )
+    return scores
+
+
+def connect(
+    address: str,
+    *,
+    keys: str | Path | EngineKeys | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    resume: Mapping[str, Any] | None = None,
+    connect_timeout_s: float = 60.0,
+    run_timeout_s: float = 60.0,
+) -> RemoteRollouts:
+    """Be the trainer of a run in another process, which calls ``listen(address)``; for async code.
+
+    ``keys`` is a directory that ``tidegate keys`` made, for addresses on other hosts. Each of
+    ``world_size`` data-parallel processes connects with its own ``rank`` and gets its part of each
+    batch. ``resume`` goes on from a ``state_dict()`` of the trainer's checkpoint: what was handed
+    over after it comes again, as long as the run keeps it.
+
+    The run need not be there yet: it, and the seat of a process that has died, are waited for
+    ``connect_timeout_s``. A run that is silent for ``run_timeout_s`` is given up.
+
+    Raises:
+        ConfigError: nobody can connect there, or so.
+    """
+    return RemoteRollouts(
+        address,
+        keys=keys,
+        rank=rank,
+        world_size=world_size,
+        resume=resume,
+        connect_timeout_s=connect_timeout_s,
+        run_timeout_s=run_timeout_s,
+    )
+
+
+def connect_sync(
+    address: str,
+    *,
+    keys: str | Path | EngineKeys | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    resume: Mapping[str, Any] | None = None,
+    connect_timeout_s: float = 60.0,
+    run_timeout_s: float = 60.0,
+) -> SyncRemoteRollouts:
+    """As :func:`connect`, for code that is not async."""
+    return SyncRemoteRollouts(
+        connect(
+            address,
+            keys=keys,
+            rank=rank,
+            world_size=world_size,
+            resume=resume,
+            connect_timeout_s=connect_timeout_s,
+            run_timeout_s=run_timeout_s,
+        )
+    )

@@ -1,0 +1,356 @@
+"""What does a run do for a trainer in another process? Each of its wishes, and in which order.
+
+To the run it is the trainer: it asks for batches and publishes, once for all ranks. It knows no
+socket; who a rank's process is, and when it was heard, is for the seats.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tidegate.errors import ConfigError
+from tidegate.orchestrator.episodes.runner import EpisodeFunction
+from tidegate.orchestrator.fleet.scores import Asked, TokenScores
+from tidegate.orchestrator.fleet.scores import Score as Scored
+from tidegate.orchestrator.trainer.remote.barrier import Barrier
+from tidegate.orchestrator.trainer.remote.columns import to_frames
+from tidegate.orchestrator.trainer.remote.progress import PublishKey, TrainerProgress
+from tidegate.orchestrator.trainer.remote.seats import Seats
+from tidegate.orchestrator.trainer.remote.task_pipe import TaskPipe
+from tidegate.orchestrator.trainer.remote.weights_in import TrainersWeights
+from tidegate.orchestrator.trainer.rollouts import Rollouts
+from tidegate.transport import trainer_messages as wire
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.batches.batches import Batch
+
+Answered = tuple[wire.AnyAnswer, Sequence[bytes]]
+
+
+@dataclass(slots=True)
+class _Publish:
+    """What became of one, or will."""
+
+    version: "asyncio.Future[int]"
+    told: set[int] = field(default_factory=set)
+    """Ranks that know already that it failed: what they call next is another attempt."""
+
+
+class TrainerService:
+    """Answers wishes; one for each run that listens."""
+
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        seats: Seats,
+        barrier: Barrier,
+        *,
+        run_id: str,
+        episodes: Mapping[str, EpisodeFunction],
+        has_own_tasks: bool,
+    ) -> None:
+        """``episodes`` by the names that a trainer calls them; the nameless one is for all else."""
+        self._rollouts = rollouts
+        self._seats = seats
+        self._barrier = barrier
+        self._run_id = run_id
+        self._episodes = episodes
+        self._has_own_tasks = has_own_tasks
+        self.progress = TrainerProgress()
+        self.progress.begin_after(rollouts.batches_received)
+        self._published: dict[PublishKey, _Publish] = {}
+        self._fetching: asyncio.Task[Batch | None] | None = None
+        self._has_ended = not has_own_tasks
+        """Whether the tasks are used up, or there are none yet."""
+        self._pipe: tuple[str, TaskPipe] | None = None
+        self._publishing = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Stop what goes on without anybody waiting for it."""
+        if self._fetching is not None:
+            self._fetching.cancel()
+            await asyncio.gather(self._fetching, return_exceptions=True)
+
+    async def answer(
+        self, rank: int, weights: TrainersWeights, ask: wire.Ask, data: bytes
+    ) -> Answered:
+        """Do as a rank wishes.
+
+        Raises:
+            TidegateError: it can't be done, and why.
+        """
+        match ask:
+            case wire.NextBatch():
+                return await self._next_batch(rank, ask.after)
+            case wire.Publish():
+                return wire.Published(version=await self._publish(rank, weights, ask)), ()
+            case wire.Chunk():
+                weights.take(ask, data)
+                return wire.Done(), ()
+            case wire.OfferTasks():
+                await self._offer(rank, ask)
+                return wire.Done(), ()
+            case wire.GiveTasks():
+                is_wanted = await self._pipe_of(ask.offer).put(ask.tasks, is_end=ask.is_end)
+                return wire.Done(value=is_wanted), ()
+            case wire.Evaluate():
+                done = await self._rollouts.evaluate(
+                    ask.tasks, episode=self._episode_of(ask.episode)
+                )
+                return wire.Evaluated(rewards=done.rewards), ()
+            case wire.Score():
+                return _scores(
+                    await self._rollouts.ask_scores([Asked(*asked) for asked in ask.asked])
+                )
+            case wire.Control():
+                return wire.Done(value=await self._control(ask)), ()
+        raise ConfigError(f"no such wish: {type(ask).__name__}")
+
+    # ------------------------------------------------------------ seats
+
+    def begin(self, world_size: int) -> None:
+        """Another trainer has come, with so many ranks."""
+        self.progress.begin(world_size)
+
+    async def join(self, rank: int, ask: wire.Join, weights: TrainersWeights) -> wire.Welcome:
+        """A rank's process has taken its seat; where it goes on."""
+        if rank == 0:
+            async with self._publishing:  # one that a process before it began
+                self._published.clear()
+        for publish in self._published.values():
+            publish.told.add(rank)
+        batches = self.progress.join(rank, ask.batches)
+        self._barrier.notify()
+        return wire.Welcome(
+            run_id=self._run_id,
+            version=self._rollouts.version,
+            batches=batches,
+            is_resumed=self._rollouts.is_resumed and self.progress.newest == self.progress.done,
+            journal=self._journal(),
+            reads_shared_memory=weights.reads_shared_memory,
+        )
+
+    def left(self, rank: int) -> None:
+        """A rank's process has said farewell."""
+        self.progress.leave(rank)
+        self._barrier.notify()
+
+    # ------------------------------------------------------------ batches
+
+    async def _next_batch(self, rank: int, after: int) -> Answered:
+        progress, number = self.progress, after + 1
+        progress.note_consumed(rank, after)
+        progress.wanted[rank] = number
+        self._barrier.notify()
+        while progress.newest < number:
+            if self._has_ended:
+                return wire.NoBatch(), ()
+            coming = progress.newest + 1
+            if self._fetching is None:
+                await self._barrier.until(
+                    lambda n=coming: (
+                        progress.newest >= n  # type: ignore[misc]
+                        or self._fetching is not None
+                        or self._has_ended
+                        or not progress.not_asking(n)
+                    ),
+                    lambda n=coming: progress.not_asking(n),  # type: ignore[misc]
+                    doing=f"waiting for all ranks to ask for batch {coming}",
+                )
+            if progress.newest < coming and not self._has_ended:
+                await asyncio.shield(self._fetch())
+        return self._shard(number, rank)
+
+    def _shard(self, number: int, rank: int) -> Answered:
+        from tidegate.orchestrator.trainer.remote.batch_wire import batch_to_wire  # torch
+
+        shard = self.progress.shard(number, rank)
+        return batch_to_wire(shard, self._journal(), version=self._rollouts.version)
+
+    def _fetch(self) -> "asyncio.Task[Batch | None]":
+        """Ask the run for its next batch, once for all ranks. It is kept if all of them vanish."""
+        if self._fetching is None:
+            self._fetching = asyncio.create_task(self._fetched(), name="next batch")
+            self._fetching.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._fetching
+
+    async def _fetched(self) -> "Batch | None":
+        try:
+            batch = await self._rollouts.next_batch()
+            if batch is None:
+                self._has_ended = True
+            else:
+                self.progress.handed_over(batch)
+            return batch
+        finally:
+            self._fetching = None
+            self._barrier.notify()
+
+    def _journal(self) -> dict[str, Any] | None:
+        return self._rollouts.state_dict() if self._rollouts.settings.journal else None
+
+    # ------------------------------------------------------------ tasks
+
+    async def _offer(self, rank: int, ask: wire.OfferTasks) -> None:
+        if self._has_own_tasks:
+            raise ConfigError(
+                "this run has tasks of its own: listen(tasks=…); call batches() without any"
+            )
+        if rank:
+            raise ConfigError(f"rank {rank} gives tasks; those of rank 0 are for all ranks")
+        if self._rollouts.settings.journal:
+            raise ConfigError(
+                "a run with a journal needs its tasks again when it is resumed, and a trainer's "
+                "may be another's by then; give them to listen(tasks=…)"
+            )
+        episode = self._episode_of(ask.episode)
+        before, self._pipe = self._pipe, (ask.offer, TaskPipe())
+        if before is not None:
+            await before[1].close()
+        await self._rollouts.offer(self._pipe[1], episode=episode)
+        self._has_ended = False
+        self._barrier.notify()
+
+    def _pipe_of(self, offer: str) -> TaskPipe:
+        if self._pipe is None or self._pipe[0] != offer:
+            raise ConfigError("other tasks were offered meanwhile; these are not taken any more")
+        return self._pipe[1]
+
+    def _episode_of(self, name: str) -> EpisodeFunction:
+        episode = self._episodes.get(name)
+        if episode is None:
+            there_are = ", ".join(repr(known) for known in self._episodes if known) or "no others"
+            raise ConfigError(
+                f"no episode {name!r} here: listen(episode=…) sets the one without a name, "
+                f"listen(episodes=…) those with names; there are {there_are}"
+            )
+        return episode
+
+    # ------------------------------------------------------------ weights
+
+    async def _publish(self, rank: int, weights: TrainersWeights, ask: wire.Publish) -> int:
+        self.progress.note_ready(rank, ask.number)
+        self._barrier.notify()
+        key = (ask.number, ask.ordinal)
+        if rank:
+            version = await self._published_by_others(key, rank)
+        else:
+            version = await self._publish_once(key, weights, ask)
+        self.progress.note_consumed(rank, ask.number)
+        self._barrier.notify()
+        return version
+
+    async def _publish_once(
+        self, key: PublishKey, weights: TrainersWeights, ask: wire.Publish
+    ) -> int:
+        progress, number = self.progress, ask.number
+
+        def behind() -> list[int]:
+            return [r for r in progress.behind(number) if not self._seats.is_done(r)]
+
+        version: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        version.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            doing = f"waiting for all ranks to have done with batch {number}, to publish"
+            await self._barrier.until(lambda: not behind(), behind, doing=doing)
+            async with self._publishing:
+                await self._give_back_orphans(number)
+                version.set_result(await self._bring(weights, ask))
+        except Exception as error:
+            version.set_exception(error)
+            raise
+        finally:
+            self._published[key] = _Publish(version)
+            self._barrier.notify()
+        progress.published_after(number)
+        return version.result()
+
+    async def _give_back_orphans(self, number: int) -> None:
+        """Give back batches that only dead processes had: weights made without them make them
+        older, so they are selected anew when they are asked for."""
+        while (orphan := self.progress.orphan_after(number)) is not None:
+            if not await self._rollouts.give_back(orphan):
+                return
+            self.progress.gave_back(orphan)
+
+    async def _bring(self, weights: TrainersWeights, ask: wire.Publish) -> int:
+        state_dict = weights.state_dict(ask)
+        if ask.is_rollback:
+            return await self._rollouts.rollback(state_dict, first_bad=ask.first_bad)
+        return await self._rollouts.publish(state_dict, wait=ask.wait, partial=ask.partial)
+
+    async def _published_by_others(self, key: PublishKey, rank: int) -> int:
+        """What rank 0 publishes is everybody's; each rank is told once of what failed."""
+
+        def is_there() -> bool:
+            publish = self._published.get(key)
+            return publish is not None and rank not in publish.told
+
+        def has_passed() -> bool:
+            return self.progress.wanted.get(0, 0) > key[0] or self._seats.is_done(0)
+
+        await self._barrier.until(
+            lambda: is_there() or has_passed(),
+            lambda: [0],
+            doing=f"waiting for rank 0 to publish after batch {key[0]}",
+        )
+        if not is_there():
+            raise ConfigError(
+                f"rank 0 went on from batch {key[0]} without this publish; have all ranks call "
+                f"publish() as often, or rank 0 alone"
+            )
+        publish = self._published[key]
+        try:
+            return publish.version.result()
+        except Exception:
+            publish.told.add(rank)
+            raise
+
+    # ------------------------------------------------------------ the smaller wishes
+
+    async def _control(self, ask: wire.Control) -> Any:
+        run, values = self._rollouts, ask.values
+        match ask.wish:
+            case "pause":
+                await run.pause(values["mode"], clear_cache=bool(values["clear_cache"]))
+            case "resume":
+                await run.resume()
+            case "sleep":
+                return await run.sleep(values["level"], tags=values["tags"], mode=values["mode"])
+            case "wake":
+                await run.wake(values["tags"])
+            case "observe":
+                await run.observe(**values)
+            case "ack":
+                self.progress.acknowledge(int(values["batches"]))
+                if values["journal"] is not None:
+                    await run.ack(values["journal"])
+            case "discard":
+                rows, reason = values["rows"], str(values["reason"])
+                await run.discard(int(values["batch"]), rows, reason=reason)
+            case "statistics":
+                return await asyncio.to_thread(run.statistics)
+        return None
+
+
+def _scores(scores: Sequence[Scored]) -> Answered:
+    """What is not an array in the message, and the arrays beside it."""
+    about: list[Any] = []
+    arrays: list[tuple[str, np.ndarray[Any, Any]]] = []
+    for score in scores:
+        if isinstance(score, TokenScores):
+            about.append([score.version, score.engine, score.start])
+            arrays += [
+                ("logprobs", score.logprobs),
+                ("top_ids", score.top_ids.reshape(-1)),
+                ("top_logprobs", score.top_logprobs.reshape(-1)),
+            ]
+        else:
+            rows = score.values.shape[0] if score.values.ndim > 1 else 0
+            about.append([score.version, score.engine, rows])
+            arrays.append(("values", score.values.reshape(-1)))
+    columns, frames = to_frames(arrays)
+    return wire.Scores(about=about, columns=columns), frames

@@ -1,0 +1,376 @@
+"""Who starts a run's parts, and ends them? A thread with its own event loop, and the engines.
+
+The loop runs beside the trainer, so a train step that blocks its thread stalls no rollout. The
+users' episodes run on it too.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvloop
+
+from tidegate.errors import (
+    EngineLost,
+    EngineStartFailed,
+    JournalError,
+    RecordingFailed,
+    RunBlocked,
+    RunClosed,
+    check_not_forked,
+)
+from tidegate.orchestrator.core.events import Resumed
+from tidegate.orchestrator.episodes.diary import EpisodeDiary
+from tidegate.orchestrator.episodes.model_files import read_model_files
+from tidegate.orchestrator.episodes.stepped_tasks import ContainedExit, contained_task
+from tidegate.orchestrator.fleet.site import Engines, Site
+from tidegate.orchestrator.journal.resuming import Resume, open_for
+from tidegate.orchestrator.scheduler.garbage import RARE_LOOKS, young_objects_max
+from tidegate.orchestrator.scheduler.loop_watch import LoopWatch
+from tidegate.orchestrator.scheduler.scheduler import Scheduler
+from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.orchestrator.telemetry.recorder import Recorder, RunObservers
+from tidegate.orchestrator.telemetry.statistics import RunStatistics
+from tidegate.orchestrator.weight_sync.channel import open_channel
+from tidegate.orchestrator.weight_sync.deltas import WrittenTensors
+from tidegate.transport.addresses import as_seen_here
+from tidegate.transport.messages import Shutdown
+from tidegate.transport.private_directory import PrivateDirectory
+from tidegate.transport.sockets import RouterSocket
+
+Result = TypeVar("Result")
+
+EPISODES_END_TIMEOUT_S = 15.0
+"""An episode that was cancelled has so long to clean up; then the run ends without it."""
+
+log = logging.getLogger("tidegate")
+
+
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """What a run is composed of beside its settings."""
+
+    site: Site
+    """Where its engines run."""
+    observers: RunObservers | None = None
+    """Recorder and dashboard; None: nobody observes the run."""
+
+
+class Run:
+    """A run's thread, event loop, socket, weight channel and engine processes."""
+
+    def __init__(self, settings: RunSettings, parts: RunParts, resume: Resume = None) -> None:
+        self.settings = settings
+        self.owner_pid = os.getpid()
+        """The process that has the run's thread, sockets and engines. Forked ones don't."""
+        self.observers = parts.observers
+        self._site = parts.site
+        self.recorder: Recorder | None = None
+        """Receives what happens; None: nobody records it."""
+        with contextlib.ExitStack() as undo:
+            if parts.observers is not None:
+                undo.callback(parts.observers.close)
+            self.model = read_model_files(settings.model)
+            # The journal after all that settings can spoil: once made, it stays on disk.
+            self._opened = open_for(settings, resume)
+            undo.callback(self._opened.close)
+            self.channel = open_channel(settings, self._site)
+            undo.callback(self.channel.close)
+            self.written = WrittenTensors()
+            """By that channel. Used by one publish at a time, which has the buffer reserved."""
+            self._scheduler: Scheduler | None = None
+            self._loop: asyncio.AbstractEventLoop | None = None
+            if parts.observers is not None:
+                self.recorder = parts.observers.open(self._opened.resumed, self._records_failed)
+            undo.pop_all()
+        self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
+        """Done once every engine has joined; or failed, with the reason."""
+        self._main: asyncio.Task[None] | None = None
+        self._engines: Engines | None = None
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._is_ending = False
+        self._asked: set[concurrent.futures.Future[Any]] = set()
+        self.loop_watch = LoopWatch(limit_s=settings.episode_timeout_s, on_dead=self._abandon)
+        self._is_up = threading.Event()
+        """The thread can be told to stop, or has ended."""
+        self._thread = threading.Thread(target=self._run, name="tidegate", daemon=True)
+
+    # ------------------------------------------------------------ from the trainer's threads
+
+    def start(self) -> None:
+        """Start the thread; :attr:`ready` tells how it went."""
+        self._thread.start()
+
+    def show(
+        self,
+        *,
+        read: Callable[[Callable[[Scheduler], Any]], Any],
+        statistics: Callable[[Scheduler], RunStatistics],
+    ) -> None:
+        """Start the dashboard, if there is one. ``read`` calls a function on the run's loop."""
+        if self.observers is not None:
+            self.observers.show(read, statistics, self.model.tokenizer)
+
+    def hide(self) -> None:
+        """Stop the dashboard, if there is one."""
+        if self.observers is not None:
+            self.observers.close()
+
+    def stop(self) -> None:
+        """End engines, episodes and the thread; wait for all of it. Harmless if repeated.
+
+        Does nothing in a process that was forked from the run's: all of it belongs to the parent.
+        """
+        if self.owner_pid != os.getpid():
+            return
+        if self._thread.ident is None:
+            self.channel.close()
+            self._opened.close()
+            return
+        self._is_up.wait()
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
+                loop.call_soon_threadsafe(self._end)
+        self._thread.join(EPISODES_END_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.error("episodes go on although they were cancelled; their thread is left to itself")
+            if self._engines is not None:
+                self._engines.kill_all()
+
+    def _end(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.stop_journal()  # before episodes are cancelled: it is to go on
+        if self._main is not None:
+            self._main.cancel()
+
+    def submit(
+        self, work: Callable[[Scheduler], Awaitable[Result]]
+    ) -> "concurrent.futures.Future[Result]":
+        """Run ``work`` on the run's loop.
+
+        Raises:
+            RunClosed: the run has ended; or, if it failed, what it failed of.
+            RunForked: this process was forked from the run's.
+        """
+        check_not_forked(self.owner_pid)
+        self.refuse_own_thread()
+        loop, scheduler = self._loop, self._scheduler
+        if loop is None or scheduler is None:
+            raise self.failure()
+
+        async def run() -> Result:
+            if self._is_ending:
+                raise self.failure()
+            try:
+                return await work(scheduler)
+            except Exception:
+                if not self._is_ending:
+                    raise
+            raise self.failure()  # that is why, whatever it met among closed sockets
+
+        with self._lock:
+            if self._is_ending:
+                raise self.failure()
+            future = asyncio.run_coroutine_threadsafe(run(), loop)
+            self._asked.add(future)
+        future.add_done_callback(self._asked.discard)
+        return future
+
+    def refuse_own_thread(self) -> None:
+        """Raise RuntimeError if the caller is the run itself: an episode, or a task iterator."""
+        if self.is_own_thread:
+            raise RuntimeError("a run can't be asked from its own episodes: they would wait for it")
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller is the run itself: an episode, or a task iterator."""
+        return threading.current_thread() is self._thread
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """The run's shell, once started; read its statistics, change nothing from outside."""
+        return self._scheduler
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """From where the run goes on after a crash; None if it is a new one."""
+        return self._opened.resumed
+
+    @property
+    def run_id(self) -> str:
+        """The same in every process that the run goes on in; empty without a journal."""
+        journal = self._opened.journal
+        return journal.header.run_id if journal is not None else ""
+
+    @property
+    def newest_version(self) -> int:
+        """Of the weights published before this process, by what the journal knows."""
+        journal = self._opened.journal
+        return journal.core.trainer_version if journal is not None else 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more can be asked of it; :meth:`failure` says why."""
+        return self._is_ending
+
+    def failure(self) -> BaseException:
+        """Why nothing more can be asked of this run."""
+        return self._failure or RunClosed("the run has ended; start another one with serve()")
+
+    # ------------------------------------------------------------ the run's own thread
+
+    def _run(self) -> None:
+        try:
+            groups = self.settings.staleness_policy().outstanding_groups_ceiling
+            with RARE_LOOKS.during(young_objects_max(groups * self.settings.group_size)):
+                uvloop.run(self._serve())
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - told to whoever waits for the run
+            self._failure = cause_of(error)
+        finally:
+            self._loop = None
+            self._is_up.set()
+            self.loop_watch.stop()
+            for future in list(self._asked):
+                if not future.done():
+                    future.set_exception(self.failure())
+            self.channel.close()
+            self._failure = self._close_journal() or self._failure
+            if not self.ready.done():
+                self.ready.set_exception(self.failure())
+
+    def _records_failed(self, failure: RecordingFailed) -> None:
+        """End the run: what it does from now on would not be in its records."""
+        loop, scheduler = self._loop, self._scheduler
+        if loop is not None and scheduler is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
+                loop.call_soon_threadsafe(scheduler.fail, failure)
+
+    def _abandon(self, error: RunBlocked) -> None:
+        """The loop is lost in somebody's code: end all that can be ended without it."""
+        log.error("run=failed why=%r", str(error))
+        with self._lock:
+            self._failure, self._is_ending = error, True
+        for future in list(self._asked):
+            if not future.done():
+                future.set_exception(error)
+        if self._engines is not None:
+            self._engines.kill_all()
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # should it ever go on, it is to end
+                loop.call_soon_threadsafe(self._end)
+
+    def _close_journal(self) -> BaseException | None:
+        try:
+            self._opened.close()
+        except JournalError as error:
+            return error
+        return None
+
+    async def _serve(self) -> None:
+        self._main = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_task_factory(contained_task)
+        self._is_up.set()
+        self.loop_watch.start()
+        router = RouterSocket(self._site.address, name="orchestrator", keys=self._site.keys)
+        private = PrivateDirectory("logs")
+        try:
+            directory = self.settings.run_directory or private.path
+            await self._serve_on(router, directory / "logs")
+        finally:
+            private.remove()
+            router.close()
+
+    async def _serve_on(self, router: RouterSocket, logs: Path) -> None:
+        scheduler = Scheduler(
+            self.settings,
+            self.model,
+            router,
+            self.channel.init(),
+            recorder=self.recorder,
+            journal=self._opened.journal,
+            resume=self._opened.resumed,
+            diary=EpisodeDiary(self.recorder.episode_interval)
+            if self.recorder is not None and self.recorder.keeps_episodes
+            else None,
+            now_s=time.monotonic,
+        )
+        self._scheduler = scheduler
+        if self.recorder is not None and self.recorder.failure is not None:
+            scheduler.fail(self.recorder.failure)  # it was refused before there was a loop
+
+        def on_exit(name: str, why: str) -> None:
+            scheduler.engines.ended(name, why)
+            if not self.ready.done():
+                scheduler.fail(EngineStartFailed(engine=name, why=why))
+            elif engines.are_gone and not scheduler.fleet.engines:
+                scheduler.fail(EngineLost(f"the last engine is gone; {name!r}: {why}"))
+
+        address = as_seen_here(router.address)
+        engines = self._site.engines(address, logs, on_exit=on_exit)
+        self._engines = engines
+        scheduler.engines.on_silent = engines.kill
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(scheduler.run(), name="scheduler")
+                engines.start()
+                await self._engines_joined(scheduler)
+                engines.may_restart = True
+                self.ready.set_result(None)
+        except BaseException as error:
+            with self._lock:
+                self._failure, self._is_ending = cause_of(error), True
+            scheduler.fail_waiters(self.failure())
+            raise
+        finally:
+            try:
+                scheduler.close()
+            finally:
+                for engine in scheduler.fleet.engines:
+                    scheduler.fleet.send(engine, Shutdown())
+                engines.stop()
+
+    async def _engines_joined(self, scheduler: Scheduler) -> None:
+        wanted = max(1, self.settings.engines_started)
+        timeout_s = self.settings.engine_start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await scheduler.wait_for_engines(wanted)
+        except TimeoutError:
+            joined = len(scheduler.fleet.engines)
+            refused = [f"{name}: {why}" for name, why in scheduler.fleet.refused_engines.items()]
+            raise EngineStartFailed(
+                engine=f"{wanted - joined} of {wanted}",
+                why="; ".join(refused)
+                or f"not there after {timeout_s:.0f} s; raise engine_start_timeout_s if loading "
+                f"this model takes longer",
+            ) from None
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The error that a group of them is about."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, asyncio.CancelledError):
+        return RunClosed("the run was ended")
+    if isinstance(error, Exception) and not isinstance(error, ContainedExit):
+        return error
+    if isinstance(error, ContainedExit):
+        error = error.__cause__ or error
+    # Raised in the trainer's thread as it is, it would end the trainer, and maybe with status 0.
+    closed = RunClosed(f"the run has ended, for code on its event loop raised {error!r}")
+    closed.__cause__ = error
+    return closed

@@ -1,1 +1,0 @@
-"""Turns on their way: placed on engines, sent, and filed token by token as they come back."""

@@ -1,1 +1,0 @@
-"""The run's engines behind vLLM's HTTP API: clients and trainers that know vLLM drive Tidegate."""

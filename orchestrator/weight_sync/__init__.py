@@ -1,0 +1,1 @@
+"""Weight versions on their way to the engines; pauses and sleep."""

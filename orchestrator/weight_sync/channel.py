@@ -1,0 +1,56 @@
+"""Which way does a run publish its weights? By the sender that its settings ask for.
+
+It knows neither engines nor what a version is laid over.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from tidegate.errors import ConfigError, WeightsRefused
+from tidegate.orchestrator.fleet.site import Site
+from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.orchestrator.weight_sync.state_dict import distinct_tensors
+from tidegate.transport.messages import UpdateWeights
+from tidegate.transport.weight_channels import WeightSender, cuda_ipc, sender
+from tidegate.transport.weight_channels.checksums import with_checksums
+from tidegate.transport.weight_channels.cuda_ipc import CudaIpcSender, NamedTensor, crc32_of
+from tidegate.transport.weight_channels.cuda_memory import find_gpu
+
+if TYPE_CHECKING:
+    import torch
+
+
+def open_channel(settings: RunSettings, site: Site) -> WeightSender | CudaIpcSender:
+    """The run's end of its weight channel.
+
+    Raises:
+        ConfigError: nothing can be written or bound there, or there is no such GPU.
+    """
+    if settings.weight_channel == cuda_ipc.NAME:
+        try:
+            return CudaIpcSender(find_gpu(settings.device))
+        except WeightsRefused as error:
+            raise ConfigError(f"weight_channel='cuda_ipc': {error}") from error
+    return sender(
+        settings.weight_channel, settings.run_directory, address=site.address, keys=site.keys
+    )
+
+
+def write_on_gpu(
+    channel: CudaIpcSender,
+    version: int,
+    state_dict: "Mapping[str, torch.Tensor]",
+    *,
+    keep: Collection[int],
+    has_checksums: bool,
+) -> list[UpdateWeights]:
+    """Put a state dict where engines on its GPU can read it. Blocks.
+
+    Raises:
+        WeightsRefused: it is not on that GPU, or there is no room for another.
+    """
+    tensors = [NamedTensor(*named) for named in distinct_tensors(state_dict)]
+    # Of what is sent, not of what was written: so an error in between shows too.
+    sums = {tensor.name: crc32_of(tensor.data) for tensor in tensors} if has_checksums else {}
+    chunks = channel.write(version, tensors, keep=keep)
+    return with_checksums(chunks, sums) if sums else chunks

@@ -1,0 +1,318 @@
+"""The asyncio shell around :class:`tidegate.orchestrator.core.weight_control.WeightControl`.
+
+It has trainers' calls wait, feeds the state machine what engines say, and carries its commands out.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, cast
+
+from tidegate.errors import WeightsRefused
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core import weight_control as wc
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.weight_content import Change, anew
+from tidegate.orchestrator.core.weight_control import PublishWait, Reserved, WeightControl
+from tidegate.orchestrator.fleet.waiting import Waiting, resolve
+from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
+from tidegate.transport.messages import (
+    FromEngine,
+    Hello,
+    InitWeights,
+    KvPolicy,
+    Message,
+    PauseMode,
+    UpdateWeights,
+    WeightsLive,
+    WeightsStaged,
+    encode,
+)
+from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepFailed, SleepLevel
+
+log = logging.getLogger("tidegate")
+
+
+HEADER_BYTES = 256
+"""Of a message of weights, what is added for each engine: the versions it may be laid over."""
+
+
+class Shell(Protocol):
+    """The run, as far as commands concern it."""
+
+    @property
+    def core(self) -> Core:
+        """The run's."""
+
+    def handle(self, events: Iterable[ev.Event]) -> None:
+        """Feed events to the core."""
+
+    def send(self, outgoing: Sequence[tuple[str, Message]]) -> None:
+        """Send messages to engines, after all that was posted before."""
+
+    def when_safe(self, action: Callable[[], None]) -> None:
+        """Do this once no crash can undo what has been handled so far."""
+
+    def give_up_engine(self, engine: str, why: str) -> None:
+        """Strike an engine that doesn't answer."""
+
+    def refuse_engine(self, engine: str, why: str) -> None:
+        """An engine can't be of this run any more; tell it, and strike it."""
+
+    def hold_batches(self, is_held: bool) -> None:
+        """Hand over no batch while it is undecided which version the trainer has made."""
+
+    def stand_still(self, is_still: bool) -> None:
+        """Count no episode's time while engines are paused."""
+
+    def staged(self, engine: str, version: int) -> None:
+        """An engine holds new weights beside its live ones."""
+
+    def swapped(self, engine: str, message: WeightsLive) -> None:
+        """An engine serves other weights from now on."""
+
+    def hello_of(self, engine: str) -> Hello | None:
+        """What an engine said of itself; None if it has gone again."""
+
+
+class EngineControl:
+    """Weights, pauses and sleep of every engine, for trainers' coroutines."""
+
+    def __init__(
+        self, settings: RunSettings, init_weights: InitWeights, waiting: Waiting, shell: Shell
+    ) -> None:
+        self._shell = shell
+        self._waiting = waiting
+        self._numbers = itertools.count()
+        self._outcomes: dict[int, wc.Resolve] = {}
+        """Call -> how it has ended, until its coroutine looks."""
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self.state = WeightControl(
+            init_weights,
+            pause_mode=settings.pause_mode,
+            kv_policy=settings.kv_policy,
+            wave_engines=settings.update_wave,
+            weights_timeout_s=settings.weights_timeout_s,
+            pause_timeout_s=settings.engine_timeout_s,
+        )
+        """What is so; read it, and change nothing."""
+
+    # ------------------------------------------------------------ engines
+
+    def joined(self, engine: str, version: int) -> None:
+        """An engine came, serving ``version``."""
+        hello = self._shell.hello_of(engine)
+        memory = None
+        if hello is not None:
+            memory = wc.EngineMemory(hello.sleep_levels, hello.asleep, hello.lacks_weights)
+            if self.state.asleep and self.state.sleep_level not in hello.sleep_levels:
+                log.warning("engine=%s joined while others sleep, and can't", engine)
+        self._handle(wc.EngineCame(engine, version, memory))
+
+    def left(self, engine: str) -> None:
+        """An engine is gone."""
+        self._handle(wc.EngineGone(engine))
+
+    def heard(self, engine: str, message: FromEngine) -> bool:
+        """An engine has answered; False if that is about something else."""
+        if not isinstance(message, wc.Answer):
+            return False
+        if isinstance(message, SleepFailed):
+            log.warning("engine=%s can't sleep or wake: %s", engine, message.message)
+        self._handle(wc.Answered(engine, message))
+        if isinstance(message, WeightsStaged):
+            self._shell.staged(engine, message.version)
+        return True
+
+    # ------------------------------------------------------------ weights
+
+    async def reserve(
+        self, *, is_part: bool = False, has_deltas: bool = False, first_bad: int | None = None
+    ) -> Reserved:
+        """Wait until the weight channel's buffer may be overwritten; what to write there.
+
+        It must be followed by :meth:`publish` or :meth:`release`. A version that is still being
+        staged is given up for this one. ``is_part``: only some tensors, or an adapter, will be
+        written; ``has_deltas``: tensors that are as they were may be left out. ``first_bad``: from
+        this version on, what was published is bad; engines are paused first.
+
+        Raises:
+            EngineLagging: an engine still read the buffer after ``weights_timeout_s``. It is given
+                up.
+            WeightsRefused: a part would be laid over weights that this process doesn't know.
+            TidegateError: an earlier publish failed after its call had returned.
+        """
+        number = next(self._numbers)
+        next_version = self._shell.core.next_version
+        asked = wc.ReserveAsked(number, next_version, is_part, has_deltas, first_bad)
+        return cast(Reserved, await self._ask(asked))
+
+    def release(self) -> None:
+        """Nothing will be published in the buffer reserved; what it was reserved over is gone."""
+        self._handle(wc.ReserveGivenUp())
+
+    async def publish(
+        self,
+        version: int,
+        chunks: list[UpdateWeights],
+        wait: PublishWait = "live",
+        change: Change = anew,
+        *,
+        is_rollback: bool = False,
+    ) -> None:
+        """Bring new weights to every engine; return once they, or newer ones, are there.
+
+        ``change`` makes them of the version before, and of what was written for them. With
+        ``is_rollback`` engines, paused by :meth:`reserve`, go on under them.
+
+        If it fails or is cancelled before every engine has staged them, none will swap; unless an
+        earlier call waits for them too: then a cancelled one goes on without its caller.
+
+        Raises:
+            EngineLagging: some engine did not, within ``weights_timeout_s``. It is given up.
+            WeightsRefused: the weights don't fit the model, or their names and places don't fit a
+                message; the old ones serve on.
+            PublishDropped: they gave way to newer ones, whose writing failed.
+        """
+        try:
+            for chunk in chunks:
+                _refuse_too_large(chunk)
+        except WeightsRefused:
+            self.release()
+            raise
+        number = next(self._numbers)
+        await self._ask(wc.PublishAsked(number, version, chunks, wait, change, is_rollback))
+
+    def choose_kv_policy(self, kv_policy: KvPolicy) -> None:
+        """What the next swap does to the KV of turns that are kept."""
+        self._handle(wc.KvPolicyChosen(kv_policy))
+
+    # ------------------------------------------------------------ pauses and sleep
+
+    async def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:
+        """Return once no turn runs on any engine, and with ``clear_cache`` no KV waits for one.
+
+        None has engines go on. ``wait`` takes as long as the longest turn. An engine that doesn't
+        stop in time, though it could, is given up, as one that is silent. If it is cancelled, the
+        pause may hold all the same; resume to be sure. While engines sleep it counts once they are
+        awake.
+        """
+        await self._ask(wc.PauseAsked(next(self._numbers), mode, clear_cache))
+
+    async def stand_still(self, is_still: bool) -> None:
+        """As the run itself wants it; afterwards what the user asked for holds again."""
+        await self._ask(wc.StandStillAsked(next(self._numbers), is_still))
+
+    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode) -> int:
+        """Return once this sleeps on every engine; by how many bytes less they count together.
+
+        Engines are paused first, and no weights are on their way.
+
+        Raises:
+            ConfigError: an engine can't sleep at this level, or couldn't have its weights again.
+            SleepFailed: some engine can't. The others sleep.
+        """
+        return cast(int, await self._ask(wc.SleepAsked(next(self._numbers), level, tags, mode)))
+
+    async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
+        """Return once this is awake on every engine. Once all is, engines go on, if nothing else
+        pauses them; those that have forgotten their weights get the ones released last, if no newer
+        came.
+
+        Raises:
+            SleepFailed: some engine has no memory for it, or lacks weights and there are none.
+        """
+        tags = MEMORY_TAGS if tags is None else tags
+        await self._ask(wc.WakeAsked(next(self._numbers), tags))
+
+    # ------------------------------------------------------------ calls
+
+    async def _ask(
+        self,
+        asked: wc.ReserveAsked
+        | wc.PublishAsked
+        | wc.PauseAsked
+        | wc.StandStillAsked
+        | wc.SleepAsked
+        | wc.WakeAsked,
+    ) -> object:
+        """Have the state machine begin a call, and go on with it whenever it is woken."""
+        number, event = asked.call, cast(wc.Event, asked)
+        try:
+            while number not in self._outcomes:
+                # Made before the event is handled, for that may wake the call at once.
+                woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._waiting.calls[number] = woken
+                self._handle(event)
+                if number not in self._outcomes:
+                    await woken
+                event = wc.GoOn(number, self._shell.core.next_version)
+        finally:
+            self._waiting.calls.pop(number, None)
+            outcome = self._outcomes.pop(number, None)
+            if outcome is None:
+                self._handle(wc.Cancelled(number))
+        assert outcome is not None
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value
+
+    def _handle(self, event: wc.Event) -> None:
+        for command in self.state.handle(event):
+            self._carry_out(command)
+
+    def _carry_out(self, command: wc.Command) -> None:
+        shell = self._shell
+        match command:
+            case wc.Send(outgoing=outgoing):
+                shell.send(outgoing)
+            case wc.HoldBatches(is_held=is_held):
+                shell.hold_batches(is_held)
+                self._waiting.notify()
+            case wc.WakeCall(call=call):
+                resolve(self._waiting.calls.get(call), None)
+            case wc.Resolve(call=call):
+                self._outcomes[call] = command
+                resolve(self._waiting.calls.get(call), None)
+            case wc.SetTimer(timer=timer, seconds=seconds):
+                self._stop_timer(timer)
+                loop = asyncio.get_running_loop()
+                self._timers[timer] = loop.call_later(seconds, self._on_timer, timer)
+            case wc.StopTimer(timer=timer):
+                self._stop_timer(timer)
+            case wc.WhenSafe():
+                shell.when_safe(lambda: self._handle(wc.SwapsSafe()))
+            case wc.NoteSwap(engine=engine, message=message):
+                shell.swapped(engine, message)
+            case wc.ReleaseVersion(version=version, replaced=replaced):
+                shell.handle([ev.VersionPublished(version, replaced)])
+            case wc.NoteFailure():
+                shell.handle([ev.PublishFailed()])
+            case wc.RetractVersions(first_bad=first_bad):
+                shell.handle([ev.VersionRetracted(first_bad)])
+            case wc.StandStill(is_still=is_still):
+                shell.stand_still(is_still)
+            case wc.GiveUp(engine=engine, why=why):
+                shell.give_up_engine(engine, why)
+            case wc.RefuseEngine(engine=engine, why=why):
+                shell.refuse_engine(engine, why)
+
+    def _on_timer(self, timer: int) -> None:
+        del self._timers[timer]
+        self._handle(wc.TimerFired(timer))
+
+    def _stop_timer(self, timer: int) -> None:
+        if (handle := self._timers.pop(timer, None)) is not None:
+            handle.cancel()
+
+
+def _refuse_too_large(chunk: UpdateWeights) -> None:
+    """Refuse weights that no engine could be told of, before any engine is."""
+    bytes_max = FRAME_BYTES_MAX_BY_KIND["update_weights"] - HEADER_BYTES
+    if len(encode(chunk)) > bytes_max:
+        raise WeightsRefused(
+            f"the names and places of {len(chunk.tensors)} tensors take {len(encode(chunk))} bytes "
+            f"of one message, which may have {bytes_max}; publish fewer tensors, or shorter names"
+        )

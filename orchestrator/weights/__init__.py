@@ -1,1 +1,0 @@
-"""Weights and adapters: what a version is made of, and how it gets to every engine."""

@@ -1,0 +1,1 @@
+"""HTTP servers in front of a run: OpenAI's API for agents, and vLLM's API."""

@@ -1,0 +1,1 @@
+"""OpenAI-compatible API for agents, over the episodes of a run."""

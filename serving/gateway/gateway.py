@@ -1,0 +1,161 @@
+"""OpenAI's API for agents: each rollout is a session behind a URL and a key of its own.
+
+    gateway = tidegate.Gateway()
+
+    async def agent(endpoint: tidegate.Endpoint, task: Task) -> float:
+        client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        ...  # any agent, unchanged; each request is a turn of this rollout
+        return reward
+
+    async for batch in rollouts.batches(tasks, episode=gateway.episode(agent)): ...
+
+Each rollout is a session, whose key says which requests are its own. Knows sessions, keys and
+rewards; what requests and answers look like is :mod:`gateway_app`'s matter.
+"""
+
+import asyncio
+import inspect
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tidegate.errors import ConfigError
+from tidegate.serving.gateway.sessions import Session, Sessions
+from tidegate.serving.listening import listen, url_of
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.episodes.episode import Episode
+    from tidegate.orchestrator.episodes.runner import EpisodeFunction
+
+KEEP_ALIVE_S = 3600
+"""A connection is closed that was idle for so long. Agents' tools take minutes; a server that
+closes while a client begins to ask makes it ask again, and sample again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where an agent finds the model, as its one rollout."""
+
+    base_url: str
+    """Ends in ``/v1``, as clients want it."""
+    api_key: str
+    session_id: str
+
+
+Agent = Callable[[Endpoint, Any], Awaitable[float | None] | float | None]
+"""A user's: gets its endpoint and a task, returns the reward, or None if that was posted. One that
+is not async gets a thread."""
+
+AGENT_THREADS_MAX = 256
+"""For agents that are not async, at once; the others wait. A thread costs 50 KB or so."""
+
+
+class Gateway(Sessions):
+    """An HTTP server with OpenAI's API, on the loop of the run whose episodes it serves."""
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        allowed_hosts: Sequence[str] = (),
+    ) -> None:
+        """``port`` 0 takes a free one. ``token`` is what agents that come from outside show to be
+        given a task; without one it is drawn at random (:attr:`token`). ``allowed_hosts``: names
+        beside its address that requests without a valid key may call the gateway by.
+
+        What travels is not encrypted: on any other host than this one, put a proxy in front.
+
+        Raises:
+            ConfigError: starlette or uvicorn is not installed, or the address is taken.
+        """
+        try:
+            import starlette  # noqa: F401
+            import uvicorn  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"{error.name} is missing: pip install 'tidegate[gateway]'") from None
+        self._socket = listen(host, port, "the gateway")
+        """Listens from now on: a client that connects before the run has begun waits."""
+        super().__init__(
+            token or secrets.token_urlsafe(24),
+            url=url_of(self._socket),
+            host=host,
+            allowed_hosts=frozenset(name.lower() for name in allowed_hosts),
+        )
+        self._server: asyncio.Task[None] | None = None
+        self._threads = ThreadPoolExecutor(AGENT_THREADS_MAX, "agent")
+
+    def episode(self, agent: Agent | None = None) -> "EpisodeFunction":
+        """An episode for :meth:`Rollouts.batches` that is played by ``agent``; or, without one, by
+        whoever comes for its task with ``POST /sessions`` and posts a reward in the end."""
+
+        async def play(episode: "Episode", task: Any) -> float:
+            self._serve()
+            session = self.open(episode, task)
+            try:
+                if agent is None:
+                    self.offer(session)
+                    await session.is_rewarded.wait()
+                    return _reward_of(session, None)
+                endpoint = Endpoint(f"{self.url}/v1", session.api_key, session.session_id)
+                return _reward_of(session, await self._play(agent, endpoint, task))
+            finally:
+                self.end(session)
+
+        return play
+
+    async def _play(self, agent: Agent, endpoint: Endpoint, task: object) -> float | None:
+        call = getattr(agent, "__call__", agent)  # noqa: B004 - of an object, its method
+        if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(call):
+            returned = agent(endpoint, task)
+        else:
+            loop = asyncio.get_running_loop()
+            returned = await loop.run_in_executor(self._threads, agent, endpoint, task)
+        return await returned if isinstance(returned, Awaitable) else returned
+
+    # ------------------------------------------------------------ the server
+
+    def _serve(self) -> None:
+        """Serve on the loop of the run, which ends the server when it ends.
+
+        Raises:
+            ConfigError: it serves another run, or is closed.
+        """
+        loop = asyncio.get_running_loop()
+        before = self._server
+        if before is not None and before.get_loop() is loop and not before.done():
+            return
+        if self._socket.fileno() < 0:
+            raise ConfigError("the gateway is closed; make another one")
+        if before is not None and before.get_loop() is not loop:
+            if before.get_loop().is_running():
+                raise ConfigError("a gateway serves one run at a time; make one for each")
+            self.forget_all()  # what is left is of the run before
+        self._server = loop.create_task(self._run_server(), name="gateway")
+
+    async def _run_server(self) -> None:
+        from tidegate.serving.gateway.app import BODY_BYTES_MAX, gateway_app
+        from tidegate.serving.http_server import serve_app
+
+        await serve_app(
+            gateway_app(self),
+            self._socket,  # stays open for another run
+            body_bytes_max=BODY_BYTES_MAX,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+
+    def close(self) -> None:
+        """Let go of the port; agents' threads end when they do. Harmless when repeated."""
+        self._socket.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _reward_of(session: Session, returned: float | None) -> float:
+    if returned is not None:
+        return returned
+    if session.reward is None:
+        raise ConfigError("the agent returned None, and posted no reward: it must do one of them")
+    return session.reward

@@ -1,0 +1,176 @@
+"""What does a client of OpenAI's API get? Completions, chunks of them and errors, in its form.
+
+Pure: takes turns, gives dicts. Knows no sessions and no sockets.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
+from tidegate.serving.gateway.requests import ChatRequest, Request
+
+TokenText = Callable[[int], str]
+"""A token as text of its own."""
+
+
+class GatewayError(Exception):
+    """What a client is told in place of a completion."""
+
+    def __init__(self, status: int, kind: str, message: str, code: str | None = None) -> None:
+        """``kind`` is OpenAI's ``type``."""
+        super().__init__(message)
+        self.status, self.kind, self.code = status, kind, code
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI's API has it."""
+        about = {"message": str(self), "type": self.kind, "param": None, "code": self.code}
+        return {"error": about}
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One choice of an answer."""
+
+    turn: GeneratedTurn
+    prompt_tokens: int
+
+
+def completion(
+    request: Request, answers: Sequence[Answered], *, name: str, created_s: int, text_of: TokenText
+) -> dict[str, Any]:
+    """The whole answer."""
+    choices = [_choice(request, n, answer.turn, text_of) for n, answer in enumerate(answers)]
+    return {
+        **_head(request, name, created_s),
+        "choices": choices,
+        "usage": usage(answers),
+    }
+
+
+def usage(answers: Sequence[Answered]) -> dict[str, int]:
+    """A prompt is counted once, whatever the choices."""
+    prompt = max((answer.prompt_tokens for answer in answers), default=0)
+    said = sum(len(answer.turn.token_ids) for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+
+
+def _head(request: Request, name: str, created_s: int, *, is_chunk: bool = False) -> dict[str, Any]:
+    is_chat = isinstance(request, ChatRequest)
+    kind = "chat.completion" + ".chunk" * is_chunk if is_chat else "text_completion"
+    prefix = "chatcmpl-" if is_chat else "cmpl-"
+    return {
+        "id": prefix + name,
+        "object": kind,
+        "created": created_s,
+        "model": request.model or "policy",
+    }
+
+
+def _choice(
+    request: Request, index: int, turn: GeneratedTurn, text_of: TokenText
+) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": index, "finish_reason": _finish_reason(turn)}
+    if isinstance(request, ChatRequest):
+        message = dict(turn.message or {})
+        if message.get("tool_calls") and not message.get("content"):
+            message["content"] = None
+        choice["message"] = message
+        choice["logprobs"] = _chat_logprobs(request, turn, text_of)
+    else:
+        choice["text"] = turn.text
+        choice["logprobs"] = _plain_logprobs(request, turn, text_of)
+    return choice | _tokens(request, turn)
+
+
+def _finish_reason(turn: GeneratedTurn) -> str:
+    return "tool_calls" if turn.tool_calls else turn.finish_reason
+
+
+def _tokens(request: Request, turn: GeneratedTurn) -> dict[str, Any]:
+    if not request.return_token_ids:
+        return {}
+    versions = [
+        {"version": str(span.version), "start": span.start, "end": span.end} for span in turn.spans
+    ]
+    return {"token_ids": turn.token_ids, "weight_versions": versions}
+
+
+def _chat_logprobs(
+    request: Request, turn: GeneratedTurn, text_of: TokenText
+) -> dict[str, Any] | None:
+    if request.top_logprobs_asked is None:
+        return None
+    tops = turn.top_logprobs or [{}] * len(turn.token_ids)
+
+    def told(token_id: int, logprob: float) -> dict[str, Any]:
+        text = text_of(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    content = [
+        {**told(token, logprob), "top_logprobs": [told(*pair) for pair in top.items()]}
+        for token, logprob, top in zip(turn.token_ids, turn.logprobs, tops, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _plain_logprobs(
+    request: Request, turn: GeneratedTurn, text_of: TokenText
+) -> dict[str, Any] | None:
+    if request.top_logprobs_asked is None:
+        return None
+    tops = turn.top_logprobs or [{}] * len(turn.token_ids)
+    texts = [text_of(token) for token in turn.token_ids]
+    offsets = [0]
+    for text in texts[:-1]:
+        offsets.append(offsets[-1] + len(text))
+    return {
+        "tokens": texts,
+        "token_logprobs": turn.logprobs,
+        "top_logprobs": [{text_of(token): p for token, p in top.items()} for top in tops],
+        "text_offset": offsets if texts else [],
+    }
+
+
+# ---------------------------------------------------------------- chunks of a stream
+
+
+def text_chunk(
+    request: Request, index: int, text: str, *, name: str, created_s: int, is_first: bool = False
+) -> dict[str, Any]:
+    """More of one choice's text."""
+    choice: dict[str, Any] = {"index": index, "finish_reason": None, "logprobs": None}
+    if isinstance(request, ChatRequest):
+        role = {"role": "assistant"} if is_first else {}
+        choice["delta"] = {**role, "content": text}
+    else:
+        choice["text"] = text
+    return {**_head(request, name, created_s, is_chunk=True), "choices": [choice]}
+
+
+def last_chunk(
+    request: Request,
+    index: int,
+    turn: GeneratedTurn,
+    *,
+    name: str,
+    created_s: int,
+    text_of: TokenText,
+) -> dict[str, Any]:
+    """The end of one choice: tool calls, log-probs and why it ended."""
+    whole = _choice(request, index, turn, text_of)
+    if isinstance(request, ChatRequest):
+        message = whole.pop("message")
+        calls = [{"index": n, **call} for n, call in enumerate(message.get("tool_calls", []))]
+        whole["delta"] = {"tool_calls": calls} if calls else {}
+    else:
+        whole["text"] = ""
+    return {**_head(request, name, created_s, is_chunk=True), "choices": [whole]}
+
+
+def usage_chunk(
+    request: Request, answers: Sequence[Answered], *, name: str, created_s: int
+) -> dict[str, Any]:
+    """What all of it cost."""
+    head = _head(request, name, created_s, is_chunk=True)
+    return {**head, "choices": [], "usage": usage(answers)}

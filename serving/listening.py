@@ -1,0 +1,60 @@
+"""Listening sockets of Tidegate's HTTP servers, and what is known of an address without a server.
+
+The servers bind their sockets before anything else starts. :mod:`http_server` serves on them; this
+module needs no HTTP library.
+"""
+
+import ipaddress
+import socket
+
+from tidegate.errors import ConfigError
+
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+"""Names of this host that only a client on this host uses, as they stand in a Host header."""
+
+
+class HttpRefused(Exception):
+    """A request that a server's limits or access policy refuses, with the HTTP status for it."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches a server that is bound to ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def listen(host: str, port: int, what: str) -> socket.socket:
+    """A listening socket; ``port`` 0 takes a free one. ``what`` is who wants it, for the error.
+
+    Raises:
+        ConfigError: the address is taken, or not ours.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # What is accepted inherits it. An answer's head and body would wait 40 ms for each other.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(2048)
+    except (OSError, OverflowError) as error:
+        listening.close()
+        why = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
+        raise ConfigError(f"{what} can't listen on {host}:{port}: {why}") from error
+    listening.setblocking(False)
+    return listening
+
+
+def url_of(listening: socket.socket) -> str:
+    """Under which a client on this host finds it."""
+    bound = listening.getsockname()
+    shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
+    return f"http://{shown}:{bound[1]}"

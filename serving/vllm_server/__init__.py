@@ -1,0 +1,1 @@
+"""vLLM-compatible HTTP server over a run's engines."""

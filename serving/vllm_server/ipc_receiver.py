@@ -1,0 +1,240 @@
+"""How do weights come from a trainer on the same GPU? As handles of its memory, which is opened.
+
+vLLM's trainers pickle the handles over HTTP, and vLLM unpickles whatever comes if it is told to;
+here they are read as facts (:mod:`pickled_facts`), and each is checked before memory is opened. It
+knows no engines and no versions.
+"""
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tidegate.serving.vllm_server.announced import Announced, announced_tensors, unpacked
+from tidegate.serving.vllm_server.failures import ServerError, UpdateError
+from tidegate.serving.vllm_server.pickled_facts import NotFacts, read_facts
+from tidegate.transport.weight_channels.cuda_memory import EVENT_BYTES, flaw_of_counter
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Handle(NamedTuple):
+    """What torch's ``reduce_tensor`` says of a tensor on a GPU, in its order."""
+
+    tensor_kind: object
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    storage_kind: object
+    dtype: Any
+    device: int
+    memory: bytes
+    storage_bytes: int
+    storage_offset_bytes: int
+    requires_grad: bool
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    waits_for_event: bool
+
+
+_KINDS: tuple[type[Any] | tuple[type[Any], ...], ...] = (
+    object,
+    tuple,
+    tuple,
+    int,
+    object,
+    object,
+    int,
+    bytes,
+    int,
+    int,
+    bool,
+    bytes,
+    int,
+    bytes,
+    bool,
+)
+
+
+class IpcReceiver:
+    """Copies what handles of a trainer's GPU memory lead to. ``init_info`` says whether packed."""
+
+    def __init__(self) -> None:
+        self._is_packed = False
+        self._open: tuple[Handle, torch.Tensor] | None = None
+
+    def connect(self, info: Mapping[str, Any]) -> None:
+        """There is nobody to meet; but there must be a GPU to open memory on."""
+        if strange := [name for name in info if name != "packed"]:
+            raise UpdateError(f"Invalid init_info for ipc: unknown {strange[0]!r}")
+        _device_uuid()
+        self.close()
+        self._is_packed = bool(info.get("packed", False))
+
+    def receive(self, info: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
+        """Copy it all into the host's memory."""
+        told = announced_tensors(info)
+        handles = read_handles(info.get("ipc_handles_pickled"))
+        uuid = _device_uuid()
+        if not self._is_packed:
+            if not isinstance(handles, list) or len(handles) != len(told):
+                raise UpdateError(f"ipc_handles must be a list of {len(told)}, one per tensor")
+            return {
+                one.name: self._opened(_own(each, uuid), one).cpu()
+                for one, each in zip(told, handles, strict=True)
+            }
+        sizes = info.get("tensor_sizes")
+        if sizes != [one.num_bytes for one in told] or not isinstance(handles, dict):
+            raise UpdateError("packed tensors come with one handle, and tensor_sizes that fit them")
+        handle = _own(handles, uuid)
+        total = sum(sizes)
+        if handle.dtype != _bytes_dtype() or len(handle.size) != 1 or handle.size[0] < total:
+            raise UpdateError(f"the packed buffer is no {total} bytes: {handle.size}")
+        return unpacked(self._buffer(handle), told)
+
+    def finished(self) -> None:
+        """The trainer may have its buffer back."""
+        self._open = None
+
+    close = finished
+
+    def _buffer(self, handle: Handle) -> "torch.Tensor":
+        """Opened once for all pieces of an update, as torch counts one close for each export."""
+        if self._open is None or self._open[0] != handle:
+            self._open = (handle, _rebuilt(handle))
+        return self._open[1]
+
+    def _opened(self, handle: Handle, one: Announced) -> "torch.Tensor":
+        if handle.size != one.shape or handle.dtype != one.dtype:
+            raise UpdateError(
+                f"{one.name} was announced as {one.dtype} {one.shape}, and its handle leads to "
+                f"{handle.dtype} {handle.size}"
+            )
+        return _rebuilt(handle)
+
+
+def read_handles(pickled: object) -> "list[dict[str, Handle]] | dict[str, Handle]":
+    """The handles in base64 of a pickle: of each tensor by its GPU's UUID, or of one buffer.
+
+    Raises:
+        ServerError: there is something else in it.
+    """
+    if not isinstance(pickled, str):
+        raise ServerError(400, "update_info must have ipc_handles_pickled, as vLLM's client sends")
+    try:
+        found = read_facts(base64.b64decode(pickled, validate=True), _named)
+        if isinstance(found, list):
+            return [_handles(one) for one in found]
+        return _handles(found)
+    except (NotFacts, binascii.Error, ValueError) as error:
+        raise ServerError(
+            400,
+            f"ipc_handles_pickled is read for CUDA handles and nothing else, and refused: {error}",
+            param="update_info",
+        ) from None
+
+
+def _handles(found: object) -> dict[str, Handle]:
+    if not isinstance(found, dict):
+        raise NotFacts(f"handles are by UUID of the GPU, got {type(found).__name__}")
+    return {str(uuid): _handle(fields) for uuid, fields in found.items()}
+
+
+def _handle(fields: object) -> Handle:
+    if not isinstance(fields, tuple) or len(fields) != len(_KINDS):
+        raise NotFacts(f"a handle has {len(_KINDS)} fields")
+    for field, kind, name in zip(fields, _KINDS, Handle._fields, strict=True):
+        if not isinstance(field, kind):
+            raise NotFacts(f"a handle's {name} can't be {type(field).__name__}")
+    handle = Handle(*fields)
+    _check_extent(handle)
+    return handle
+
+
+def _check_extent(handle: Handle) -> None:
+    """It must lie within the memory that it opens."""
+    import torch
+
+    numbers = (*handle.size, *handle.stride, handle.offset, handle.storage_offset_bytes)
+    if not all(isinstance(n, int) and n >= 0 for n in (*numbers, handle.counter_offset)):
+        raise NotFacts("a handle's sizes and offsets are no numbers from 0 on")
+    if not isinstance(handle.dtype, torch.dtype) or len(handle.size) != len(handle.stride):
+        raise NotFacts("a handle's dtype, sizes and strides are no tensor's")
+    last = sum((n - 1) * step for n, step in zip(handle.size, handle.stride, strict=True))
+    end = (handle.offset + last + 1) * handle.dtype.itemsize
+    if min(handle.size, default=1) > 0 and end > handle.storage_bytes:
+        raise NotFacts(f"a tensor reaches to byte {end} of {handle.storage_bytes}")
+    if len(handle.event) != EVENT_BYTES:
+        raise NotFacts(f"a handle of an event has {EVENT_BYTES} bytes, got {len(handle.event)}")
+    if flaw := flaw_of_counter(handle.counter, handle.counter_offset):
+        raise NotFacts(flaw)
+
+
+_TENSOR, _STORAGE = object(), object()
+"""Stand for torch's classes: here nothing may call those."""
+
+
+def _size(dimensions: object) -> tuple[object, ...]:
+    """What torch would make a ``torch.Size`` of."""
+    if not isinstance(dimensions, tuple | list):
+        raise NotFacts("a size is made of no tuple")
+    return tuple(dimensions)
+
+
+def _named(module: str, name: str) -> Any:
+    import torch
+
+    if (module, name) in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter")):
+        return _TENSOR
+    if module in ("torch", "torch.storage") and name in ("TypedStorage", "UntypedStorage"):
+        return _STORAGE
+    if (module, name) == ("torch", "Size"):
+        return _size
+    found = getattr(torch, name, None) if module == "torch" else None
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _own(handles: dict[str, Handle], uuid: str) -> Handle:
+    if uuid not in handles:
+        raise UpdateError(
+            f"IPC handle not found for GPU UUID {uuid}. Available UUIDs: {list(handles)}: trainer "
+            "and server must share the GPU"
+        )
+    return handles[uuid]
+
+
+def _rebuilt(handle: Handle) -> "torch.Tensor":
+    import torch
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    told = handle._replace(
+        tensor_kind=torch.Tensor,
+        storage_kind=torch.storage.TypedStorage,
+        device=torch.cuda.current_device(),
+        requires_grad=False,
+    )
+    try:
+        tensor: torch.Tensor = rebuild_cuda_tensor(*told)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise UpdateError(f"the trainer's memory can't be opened: {error}") from None
+    return tensor
+
+
+def _bytes_dtype() -> "torch.dtype":
+    import torch
+
+    return torch.uint8
+
+
+def _device_uuid() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ServerError(
+            400,
+            "weights by ipc are read from the memory of a GPU that trainer and server share, and "
+            "torch sees no CUDA device here: start the server with --weight-transfer gloo or disk",
+        )
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

@@ -1,0 +1,92 @@
+"""Prometheus text of the vLLM-compatible server, under vLLM's names.
+
+Counts requests that have ended; the rest is read off the run for each scrape.
+"""
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tidegate.serving.vllm_server.completing import Begun
+from tidegate.serving.vllm_server.outputs import Output
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.scheduler.scheduler import Scheduler
+
+FINISH_REASONS = ("stop", "length", "abort")
+
+LATENCY_BOUNDS_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0)
+"""vLLM's own, to a minute."""
+
+
+@dataclass(slots=True)
+class ServerCounts:
+    """Of all requests so far."""
+
+    finished: Counter[str] = field(default_factory=Counter)
+    """Choices, by how they ended."""
+    prompt_tokens: int = 0
+    latencies: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
+    latency_total_s: float = 0.0
+
+    def note(self, begun: Begun, outputs: list[Output]) -> None:
+        """A request has ended."""
+        took_s = time.monotonic() - begun.asking.began_s
+        usage = begun.about.usage(0)
+        self.prompt_tokens += usage["prompt_tokens"]
+        self.latencies[bisect_left(LATENCY_BOUNDS_S, took_s)] += 1
+        self.latency_total_s += took_s
+        for output in outputs:
+            self.finished[output.finish_reason or "abort"] += 1
+
+
+def metrics_text(
+    counts: ServerCounts,
+    scheduler: "Scheduler",
+    *,
+    model: str,
+    is_sleeping: bool,
+    longest_block_s: float = 0.0,
+) -> str:
+    """The body of ``/metrics``."""
+    about = f'model_name="{model}"'
+    fleet, turns = scheduler.fleet, scheduler.core.turns
+    sent = [(len(e.submissions), e.max_running_turns) for e in turns.engines.values()]
+    running = sum(min(pair) for pair in sent)
+    waiting = sum(submitted for submitted, _ in sent) - running + len(turns.waiting)
+    generated = scheduler.core.evaluation_ledger.generated
+    lines = [
+        *_metric("num_requests_running", "gauge", {about: running}),
+        *_metric("num_requests_waiting", "gauge", {about: waiting}),
+        *_metric("engine_sleep_state", "gauge", {f'{about},sleep_state="awake"': not is_sleeping}),
+        *_metric("prefix_cache_queries_total", "counter", {about: fleet.prefilled_tokens}),
+        *_metric("prefix_cache_hits_total", "counter", {about: fleet.cached_tokens}),
+        *_metric("prompt_tokens_total", "counter", {about: counts.prompt_tokens}),
+        *_metric("generation_tokens_total", "counter", {about: generated}),
+        *_metric(
+            "request_success_total",
+            "counter",
+            {f'{about},finished_reason="{r}"': counts.finished[r] for r in FINISH_REASONS},
+        ),
+        *_latency(counts, about),
+        "# TYPE tidegate_loop_longest_block_seconds gauge",
+        f"tidegate_loop_longest_block_seconds{{{about}}} {longest_block_s}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _metric(name: str, kind: str, values: dict[str, float]) -> list[str]:
+    told = [f"vllm:{name}{{{labels}}} {float(value)}" for labels, value in values.items()]
+    return [f"# TYPE vllm:{name} {kind}", *told]
+
+
+def _latency(counts: ServerCounts, about: str) -> list[str]:
+    name, seen = "vllm:e2e_request_latency_seconds", 0
+    lines = [f"# TYPE {name} histogram"]
+    for bound, count in zip((*LATENCY_BOUNDS_S, "+Inf"), counts.latencies, strict=True):
+        seen += count
+        lines.append(f'{name}_bucket{{{about},le="{bound}"}} {float(seen)}')
+    total = f"{name}_sum{{{about}}} {counts.latency_total_s}"
+    return [*lines, f"{name}_count{{{about}}} {float(seen)}", total]

@@ -1,0 +1,295 @@
+"""What the server knows of the model: name, limits, names of tensors, adapters, sampling defaults.
+
+What is read here is small: configs and headers. It reads no weights, and imports no torch but where
+a trainer names tensors otherwise than the model directory does.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tidegate.errors import ModelError
+from tidegate.orchestrator.weight_sync.tensor_files import read_header
+from tidegate.serving.vllm_server.failures import ServerError
+from tidegate.transport.regular_files import open_regular
+from tidegate.transport.weight_names import NameGroup, name_groups
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.scheduler.scheduler import Scheduler
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Some trainers send the head though it is the embedding; tied models' directories lack it."""
+
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+"""safetensors' names, and torch's."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """One tensor of the model directory."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OtherNames:
+    """The tensors of transformers' model of a directory, by the names that they have there."""
+
+    shapes: dict[str, tuple[int, ...]]
+    """By the names of the ``state_dict()``, and those that directories have."""
+    groups: dict[str, NameGroup]
+    """Of each converted tensor, by all of these names."""
+    tied: dict[str, str]
+    """Of a tensor that is another one, that one's name."""
+    passed_over: tuple[str, ...]
+    """Patterns of names that directories may have and the model has no use for."""
+    prefix: str
+    """What stands before names of tensors of the base model; some directories leave it out."""
+
+    def canonical(self, name: str) -> str:
+        """The name as transformers' model with its LM head has it."""
+        for other in (name, self.prefix + name, name.removeprefix(self.prefix)):
+            if other in self.shapes:
+                return other
+        return name
+
+    def covered(self, names: set[str]) -> set[str]:
+        """All names whose tensors are there if those of ``names`` are."""
+        found = set(names)
+        for group in {id(group): group for group in self.groups.values()}.values():
+            if found.issuperset(group.state) or found.issuperset(group.directory):
+                found.update(group.state, group.directory)
+        found.update(alias for alias, name in self.tied.items() if name in found)
+        return found
+
+    def is_passed_over(self, name: str) -> bool:
+        """Whether a directory may have such a tensor though the model has none."""
+        return any(re.search(pattern, name) for pattern in self.passed_over)
+
+
+@dataclass
+class ModelInfo:
+    """The model, as clients name it, and its adapters."""
+
+    path: Path
+    name: str
+    tensors: dict[str, TensorFacts]
+    """By name, as checkpoints call them."""
+    dtype: str
+    """What engines hold most of them in."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """LoRA adapters by name, each with its directory."""
+
+    @cached_property
+    def other_names(self) -> "OtherNames":
+        """What transformers makes of the directory's tensors; takes seconds, once."""
+        return _read_other_names(self.path)
+
+    def facts_of(self, name: str) -> TensorFacts | None:
+        """A tensor by the directory's name for it, or by its name in the ``state_dict()``.
+
+        None: the model has no such tensor. The head of a model that ties it counts as one: engines
+        refuse it unless it equals the embedding, which they compute with.
+        """
+        facts = self.tensors.get(name)
+        if facts is None and name == HEAD:
+            facts = self.tensors.get(EMBEDDING)
+        if facts is None:
+            other = self.other_names
+            shape = other.shapes.get(other.canonical(name))
+            facts = None if shape is None else TensorFacts(self.stored_dtype(name), shape)
+        return facts
+
+    def stored_dtype(self, name: str) -> str:
+        """The dtype in the directory of a tensor, or of those that it was made of."""
+        other = self.other_names
+        wanted = other.canonical(name)
+        group = other.groups.get(wanted)
+        same = {wanted} if group is None else {*group.state, *group.directory}
+        found = [f.dtype for n, f in self.tensors.items() if other.canonical(n) in same]
+        return found[0] if found else self.dtype
+
+    def lacking(self, names: Iterable[str]) -> list[str]:
+        """Name tensors of the directory that ``names`` don't have, by either names."""
+        given = set(names)
+        left = [name for name in self.tensors if name not in given]
+        if not left:
+            return []
+        other = self.other_names
+        covered = other.covered({other.canonical(name) for name in given})
+        wanted = [
+            name for name in left if not other.shapes or other.canonical(name) in other.shapes
+        ]
+        return [name for name in wanted if other.canonical(name) not in covered]
+
+    def known_also_as(self, names: Iterable[str]) -> set[str]:
+        """Other names of tensors that are there if those of ``names`` are."""
+        given = set(names)
+        return self.other_names.covered(given) - given
+
+    def adapter_of(self, model: str | None) -> str:
+        """The adapter that requests for this model name are sampled with; empty: none.
+
+        Raises:
+            ServerError: there is no such model.
+        """
+        if model is None or model in ("", self.name):
+            return ""
+        if model in self.adapters:
+            return model
+        raise ServerError(
+            404,
+            f"The model `{model}` does not exist. Valid aliases: "
+            f"{', '.join([self.name, *self.adapters])}.",
+            param="model",
+        )
+
+    def listed(self, *, created_s: int, context_tokens_max: int) -> dict[str, Any]:
+        """The body of ``/v1/models``."""
+
+        def card(name: str, root: str, parent: str | None) -> dict[str, Any]:
+            return {
+                "id": name,
+                "object": "model",
+                "created": created_s,
+                "owned_by": "tidegate",
+                "root": root,
+                "parent": parent,
+                "max_model_len": context_tokens_max if parent is None else None,
+                "permission": [],
+            }
+
+        cards = [card(self.name, str(self.path), None)]
+        cards += [card(name, root, self.name) for name, root in self.adapters.items()]
+        return {"object": "list", "data": cards}
+
+
+def read_model_info(path: Path, *, name: str | None, dtype: str) -> ModelInfo:
+    """What a model directory's files say; ``dtype`` is what engines were told to use.
+
+    Raises:
+        ModelError: they can't be read.
+    """
+    tensors: dict[str, TensorFacts] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors |= _header(file)
+    if dtype == "auto":
+        dtypes = [facts.dtype for facts in tensors.values()]
+        dtype = max(set(dtypes), key=dtypes.count, default="float32")
+    return ModelInfo(path, name or str(path), tensors, dtype)
+
+
+def _read_other_names(path: Path) -> OtherNames:
+    """Ask transformers for its model of a directory; of one that it doesn't know, for nothing."""
+    import torch
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    configs: Any = transformers.AutoConfig
+    models: Any = transformers.AutoModelForCausalLM
+    try:
+        config = configs.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            module = models.from_config(config, trust_remote_code=False)
+    except Exception:  # noqa: BLE001  (the directory's own names are all there are then)
+        return OtherNames({}, {}, {}, (), "")
+    tensors: dict[str, torch.Tensor] = module.state_dict()
+    tied = {n: t for n, t in module.all_tied_weights_keys.items() if n in tensors}
+
+    def reverted(names: Sequence[str]) -> list[str]:
+        try:
+            return list(revert_weight_conversion(module, {n: tensors[n] for n in names}))
+        except Exception:  # noqa: BLE001  (no reverse is known)
+            return list(names)
+
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    groups: dict[str, NameGroup] = {}
+    for group in name_groups([name for name in tensors if name not in tied], reverted):
+        made = revert_weight_conversion(module, {name: tensors[name] for name in group.state})
+        shapes |= {name: tuple(tensor.shape) for name, tensor in made.items()}
+        groups |= dict.fromkeys((*group.state, *group.directory), group)
+    ignored = tuple(module._keys_to_ignore_on_load_unexpected or ())
+    return OtherNames(shapes, groups, tied, ignored, f"{module.base_model_prefix}.")
+
+
+GENERATION_CONFIG = "generation_config.json"
+
+SAMPLING_DEFAULTS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "max_new_tokens",
+)
+"""What vLLM reads of generation_config.json, by the names there."""
+
+
+def read_sampling_defaults(path: Path) -> dict[str, float]:
+    """Read the sampling defaults of a model directory's generation_config.json, if it has one.
+
+    Raises:
+        ModelError: it can't be read, or a default is no number.
+    """
+    file = path / GENERATION_CONFIG
+    if not file.exists():
+        return {}
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} can't be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} holds a {type(content).__name__}, not an object")
+    found = {name: content[name] for name in SAMPLING_DEFAULTS if content.get(name) is not None}
+    for name, value in found.items():
+        kind = int if name in ("top_k", "max_new_tokens") else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise ModelError(
+                f"{file} has {name}={value!r}, which is no number for it; correct the file, or "
+                f"start the server with generation_config='vllm' to ignore it"
+            )
+    return found
+
+
+def _header(file: Path) -> dict[str, TensorFacts]:
+    try:
+        fd = open_regular(file)
+        try:
+            header, _ = read_header(fd)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} can't be read: {error}") from None
+    return {
+        name: TensorFacts(DTYPES.get(facts["dtype"], facts["dtype"]), tuple(facts["shape"]))
+        for name, facts in header.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What every engine can take."""
+
+    context_tokens_max: int
+    vocab_size: int
+
+
+def limits_of(scheduler: "Scheduler") -> Limits:
+    """Of the engines that are there.
+
+    Raises:
+        ServerError: there are none.
+    """
+    hellos = [engine.hello for engine in scheduler.fleet.engines.values()]
+    if not hellos:
+        raise ServerError(503, "no engine is there now; retry later")
+    return Limits(
+        min(min(h.context_tokens_max, h.num_blocks * h.block_tokens) for h in hellos),
+        min(hello.vocab_size for hello in hellos),
+    )

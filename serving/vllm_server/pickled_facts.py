@@ -1,0 +1,216 @@
+"""Bounded reader of plain facts in a pickle; it looks up, imports and calls nothing that is named.
+
+vLLM's trainers pickle two things: a communicator's id, and handles of memory on a GPU. Python's own
+unpickler calls what a pickle names, and 89 bytes of nested references keep it busy for ever. This
+one knows tuples, lists, dicts, texts, bytes and numbers, and a reader's names for the rest. It
+counts every value as often as it is referred to, because comparing, hashing and printing do so.
+"""
+
+import pickletools
+from collections.abc import Callable
+from typing import Any
+
+from tidegate.errors import TidegateError
+
+PICKLE_BYTES_MAX = 64 * 2**20
+"""Handles of a hundred thousand tensors are less."""
+
+VALUES_MAX = 8_000_000
+"""Values in a pickle, each as often as it is referred to. A handle has 30 of them, so these are the
+handles of 260,000 tensors."""
+
+INTEGER_BITS_MAX = 64
+"""Width of an integer; none of the facts has more, and arithmetic with millions takes for ever."""
+
+
+class NotFacts(TidegateError):
+    """A pickle holds something else than the facts it was read for."""
+
+
+class _Value:
+    """A value on the stack, and how many values it counts for."""
+
+    __slots__ = ("count", "is_held", "value")
+
+    def __init__(self, value: Any, count: int = 1) -> None:
+        self.value = value
+        self.count = count
+        self.is_held = False
+        """Whether a container holds it. A container that is held takes nothing more, so that its
+        count is right wherever it is held, and none holds itself."""
+
+
+_MARK = _Value(None)
+"""Marks where on the stack the items of a container begin."""
+
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+
+_WITH_ARGUMENT = frozenset(
+    (
+        *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+        *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+        *("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"),
+    )
+)
+"""Operations that push the value that follows them."""
+
+
+class _Machine:
+    """The stack and the memory of one pickle that is being read."""
+
+    def __init__(self, named: Callable[[str, str], Any]) -> None:
+        self._named = named
+        self._stack: list[_Value] = []
+        self._memory: dict[int, _Value] = {}
+
+    def run(self, data: bytes) -> Any:
+        """The value that is pickled."""
+        for operation, argument, _ in pickletools.genops(data):
+            if operation.name == "STOP":
+                return self._pop().value
+            self._do(operation.name, argument)
+        raise NotFacts("it has no end")
+
+    def _do(self, name: str, argument: Any) -> None:
+        match name:
+            case "PROTO" | "FRAME":
+                pass
+            case "MARK":
+                self._stack.append(_MARK)
+            case "NONE" | "NEWTRUE" | "NEWFALSE":
+                self._push(_CONSTANTS[name])
+            case "EMPTY_TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
+                size = 0 if name == "EMPTY_TUPLE" else int(name[-1])
+                self._push_tuple([self._pop() for _ in range(size)][::-1])
+            case "TUPLE":
+                self._push_tuple(self._pop_items())
+            case "EMPTY_LIST":
+                self._push([])
+            case "APPEND":
+                self._extend([self._pop()])
+            case "APPENDS":
+                self._extend(self._pop_items())
+            case "LIST":
+                items = self._pop_items()
+                self._push([])
+                self._extend(items)
+            case "EMPTY_DICT":
+                self._push({})
+            case "SETITEM":
+                self._set_items([self._pop(), self._pop()][::-1])
+            case "SETITEMS":
+                self._set_items(self._pop_items())
+            case "DICT":
+                items = self._pop_items()
+                self._push({})
+                self._set_items(items)
+            case "GLOBAL":
+                module, _, attribute = argument.partition(" ")
+                self._push(self._found(module, attribute))
+            case "STACK_GLOBAL":
+                attribute, module = self._pop().value, self._pop().value
+                self._push(self._found(module, attribute))
+            case "REDUCE":
+                self._call()
+            case "MEMOIZE":
+                self._memory[len(self._memory)] = self._top()
+            case "PUT" | "BINPUT" | "LONG_BINPUT":
+                self._memory[argument] = self._top()
+            case "GET" | "BINGET" | "LONG_BINGET":
+                self._stack.append(self._memory[argument])
+            case _ if name in _WITH_ARGUMENT:
+                self._push_plain(argument)
+            case _:
+                raise NotFacts(f"it has the operation {name}, which is not read")
+
+    def _push(self, value: Any, count: int = 1) -> None:
+        self._stack.append(_Value(value, count))
+
+    def _push_plain(self, value: Any) -> None:
+        if isinstance(value, int) and value.bit_length() > INTEGER_BITS_MAX:
+            raise NotFacts(f"it has an integer of {value.bit_length()} bits")
+        self._push(value)
+
+    def _push_tuple(self, items: list[_Value]) -> None:
+        count = self._counted(items)
+        self._push(tuple(item.value for item in items), 1 + count)
+
+    def _extend(self, items: list[_Value]) -> None:
+        container = self._open(list)
+        container.count += self._counted(items)
+        container.value.extend(item.value for item in items)
+
+    def _set_items(self, items: list[_Value]) -> None:
+        container = self._open(dict)
+        container.count += self._counted(items)
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if not isinstance(key.value, str | int):
+                raise NotFacts(f"a key is a {type(key.value).__name__}, and may be a text")
+            container.value[key.value] = value.value
+
+    def _call(self) -> None:
+        arguments, function = self._pop(), self._pop()
+        if not isinstance(arguments.value, tuple) or not callable(function.value):
+            raise NotFacts("it calls what it has not named")
+        self._push(function.value(*arguments.value), 1 + arguments.count)
+
+    def _counted(self, items: list[_Value]) -> int:
+        """How many values the items of a container are; no container of them takes any more."""
+        count = 0
+        for item in items:
+            item.is_held = True
+            count += item.count
+        if count > VALUES_MAX:
+            raise NotFacts(f"it holds more than {VALUES_MAX} values")
+        return count
+
+    def _open(self, kind: type) -> _Value:
+        container = self._top()
+        if not isinstance(container.value, kind) or container.is_held:
+            raise NotFacts("it adds to what is no container, or is held by another already")
+        return container
+
+    def _found(self, module: Any, attribute: Any) -> Any:
+        found = None
+        if isinstance(module, str) and isinstance(attribute, str):
+            found = self._named(module, attribute)
+        if found is None:
+            raise NotFacts(f"it names {module!s:.100}.{attribute!s:.100}, which is not read")
+        return found
+
+    def _top(self) -> _Value:
+        top = self._stack[-1]
+        if top is _MARK:
+            raise NotFacts("a value is missing")
+        return top
+
+    def _pop(self) -> _Value:
+        top = self._top()
+        self._stack.pop()
+        return top
+
+    def _pop_items(self) -> list[_Value]:
+        """The values down to the newest mark, which goes with them."""
+        items: list[_Value] = []
+        while (item := self._stack.pop()) is not _MARK:
+            items.append(item)
+        return items[::-1]
+
+
+def read_facts(data: bytes, named: Callable[[str, str], Any]) -> Any:
+    """What is pickled in ``data``, where ``named`` says what a module's name stands for.
+
+    What it gives back may be called with whatever is in the pickle: give back nothing that does
+    more than to make a value of it. None refuses the name.
+
+    Raises:
+        NotFacts: it names something else, holds too much, or can't be read.
+    """
+    if len(data) > PICKLE_BYTES_MAX:
+        raise NotFacts(f"it has {len(data)} bytes, {PICKLE_BYTES_MAX} at most are read")
+    try:
+        return _Machine(named).run(data)
+    except NotFacts:
+        raise
+    except Exception as error:  # noqa: BLE001 - bytes of a stranger: whatever they cause, they caused
+        raise NotFacts(f"it can't be read: {error!r:.300}") from None

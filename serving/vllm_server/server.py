@@ -1,0 +1,216 @@
+"""HTTP server that vLLM's clients take for vLLM: starts it on a run, and ends it.
+
+    with tidegate.vllm_server(model=path, engines=2, port=8000) as server:
+        ...  # clients of vLLM ask server.url
+
+The server runs on the run's own thread.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self
+
+from tidegate.errors import ConfigError
+from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
+from tidegate.serving.gateway.gateway import KEEP_ALIVE_S
+from tidegate.serving.gateway.requests import TOP_LOGPROBS_MAX
+from tidegate.serving.listening import listen, url_of
+from tidegate.serving.vllm_server.receivers import Backend, receiver
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.scheduler.scheduler import Scheduler
+    from tidegate.serving.vllm_server.desks import Desks
+
+REQUEST_TIMEOUT_S = 7 * 24 * 3600.0
+"""vLLM has none: whoever asks goes away when it has waited long enough."""
+
+TOKEN_CHARACTERS_MIN = 16
+"""Of a control token: fewer could be guessed."""
+
+END_TIMEOUT_S = 10.0
+"""What is being answered when the server ends has so long."""
+
+
+class VLLMServer(SyncRollouts):
+    """Engines behind vLLM's HTTP API; use it in ``with``, or in ``async with``."""
+
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        served_model_name: str | None = None,
+        api_key: str | None = None,
+        weight_transfer: Backend = "disk",
+        rejects_while_paused: bool = True,
+        needs_control_token: bool = True,
+        control_token: str | None = None,
+        weight_directories: Sequence[Path | str] = (),
+        allowed_hosts: Sequence[str] = (),
+        max_logprobs: int = TOP_LOGPROBS_MAX,
+        generation_config: Literal["auto", "vllm"] = "auto",
+    ) -> None:
+        """``rollouts`` is a run that was not entered yet; ``port`` 0 takes a free one.
+
+        ``weight_transfer``: how ``/update_weights`` gets tensors, from safetensors (``disk``) or
+        from the trainer's process: over TCP (``gloo``), or as vLLM's own do (``nccl``, or ``ipc``
+        on one GPU; refused as the trainer asks for it where there is no CUDA).
+        ``rejects_while_paused``: whether engines paused by ``abort`` or ``wait`` answer new
+        requests with 503, as vLLM's from 0.33 on; else they queue.
+
+        Paths under /v1 want the ``api_key``, if there is one. Paths that pause engines or change
+        weights want ``control_token``, which is drawn if none is given (:attr:`control_token`);
+        ``needs_control_token=False`` leaves them open to trainers that know none.
+        Requests may name weights and adapters below the model's directory and
+        ``weight_directories`` only. ``allowed_hosts``: names beside its address that requests
+        without a key may call the server by. ``max_logprobs``: log-probs told beside each token.
+        ``generation_config``: whether sampling fields that a request leaves out are those of the
+        model's generation_config.json (``auto``), or vLLM's own (``vllm``).
+
+        Raises:
+            ConfigError: a setting is out of range, a package is missing, or the address is taken.
+        """
+        super().__init__(rollouts)
+        self._rollouts = rollouts
+        self._receiver = receiver(weight_transfer)
+        self._backend = weight_transfer
+        self._model_name = served_model_name
+        if max_logprobs < 0:
+            raise ConfigError(f"max_logprobs must be at least 0, got {max_logprobs}")
+        if generation_config not in ("auto", "vllm"):
+            raise ConfigError(f"generation_config is auto or vllm, got {generation_config!r}")
+        if control_token is not None and len(control_token) < TOKEN_CHARACTERS_MIN:
+            raise ConfigError(
+                f"the control token has {len(control_token)} characters and could be guessed; give "
+                f"it {TOKEN_CHARACTERS_MIN} or more, or leave it out to have one drawn"
+            )
+        self._api_key = api_key
+        self.control_token = (
+            (control_token or secrets.token_urlsafe(24)) if needs_control_token else None
+        )
+        """What requests that pause engines or change weights must show; None: nothing."""
+        self._weight_directories = weight_directories
+        self._host = host
+        self._allowed_hosts = frozenset(name.lower() for name in allowed_hosts)
+        self._max_logprobs = max_logprobs
+        self._generation_config = generation_config
+        self._rejects_while_paused = rejects_while_paused
+        try:
+            import starlette  # noqa: F401
+            import uvicorn  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"{error.name} is missing: pip install 'tidegate[gateway]'") from None
+        self._socket = listen(host, port, "the server")
+        self.url = url_of(self._socket)
+        """Without a slash at its end; OpenAI's clients want ``/v1`` added."""
+        self._serving: concurrent.futures.Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            super().__enter__()
+            self._serving = self._rollouts._running.submit(self._serve)
+        except BaseException:
+            self._socket.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return await asyncio.to_thread(self.__enter__)
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def wait(self) -> None:
+        """Serve until the run fails; raises what it failed of."""
+        if self._serving is None:
+            raise RuntimeError("the server has not been started; use it in a `with` statement")
+        try:
+            self._serving.result()
+        except concurrent.futures.CancelledError:  # the run's loop has ended under it
+            raise self._rollouts._running.failure() from None
+
+    def close(self) -> None:
+        """End the server, and its engines. Harmless when repeated."""
+        if self._serving is not None:
+            self._serving.cancel()
+            with contextlib.suppress(Exception, concurrent.futures.CancelledError):
+                self._serving.result(END_TIMEOUT_S)
+        self._receiver.close()
+        self._rollouts._stop()
+        self._socket.close()
+
+    # ------------------------------------------------------------ on the run's loop
+
+    async def _serve(self, scheduler: "Scheduler") -> None:
+        from tidegate.serving.http_server import serve_app
+        from tidegate.serving.vllm_server.app import Keys, server_app
+        from tidegate.serving.vllm_server.paths import BODY_BYTES_MAX
+
+        app = server_app(
+            self._desks(scheduler),
+            Keys(self._api_key, self.control_token),
+            bound_host=self._host,
+            allowed_hosts=self._allowed_hosts,
+        )
+        await serve_app(
+            app, self._socket, body_bytes_max=BODY_BYTES_MAX, timeout_keep_alive=KEEP_ALIVE_S
+        )
+
+    def _desks(self, scheduler: "Scheduler") -> "Desks":
+        from tidegate.serving.vllm_server.completing import Completer
+        from tidegate.serving.vllm_server.control import ServerControl
+        from tidegate.serving.vllm_server.desk import RequestDesk
+        from tidegate.serving.vllm_server.desks import Desks
+        from tidegate.serving.vllm_server.model_info import (
+            read_model_info,
+            read_sampling_defaults,
+        )
+        from tidegate.serving.vllm_server.weight_desk import WeightDesk
+
+        run, settings = self._rollouts._running, self.settings
+        info = read_model_info(settings.model, name=self._model_name, dtype=settings.dtype)
+        requests = RequestDesk(scheduler)
+        is_auto = self._generation_config == "auto"
+        defaults = read_sampling_defaults(settings.model) if is_auto else {}
+        directories = [settings.model, *map(Path, self._weight_directories)]
+        weights = WeightDesk(
+            run, scheduler, info, self._receiver, self._rollouts._published, directories=directories
+        )
+        return Desks(
+            settings=settings,
+            scheduler=scheduler,
+            info=info,
+            requests=requests,
+            completer=Completer(
+                scheduler,
+                run.model,
+                info,
+                requests,
+                weights.labels,
+                max_logprobs=self._max_logprobs,
+                defaults=defaults,
+            ),
+            control=ServerControl(
+                scheduler, requests, rejects_while_paused=self._rejects_while_paused
+            ),
+            weights=weights,
+            weight_backend=self._backend,
+            created_s=int(time.time()),
+            instance_id=secrets.token_hex(4),
+            longest_block_s=lambda: run.loop_watch.longest_block_s,
+        )

@@ -1,0 +1,307 @@
+"""Weight updates by vLLM's four phases: receives tensors, then publishes them to all engines.
+
+``init`` once; then ``start``, any number of ``update``, and ``finish``, which brings what came to
+every engine as one version. Until then the old one serves: an update that fails changes nothing.
+Files are read below the directories named at start only.
+"""
+
+import asyncio
+import concurrent.futures
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tidegate.errors import TidegateError
+from tidegate.orchestrator.trainer.publish_call import AdapterCall, PublishCall, UnloadCall
+from tidegate.serving.vllm_server.failures import ServerError, UpdateError
+from tidegate.serving.vllm_server.labels import VersionLabels
+from tidegate.serving.vllm_server.model_info import HEAD, ModelInfo
+from tidegate.serving.vllm_server.receivers import Receiver, read_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+    from tidegate.orchestrator.scheduler.scheduler import Scheduler
+    from tidegate.orchestrator.trainer.run import Run
+
+RANK_NAME = "dp0:pp0:pcp0:tp0:"
+"""What vLLM puts before a tensor's name: the server is one rank."""
+
+_ONLY_BELOW = (
+    "files are read below the model's directory, and below those that the server was started with "
+    "as --weight-directory"
+)
+
+
+@dataclass(slots=True)
+class _Session:
+    """An update between its start and its end."""
+
+    tensors: "dict[str, torch.Tensor]" = field(default_factory=dict)
+    checksums: dict[str, str] = field(default_factory=dict)
+
+
+class WeightDesk:
+    """The weights that the server's engines serve, as clients change them."""
+
+    def __init__(
+        self,
+        run: "Run",
+        scheduler: "Scheduler",
+        info: ModelInfo,
+        receiver: Receiver,
+        published: Callable[[PublishCall], None],
+        *,
+        directories: Sequence[Path] = (),
+    ) -> None:
+        """``published`` is told of every version, for the run's records. ``directories``: where
+        requests may have files read."""
+        self._directories = [Path(os.path.realpath(each)) for each in directories]
+        self._run = run
+        self._scheduler = scheduler
+        self._info = info
+        self._receiver = receiver
+        self._published = published
+        self.labels = VersionLabels()
+        self._session: _Session | None = None
+        self._checksums: dict[str, str] = {}
+        self._one_at_a_time = asyncio.Lock()
+
+    # ------------------------------------------------------------ the four phases
+
+    async def init(self, info: Mapping[str, Any]) -> None:
+        """Meet the trainer; an update that another one began and never finished is forgotten."""
+        async with self._one_at_a_time:
+            self._forget()
+            await in_daemon_thread(self._receiver.connect, info)
+
+    async def shut_down(self) -> None:
+        """Let go of the trainer, and of what it has not finished."""
+        async with self._one_at_a_time:
+            self._session = None
+            await asyncio.to_thread(self._receiver.close)
+
+    async def start(self) -> None:
+        """Begin an update."""
+        if self._session is not None:
+            raise UpdateError(
+                "start_weight_update called while a weight update is already active. "
+                "Call finish_weight_update first."
+            )
+        self._session = _Session()
+
+    async def update(self, info: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Take in some tensors, or all. If that fails, so has the update."""
+        pieces = [info] if isinstance(info, Mapping) else list(info)
+        if len(pieces) != 1:
+            raise UpdateError(f"update_info is for one rank, got {len(pieces)} of them")
+        async with self._one_at_a_time:
+            session = self._session
+            if session is None:
+                raise UpdateError("start_weight_update must be called before update_weights.")
+            try:
+                piece = pieces[0]
+                if isinstance(path := piece.get("path"), str):
+                    piece = {**piece, "path": str(self._permitted(path))}
+                await in_daemon_thread(self._receive, session, piece)
+            except BaseException:
+                self._forget()
+                raise
+
+    def _forget(self) -> None:
+        self._session = None
+        self._receiver.finished()
+
+    def _receive(self, session: _Session, info: Mapping[str, Any]) -> None:
+        tensors = self._fitted(self._receiver.receive(info))
+        session.tensors |= tensors
+        if self._run.settings.weight_checksums:
+            session.checksums |= self._checksums_of(tensors)
+
+    async def finish(self, label: str | None) -> None:
+        """Bring what came to every engine, as one version, called ``label`` from now on."""
+        async with self._one_at_a_time:
+            session = self._session
+            self._forget()
+            if session is None:
+                raise UpdateError(
+                    "finish_weight_update called without a matching start_weight_update."
+                )
+            await self._bring(session, label)
+
+    async def reload(self, path: str | None) -> None:
+        """Read all weights from files, and bring them to every engine."""
+        async with self._one_at_a_time:
+            session = _Session()
+            where = Path(self._info.path) if path is None else self._permitted(path)
+            await asyncio.to_thread(self._read, session, where)
+            await self._bring(session, None)
+
+    def _read(self, session: _Session, path: Path) -> None:
+        session.tensors = self._fitted(read_tensors(path))
+        if self._run.settings.weight_checksums:
+            session.checksums = self._checksums_of(session.tensors)
+
+    def _checksums_of(self, tensors: "Mapping[str, torch.Tensor]") -> dict[str, str]:
+        """Of a tied model's head there is none: it is the embedding."""
+        known = self._info.tensors
+        named = {n: tensor for n, tensor in tensors.items() if n in known or n != HEAD}
+        return {name: _checksum(tensor) for name, tensor in named.items()}
+
+    def _permitted(self, path: str) -> Path:
+        """Return where a path that a request names leads to, below one of the directories.
+
+        Raises:
+            UpdateError: it is elsewhere. The error is the same whether something is there or not.
+        """
+        real = self._below_directories(path)
+        if real is None:
+            raise UpdateError(f"No such file or directory: {path}; {_ONLY_BELOW}")
+        return real
+
+    def _adapter_at(self, path: str) -> Path | None:
+        real = self._below_directories(path)
+        found = real is not None and os.path.isfile(real / "adapter_config.json")
+        return real if found else None
+
+    def _below_directories(self, path: str) -> Path | None:
+        try:
+            real = Path(os.path.realpath(path))
+        except (OSError, ValueError):  # such as a NUL in it
+            return None
+        return real if any(real.is_relative_to(each) for each in self._directories) else None
+
+    # ------------------------------------------------------------ names and checks
+
+    def rename(self, label: str) -> None:
+        """Call what is served now so."""
+        self.labels.name(self._scheduler.core.trainer_version, label)
+
+    async def check(self, action: str, baseline: Mapping[str, str] | None) -> dict[str, Any]:
+        """The body of ``/weight_checker``."""
+        if action not in ("checksum", "compare"):
+            told = f"action is checksum or compare, got {action}; weights can't be reset"
+            raise ServerError(501 if action == "reset" else 400, told, param="action")
+        if not self._run.settings.weight_checksums:
+            raise ServerError(501, "start the server with --weight-checksums")
+        if not self._checksums:
+            facts = await asyncio.to_thread(read_tensors, self._info.path)
+            self._checksums = {name: _checksum(tensor) for name, tensor in facts.items()}
+        sums = {RANK_NAME + name: told for name, told in sorted(self._checksums.items())}
+        if action == "checksum":
+            return {"checksums": sums}
+        if baseline is None:
+            raise ServerError(400, "compare needs a baseline", param="baseline")
+        differ = sorted(n for n in sums.keys() | baseline.keys() if sums.get(n) != baseline.get(n))
+        return {"match": not differ, "mismatches": differ}
+
+    # ------------------------------------------------------------ adapters
+
+    async def load_adapter(self, name: str, path: str, *, is_in_place: bool) -> None:
+        """Read a LoRA adapter from its directory, and bring it to every engine."""
+        if name in self._info.adapters and not is_in_place:
+            raise ServerError(
+                400,
+                f"The lora adapter '{name}' has already been loaded. If you want to load the "
+                f"adapter in place, set 'load_inplace' to True.",
+            )
+        if name == self._info.name:
+            raise ServerError(400, f"'{name}' is the model's own name; choose another")
+        real = self._adapter_at(path)
+        if real is None:
+            told = f"No adapter found for '{path}'; {_ONLY_BELOW}"
+            raise ServerError(404, told, param="lora_path")
+        async with self._one_at_a_time:
+            call = await asyncio.to_thread(AdapterCall, self._run, name, str(real), None, "live")
+            await self._publish(call, None)
+            self._info.adapters[name] = path
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have every engine forget an adapter; no request may name it any more."""
+        if name not in self._info.adapters:
+            raise ServerError(404, f"The lora adapter '{name}' cannot be found.")
+        async with self._one_at_a_time:
+            path = self._info.adapters.pop(name)
+            try:
+                await self._publish(UnloadCall(self._run, name, "live"), None)
+            except BaseException:
+                self._info.adapters[name] = path
+                raise
+
+    # ------------------------------------------------------------ publishing
+
+    def _fitted(self, tensors: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+        """As the model has them: in its dtypes; raises UpdateError where they don't fit."""
+        import torch
+
+        fitted = {}
+        dtype = self._run.settings.dtype
+        for name, tensor in tensors.items():
+            facts = self._info.facts_of(name)
+            if facts is None:
+                raise UpdateError(f"the model has no tensor {name!r}")
+            if not hasattr(torch, facts.dtype) and self._info.other_names.is_passed_over(name):
+                continue  # a mask in bytes, such as old GPT-2s have
+            if tuple(tensor.shape) != facts.shape:
+                raise UpdateError(
+                    f"{name} has shape {list(tensor.shape)}, the model's {list(facts.shape)}"
+                )
+            wanted = getattr(torch, facts.dtype if dtype == "auto" else dtype)
+            fitted[name] = tensor.to(wanted)
+        return fitted
+
+    async def _bring(self, session: _Session, label: str | None) -> None:
+        is_partial = bool(await asyncio.to_thread(self._info.lacking, list(session.tensors)))
+        call = PublishCall(self._run, session.tensors, "live", partial=is_partial)
+        await self._publish(call, label)
+        if session.checksums:
+            sums = {**self._checksums, **session.checksums}
+            if not sums.keys() <= self._info.tensors.keys():  # some came by other names
+                names = session.checksums.keys()
+                stale = await asyncio.to_thread(self._info.known_also_as, names)
+                sums = {name: told for name, told in sums.items() if name not in stale}
+            self._checksums = sums
+
+    async def _publish(self, call: PublishCall, label: str | None) -> None:
+        expected = self._scheduler.core.next_version
+        if label is not None:
+            self.labels.name(expected, label)  # its first tokens may be told of before it is done
+        try:
+            await call.run(self._scheduler)
+        except TidegateError as error:
+            self.labels.forget(expected)
+            raise UpdateError(str(error)) from error
+        except BaseException:
+            self.labels.forget(expected)
+            raise
+        finally:
+            await asyncio.to_thread(self._published, call)  # it may write files
+
+
+async def in_daemon_thread(work: Callable[..., None], *arguments: Any) -> None:
+    """Wait for what may wait for a trainer for minutes: the server's end does not wait for it."""
+    done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def run() -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            work(*arguments)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="tidegate weights", daemon=True).start()
+    await asyncio.wrap_future(done)
+
+
+def _checksum(tensor: "torch.Tensor") -> str:
+    import torch
+
+    host = tensor.detach().contiguous().cpu()
+    return hashlib.sha256(host.view(-1).view(torch.uint8).numpy().data).hexdigest()

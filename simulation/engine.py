@@ -1,0 +1,428 @@
+"""What does an engine do whose work takes only virtual time? Speaks the protocol, to the letter.
+
+One process of one engine: it reads its messages between steps, stages weights beside its steps,
+keeps what isn't acknowledged, and answers in the order that a real one does. What its turns say is
+:mod:`simulated_turns`' matter; when it breaks is decided elsewhere.
+"""
+
+import random
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from tidegate.simulation.faults import LONGEST_FAULT_S
+from tidegate.simulation.hardships import Hardship
+from tidegate.simulation.scores import SimulatedScores
+from tidegate.simulation.sleep import SimulatedSleep
+from tidegate.simulation.staging import SimulatedStaging
+from tidegate.simulation.traits import EngineTraits
+from tidegate.simulation.turns import DEADLY_TOKEN, SimulatedTurns, StepRows, StepWork
+from tidegate.simulation.wire import Link
+from tidegate.simulation.world import World
+from tidegate.transport.messages import (
+    Ack,
+    CancelTurn,
+    Complaint,
+    EngineHeartbeat,
+    FinishWeightUpdate,
+    FromOrchestrator,
+    Goodbye,
+    Hello,
+    Message,
+    Pause,
+    Paused,
+    Refused,
+    Resume,
+    Resumed,
+    Shutdown,
+    Sleep,
+    StartWeightUpdate,
+    SubmitTurn,
+    SubmitTurns,
+    TurnRefused,
+    UpdateWeights,
+    Wake,
+    WeightsLive,
+    Welcome,
+    decode_from_orchestrator,
+    encode,
+)
+from tidegate.transport.scoring import CancelScore, ScoreTokens
+from tidegate.transport.streams import SendWindow
+
+WELCOME_TIMEOUT_S = 1.0
+"""An engine that isn't welcomed for so long ends, and is started again."""
+
+HELLO_INTERVAL_S = 0.5
+"""A hello without an answer is said again."""
+
+COMPLAINTS_MAX = 3
+"""Of the same step."""
+
+
+@dataclass(slots=True)
+class _Answers:
+    """What is due once the turns that ended before it have been told."""
+
+    due: list[Message] = field(default_factory=list)
+    pauses: list[Paused] = field(default_factory=list)
+    """Not in effect yet."""
+
+
+class EngineOwner(Protocol):
+    """The simulated machine that an engine process runs on; the engine reports its life to it."""
+
+    def swapped(self) -> None:
+        """Count one weight swap that the engine has reported."""
+
+    def stepped(self, tokens: int) -> None:
+        """Count the tokens of one step that the engine has sent."""
+
+    def ended(self) -> None:
+        """Note that the engine process has ended by itself."""
+
+    def crash(self, lasts_s: float, *, is_noticed: bool, is_clean: bool = False) -> None:
+        """Kill the engine process, and start another one ``lasts_s`` later."""
+
+
+class SimulatedEngine:
+    """One process. It is started, lives by its link and the clock, and ends or is killed."""
+
+    def __init__(
+        self,
+        hello: Hello,
+        traits: EngineTraits,
+        *,
+        world: World,
+        link: Link,
+        chance: random.Random,
+        owner: EngineOwner,
+    ) -> None:
+        self._hello = hello
+        self._link = link
+        self._loop = world.loop
+        self._traits = traits
+        self.staging = SimulatedStaging(
+            world.loop, world.buffer, world.truth, copy_s=traits.staging_s, on_copied=self._go_on
+        )
+        self._truth = world.truth
+        self._hardships = world.hardships
+        self._owner = owner
+        self.turns = SimulatedTurns(
+            hello.engine, traits, world.model, chance=chance, hardships=world.hardships
+        )
+        self._scores = SimulatedScores(
+            self.turns, traits, world.model, loop=world.loop, on_computed=self._go_on
+        )
+        self.sleep = SimulatedSleep(self.turns, self.staging)
+        self.is_alive = True
+        self.slowness = 1.0
+        """Steps take so many times as long."""
+        self._is_hung = False
+        self._hung_by_a_turn_until_s = 0.0
+        self._inbox: deque[bytes] = deque()
+        self._welcome: Welcome | None = None
+        self._window = SendWindow(1)
+        self._answers = _Answers()
+        self._work: StepWork | None = None
+        """The step being computed."""
+        self._is_step_over = False
+        """It is, but the engine hangs."""
+        self._started_s = self._heard_at_s = self._heartbeat_due_s = 0.0
+        self._greeted_at_s: float | None = None
+        """When it said hello, until it is welcomed."""
+        self._hello_due = False
+        self._complained: deque[int] = deque(maxlen=COMPLAINTS_MAX)
+        """The oldest unacknowledged step at each of the last complaints."""
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Connect, and say who it is."""
+        self._truth.started(self._hello.engine)
+        self._link.open(self._on_frame)
+        self._send(self._hello)
+        self._loop.call_later(WELCOME_TIMEOUT_S, self._end_unless_welcome)
+
+    def kill(self, *, is_clean: bool = False) -> None:
+        """Gone, without a word. Cleanly: what it said before still arrives."""
+        self.is_alive = False
+        self._link.hang_up(is_clean=is_clean)
+
+    def end(self, reason: str) -> None:
+        """Take leave; whatever is unfinished goes on elsewhere."""
+        if self.is_alive:
+            self._send(Goodbye(reason=reason))
+            self.is_alive = False
+            self._link.hang_up(is_clean=True)
+            self._owner.ended()
+
+    def hang(self) -> None:
+        """Do nothing until :meth:`wake`."""
+        if self.turns.running:
+            self._hardships.note(Hardship.HUNG)
+        self._is_hung = True
+
+    def wake(self) -> None:
+        """Go on where it hung, unless a turn hangs it for longer than what is over now."""
+        if self._loop.time() < self._hung_by_a_turn_until_s:
+            return
+        self._is_hung = False
+        if self._is_step_over:
+            self._end_step()
+        else:
+            self._go_on()
+
+    def __str__(self) -> str:
+        turns = self.turns
+        return (
+            f"{self._hello.engine}: {'hung' if self._is_hung else 'alive'}, "
+            f"{'welcome' if self._welcome else 'not welcomed'}, weights v{turns.version}, "
+            f"{len(turns.running)} turns running, {len(turns.waiting)} waiting, awaiting swap "
+            f"{turns.awaited_swap}, beside them {self.staging}, credit {self._window.is_open}"
+        )
+
+    def _end_unless_welcome(self) -> None:
+        if self._is_hung:
+            self._loop.call_later(WELCOME_TIMEOUT_S, self._end_unless_welcome)
+        elif self._welcome is None:
+            self.end("not welcomed")
+
+    def _send(self, message: Message) -> bytes:
+        frame = encode(message)
+        self._link.send(frame)
+        return frame
+
+    # ------------------------------------------------------------ between steps
+
+    def _on_frame(self, frame: bytes) -> None:
+        self._inbox.append(frame)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """One round of a real engine's loop: messages, time, answers, a swap, the next step."""
+        if not self.is_alive or self._is_hung or self._work is not None:
+            return
+        is_heard = bool(self._inbox)
+        while self._inbox and self.is_alive and not self._is_hung:
+            self._handle(decode_from_orchestrator(self._inbox.popleft()))
+        if self._is_hung:
+            return
+        if self._welcome is not None and self.is_alive:
+            self._keep_time(self._welcome, is_heard=is_heard)
+        if self._welcome is not None and self.is_alive:
+            self._settle()
+            self._begin_step()
+
+    def _keep_time(self, welcome: Welcome, *, is_heard: bool) -> None:
+        now_s = self._loop.time()
+        if is_heard and self._greeted_at_s is None:
+            self._heard_at_s = now_s
+        elif now_s - self._heard_at_s > welcome.orchestrator_timeout_s:
+            self.end(f"heard nothing for {now_s - self._heard_at_s:.1f} s")
+            return
+        if now_s < self._heartbeat_due_s:
+            return
+        self._heartbeat_due_s = now_s + welcome.heartbeat_interval_s
+        self._loop.call_at(self._heartbeat_due_s, self._go_on)
+        self._hello_due |= self._link.take_reconnected()
+        if self._greeted_at_s is not None:
+            self._hello_due |= now_s - self._greeted_at_s > HELLO_INTERVAL_S
+        if self._hello_due:
+            self._introduce_again()
+        if self._greeted_at_s is not None:
+            return
+        heartbeat = EngineHeartbeat(
+            weight_version=self.turns.version,
+            running_turns=len(self.turns.running),
+            waiting_turns=len(self.turns.waiting),
+            free_blocks=1,
+            sent_us=round(now_s * 1e6),
+        )
+        self._send(heartbeat)
+
+    def _introduce_again(self) -> None:
+        """Say hello; what was asked for before counts no more, but for turns."""
+        self._hello_due = False
+        self._greeted_at_s = self._loop.time()
+        self.turns.awaited_swap = self.turns.pause_mode = None
+        self._answers = _Answers()
+        self._scores.clear()
+        self.staging.abandon()
+        self.sleep.asked = None
+        self._send(
+            msgspec.structs.replace(
+                self._hello,
+                weight_version=self.turns.version,
+                first_seq=self._window.first_seq,
+                next_seq=self._window.next_seq(),
+                turns=array("I", self.turns.handles).tobytes(),
+                asleep=self.sleep.asleep,
+                lacks_weights=self.sleep.lacks_weights,
+            )
+        )
+
+    def _begin_again(self, welcome: Welcome) -> None:
+        """A hello after the first was answered: send again what may have been lost."""
+        self._greeted_at_s = None
+        self._heard_at_s = self._loop.time()
+        self._window.set_credit(welcome.credit_steps)
+        for frame in self._window.unacknowledged():
+            self._hardships.note(Hardship.REPLAYED)
+            self._link.send(frame)
+
+    def _take_complaint(self, why: str) -> None:
+        self._complained.append(self._window.first_seq)
+        if self._complained.count(self._window.first_seq) == COMPLAINTS_MAX:
+            self.end(f"complained of {COMPLAINTS_MAX} times: {why}")
+        self._hello_due = True
+
+    def _settle(self) -> None:
+        """Say what is due, ended turns first, and swap weights that are."""
+        if self.turns.has_ended and not self._window.is_open:
+            return
+        if (ended := self.turns.take_ended()) is not None:
+            self._send_step(ended, self._loop.time())
+        self._answer_pauses()
+        self._answers.due += self.sleep.settle()
+        self._answers.due += self.staging.take_answers()
+        self._answers.due += self._scores.take_answers()
+        if self._greeted_at_s is None:
+            for answer in self._answers.due:
+                self._send(answer)
+        self._answers.due.clear()
+        update = self.turns.swap_due
+        if update is not None and not self.staging.is_busy:
+            self._swap(update)
+
+    def _answer_pauses(self) -> None:
+        if self.turns.pause_mode != "wait" or not self.turns.running:
+            self._answers.due += self._answers.pauses
+            self._answers.pauses.clear()
+
+    def _swap(self, update: FinishWeightUpdate) -> None:
+        content = self.staging.take()
+        self._truth.swapped(self._hello.engine, update.version, content)
+        self.sleep.swapped()
+        self.turns.swap(update, content)
+        self._send(WeightsLive(version=update.version, swapped_us=round(self._loop.time() * 1e6)))
+        self._owner.swapped()
+
+    # ------------------------------------------------------------ steps
+
+    def _begin_step(self) -> None:
+        if not self._window.is_open:
+            if self.turns.running:
+                self._hardships.note(Hardship.NO_CREDIT)
+            return
+        work = self.turns.plan()
+        if not work.chunks:
+            return
+        busy_s = self._traits.busy_s(len(work.chunks), work.prefilled_tokens)
+        self._work, self._started_s = work, self._loop.time()
+        self._loop.call_later(busy_s * self.slowness, self._end_step)
+
+    def _end_step(self) -> None:
+        self._is_step_over = True
+        if not self.is_alive or self._is_hung:
+            return
+        assert self._work is not None
+        rows = self.turns.complete(self._work)
+        self._work, self._is_step_over = None, False
+        if rows is not None:
+            self._send_step(rows, self._started_s)
+        self._go_on()
+
+    def _send_step(self, rows: StepRows, started_s: float) -> None:
+        seq = self._window.next_seq()
+        started_us, ended_us = round(started_s * 1e6), round(self._loop.time() * 1e6)
+        step = rows.message(seq, self.turns.version, started_us, ended_us - started_us)
+        self._truth.sent(self._hello.engine, step)
+        is_kept_back = self._greeted_at_s is not None
+        self._window.sent(seq, encode(step) if is_kept_back else self._send(step))
+        self._owner.stepped(len(rows.token_ids))
+
+    # ------------------------------------------------------------ messages
+
+    def _handle(self, message: FromOrchestrator) -> None:
+        if isinstance(message, Welcome) and self._welcome is None:
+            self._welcome = message
+            self._window = SendWindow(message.credit_steps)
+            self._heartbeat_due_s = self._loop.time()
+        match message:
+            case Refused(message=why):
+                self.end(f"refused: {why}")
+            case Shutdown():
+                self.end("asked to shut down")
+            case Welcome() if self._greeted_at_s is not None:
+                self._begin_again(message)
+            case _ if self._welcome is None or self._greeted_at_s is not None:
+                pass  # said by one who had not heard the hello
+            case Complaint(message=why):
+                self._take_complaint(why)
+            case Ack(seq=seq):
+                self._window.acknowledge(seq)
+            case SubmitTurn():
+                self._submit(message)
+            case SubmitTurns(turns=turns):
+                for turn in turns:
+                    self._submit(turn)
+            case CancelTurn(turn=turn):
+                self.turns.cancel(turn)
+            case ScoreTokens() | CancelScore():
+                self._scores.take(message)
+            case Pause() | Resume():
+                self._pause_or_resume(message)
+            case Sleep():
+                self.sleep.asked = message
+            case Wake():
+                self._answers.due.append(self.sleep.wake(message))
+            case StartWeightUpdate() | UpdateWeights() | FinishWeightUpdate():
+                self._handle_weights(message)
+
+    def _submit(self, message: SubmitTurn) -> None:
+        if DEADLY_TOKEN in array("i", message.token_ids):
+            self._die_of(message.turn)
+        if not self.is_alive:
+            return
+        if (refusal := self.turns.submit(message)) is not None:
+            self._send(TurnRefused(turn=message.turn, message=refusal))
+
+    def _die_of(self, handle: int) -> None:
+        """Crash, or fall silent for so long that it is given up, as the turn's handle says."""
+        if handle % 2:
+            self._owner.crash(0.0, is_noticed=handle % 4 == 1)
+        elif not self._is_hung:
+            self.hang()
+            self._hung_by_a_turn_until_s = self._loop.time() + LONGEST_FAULT_S
+            self._loop.call_at(self._hung_by_a_turn_until_s, self.wake)
+
+    def _pause_or_resume(self, message: Pause | Resume) -> None:
+        if isinstance(message, Resume):
+            self.turns.pause_mode = None
+            self._answers.pauses.clear()
+            self._answers.due.append(Resumed())
+            return
+        self.turns.pause_mode = message.mode
+        self._answers.pauses.append(Paused(mode=message.mode))
+        if message.mode == "abort":
+            self.turns.abort_running()
+
+    def _handle_weights(
+        self, message: StartWeightUpdate | UpdateWeights | FinishWeightUpdate
+    ) -> None:
+        match message:
+            case StartWeightUpdate(version=version):
+                self.turns.awaited_swap = None  # its place is needed
+                self.staging.start(version)
+            case UpdateWeights():
+                self.staging.copy(message)
+            case FinishWeightUpdate(version=version) if self.staging.is_staged(version):
+                self.turns.awaited_swap = message
+                if message.pause_mode == "abort":
+                    self.turns.abort_running()
+            case FinishWeightUpdate(version=version):
+                self.staging.fail(version, "is not staged here")

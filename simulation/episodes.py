@@ -1,0 +1,176 @@
+"""What do a scenario's episodes do? They take turns, wait for tools, and now and then the unusual.
+
+They know their script and what an episode is given; of engines and trainers, nothing.
+"""
+
+import asyncio
+import contextlib
+import random
+from array import array
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+from tidegate.errors import EngineLost, RunClosed, TurnRefused
+from tidegate.orchestrator.episodes.episode import Episode
+from tidegate.simulation.hardships import Hardship
+from tidegate.simulation.scenario import Scenario
+from tidegate.simulation.script import ScriptedTurn
+from tidegate.simulation.turns import DEADLY_TOKEN
+from tidegate.simulation.world import World
+from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
+
+OTHER_ANSWERS = 0.15
+"""Share of turns before which an episode goes another way than in its earlier lives, in a
+crash-restart run: it appends something before or after what it appended then, or asks for fewer
+tokens."""
+
+
+TOO_LONG = array("i", bytes(FRAME_BYTES_MAX_BY_KIND["submit_turn"]))
+"""More tokens than any message to an engine holds."""
+
+
+class SimulatedEpisodes:
+    """What the scenario's episodes do."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        world: World,
+        *,
+        live_version: Callable[[], int] = lambda: 0,
+        is_patient: bool = False,
+    ) -> None:
+        """``live_version``: what a score that is asked for now may not be older than.
+
+        One that ``is_patient`` gives up no turn, whatever its script says.
+        """
+        self._is_patient = is_patient
+        self._scenario = scenario
+        self._world = world
+        self._hardships = world.hardships
+        self._live_version = live_version
+        self._contexts: WeakKeyDictionary[Episode, list[int]] = WeakKeyDictionary()
+        """What each row's context must be: all that its episode appended or was given, in order."""
+
+    async def play(self, episode: Episode, task: int, mood: random.Random | None = None) -> float:
+        """One of them; ``mood``: of one whose tools may answer otherwise than in a life before."""
+        script = self._scenario.script(task, episode.index)
+        branch: asyncio.Task[None] | None = None
+        try:
+            for number, turn in enumerate(script.turns):
+                if number == script.forks_before:
+                    branch = self._fork(episode, script.branch, mood)
+                await self._take(episode, turn, mood)
+            await self._meet_its_fate(episode, script.fate)
+            if branch is not None:
+                await branch
+        finally:
+            if branch is not None:
+                branch.cancel()
+                await asyncio.wait({branch})
+                if not branch.cancelled():
+                    branch.result()
+        return script.reward
+
+    def _fork(
+        self, episode: Episode, turns: list[ScriptedTurn], mood: random.Random | None
+    ) -> "asyncio.Task[None]":
+        """Another way to go beside the first, from here on."""
+        self._hardships.note(Hardship.FORKED)
+        row = episode.fork()
+        self._contexts[row] = episode.token_ids
+
+        async def go() -> None:
+            with contextlib.suppress(RunClosed):  # the rollout was given up, or is over
+                for turn in turns:
+                    await self._take(row, turn, mood)
+
+        return asyncio.get_running_loop().create_task(go(), name=f"branch {row.rollout_id}")
+
+    async def _take(self, row: Episode, turn: ScriptedTurn, mood: random.Random | None) -> None:
+        way = ""
+        if mood is not None and mood.random() < OTHER_ANSWERS:
+            way = mood.choice(("before", "after", "fewer"))
+        given = [[2], turn.given] if way == "before" else [turn.given]
+        given += [[2]] if way == "after" else []
+        for tokens in given:
+            self._append(row, tokens)
+        self._check_context(row)
+        max_tokens = max(1, turn.max_tokens - (way == "fewer"))
+        patience_s = None if self._is_patient else turn.patience_s
+        try:
+            async with asyncio.timeout(patience_s):
+                generated = await row.generate(max_tokens=max_tokens)
+            self._contexts[row] += generated.token_ids
+        except TimeoutError:
+            self._hardships.note(Hardship.TURN_GIVEN_UP)
+            self._contexts[row] = row.token_ids  # whatever was sampled until then stays
+        if turn.is_scored:
+            await self._have_it_scored(row, patience_s)
+        await asyncio.sleep(turn.tool_s)
+        if turn.parks:
+            await self._park(row)
+
+    def _append(self, row: Episode, tokens: list[int]) -> None:
+        row.append(tokens)
+        self._contexts.setdefault(row, []).extend(tokens)
+
+    def _check_context(self, row: Episode) -> None:
+        """End the simulation if a context is not what its episode appended and was given.
+
+        Raises:
+            AssertionError: it is not. The event loop's exception handler is called as well, because
+                an exception alone would only fail this episode.
+        """
+        is_right = row.token_ids == self._contexts[row]
+        if not is_right:
+            error = AssertionError(
+                f"row {row.rollout_id} has the context {row.token_ids}, but its episode appended "
+                f"and was given {self._contexts[row]}"
+            )
+            loop = asyncio.get_running_loop()
+            loop.call_exception_handler({"message": str(error), "exception": error})
+            raise error
+
+    async def _have_it_scored(self, row: Episode, patience_s: float | None) -> None:
+        """What it is told must be what the weights that it names say, and they must be live."""
+        context, live = row.token_ids, self._live_version()
+        if len(context) < 2:
+            return
+        try:
+            async with asyncio.timeout(patience_s):
+                (told,) = await row.score([context], start=len(context) // 2)
+        except (TimeoutError, EngineLost):
+            self._hardships.note(Hardship.SCORE_MISSED)
+            return
+        self._hardships.note(Hardship.SCORED)
+        assert told.version >= live, f"scored by v{told.version} when v{live} was live everywhere"
+        content = self._world.truth.content_of(told.version)
+        right = self._world.model.logprobs(array("i", context), told.start, content=content)
+        assert told.logprobs.tolist() == right, f"v{told.version} scores otherwise"
+        if told.logprobs[-1] < -1.0:
+            self._append(row, [3])  # it goes another way for what it was told
+
+    async def _park(self, row: Episode) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        await row.park()
+        if loop.time() > began_s:
+            self._hardships.note(Hardship.PARKED)
+
+    async def _meet_its_fate(self, episode: Episode, fate: str) -> None:
+        match fate:
+            case "hangs":
+                self._hardships.note(Hardship.HUNG_EPISODE)
+                await asyncio.get_running_loop().create_future()
+            case "asks too much":
+                self._hardships.note(Hardship.TURN_REFUSED)
+                with contextlib.suppress(TurnRefused):
+                    episode.append(TOO_LONG)
+                await episode.generate(max_tokens=1 << 30)
+            case "ends engines":
+                episode.append([DEADLY_TOKEN])
+                await episode.generate(max_tokens=4)
+            case "raises":
+                self._hardships.note(Hardship.RAISED)
+                raise ValueError("meant to fail")

@@ -1,0 +1,129 @@
+"""What goes wrong in a simulated run, and when? Faults are planned from the seed, before it starts.
+
+Knows when and to whom a fault happens; what it does to an engine is the engine's, and what unusual
+trainers and episodes do is theirs.
+"""
+
+import random
+from enum import StrEnum
+
+import msgspec
+
+from tidegate.errors import ConfigError
+
+
+class FaultKind(StrEnum):
+    """What can happen to an engine, its connection, its weights, a trainer or an episode."""
+
+    CRASH = "crash"
+    """The process is gone with all it had, and is started again later, with weights 0."""
+    HANG = "hang"
+    """It does nothing for a while: neither reads, nor computes, nor sends."""
+    SLOW = "slow"
+    """Its steps take many times as long for a while."""
+    LEAVE = "leave"
+    """It says goodbye, and is started again later."""
+    LATE = "late"
+    """Its first process is started only when the run is well under way."""
+    CUT = "cut"
+    """The connection breaks; the last frames of each direction are lost."""
+    STALL = "stall"
+    """Nothing gets through one direction of the connection for a while, and then everything."""
+    GARBLE = "garble"
+    """Some of the frames it sends arrive damaged."""
+    REFUSE = "refuse"
+    """It refuses the next weights that it is given."""
+    LAG = "lag"
+    """It takes longer to copy weights than anybody waits for."""
+    PRESSURE = "pressure"
+    """All engines have little memory for KV: they preempt turns, or hand them back."""
+    EPISODE = "episode"
+    """Some episodes raise, some ask for what no engine can serve or what ends every engine, and
+    some never return."""
+    GIVE_UP = "give_up"
+    """Some episodes don't wait for their turn to end, and go on with what it has said."""
+    TRAINER = "trainer"
+    """It cancels publishes, stops waiting for batches and asks again, gives new tasks in the midst
+    of others, and publishes twice in a row."""
+
+
+SCENARIO_FAULTS = frozenset(
+    {FaultKind.PRESSURE, FaultKind.EPISODE, FaultKind.GIVE_UP, FaultKind.TRAINER}
+)
+"""These don't happen at one time to one engine: they are how a whole run is."""
+
+WEIGHT_FAULTS = frozenset({FaultKind.REFUSE, FaultKind.LAG})
+
+ALL_FAULTS = frozenset(FaultKind)
+NO_FAULTS: frozenset[FaultKind] = frozenset()
+
+AFTER_SWAP_SHARE = 0.3
+"""Of the faults, for a swap is when most is in flight that nobody numbers."""
+
+FAULTS_MAX = 6
+"""Per run: enough that they meet each other, and few enough to understand a failure."""
+
+LONGEST_FAULT_S = 3.0
+"""Longer than any engine is waited for, so that some are given up and come back."""
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One thing that goes wrong."""
+
+    kind: FaultKind
+    engine: int = 0
+    """Its number."""
+    at_s: float = 0.0
+    """When, unless it follows a swap."""
+    after_swap: int = 0
+    """Right after the engine's so many-th swap of weights, counted from 1, while it is announced;
+    0 for a fault at a fixed time."""
+    lasts_s: float = 0.0
+
+
+def parse_faults(words: str) -> frozenset[FaultKind]:
+    """Read ``all``, ``none`` or a list such as ``crash,cut``.
+
+    Raises:
+        ConfigError: there is no such fault.
+    """
+    if words in ("all", "none"):
+        return ALL_FAULTS if words == "all" else NO_FAULTS
+    try:
+        return frozenset(FaultKind(word.strip()) for word in words.split(","))
+    except ValueError as error:
+        known = ", ".join(FaultKind)
+        raise ConfigError(f"{error}; faults are all, none, or a list of {known}") from None
+
+
+def name_faults(kinds: frozenset[FaultKind]) -> str:
+    """What :func:`parse_faults` reads."""
+    if kinds in (ALL_FAULTS, NO_FAULTS):
+        return "all" if kinds else "none"
+    return ",".join(sorted(kinds))
+
+
+def plan_faults(
+    kinds: frozenset[FaultKind], *, engines: int, until_s: float, chance: random.Random
+) -> list[Fault]:
+    """Choose what goes wrong in one run."""
+    ours = sorted(kinds - SCENARIO_FAULTS)
+    if not ours:
+        return []
+    faults = []
+    for _ in range(chance.randint(1, FAULTS_MAX)):
+        kind = chance.choice(ours)
+        after_swap = chance.randint(1, 3) if chance.random() < AFTER_SWAP_SHARE else 0
+        if kind is FaultKind.LATE:
+            after_swap = 0
+        at_s = round(chance.uniform(0.0, until_s), 4)
+        faults.append(
+            Fault(
+                kind=kind,
+                engine=chance.randrange(engines),
+                at_s=0.0 if after_swap else at_s,
+                after_swap=after_swap,
+                lasts_s=round(LONGEST_FAULT_S * chance.random() ** 3, 4),
+            )
+        )
+    return faults

@@ -1,0 +1,162 @@
+"""Who starts a simulated engine again? The machine it runs on, which also lets it fail.
+
+It knows processes, links and faults; not turns or weights.
+"""
+
+import math
+import random
+from collections.abc import Callable
+
+from tidegate.simulation.engine import SimulatedEngine
+from tidegate.simulation.faults import Fault, FaultKind
+from tidegate.simulation.hardships import Hardship
+from tidegate.simulation.traits import EngineTraits, hello_of
+from tidegate.simulation.world import World
+
+SLOWNESS = 20.0
+"""Steps of a slow engine take so many times as long."""
+
+STAGING_DELAY_S = 10.0
+"""A lagging engine takes so much longer to copy weights."""
+
+RESTART_S = 0.1
+"""At least so long passes between one process and the next."""
+
+NOTICE_S = 0.02
+"""So long after a crash the orchestrator is told, where it has started the process itself."""
+
+
+class EngineHost:
+    """One engine name, and the processes that bear it one after another."""
+
+    def __init__(
+        self,
+        name: str,
+        traits: EngineTraits,
+        *,
+        world: World,
+        latency_s: float,
+        chance: random.Random,
+        on_exit: Callable[[str, str], None],
+    ) -> None:
+        """``on_exit`` is told the name, and why, of an engine that crashed."""
+        self.name = name
+        self._traits = traits
+        self._world = world
+        self._loop = world.loop
+        self._on_exit = on_exit
+        self._chance = chance
+        self._epoch = 0
+        self._swaps = 0
+        self._is_stopped = False
+        self._faults: list[Fault] = []
+        self.link = world.router.link(name, latency_s=latency_s, chance=chance)
+        self.engine: SimulatedEngine | None = None
+        """The process; None before the first is started."""
+
+    def __str__(self) -> str:
+        return str(self.engine or f"{self.name}: not started yet")
+
+    def start(self) -> None:
+        """Start the first process, unless it is planned to come late."""
+        if not any(fault.kind is FaultKind.LATE for fault in self._faults):
+            self._restart()
+
+    def plan(self, fault: Fault) -> None:
+        """Have something go wrong when it is due. Faults are planned before the start."""
+        self._faults.append(fault)
+        if not fault.after_swap:
+            self._loop.call_at(fault.at_s, self._suffer, fault)
+
+    # ------------------------------------------------------------ what the engine tells
+
+    def swapped(self) -> None:
+        """It has swapped weights, and said so."""
+        self._swaps += 1
+        for fault in self._faults:
+            if fault.after_swap == self._swaps:
+                self._loop.call_soon(self._suffer, fault)
+
+    def stepped(self, tokens: int) -> None:
+        """It has sampled so many tokens, and said so."""
+
+    def ended(self) -> None:
+        """It has taken its leave."""
+        self._loop.call_later(RESTART_S, self._restart)
+
+    # ------------------------------------------------------------ what goes wrong
+
+    def _suffer(self, fault: Fault) -> None:
+        """Let something go wrong now."""
+        if self.engine is None:
+            if fault.kind is FaultKind.LATE:
+                self._world.hardships.note(Hardship.LATE)
+                self._restart()
+        elif fault.kind in (FaultKind.CUT, FaultKind.STALL, FaultKind.GARBLE):
+            self._suffer_on_the_wire(fault)
+        elif self.engine.is_alive:
+            self._suffer_alive(self.engine, fault)
+
+    def _suffer_on_the_wire(self, fault: Fault) -> None:
+        match fault.kind:
+            case FaultKind.CUT:
+                self.link.cut(fault.lasts_s)
+            case FaultKind.STALL:
+                self.link.stall(fault.lasts_s)
+            case FaultKind.GARBLE:
+                self.link.garble(1 + int(fault.lasts_s))
+
+    def _suffer_alive(self, engine: SimulatedEngine, fault: Fault) -> None:
+        match fault.kind:
+            case FaultKind.CRASH:
+                self.crash(fault.lasts_s, is_noticed=self._chance.random() < 0.5)
+            case FaultKind.HANG:
+                engine.hang()
+                self._loop.call_later(fault.lasts_s, engine.wake)
+            case FaultKind.SLOW:
+                self._world.hardships.note(Hardship.SLOWED)
+                engine.slowness = SLOWNESS
+                self._loop.call_later(fault.lasts_s, setattr, engine, "slowness", 1.0)
+            case FaultKind.LEAVE:
+                self._world.hardships.note(Hardship.LEFT)
+                engine.end("asked to leave")
+            case FaultKind.REFUSE:
+                engine.staging.refusals_due += 1
+            case FaultKind.LAG:
+                engine.staging.delay_s = STAGING_DELAY_S
+                self._loop.call_later(fault.lasts_s, setattr, engine.staging, "delay_s", 0.0)
+
+    def crash(self, lasts_s: float, *, is_noticed: bool, is_clean: bool = False) -> None:
+        """Kill the process; start another after a while, if that is finite.
+
+        Noticed: the orchestrator has started it itself, and is told; else only its silence tells.
+        Cleanly: what it said before still arrives.
+        """
+        if self.engine is None or not self.engine.is_alive:
+            return
+        self._world.hardships.note(Hardship.CRASHED)
+        self.engine.kill(is_clean=is_clean)
+        if is_noticed:
+            self._loop.call_later(NOTICE_S, self._on_exit, self.name, "crashed")
+        if math.isfinite(lasts_s):
+            self._loop.call_later(RESTART_S + lasts_s, self._restart)
+
+    def stop(self) -> None:
+        """End the process for good."""
+        self._is_stopped = True
+        if self.engine is not None:
+            self.engine.kill()
+
+    def _restart(self) -> None:
+        if self._is_stopped:
+            return
+        self._epoch += 1
+        self.engine = SimulatedEngine(
+            hello_of(self.name, self._epoch, self._traits),
+            self._traits,
+            world=self._world,
+            link=self.link,
+            chance=self._chance,
+            owner=self,
+        )
+        self.engine.start()

@@ -1,0 +1,230 @@
+"""What would a model say that is a hash? Everything that should matter to a token does, exactly.
+
+A sampled token depends on the turn's seed, its index, the weights that sampled it, and on every
+token of its context together with the weights that computed that token's KV. So a tag that is off
+by one version, one position or one engine is found out by computing the token again.
+"""
+
+from array import array
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill
+from tidegate.orchestrator.core.rollout import Turn
+from tidegate.transport.messages import KvSpan, SubmitTurn
+
+STOP_TOKEN = 1
+"""Ends a turn."""
+
+VOCAB_SIZE = 1 << 24
+"""Large, so that a wrong tag passes by chance once in 16 million tokens."""
+
+TORN_WEIGHTS = -1
+"""What weights are that were overwritten while they were copied; others are counted from 0."""
+
+SHORTEST_OUTPUT_TOKENS = 3
+TAIL_EXPONENT = 0.8
+"""Pareto with alpha = 1/0.8 = 1.25: a mean of 15 tokens, and 1 in 100 turns longer than 119."""
+
+_BITS = (1 << 64) - 1
+
+
+def absorb(state: int, token: int, content: int) -> int:
+    """The context's state after one more position, whose KV the weights ``content`` compute."""
+    x = (state ^ (token * 0x9E3779B97F4A7C15 + content * 0xC2B2AE3D27D4EB4F + 1)) & _BITS
+    x = (x * 0xBF58476D1CE4E5B9) & _BITS
+    return x ^ (x >> 29)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token, and the log-probability its engine says it had."""
+
+    token: int
+    logprob: float
+    """A multiple of 1/1024, which float32 holds exactly."""
+
+
+def sample(state: int, *, seed: int, index: int, content: int, engine: str) -> Sampled:
+    """The token of ``index`` in a turn, by the weights ``content``, after this context."""
+    x = absorb(absorb(state, seed, content), index, content)
+    logprob = -((x >> 40) % 4096 + _mark(engine)) / 1024
+    if index + 1 >= output_tokens(seed):
+        return Sampled(STOP_TOKEN, logprob)
+    return Sampled(2 + x % (VOCAB_SIZE - 2), logprob)
+
+
+def _mark(engine: str) -> int:
+    """Tells engines apart in their log-probs: Python's own hash of a str changes by process."""
+    return sum(engine.encode()) * 4096
+
+
+def output_tokens(seed: int) -> int:
+    """How long a turn of this seed gets unless it is cut off: many are short, few are very long."""
+    chance = ((seed * 0x9E3779B97F4A7C15 & _BITS) >> 11) / (1 << 53)
+    return int(SHORTEST_OUTPUT_TOKENS * (1.0 - chance) ** -TAIL_EXPONENT)
+
+
+def check_turn(
+    turn: Turn,
+    content_of: Callable[[int], int] = int,
+    *,
+    without_prefills: Collection[str] = (),
+) -> None:
+    """Compute every token of a turn again, from what it is tagged with.
+
+    ``content_of`` tells which weights really go by a version's number; left out, those of the same.
+    ``without_prefills``: engines that don't say whose weights computed the KV. Their tokens can't
+    be computed, and must be tagged ``unknown``.
+
+    Raises:
+        AssertionError: a tag, a token or a log-probability is wrong.
+    """
+    length = min(output_tokens(turn.sampling.seed), turn.sampling.max_tokens)
+    is_whole = turn.length == length or (turn.finish_reason == "cancelled" and turn.length < length)
+    assert is_whole, f"{turn.length} tokens of {length}, {turn.finish_reason}"
+    turn.settle()
+    context, logprobs = turn.filed_token_ids, turn.filed_logprobs
+    prefills = {prefill.at: prefill for prefill in turn.prefills}
+    state, kv, engine = 0, KvRange(0, 0), ""
+    for index, tag in enumerate(_tags(turn)):
+        position = turn.start + index
+        content = content_of(tag.version)
+        if index in prefills:
+            state, kv = _prefilled(prefills[index], context[:position], content_of)
+            assert kv == KvRange(min(kv.oldest, tag.version), max(kv.newest, tag.version)), tag
+        elif tag.engine in without_prefills:
+            assert tag.kv is None, f"{tag.engine} does not say whose KV it was, but the tag: {tag}"
+            engine = tag.engine
+            continue
+        else:
+            assert tag.engine == engine, f"{tag.engine} went on without a prefill"
+            state = absorb(state, context[position - 1], content)
+            kv = KvRange(min(kv.oldest, tag.version), max(kv.newest, tag.version))
+        engine = tag.engine
+        told = sample(state, seed=turn.sampling.seed, index=index, content=content, engine=engine)
+        given = Sampled(context[position], logprobs[position])
+        where = f"rollout {turn.rollout_id}, output token {index}"
+        assert told == given, f"{where} tagged {tag} would be {told}, but it is {given}"
+        assert tag.kv == kv, f"{where} tagged {tag} attended to KV of {kv}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Tag:
+    """What is claimed of one token."""
+
+    version: int
+    engine: str
+    kv: KvRange | None
+
+
+def _tags(turn: Turn) -> Iterator[_Tag]:
+    """One per output token; spans must leave no gap."""
+    end = 0
+    for span in turn.spans():
+        assert span.start == end < span.end, f"a gap before {span}, after {end}"
+        end = span.end
+        tag = _Tag(span.version, span.engine, span.kv)
+        for _ in range(span.start, span.end):
+            yield tag
+    assert end == turn.length, f"spans end at {end} of {turn.length} tokens"
+
+
+def _prefilled(
+    prefill: TurnPrefill, context: "array[int]", content_of: Callable[[int], int]
+) -> tuple[int, KvRange]:
+    """The state of a context whose KV was computed as the prefill says."""
+    state = end = 0
+    for span in prefill.spans:
+        assert span.start == end < span.end, f"a gap in {prefill}"
+        end = span.end
+        content = content_of(span.version)
+        for token in context[span.start : span.end]:
+            state = absorb(state, token, content)
+    assert end == len(context), f"{prefill} for a context of {len(context)} tokens"
+    versions = [span.version for span in prefill.spans]
+    return state, KvRange(min(versions), max(versions))
+
+
+class TurnModel(Protocol):
+    """What a simulated engine asks for each token."""
+
+    def next_token(
+        self,
+        context: "HashedContext",
+        message: SubmitTurn,
+        *,
+        content: int,
+        version: int,
+        engine: str,
+    ) -> Sampled:
+        """What the weights ``content``, called ``version``, sample after ``context``."""
+
+    def logprobs(self, tokens: "array[int]", start: int, *, content: int) -> list[float]:
+        """How likely these weights find each token from ``start`` on, given those before it."""
+
+
+class HashModel:
+    """The model of this module."""
+
+    def next_token(
+        self,
+        context: "HashedContext",
+        message: SubmitTurn,
+        *,
+        content: int,
+        version: int,
+        engine: str,
+    ) -> Sampled:
+        """A hash of all that should matter."""
+        index = message.sampled_before + len(context.tokens) - len(message.token_ids) // 4
+        seed = message.sampling.seed
+        return sample(context.state, seed=seed, index=index, content=content, engine=engine)
+
+    def logprobs(self, tokens: "array[int]", start: int, *, content: int) -> list[float]:
+        """A hash of the tokens up to each, and of the weights; the same on every engine."""
+        state, told = 0, list[float]()
+        for token in tokens:
+            state = absorb(state, token, content)
+            told.append(-((state >> 40) % 4096) / 1024)
+        return told[start:]
+
+
+class HashedContext:
+    """One turn's tokens in a simulated engine, and as much of their KV as is computed."""
+
+    __slots__ = ("_spans", "_state", "computed", "tokens")
+
+    def __init__(self, tokens: "array[int]") -> None:
+        self.tokens = tokens
+        self.computed = 0
+        """Leading positions whose KV there is."""
+        self._state = 0
+        self._spans: list[KvSpan] = []
+
+    def compute(self, positions: int, *, content: int, version: int) -> None:
+        """Compute the KV of the next positions by weights ``content``, called ``version``."""
+        start, end = self.computed, self.computed + positions
+        for token in self.tokens[start:end]:
+            self._state = absorb(self._state, token, content)
+        if self._spans and self._spans[-1].version == version:
+            self._spans[-1] = KvSpan(version, self._spans[-1].start, end)
+        else:
+            self._spans.append(KvSpan(version, start, end))
+        self.computed = end
+
+    @property
+    def state(self) -> int:
+        """Of all positions computed."""
+        return self._state
+
+    @property
+    def spans(self) -> list[KvSpan]:
+        """Whose weights computed them."""
+        return self._spans.copy()
+
+    def drop_kv(self) -> None:
+        """Forget all KV; the tokens stay."""
+        self.computed = self._state = 0
+        self._spans.clear()

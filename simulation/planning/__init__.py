@@ -1,0 +1,1 @@
+"""`tidegate plan`: forecasts a run's throughput and staleness."""

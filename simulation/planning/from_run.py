@@ -1,0 +1,162 @@
+"""What do a finished run's records say about speeds and lengths? Enough to plan the next one.
+
+It reads the run's directory, and predicts nothing.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tidegate.errors import ConfigError
+from tidegate.observability.facts import Facts, read_facts, read_metrics, read_record
+from tidegate.observability.lives import RUN_FILE
+from tidegate.observability.trajectories import read_trajectories
+from tidegate.orchestrator.telemetry.forecast import BUSY_TRAINER_IDLE_MAX
+from tidegate.policies.predictions import DecodeCost, fit_decode_cost
+from tidegate.simulation.engine_costs import EngineCosts
+from tidegate.simulation.planning.closed_forms import predict
+from tidegate.simulation.planning.situation import Choice, Prediction, Situation
+
+NO_PREFILL = 1e12
+"""Tokens per second: a run's steps hold prefills too, so they are in the steps' time already."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """A run as a plan sees it."""
+
+    situation: Situation
+    choice: Choice
+    """What it was set to."""
+    measured: Prediction
+    """What it did."""
+    unaccounted_factor: float
+    """A token took so many times the steps that it was in; the situation has that in it."""
+
+
+def measured_run(directory: Path) -> MeasuredRun:
+    """Read a finished run.
+
+    Raises:
+        AuditError: it left no statistics, or its files can't be read.
+        ConfigError: too little was measured, or its settings were no bounded staleness.
+    """
+    facts = read_facts(directory)
+    record = read_record(directory)
+    settings, statistics = record["settings"], record["statistics"]
+    groups, turns = _groups(directory)
+    engines = [each for each in statistics["engines"] if each.get("steps")]
+    if not engines or not groups or facts.wall_s <= 0 or facts.trainer_idle_share >= 1:
+        raise ConfigError(
+            f"{directory / RUN_FILE} has too few figures to plan from; a run of some batches by "
+            f"this version of Tidegate has them"
+        )
+    is_trainer_bound = _idle_share_between_batches(directory, facts) <= BUSY_TRAINER_IDLE_MAX
+    # What idle a trainer has that limits is the handing over of batches: its own time, too.
+    trainer_s = facts.wall_s * (1.0 if is_trainer_bound else 1 - facts.trainer_idle_share)
+    bare = Situation(
+        groups=groups,
+        costs=_costs(engines, statistics["engines"]),
+        trainer_tokens_per_s=facts.tokens_trained / trainer_s,
+        turns=turns,
+    )
+    choice = Choice(
+        max_staleness=_setting(settings, "max_staleness", directory),
+        groups_per_batch=_setting(settings, "groups_per_batch", directory),
+        engines=len(engines),
+        pause_mode=settings["pause_mode"],
+        kv_policy=settings["kv_policy"],
+    )
+    measured = _measured(facts)
+    # Where the trainer limits, how late engines are for it shows in no batch's time.
+    factor = 1.0 if is_trainer_bound else _unaccounted_factor(bare, choice, measured.batch_s)
+    return MeasuredRun(_slowed(bare, factor), choice, measured, factor)
+
+
+def _idle_share_between_batches(directory: Path, facts: Facts) -> float:
+    """As the run's own forecast has it: the trainer's wait for the first batch is no idleness."""
+    metrics = read_metrics(directory)
+    if len(metrics) < 2:
+        return facts.trainer_idle_share
+    first, last = metrics[0], metrics[-1]
+    waited_s = [line["trainer_idle_share"] * line["wall_s"] for line in (first, last)]
+    between_s: float = last["wall_s"] - first["wall_s"]
+    return (waited_s[1] - waited_s[0]) / between_s if between_s > 0 else facts.trainer_idle_share
+
+
+UNACCOUNTED_MAX = 64.0
+"""Engines that are in steps for less of a token's time than one part in so many wait for tools."""
+
+
+def _unaccounted_factor(situation: Situation, choice: Choice, batch_s: float) -> float:
+    """How much longer a token takes than the steps it is in: the plan must give the run's own time.
+
+    Tools, engines that wait for a processor, the wire: what steps don't account for is spread over
+    them, as if each token bore its share.
+    """
+    low, high = 1.0, 1.0
+    while predict(_slowed(situation, high), choice).batch_s < batch_s and high < UNACCOUNTED_MAX:
+        low, high = high, 2 * high
+    for _ in range(12):
+        middle = (low + high) / 2
+        is_quick = predict(_slowed(situation, middle), choice).batch_s < batch_s
+        low, high = (middle, high) if is_quick else (low, middle)
+    return high
+
+
+def _slowed(situation: Situation, factor: float) -> Situation:
+    costs = situation.costs
+    slowed = replace(
+        costs, step_s=factor * costs.step_s, running_turn_s=factor * costs.running_turn_s
+    )
+    return replace(situation, costs=slowed)
+
+
+def _measured(facts: Facts) -> Prediction:
+    return Prediction(
+        batch_s=facts.wall_s / max(1, facts.batches),
+        tokens_per_s=facts.tokens_trained / facts.wall_s,
+        mean_staleness=facts.mean_staleness,
+        trainer_idle_share=facts.trainer_idle_share,
+    )
+
+
+def _setting(settings: dict[str, Any], name: str, directory: Path) -> int:
+    value = settings.get(name)
+    if not isinstance(value, int) or settings.get("policy") is not None:
+        raise ConfigError(
+            f"{directory} ran under a policy of its own, {settings.get('policy')!r}; plans know "
+            f"bounded staleness only"
+        )
+    return value
+
+
+def _groups(directory: Path) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """Sampled tokens of each trained rollout, by group; and how many turns one has."""
+    lengths: dict[int, list[int]] = defaultdict(list)
+    turns = rollouts = 0
+    for rollout in read_trajectories(directory):
+        if rollout.consumed_version is None:
+            continue
+        lengths[rollout.group_id].append(sum(turn.length for turn in rollout.turns))
+        turns += len(rollout.turns)
+        rollouts += 1
+    whole = tuple(tuple(group) for group in lengths.values() if sum(group))
+    return whole, max(1, round(turns / max(1, rollouts)))
+
+
+def _costs(measured: list[dict[str, Any]], every: list[dict[str, Any]]) -> EngineCosts:
+    names = ("steps", "rows", "rows_squared", "busy_s", "rows_busy_s")
+    sums = {name: sum(float(engine[name]) for engine in measured) for name in names}
+    cost = fit_decode_cost(**sums) or DecodeCost(0.0, 0.0)
+    per_row = sum(engine["tokens"] for engine in measured) / max(1.0, sums["rows"])
+    return EngineCosts(
+        slots=max(1, round(sum(each["max_running_turns"] for each in every) / len(every))),
+        step_s=cost.fixed_s / per_row,
+        running_turn_s=cost.row_s / per_row,
+        prefill_tokens_per_s=NO_PREFILL,
+        swap_s=0.0,
+        prompt_tokens=0,
+        group_size=1,
+    )

@@ -1,0 +1,81 @@
+"""Which settings should a run have? Each choice with what is predicted of it, and one recommended.
+
+It reads nothing and prints nothing: rows are for the command, and for the picture.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tidegate.simulation.planning.closed_forms import predict
+from tidegate.simulation.planning.situation import Choice, Prediction, Situation
+from tidegate.transport.messages import KvPolicy, PauseMode
+
+NEARLY_BEST = 0.98
+"""Of the best throughput: what comes so near with less staleness is recommended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A choice, and what it would bring."""
+
+    varied: str
+    """What was changed against the recommended choice: ``max_staleness``, ``pause``, …"""
+    choice: Choice
+    closed: Prediction
+    simulated: Prediction | None = None
+
+    @property
+    def best(self) -> Prediction:
+        """The simulator assumes less."""
+        return self.simulated or self.closed
+
+
+def staleness_rows(situation: Situation, base: Choice, bounds: Sequence[int]) -> list[Row]:
+    """The same run with other bounds."""
+    choices = [replace(base, max_staleness=bound) for bound in sorted(set(bounds))]
+    return [Row("max_staleness", each, predict(situation, each)) for each in choices]
+
+
+def recommended(rows: Sequence[Row]) -> Row:
+    """The least staleness at which nearly nothing is lost."""
+    most = max(row.best.tokens_per_s for row in rows)
+    return next(row for row in rows if row.best.tokens_per_s >= NEARLY_BEST * most)
+
+
+def other_rows(
+    situation: Situation,
+    base: Choice,
+    *,
+    pauses: Sequence[PauseMode] = (),
+    splits: Sequence[tuple[int, int]] = (),
+    batches: Sequence[int] = (),
+) -> Iterator[Row]:
+    """The recommended run with one thing changed: pause mode, engines and trainers, or batch."""
+    for mode in pauses:
+        kv: tuple[KvPolicy, ...] = ("keep", "recompute") if mode == "keep" else ("keep",)
+        for policy in kv:
+            yield _row(situation, "pause", replace(base, pause_mode=mode, kv_policy=policy))
+    for engines, trainers in splits:
+        yield _row(situation, "split", replace(base, engines=engines, trainers=trainers))
+    for groups in batches:
+        yield _row(situation, "batch", replace(base, groups_per_batch=groups))
+
+
+def _row(situation: Situation, varied: str, choice: Choice) -> Row:
+    return Row(varied, choice, predict(situation, choice))
+
+
+def advice(rows: Sequence[Row]) -> str:
+    """In a sentence; ``rows`` are those of :func:`staleness_rows`."""
+    row = recommended(rows)
+    eta, said = row.choice.max_staleness, row.best
+    text = (
+        f"max_staleness={eta}: {said.tokens_per_s:.0f} tokens/s, a batch every "
+        f"{said.batch_s:.2f} s, mean staleness {said.mean_staleness:.2f}"
+    )
+    limits = {
+        "trainer": "the trainer is what limits, so more staleness only ages samples",
+        "engines": "engines are what limits; faster or more of them would help, staleness won't",
+        "admission": "the bound itself still limits; try a larger one",
+    }
+    return f"{text}; {limits[row.closed.limit]}"

@@ -1,0 +1,111 @@
+"""How is code that uses Tidegate tested? With these fixtures: no GPU, no process, no time.
+
+pytest loads this module in every run where Tidegate is installed, so it imports nothing but pytest
+until a test asks for one of its fixtures. An async test that does runs in virtual time, with or
+without pytest-asyncio, in either of its modes. See docs/testing.md.
+"""
+
+import inspect
+from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+if TYPE_CHECKING:
+    from tidegate.simulation.scripted_engine import ScriptedEngine
+    from tidegate.simulation.serve import ServeInTests
+    from tidegate.simulation.virtual_time import VirtualTime
+
+TIME, SERVE = "tidegate_virtual_time", "tidegate_serve"
+FIXTURES = frozenset({TIME, SERVE, "tidegate_serve_sync", "tidegate_engine"})
+
+TIME_LIMIT_S = 7200.0
+"""Virtual. Engines' heartbeats alone would go on for ever; two hours of them cost two seconds."""
+
+_STORY = pytest.StashKey["Callable[[], str]"]()
+"""Of the run that a test has used."""
+
+
+@pytest.fixture
+def tidegate_virtual_time() -> "Iterator[VirtualTime]":
+    """The test's time: ``run`` a coroutine, ``sleep``, look at ``now_s``; it costs none."""
+    from tidegate.simulation.virtual_time import VirtualTime
+
+    time = VirtualTime(limit_s=TIME_LIMIT_S)
+    yield time
+    time.close()
+
+
+@pytest.fixture
+def tidegate_serve(
+    request: pytest.FixtureRequest, tidegate_virtual_time: "VirtualTime"
+) -> "ServeInTests":
+    """In place of ``tidegate.serve``, over simulated engines, in virtual time."""
+    from tidegate.simulation.serve import ServeInTests
+
+    serve = ServeInTests(tidegate_virtual_time)
+    request.node.stash[_STORY] = serve.story
+    return serve
+
+
+@pytest.fixture
+def tidegate_serve_sync(tidegate_serve: "ServeInTests") -> "Callable[..., Any]":
+    """In place of ``tidegate.serve_sync``, over simulated engines, in virtual time."""
+    return tidegate_serve.sync
+
+
+@pytest.fixture
+def tidegate_engine() -> "type[ScriptedEngine]":
+    """Makes an engine that is slow, or crashes at some token, or refuses weights, as it is told."""
+    from tidegate.simulation.scripted_engine import ScriptedEngine
+
+    return ScriptedEngine
+
+
+class VirtualTimeTest(pytest.Function):
+    """An async test, run in virtual time."""
+
+    def runtest(self) -> None:
+        """Run it; the fixtures are there already."""
+        time = cast("VirtualTime", self._request.getfixturevalue(TIME))
+        names = self._fixtureinfo.argnames
+        time.run(self.obj(**{name: self.funcargs[name] for name in names}))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_pycollect_makeitem() -> Generator[None, object, object]:
+    """Take async tests that use the fixtures, whoever else would run them."""
+    made = yield
+    if isinstance(made, list):
+        return [_in_virtual_time(item) for item in made]
+    return _in_virtual_time(made)
+
+
+def _in_virtual_time(item: object) -> object:
+    if not isinstance(item, pytest.Function) or FIXTURES.isdisjoint(item.fixturenames):
+        return item
+    if not inspect.iscoroutinefunction(item.obj):
+        return item
+    assert item.parent is not None
+    test: VirtualTimeTest = VirtualTimeTest.from_parent(
+        item.parent,
+        name=item.name,
+        callspec=getattr(item, "callspec", None),
+        fixtureinfo=item._fixtureinfo,
+        keywords=item.keywords,
+        originalname=item.originalname,
+    )
+    test.own_markers = item.own_markers
+    return test
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add to a failed test what its engines did last."""
+    report = yield
+    story = item.stash.get(_STORY, None)
+    if story is not None and report.failed and call.when == "call" and (told := story()):
+        report.sections.append(("engines and the last messages, in virtual seconds", told))
+    return report

@@ -1,0 +1,261 @@
+"""How does a user's own trainer run in a test? On the real scheduler, over simulated engines.
+
+It stands where :mod:`run` stands: the faces of :mod:`serve` hold it without knowing. There is no
+thread, no process and no socket; what takes time takes virtual time, and the trainer none at all.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import random
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from tidegate.errors import ConfigError, EngineLost, RunClosed
+from tidegate.orchestrator.core.rollout import Turn
+from tidegate.orchestrator.scheduler.scheduler import Scheduler
+from tidegate.orchestrator.settings.config import RunSettings, run_settings
+from tidegate.orchestrator.trainer.run import cause_of
+from tidegate.orchestrator.weight_sync.deltas import WrittenTensors
+from tidegate.simulation.scripted_engine import (
+    Says,
+    ScriptedEngine,
+    ScriptedHost,
+    ScriptedModel,
+    files_of,
+)
+from tidegate.simulation.virtual_time import VirtualTime
+from tidegate.simulation.wire import Tape
+from tidegate.simulation.world import World
+from tidegate.transport.messages import InitWeights, UpdateWeights
+from tidegate.transport.weight_channels import NamedBuffer
+from tidegate.transport.weight_messages import TensorSpec
+
+Result = TypeVar("Result")
+
+UNSIMULATED = ("journal", "resume")
+"""Refused, for what they promise can't be had; a run directory, keys or an address are ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a simulated run is, besides its settings."""
+
+    settings: RunSettings
+    engines: tuple[ScriptedEngine, ...]
+    says: Says
+
+
+def run_plan(
+    *, model: Path | str, engines: int | Sequence[ScriptedEngine], says: Says, **settings: Any
+) -> RunPlan:
+    """Check what a test asks for.
+
+    Raises:
+        ConfigError: a setting is unknown, out of range, or of what isn't simulated.
+    """
+    for name in UNSIMULATED:
+        if settings.get(name):
+            raise ConfigError(f"{name} is not there in a simulated run; leave it out in tests")
+        settings.pop(name, None)
+    if isinstance(engines, int):
+        engines = [ScriptedEngine() for _ in range(engines)]
+    checked = run_settings(model=Path(model), engines=len(engines), **settings)
+    return RunPlan(checked, tuple(engines), says)
+
+
+class SimulatedChannel:
+    """The weight channel, as far as a publish sees it: weights that nobody looks into."""
+
+    def __init__(self, world: World) -> None:
+        self._buffer = world.buffer
+
+    def write(
+        self, version: int, tensors: Sequence[NamedBuffer], *, keep: Collection[int] = ()
+    ) -> list[UpdateWeights]:
+        """Put new weights into the buffer."""
+        update = self._buffer.begin(version, keep=keep)
+        self._buffer.end(update)
+        specs = [TensorSpec(t.name, t.dtype, list(t.shape), 0, len(t.data)) for t in tensors]
+        return [msgspec.structs.replace(update, tensors=specs)]
+
+
+class _NeverBlocked:
+    """A loop whose time stands still while anything blocks it."""
+
+    blocked = None
+    longest_block_s = 0.0
+
+
+class SimulatedRun:
+    """One run on a loop with virtual time, which its trainer shares."""
+
+    loop_watch = _NeverBlocked()
+    resumed = None
+    recorder = None
+    observers = None
+    has_ended = False
+    run_id = ""
+    newest_version = 0
+    is_own_thread = True
+    """There is one thread only, so whoever asks may look."""
+
+    def __init__(self, plan: RunPlan, time: VirtualTime) -> None:
+        self.settings = plan.settings
+        self.owner_pid = os.getpid()
+        self._plan = plan
+        self._time = time
+        self._tape = Tape()
+        self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
+        """Done once every engine that doesn't come late has joined."""
+        self.scheduler: Scheduler | None = None
+        self.channel: SimulatedChannel | None = None
+        self.written = WrittenTensors()
+        self._hosts: list[ScriptedHost] = []
+        self._main: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        self._is_ending = False
+
+    @property
+    def story(self) -> list[str]:
+        """The last frames that were carried, for whoever wonders what happened."""
+        return [*map(str, self._hosts), *map(str, self._tape.last)]
+
+    # ------------------------------------------------------------ what the faces call
+
+    def start(self) -> None:
+        """Start everything; :attr:`ready` tells how it went."""
+        self._main = self._time.loop.create_task(self._serve(), name="run")
+        self._main.add_done_callback(lambda task: task.cancelled() or task.exception())
+        if not self._is_async:
+            self._time.run(self._wait_until_ready())
+
+    def submit(
+        self, work: Callable[[Scheduler], Awaitable[Result]]
+    ) -> "concurrent.futures.Future[Result]":
+        """Run ``work`` on the loop; if that doesn't run, let it run until this is done.
+
+        Raises:
+            RunClosed: the run has ended; or, if it failed, what it failed of.
+        """
+        scheduler = self.scheduler
+        if scheduler is None or self._is_ending:
+            raise self.failure()
+        if self._is_async:
+            self._refuse_episodes()
+            return asyncio.run_coroutine_threadsafe(_awaited(work, scheduler), self._time.loop)
+        future: concurrent.futures.Future[Result] = concurrent.futures.Future()
+        try:
+            future.set_result(self._time.run(_awaited(work, scheduler)))
+        except Exception as error:  # noqa: BLE001 - the future hands it to who waits
+            future.set_exception(error)
+        return future
+
+    @staticmethod
+    def _refuse_episodes() -> None:
+        """As a run with a thread of its own does."""
+        task = asyncio.current_task()
+        if task is not None and task.get_name().startswith("rollout "):
+            raise RuntimeError("a run can't be asked from its own episodes: they would wait for it")
+
+    def failure(self) -> BaseException:
+        """Why nothing more can be asked of this run."""
+        return self._failure or RunClosed("the run has ended; start another one with serve()")
+
+    def show(self, **_: object) -> None:
+        """There is no dashboard."""
+
+    def hide(self) -> None:
+        """There is no dashboard."""
+
+    def refuse_own_thread(self) -> None:
+        """Nothing to refuse: an episode that blocks is refused by :meth:`submit`."""
+
+    def stop(self) -> None:
+        """End all of it. On a running loop :meth:`end` has done so before."""
+        if not self._is_async:
+            self._time.run(self.end())
+
+    async def end(self) -> None:
+        """Cancel what goes on, and wait for it. Harmless if repeated."""
+        if self._main is not None:
+            self._main.cancel()
+            await asyncio.wait([self._main])
+
+    @property
+    def _is_async(self) -> bool:
+        return self._time.loop.is_running()
+
+    # ------------------------------------------------------------ on the loop
+
+    async def _wait_until_ready(self) -> None:
+        with contextlib.suppress(Exception):  # who holds the future learns of it
+            await asyncio.wrap_future(self.ready)
+
+    async def _serve(self) -> None:
+        try:
+            await self._serve_until_failed()
+        except BaseException as error:
+            self._failure, self._is_ending = cause_of(error), True
+            if self.scheduler is not None:
+                self.scheduler.fail_waiters(self.failure())
+            if not self.ready.done():
+                self.ready.set_exception(self.failure())
+            raise
+        finally:
+            if self.scheduler is not None:
+                self.scheduler.close()
+            for host in self._hosts:
+                host.stop()
+
+    async def _serve_until_failed(self) -> None:
+        plan, settings = self._plan, self.settings
+        files = files_of(settings.model)
+        names = {f"engine-{number}": engine for number, engine in enumerate(plan.engines)}
+        model = ScriptedModel(plan.says, files, names, self._turn_of)
+        world = World(self._time.loop, self._tape, model=model)
+        self.channel = SimulatedChannel(world)
+        init = InitWeights(channel="shm")
+        scheduler = Scheduler(settings, files, world.router, init, recorder=None)
+        self.scheduler = scheduler
+        for number, engine in enumerate(plan.engines):
+            chance = random.Random(f"{settings.seed}/{number}")
+            on_exit = self._engine_ended
+            host = ScriptedHost(engine, number, world=world, chance=chance, on_exit=on_exit)
+            self._hosts.append(host)
+        self._time.loop.set_exception_handler(self._on_error)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(scheduler.run(), name="scheduler")
+            for host in self._hosts:
+                host.start()
+            await scheduler.wait_for_engines(
+                max(1, sum(engine.joins_at_s == 0 for engine in plan.engines))
+            )
+            self.ready.set_result(None)
+
+    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What an engine's script raises ends the run; what else is lost is told as ever."""
+        error = context.get("exception")
+        if self.scheduler is not None and "handle" in context and isinstance(error, Exception):
+            self.scheduler.fail(error)
+        else:
+            loop.default_exception_handler(context)
+
+    def _turn_of(self, engine: str, handle: int) -> Turn | None:
+        turns = self.scheduler.core.turns.engines.get(engine) if self.scheduler else None
+        return turns.submissions.get(handle) if turns else None
+
+    def _engine_ended(self, name: str, why: str) -> None:
+        assert self.scheduler is not None
+        self.scheduler.engines.ended(name, why)
+        if all(host.is_gone for host in self._hosts):
+            self.scheduler.fail(EngineLost(f"the last engine is gone; {name!r}: {why}"))
+
+
+async def _awaited(work: Callable[[Scheduler], Awaitable[Result]], scheduler: Scheduler) -> Result:
+    return await work(scheduler)

@@ -1,0 +1,464 @@
+"""Scenario of a simulated run: settings, engines, work, policies and faults, drawn from a seed.
+
+Plain data, so it can be written down as JSON; its defaults are the smallest run there is, so that a
+shrunken scenario is short. What the policies promise is worked out here, apart from their code.
+"""
+
+import random
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import msgspec
+
+from tidegate.errors import ConfigError
+from tidegate.orchestrator.core.weight_control import PublishWait
+from tidegate.orchestrator.settings.config import RunSettings, run_settings
+from tidegate.policies.asynchrony import BoundedStaleness, OnDeadline, OneStepOffPolicy, Unbounded
+from tidegate.policies.consumption import Window
+from tidegate.policies.filters import DynamicSampling, GroupFilter
+from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
+from tidegate.policies.routing import PowerOfTwoChoices, PrefixAffinity, SessionAffinity
+from tidegate.policies.speeds import MeasuredSpeeds
+from tidegate.policies.staleness import StalenessPolicy
+from tidegate.policies.stragglers import EvenOut, LongTailLane
+from tidegate.simulation.faults import (
+    ALL_FAULTS,
+    WEIGHT_FAULTS,
+    Fault,
+    FaultKind,
+    plan_faults,
+)
+from tidegate.simulation.script import (
+    Script,
+    Work,
+    add_habits,
+    draw_habits,
+    draw_script,
+)
+from tidegate.transport.messages import KvPolicy, PauseMode
+
+OrderName = Literal["admission", "completion", "window"]
+
+PlacementName = Literal["plain", "session", "prefix", "two-choices", "speeds", "lane", "even"]
+
+PolicyName = Literal[
+    "bounded", "synchronous", "one-step", "unbounded", "over-sampling", "tail-packing"
+]
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class ScenarioRules(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    dict=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
+    """The policies of one run."""
+
+    seed: int = 0
+    """Of all that is drawn while it runs: delays, lengths of answers, what episodes do."""
+
+    max_staleness: int = 0
+    group_size: int = 1
+    groups_per_batch: int = 1
+    outstanding_groups_limit: int | None = None
+    policy: PolicyName = "bounded"
+    order: OrderName = "admission"
+    window_groups: Count = 1
+    on_deadline: OnDeadline = "wait"
+    filters_groups: bool = False
+    """Whether groups of equal rewards are dropped."""
+    decide_after: int | None = None
+    placement: PlacementName = "plain"
+
+    def group_filter(self) -> GroupFilter:
+        """Which groups are trained on."""
+        if self.filters_groups:
+            return DynamicSampling(decide_after=self.decide_after)
+        return GroupFilter()
+
+    def placement_settings(self) -> dict[str, object]:
+        """The settings that say where turns go."""
+        settings: dict[PlacementName, dict[str, object]] = {
+            "plain": {},
+            "session": {"routing": SessionAffinity(margin_turns=2)},
+            "prefix": {"routing": PrefixAffinity(margin_turns=2)},
+            "two-choices": {"routing": PowerOfTwoChoices(seed=self.seed)},
+            "speeds": {"engine_speeds": MeasuredSpeeds()},
+            "lane": {"stragglers": LongTailLane(min_tokens=8, engines=1, slots=2, check_steps=2)},
+            "even": {"stragglers": EvenOut(gap_turns=2, check_steps=2)},
+        }
+        return settings[self.placement]
+
+    def staleness_policy(self) -> StalenessPolicy:
+        """Who may start, and what is trained next."""
+        batch, limit = self.groups_per_batch, self.outstanding_groups_limit
+        match self.policy:
+            case "synchronous":
+                return Synchronous(groups_per_batch=batch)
+            case "one-step":
+                return OneStepOffPolicy(groups_per_batch=batch)
+            case "unbounded":
+                return Unbounded(groups_per_batch=batch, outstanding_groups_limit=3 * batch)
+            case "over-sampling":
+                return OverSampling(groups_per_batch=batch, factor=2.0)
+            case "tail-packing":
+                return TailPacking(groups_per_batch=batch, factor=1.5)
+            case "bounded":
+                window = Window(self.window_groups)
+                return BoundedStaleness(
+                    max_staleness=self.max_staleness,
+                    groups_per_batch=batch,
+                    outstanding_groups_limit=limit,
+                    order=window if self.order == "window" else self.order,
+                    on_deadline=self.on_deadline,
+                )
+
+    @property
+    def outstanding_groups_max(self) -> int:
+        """How many groups its policy may have at once, worked out apart from the policies."""
+        batch = self.groups_per_batch
+        batches: dict[str, float] = {"synchronous": 1, "one-step": 2, "unbounded": 3}
+        batches |= {"over-sampling": 2, "tail-packing": 1.5}
+        allowed = round(batches.get(self.policy, self.max_staleness + 1) * batch)
+        is_limited = self.policy == "bounded" and self.outstanding_groups_limit is not None
+        return min(allowed, self.outstanding_groups_limit or 1) if is_limited else allowed
+
+    @property
+    def staleness_bound(self) -> int | None:
+        """What no trained token may exceed, worked out apart from the policies."""
+        others = {"synchronous": 0, "one-step": 1, "unbounded": None, "over-sampling": None}
+        others["tail-packing"] = 0
+        if self.policy in others:
+            return others[self.policy]
+        if self.order == "window" and self.on_deadline == "wait":
+            return self.max_staleness + 1 + (self.window_groups - 2) // self.groups_per_batch
+        return self.max_staleness
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether groups are trained in the order of admission."""
+        if self.policy == "bounded":
+            return self.order == "admission"
+        return self.policy in ("synchronous", "one-step")
+
+
+def draw_rules(plain: ScenarioRules) -> dict[str, object]:
+    """What differs from the plainest rules, by the scenario's seed."""
+    chance = random.Random(f"{plain.seed}/policy")
+    others: tuple[PolicyName, ...] = (
+        *("synchronous", "one-step", "unbounded", "over-sampling"),
+        "tail-packing",
+    )
+    policy = chance.choice(others) if chance.random() < 0.2 else "bounded"
+    orders: tuple[OrderName, ...] = ("admission", "completion", "completion", "window")
+    order = chance.choice(orders)
+    deadlines: tuple[OnDeadline, ...] = ("wait", "wait", "mask", "drop")
+    if order == "admission":
+        deadlines = ("wait",)
+    if order == "completion":
+        deadlines += ("split", "split")
+    return {
+        "policy": policy,
+        "order": order,
+        "window_groups": chance.randint(1, 2 * plain.groups_per_batch + 1),
+        "on_deadline": chance.choice(deadlines),
+        "filters_groups": plain.group_size > 1 and chance.random() < 0.2,
+        "decide_after": chance.choice((None, 2)),
+        "placement": chance.choice(("plain", "plain", "plain", *get_args(PlacementName))),
+        "update_wave": chance.choice((None, None, 1, 2)),
+        "publish_wait": chance.choice(("live", "live", "staged", "none")),
+        "pausing": chance.choice((0.0, 0.0, 0.0, 0.3)),
+    }
+
+
+EPISODE_TIMEOUT_S = 40.0
+"""Longer than all faults of a run take together, so only what hangs for ever is timed out."""
+
+FAULTS_UNTIL_S = 3.0
+"""About as long as a run takes without any."""
+
+FAILING_EPISODES = 0.15
+"""Share of those that do, where episodes fail at all; a fifth of these never return."""
+
+DEADLY_EPISODES = 0.1
+"""Share of the episodes that end engines, in one run of eight."""
+
+WEIGHTS_TIMEOUT_S = 60.0
+"""Longer than any honest engine takes to serve a new version, if it waits for turns to end."""
+
+BLOCK_TOKENS = 4
+"""Of the simulated engines' KV."""
+
+TIGHT_BLOCKS = 15
+"""Hold 60 tokens: the longest context of two short turns has 56, and several start at once."""
+
+
+def engine_name(number: int) -> str:
+    """How a simulated engine is called."""
+    return f"engine-{number}"
+
+
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Scenario(ScenarioRules, frozen=True, kw_only=True):
+    """One run."""
+
+    # ---- the run
+    update_wave: int | None = None
+    """Engines that swap at a time."""
+    publish_wait: PublishWait = "live"
+    pausing: float = 0.0
+    """Share of versions around which the trainer pauses engines."""
+    pause_mode: PauseMode = "keep"
+    kv_policy: KvPolicy = "recompute"
+    credit_steps: int = 64
+    weights_timeout_s: float = WEIGHTS_TIMEOUT_S
+
+    # ---- engines
+    engines: Count = 1
+    step_s: Seconds = 0.005
+    staging_s: float = 0.005
+    """To copy one version of the weights."""
+    latency_s: float = 0.0005
+    """Mean delay of a frame."""
+    max_running_turns: Count = 8
+    chunk_tokens: Count = 256
+    """Tokens prefilled per step, at most."""
+    tokens_per_step: Count = 1
+    """Of one turn."""
+    blocks: Annotated[int, msgspec.Meta(ge=TIGHT_BLOCKS)] | None = None
+    """Of KV memory per engine; None has no end of it."""
+    engines_without_prefills: int = 0
+    """The last so many don't say whose weights computed a context's KV."""
+    hands_turns_back: bool = False
+    """Whether an engine without blocks ends turns with ``abort``, or preempts them."""
+
+    # ---- work
+    tasks: Count = 1
+    batches_per_offer: Count | None = None
+    """After so many the trainer breaks out, and goes on with the tasks that are left."""
+    are_tasks_async: bool = False
+    turns_max: Count = 1
+    """Episodes take fewer or as many."""
+    output_tokens_max: Count = 4
+    failing_episodes: float = 0.0
+    """Share of them."""
+    deadly_turns: float = 0.0
+    """Share of episodes whose last turn ends every engine that it is sent to."""
+    giving_up_turns: float = 0.0
+    """Share of them."""
+    forking_episodes: float = 0.0
+    """Share of them."""
+    scored_turns: float = 0.0
+    """Share of turns after which the episode has its context scored."""
+    long_tools: float = 0.0
+    """Share of tools whose time has a long tail."""
+    parking_turns: float = 0.0
+    """Share of turns after which the episode waits for newer weights."""
+    episode_budget_s: Seconds | None = None
+    """After so long it is parked without asking."""
+
+    # ---- the trainer
+    train_s: float = 0.0
+    write_s: float = 0.0
+    """To write one version where engines can read it."""
+    batches_per_publish: Count = 1
+    publishing_twice: float = 0.0
+    """Share of publishes that are followed by another, without a batch in between."""
+    cancelled_publishes: float = 0.0
+    """Share of them."""
+    leaving_out: float = 0.0
+    """Share of rows that it does not train on."""
+    look_ahead: int = 0
+    """Batches that it asks for during its step."""
+    looks_after_s: float = 0.0
+    """Mean time until it looks whether a batch is on offer to it."""
+    tasks_per_offer: Count | None = None
+    """An iterator ends after so many tasks, and another follows; None: after all."""
+    patience_s: float | None = None
+    """It waits so long for a batch, then asks again; None waits on."""
+    evaluation_tasks: int = 0
+    """After each publish."""
+    evaluates_beside: bool = False
+    """Whether it goes on meanwhile."""
+
+    # ---- what goes wrong
+    lives: Count = 1
+    """Processes that the orchestrator and its trainer may take: with more than one, they die at any
+    instant and are resumed, so many times less one at most."""
+    faults: list[Fault] = msgspec.field(default_factory=list)
+
+    @cached_property
+    def without_prefills(self) -> tuple[str, ...]:
+        """The names of these engines."""
+        names = [engine_name(number) for number in range(self.engines)]
+        return tuple(names[max(0, self.engines - self.engines_without_prefills) :])
+
+    def chance(self, *name: object) -> random.Random:
+        """Random numbers for one purpose, the same in each run of this scenario."""
+        return random.Random(f"{self.seed}/{name}")
+
+    @cached_property
+    def settings(self) -> RunSettings:
+        """As a user would give them.
+
+        Raises:
+            ConfigError: they can't work.
+        """
+        return run_settings(
+            model=Path("simulated"),
+            engines=self.engines,
+            policy=self.staleness_policy(),
+            **self.placement_settings(),
+            group_filter=self.group_filter(),
+            group_size=self.group_size,
+            update_wave=self.update_wave,
+            pause_mode=self.pause_mode,
+            kv_policy=self.kv_policy,
+            seed=self.seed,
+            credit_steps=self.credit_steps,
+            heartbeat_interval_s=0.25,
+            engine_timeout_s=1.0,
+            weights_timeout_s=self.weights_timeout_s,
+            episode_timeout_s=EPISODE_TIMEOUT_S,
+            episode_budget_s=self.episode_budget_s,
+        )
+
+    def script(self, task: int, index: int) -> Script:
+        """What the episode of one rollout does. Tasks below 0 are for evaluation."""
+        script = draw_script(self.work, self.chance("episode", task, index))
+        if not self.work.is_plain:
+            add_habits(script, self.work, self.chance("habits", task, index))
+        if self.deadly_turns and script.fate == "returns":
+            chance = self.chance("deadly", task, index)
+            script.fate = "ends engines" if chance.random() < self.deadly_turns else "returns"
+        return script
+
+    @cached_property
+    def work(self) -> Work:
+        """What episodes may do, and how often they do it."""
+        return Work(
+            turns_max=self.turns_max,
+            output_tokens_max=self.output_tokens_max,
+            failing_episodes=self.failing_episodes,
+            giving_up_turns=self.giving_up_turns,
+            forking_episodes=self.forking_episodes,
+            scored_turns=self.scored_turns,
+            long_tools=self.long_tools,
+            parking_turns=self.parking_turns,
+            deadly_turns=self.deadly_turns,
+        )
+
+    def to_json(self) -> str:
+        """On one line; what is as in the smallest run is left out."""
+        return msgspec.json.encode(self).decode()
+
+
+def read_scenario(text: str) -> Scenario:
+    """Read what :meth:`Scenario.to_json` wrote.
+
+    Raises:
+        ConfigError: it is something else, or can't work.
+    """
+    try:
+        scenario = msgspec.json.decode(text, type=Scenario)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ConfigError(
+            f"not a scenario: {error}; `tidegate simulate` prints one for a seed that fails"
+        ) from None
+    _ = scenario.settings
+    return scenario
+
+
+def draw_scenario(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> Scenario:
+    """Choose one seed's run. The same seed has the same work under other faults."""
+    chance = random.Random(f"{seed}/scenario")
+    engines = chance.choice((1, 2, 2, 3))
+    groups_per_batch = chance.choice((1, 1, 2, 3))
+    tasks = chance.randint(1, 5) * groups_per_batch + chance.randint(0, 1)
+    plain = Scenario(
+        **draw_habits(random.Random(f"{seed}/habits")),
+        seed=seed,
+        max_staleness=chance.choice((0, 1, 2, 2, 4)),
+        group_size=chance.choice((1, 2, 3)),
+        groups_per_batch=groups_per_batch,
+        outstanding_groups_limit=chance.choice((None, None, None, groups_per_batch + 1)),
+        pause_mode=chance.choice(("abort", "keep", "wait")),
+        kv_policy=chance.choice(("keep", "recompute")),
+        credit_steps=chance.choice((1, 2, 4, 8, 64)),
+        engines=engines,
+        step_s=chance.choice((0.005, 0.01, 0.03)),
+        staging_s=chance.choice((0.005, 0.05, 0.2)),
+        latency_s=chance.choice((0.0005, 0.002, 0.02, 0.02)),
+        max_running_turns=chance.choice((1, 2, 4, 8)),
+        chunk_tokens=chance.choice((8, 32, 256)),
+        tokens_per_step=chance.choice((1, 1, 1, 3)),
+        tasks=tasks,
+        are_tasks_async=chance.random() < 0.3,
+        turns_max=3,
+        output_tokens_max=40,
+        train_s=chance.choice((0.0, 0.0, 0.05, 0.3, 1.0)),
+        write_s=chance.choice((0.0, 0.0, 0.05, 0.3)),
+        batches_per_publish=chance.choice((1, 1, 1, 2)),
+        evaluation_tasks=chance.choice((0, 0, 0, 1, 3)),
+        evaluates_beside=chance.random() < 0.5,
+        engines_without_prefills=random.Random(f"{seed}/prefills").choice((0, 0, 0, 1)),
+        leaving_out=random.Random(f"{seed}/left out").choice((0.0, 0.0, 0.3)),
+        look_ahead=random.Random(f"{seed}/look-ahead").choice((0, 0, 0, 0, 1, 2)),
+        faults=plan_faults(
+            kinds, engines=engines, until_s=FAULTS_UNTIL_S, chance=random.Random(f"{seed}/faults")
+        ),
+    )
+    return _with_hard_times(msgspec.structs.replace(plain, **draw_rules(plain)), kinds)
+
+
+def _with_hard_times(plain: Scenario, kinds: frozenset[FaultKind]) -> Scenario:
+    """Add what isn't one fault at one time, but how the whole run is."""
+    chance = random.Random(f"{plain.seed}/times")
+    times: dict[FaultKind, dict[str, object]] = {
+        FaultKind.PRESSURE: chance.choice(({}, _under_pressure(chance))),
+        FaultKind.EPISODE: {"failing_episodes": chance.choice((0.0, FAILING_EPISODES))},
+        FaultKind.GIVE_UP: {"giving_up_turns": chance.choice((0.0, 0.2))},
+        FaultKind.TRAINER: {
+            "batches_per_offer": chance.choice((None, None, 1, 2)),
+            "publishing_twice": chance.choice((0.0, 0.0, 0.0, 0.3)),
+            "cancelled_publishes": chance.choice((0.0, 0.0, 0.3)),
+            "patience_s": chance.choice((None, None, 0.03, 0.3)),
+            **_of_a_slow_loop(plain),
+        },
+    }
+    ours = [times[kind] for kind in sorted(kinds & times.keys())]
+    changes = {name: value for harder in ours for name, value in harder.items()}
+    if FaultKind.EPISODE in kinds:
+        shares = (0.0,) * 7 + (DEADLY_EPISODES,)
+        changes["deadly_turns"] = random.Random(f"{plain.seed}/deadly").choice(shares)
+    if kinds & WEIGHT_FAULTS:
+        changes["weights_timeout_s"] = chance.choice((3.0, WEIGHTS_TIMEOUT_S))
+    return msgspec.structs.replace(plain, **changes)
+
+
+def _of_a_slow_loop(plain: Scenario) -> dict[str, object]:
+    """A trainer whose loop is busy with other things, and whose tasks come in several iterators."""
+    chance = random.Random(f"{plain.seed}/slow loop")
+    return {
+        "looks_after_s": chance.choice((0.0, 0.0, 0.0, 0.01, 0.1)),
+        "tasks_per_offer": chance.choice((None, None, None, plain.groups_per_batch + 1)),
+    }
+
+
+def _under_pressure(chance: random.Random) -> dict[str, object]:
+    """One engine, with more turns than it has memory for."""
+    return {
+        "engines": 1,
+        "max_running_turns": 8,
+        "blocks": TIGHT_BLOCKS,
+        "turns_max": 2,
+        "output_tokens_max": 16,
+        "hands_turns_back": chance.random() < 0.5,
+    }

@@ -1,0 +1,74 @@
+"""What does a simulated engine make of given tokens? It tells log-probs, after virtual time.
+
+Requests end with their conversation. An answer is of the weights that are live when it is told; a
+paused or sleeping engine tells nothing until it goes on.
+"""
+
+import asyncio
+from array import array
+from collections.abc import Callable
+
+from tidegate.simulation.model import TurnModel
+from tidegate.simulation.traits import EngineTraits
+from tidegate.simulation.turns import SimulatedTurns
+from tidegate.transport.scoring import CancelScore, Scored, ScoreRefused, ScoreTokens
+
+
+class SimulatedScores:
+    """The requests of one engine."""
+
+    def __init__(
+        self,
+        turns: SimulatedTurns,
+        traits: EngineTraits,
+        model: TurnModel,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        on_computed: Callable[[], None],
+    ) -> None:
+        self._turns = turns
+        self._traits = traits
+        self._model = model
+        self._loop = loop
+        self._on_computed = on_computed
+        self._asked: dict[int, tuple[float, ScoreTokens]] = {}
+        """By number, with the time at which it is computed."""
+
+    def take(self, message: ScoreTokens | CancelScore) -> None:
+        """Begin to compute a request, beside turns; or forget one."""
+        if isinstance(message, CancelScore):
+            self._asked.pop(message.request, None)
+            return
+        due_s = self._loop.time() + self._traits.busy_s(1, len(message.token_ids) // 4)
+        self._asked[message.request] = (due_s, message)
+        self._loop.call_at(due_s, self._on_computed)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._asked.clear()
+
+    def take_answers(self) -> list[Scored | ScoreRefused]:
+        """What is to be told now."""
+        if self._turns.pause_mode is not None or self._turns.is_held:
+            return []
+        now_s = self._loop.time()
+        due = [message for due_s, message in self._asked.values() if due_s <= now_s]
+        for message in due:
+            del self._asked[message.request]
+        return [self._answer(message) for message in due]
+
+    def _answer(self, message: ScoreTokens) -> Scored | ScoreRefused:
+        tokens = array("i", message.token_ids)
+        if message.want != "logprobs" or message.top_logprobs:
+            why = "a simulated engine tells log-probs of the tokens given, and nothing else"
+            return ScoreRefused(request=message.request, message=why)
+        if not 1 <= message.start < len(tokens):
+            why = f"start must be in [1, {len(tokens) - 1}], got {message.start}"
+            return ScoreRefused(request=message.request, message=why)
+        told = self._model.logprobs(tokens, message.start, content=self._turns.content)
+        return Scored(
+            request=message.request,
+            version=self._turns.version,
+            start=message.start,
+            logprobs=array("f", told).tobytes(),
+        )

@@ -1,0 +1,124 @@
+"""What does a test use in place of ``tidegate.serve``? The same faces, over a simulated run.
+
+A trainer that is handed them can't tell: batches are real tensors, the scheduler is the real one,
+and its errors are. Only time, engines and weights are simulated.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.orchestrator.telemetry.timekeeping import Timekeeper
+from tidegate.orchestrator.trainer.batch_metrics import OnBatch
+from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
+from tidegate.orchestrator.trainer.run import Run, RunParts
+from tidegate.simulation.run import RunPlan, SimulatedRun, run_plan
+from tidegate.simulation.scripted_engine import Says, ScriptedEngine
+from tidegate.simulation.virtual_time import VirtualTime
+
+ANY_MODEL = "any model"
+
+
+class SimulatedRollouts(Rollouts):
+    """:class:`Rollouts` in virtual time."""
+
+    def __init__(self, plan: RunPlan, time: VirtualTime, on_batch: OnBatch | None = None) -> None:
+        super().__init__(plan.settings, _no_parts, on_batch=on_batch)
+        self._time = time
+        self.simulated = SimulatedRun(plan, time)
+        self.is_sync = False
+        """Whether a :class:`SimulatedSyncRollouts` lets virtual time pass."""
+
+    def _make_run(self) -> Run:
+        return cast(Run, self.simulated)
+
+    def _start(self) -> Any:
+        if self.is_sync and self._time.loop.is_running():
+            raise RuntimeError(
+                "serve_sync would wait for the event loop that it is called on; use serve in an "
+                "async test, and serve_sync in one that isn't"
+            )
+        if not self.is_sync and not self._time.loop.is_running():
+            raise RuntimeError(
+                "a simulated run is in virtual time, and what enters it here is not: enter it in "
+                "the async test itself (async fixtures have an event loop of their own), or in "
+                "what tidegate_virtual_time.run() runs"
+            )
+        ready = super()._start()
+        self._keeper = Timekeeper(None, now_us=lambda: round(self._time.now_s * 1e6))
+        return ready
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.simulated.end()
+        await super().__aexit__(kind, error, traceback)
+
+
+class SimulatedSyncRollouts(SyncRollouts):
+    """:class:`SyncRollouts` in virtual time, which passes only while a call blocks."""
+
+    def __init__(self, plan: RunPlan, time: VirtualTime, on_batch: OnBatch | None = None) -> None:
+        rollouts = SimulatedRollouts(plan, time, on_batch)
+        rollouts.is_sync = True
+        super().__init__(rollouts)
+        self.simulated = rollouts.simulated
+
+
+def _no_parts(settings: RunSettings) -> RunParts:
+    raise RuntimeError("a simulated run has no parts of a real one")
+
+
+class ServeInTests:
+    """Stands in for ``tidegate.serve`` and, by :attr:`sync`, for ``tidegate.serve_sync``."""
+
+    def __init__(self, time: VirtualTime) -> None:
+        self._time = time
+        self.runs: list[SimulatedRun] = []
+        """In the order of making."""
+
+    def __call__(
+        self,
+        *,
+        model: Path | str = ANY_MODEL,
+        engines: int | Sequence[ScriptedEngine] = 1,
+        says: Says = None,
+        on_batch: Any = None,
+        **settings: Any,
+    ) -> SimulatedRollouts:
+        """A run for an async trainer, as :func:`tidegate.serve`.
+
+        ``model``: if it is a directory, its tokenizer is used; else text is spelled in bytes.
+        ``engines``: how many, or what becomes of each. ``says``: what the model says.
+
+        Raises:
+            ConfigError: a setting is unknown, out of range, or of what isn't simulated.
+        """
+        plan = run_plan(model=model, engines=engines, says=says, **settings)
+        rollouts = SimulatedRollouts(plan, self._time, on_batch)
+        self.runs.append(rollouts.simulated)
+        return rollouts
+
+    def sync(
+        self,
+        *,
+        model: Path | str = ANY_MODEL,
+        engines: int | Sequence[ScriptedEngine] = 1,
+        says: Says = None,
+        on_batch: Any = None,
+        **settings: Any,
+    ) -> SimulatedSyncRollouts:
+        """The same, for a trainer that is not async, as :func:`tidegate.serve_sync`."""
+        plan = run_plan(model=model, engines=engines, says=says, **settings)
+        rollouts = SimulatedSyncRollouts(plan, self._time, on_batch)
+        self.runs.append(rollouts.simulated)
+        return rollouts
+
+    def story(self) -> str:
+        """What was carried last in the newest run, for the report of a test that fails."""
+        return "\n".join(self.runs[-1].story) if self.runs else ""

@@ -1,0 +1,324 @@
+"""What does an engine say that samples a whole stretch at once? The protocol, at a true pace.
+
+All running turns advance together, so between two changes nothing needs to be looked at: a stretch
+of steps is one timer and one message. It is cut short, at the end of the step going on, by whatever
+changes what runs; so lengths, times and version tags are exactly those of single steps.
+"""
+
+import asyncio
+import heapq
+import math
+from array import array
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from tidegate.simulation.engine_costs import EngineCosts
+from tidegate.simulation.wire import Link
+from tidegate.transport.messages import (
+    ABORT,
+    CANCELLED,
+    LENGTH,
+    PROTOCOL,
+    RUNNING,
+    Ack,
+    CancelTurn,
+    FinishWeightUpdate,
+    Hello,
+    Message,
+    Pause,
+    Paused,
+    PauseMode,
+    Resume,
+    Resumed,
+    Step,
+    SubmitTurn,
+    UpdateWeights,
+    WeightsLive,
+    WeightsStaged,
+    Welcome,
+    decode_from_orchestrator,
+    encode,
+)
+from tidegate.transport.streams import SendWindow
+
+STRETCH_STEPS_MAX = 128
+"""Tokens of a turn in one message: 64 KiB for 64 turns, a few percent of a turn's length."""
+
+TOKEN_BYTES = 4
+
+ROUNDING = 1e-9
+"""Of a step: a message that comes as one ends is heard then."""
+
+ZEROS = bytes(TOKEN_BYTES * STRETCH_STEPS_MAX * 1024)
+"""Token ids and log-probabilities: nobody looks at them."""
+
+
+@dataclass(slots=True)
+class RunningTurn:
+    """A turn in a slot."""
+
+    handle: int
+    context_tokens: int
+    """When it started."""
+    started_at: int
+    """Of the engine's steps."""
+    ends_at: int
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Steps on their way."""
+
+    begins_s: float
+    """Once prompts are prefilled."""
+    token_s: float
+    steps: int
+
+    @property
+    def ends_s(self) -> float:
+        """When the last of them is done."""
+        return self.begins_s + self.steps * self.token_s
+
+    def cut(self, now_s: float) -> bool:
+        """Only the step that goes on now is still finished; whether that changes anything."""
+        begun = max(0, math.ceil((now_s - self.begins_s) / self.token_s - ROUNDING))
+        is_cut = begun < self.steps
+        self.steps = min(self.steps, begun)
+        return is_cut
+
+
+class StretchEngine:
+    """One engine: slots, a queue ordered by priority, and the weights it serves."""
+
+    def __init__(
+        self,
+        name: str,
+        costs: EngineCosts,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        link: Link,
+        stopwatch: AbstractContextManager[None],
+    ) -> None:
+        self.name = name
+        self._costs = costs
+        self._loop = loop
+        self._link = link
+        self._stopwatch = stopwatch
+        self._window = SendWindow(1)
+        self._version = 0
+        self._steps_done = 0
+        self._running: dict[int, RunningTurn] = {}
+        self._handles = b""
+        """Column of the running turns."""
+        self._waiting: list[tuple[int, int, SubmitTurn]] = []
+        """Heap of (priority, order of arrival, turn)."""
+        self._arrivals = 0
+        self._cancelled: set[int] = set()
+        """Handles to be dropped where they are found."""
+        self._stretch: _Stretch | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        """Of the stretch, or of the swap; while there is one, nothing else begins."""
+        self._swap: FinishWeightUpdate | None = None
+        self._pause: PauseMode | None = None
+        self._is_pause_told = False
+        self.reprefilled_tokens = 0
+
+    # ------------------------------------------------------------ what it hears
+
+    def start(self) -> None:
+        """Say hello."""
+        self._link.open(self._on_frame)
+        hello = Hello(
+            protocol=PROTOCOL,
+            engine=self.name,
+            epoch=1,
+            weight_version=0,
+            architecture="Benchmark",
+            vocab_size=1,
+            context_tokens_max=1 << 30,
+            max_running_turns=self._costs.slots,
+            num_blocks=1,
+            block_tokens=16,
+            pause_modes=["abort", "keep", "wait"],
+            kv_policies=["keep", "recompute"],
+            weight_channels=["shm"],
+        )
+        self._send(hello)
+
+    def _on_frame(self, frame: bytes) -> None:
+        with self._stopwatch:
+            self._hear(frame)
+
+    def _hear(self, frame: bytes) -> None:
+        match decode_from_orchestrator(frame):
+            case SubmitTurn() as turn:
+                self._arrivals += 1
+                heapq.heappush(self._waiting, (turn.priority, self._arrivals, turn))
+                if len(self._running) < self._costs.slots:
+                    self._look_up()
+            case Ack(seq=seq):
+                was_open = self._window.is_open
+                self._window.acknowledge(seq)
+                if not was_open:
+                    self._look_up()
+            case CancelTurn(turn=handle):
+                self._cancelled.add(handle)
+                self._look_up()
+            case UpdateWeights(version=version):
+                self._send(WeightsStaged(version=version))
+            case FinishWeightUpdate() as swap:
+                self._swap = swap
+                self._look_up()
+            case Pause(mode=mode):
+                self._pause, self._is_pause_told = mode, False
+                self._look_up()
+            case Resume():
+                self._pause = None
+                self._send(Resumed())
+                self._look_up()
+            case Welcome(credit_steps=credit_steps):
+                self._window = SendWindow(credit_steps)
+
+    def _send(self, message: Message) -> bytes:
+        frame = encode(message)
+        self._link.send(frame)
+        return frame
+
+    # ------------------------------------------------------------ one stretch after another
+
+    def _look_up(self) -> None:
+        """Something is to change: at the end of the step that goes on, or now."""
+        if self._timer is None:
+            self._go_on()
+        elif self._stretch is not None and self._stretch.cut(self._loop.time()):
+            self._timer.cancel()
+            self._timer = self._loop.call_at(self._stretch.ends_s, self._timed, self._end_stretch)
+
+    def _timed(self, action: Callable[[], None]) -> None:
+        with self._stopwatch:
+            self._timer = None
+            action()
+            self._go_on()
+
+    def _end_stretch(self) -> None:
+        stretch, self._stretch = self._stretch, None
+        assert stretch is not None
+        self._steps_done += stretch.steps
+        if not stretch.steps:
+            return
+        done = self._steps_done
+        ended = [turn.handle for turn in self._running.values() if turn.ends_at <= done]
+        self._tell(stretch.steps, dict.fromkeys(ended, LENGTH))
+
+    def _tell(self, steps: int, ended: dict[int, int]) -> None:
+        """Send what was sampled, and how those ended that did."""
+        rows = len(self._running)
+        seq = self._window.next_seq()
+        column = ZEROS[: TOKEN_BYTES * steps * rows]
+        message = Step(
+            seq=seq,
+            version=self._version,
+            turns=self._handles,
+            token_ids=column,
+            logprobs=column,
+            finish=bytes(ended.get(handle, RUNNING) for handle in self._running) if ended else b"",
+            counts=array("I", [steps]).tobytes() * rows,
+            queued_turns=len(self._waiting),
+        )
+        self._window.sent(seq, self._send(message))
+        for handle in ended:
+            del self._running[handle]
+        if ended:
+            self._note_running()
+
+    def _note_running(self) -> None:
+        self._handles = array("I", self._running).tobytes()
+
+    def _go_on(self) -> None:
+        """Between two stretches: cancel, pause, swap, fill slots, and begin the next."""
+        if self._timer is not None or not self._window.is_open:
+            return
+        if not self._cancelled.isdisjoint(self._running):
+            self._hand_back(CANCELLED, self._cancelled & self._running.keys())
+        if "abort" in self._asked_modes and self._running:
+            self._hand_back(ABORT, set(self._running))
+        if not self._window.is_open:
+            return
+        self._tell_pause()
+        if self._swap is not None and (self._swap.pause_mode != "wait" or not self._running):
+            self._begin_swap(self._swap)
+            return
+        prefill_s = 0.0 if self._asked_modes else self._fill_slots()
+        if self._running and self._pause != "keep":
+            self._begin_stretch(prefill_s)
+
+    @property
+    def _asked_modes(self) -> list[PauseMode]:
+        """Why nothing new may start."""
+        swap = [self._swap.pause_mode] if self._swap is not None else []
+        return [*swap, self._pause] if self._pause is not None else swap
+
+    def _hand_back(self, code: int, handles: set[int]) -> None:
+        """End turns before their time; who asked for them has their tokens."""
+        self._tell(0, dict.fromkeys(handles, code))
+        self._cancelled -= handles
+
+    def _tell_pause(self) -> None:
+        is_in_effect = self._pause == "keep" or not self._running
+        if self._pause is not None and not self._is_pause_told and is_in_effect:
+            self._is_pause_told = True
+            self._send(Paused(mode=self._pause))
+
+    def _begin_stretch(self, prefill_s: float) -> None:
+        next_end = min(turn.ends_at for turn in self._running.values())
+        steps = min(STRETCH_STEPS_MAX, next_end - self._steps_done)
+        token_s = self._costs.token_s(len(self._running))
+        self._stretch = _Stretch(self._loop.time() + prefill_s, token_s, steps)
+        self._timer = self._loop.call_at(self._stretch.ends_s, self._timed, self._end_stretch)
+
+    def _fill_slots(self) -> float:
+        """Start the most urgent of those that wait; the seconds that their prompts take."""
+        tokens = 0.0
+        free = self._costs.slots - len(self._running)
+        while free and self._waiting:
+            _, _, turn = heapq.heappop(self._waiting)
+            if turn.turn in self._cancelled:
+                self._cancelled.discard(turn.turn)
+                continue
+            context = len(turn.token_ids) // TOKEN_BYTES
+            tokens += self._prefill_tokens(turn, context)
+            ends_at = self._steps_done + turn.sampling.max_tokens
+            running = RunningTurn(turn.turn, context, self._steps_done, ends_at)
+            self._running[turn.turn] = running
+            free -= 1
+        self._note_running()
+        return tokens / self._costs.prefill_tokens_per_s
+
+    def _prefill_tokens(self, turn: SubmitTurn, context_tokens: int) -> float:
+        """A later turn of an episode finds its KV: nothing but what an abort took is made anew."""
+        if turn.sampled_before:
+            self.reprefilled_tokens += context_tokens
+            return context_tokens
+        if context_tokens <= self._costs.prompt_tokens:
+            return context_tokens / self._costs.group_size
+        return 0.0
+
+    # ------------------------------------------------------------ weights
+
+    def _begin_swap(self, swap: FinishWeightUpdate) -> None:
+        seconds = self._costs.swap_s
+        if swap.kv_policy == "recompute":
+            tokens = sum(
+                turn.context_tokens + self._steps_done - turn.started_at
+                for turn in self._running.values()
+            )
+            self.reprefilled_tokens += tokens
+            seconds += tokens / self._costs.prefill_tokens_per_s
+        self._timer = self._loop.call_later(seconds, self._timed, self._end_swap)
+
+    def _end_swap(self) -> None:
+        assert self._swap is not None
+        self._version = self._swap.version
+        self._swap = None
+        self._send(WeightsLive(version=self._version))

@@ -1,0 +1,135 @@
+"""Composition root: makes a run from settings, with the recorder, dashboard and cluster they name.
+
+The only place that knows both the orchestrator and what observes it or places its engines. Users
+call these functions as ``tidegate.serve`` and so on.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Unpack
+
+from tidegate.orchestrator.fleet.site import Site, ThisMachine
+from tidegate.orchestrator.journal.resuming import Resume
+from tidegate.orchestrator.settings.config import RunOptions, RunSettings, run_settings
+from tidegate.orchestrator.trainer.batch_metrics import OnBatch
+from tidegate.orchestrator.trainer.rollouts import Rollouts, Scorer, SyncRollouts, SyncScorer
+from tidegate.orchestrator.trainer.run import RunParts
+
+if TYPE_CHECKING:
+    from tidegate.serving.vllm_server.receivers import Backend
+    from tidegate.serving.vllm_server.server import VLLMServer
+
+
+def serve(
+    *, resume: Resume = None, on_batch: OnBatch | None = None, **settings: Unpack[RunOptions]
+) -> Rollouts:
+    """Start a run for an async trainer; see :class:`~tidegate.RunSettings` for the settings.
+
+    ``resume`` continues the run whose journal is in ``run_directory``: from a ``state_dict()`` of
+    the trainer's checkpoint; or, if True, from what was acknowledged last, and from the start where
+    there is no journal yet. Give the same tasks in the same order as before, and publish the
+    checkpoint's weights first.
+
+    ``on_batch`` is called with the metrics of each batch just before the trainer gets it, on the
+    trainer's thread, e.g. ``lambda metrics: wandb.log(metrics)``; see docs/observing.md.
+
+    Raises:
+        ConfigError: a setting is unknown, out of range or impossible.
+    """
+    return Rollouts(run_settings(**settings), run_parts, resume, on_batch=on_batch)
+
+
+def serve_sync(
+    *, resume: Resume = None, on_batch: OnBatch | None = None, **settings: Unpack[RunOptions]
+) -> SyncRollouts:
+    """Start a run for a trainer that is not async; as :func:`serve` otherwise."""
+    return SyncRollouts(serve(resume=resume, on_batch=on_batch, **settings))
+
+
+def score_server(**settings: Unpack[RunOptions]) -> Scorer:
+    """Serve a model to score by: a frozen reference, or one with a classification head.
+
+        async with tidegate.score_server(model=path, engines=1) as reference:
+            scores = await reference.score(sequences)
+
+    It is a run without episodes, beside that of the policy; ``settings`` are those of
+    :class:`~tidegate.RunSettings`, of which ``model``, ``engines``, ``dtype`` and
+    ``threads_per_engine`` matter most.
+
+    Raises:
+        ConfigError: a setting is unknown, out of range or impossible.
+    """
+    return Scorer(run_settings(**settings), run_parts)
+
+
+def score_server_sync(**settings: Unpack[RunOptions]) -> SyncScorer:
+    """As :func:`score_server`, for code that is not async."""
+    return SyncScorer(score_server(**settings))
+
+
+def vllm_server(
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    served_model_name: str | None = None,
+    api_key: str | None = None,
+    weight_transfer: "Backend" = "disk",
+    rejects_while_paused: bool = True,
+    needs_control_token: bool = True,
+    control_token: str | None = None,
+    weight_directories: Sequence[Path | str] = (),
+    allowed_hosts: Sequence[str] = (),
+    max_logprobs: int = 20,
+    generation_config: Literal["auto", "vllm"] = "auto",
+    **settings: Unpack[RunOptions],
+) -> "VLLMServer":
+    """Start engines behind vLLM's HTTP API; use it in ``with``, or in ``async with``.
+
+    The arguments are those of :class:`~tidegate.VLLMServer`; ``settings`` are those of
+    :class:`~tidegate.RunSettings`.
+
+    Raises:
+        ConfigError: a setting is out of range, a package is missing, or the address is taken.
+    """
+    from tidegate.serving.vllm_server.server import REQUEST_TIMEOUT_S, VLLMServer
+
+    settings.setdefault("episode_timeout_s", REQUEST_TIMEOUT_S)
+    return VLLMServer(
+        serve(**settings),
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        api_key=api_key,
+        weight_transfer=weight_transfer,
+        rejects_while_paused=rejects_while_paused,
+        needs_control_token=needs_control_token,
+        control_token=control_token,
+        weight_directories=weight_directories,
+        allowed_hosts=allowed_hosts,
+        max_logprobs=max_logprobs,
+        generation_config=generation_config,
+    )
+
+
+def run_parts(settings: RunSettings) -> RunParts:
+    """Return the observers that the settings ask for, and the place of the engines.
+
+    Raises:
+        ConfigError: the dashboard's address is taken, keys can't be read, or there is no Ray.
+    """
+    from tidegate.observability.observers import Observers
+
+    observers = Observers(settings)
+    try:
+        return RunParts(_site_of(settings), observers)
+    except BaseException:
+        observers.close()
+        raise
+
+
+def _site_of(settings: RunSettings) -> Site:
+    if settings.cluster == "ray":
+        from tidegate.integrations.ray.on_ray import RayCluster
+
+        return RayCluster(settings)
+    return ThisMachine(settings)

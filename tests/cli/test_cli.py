@@ -1,0 +1,189 @@
+"""Does the command end with the status and the one line that scripts and people rely on?"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.models import CommandInfo
+
+from tests.observability import sampled_runs
+from tests.observability.test_recording import some_statistics
+from tidegate.cli import command
+from tidegate.observability.recording import RunRecorder
+from tidegate.observability.trace import TRACE_FILE, Trace
+
+pytestmark = pytest.mark.wire
+
+
+def status_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["tidegate", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code
+
+
+@pytest.fixture(scope="module")
+def honest_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    models = sampled_runs.make_models()
+    directory = tmp_path_factory.mktemp("runs") / "honest"
+    return sampled_runs.record_run(directory, models, [sampled_runs.kept(models, 0)])
+
+
+def test_an_audit_that_agrees_has_status_0_and_leaves_its_result(
+    honest_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(["audit", str(honest_run)], monkeypatch) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == "10 of 10 tokens agree within 0.0002"
+    assert said[-1] == "agrees"
+    audit = json.loads((honest_run / "audit.json").read_text())
+    assert audit["agrees"] is True
+    assert audit["lines"] == said
+
+
+def test_an_audit_that_disagrees_has_status_1_and_says_where(
+    honest_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(["audit", str(honest_run), "--tolerance", "0"], monkeypatch) == 1
+    said = capsys.readouterr().out
+    assert "rollout 0, turn 0:" in said
+    assert said.splitlines()[-1] == "DISAGREES"
+
+
+@pytest.mark.parametrize("name", ["audit", "report", "replay", "trace"])
+def test_a_directory_that_is_no_run_is_one_line_on_stderr_and_status_2(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert status_of([name, str(tmp_path / "nowhere")], monkeypatch) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    [line] = [line for line in said.err.splitlines() if line.strip()]
+    assert line.startswith("error: ")
+    assert "nowhere" in line
+
+
+def test_report_prints_the_page_it_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with RunRecorder(tmp_path / "run", settings={}, model=tmp_path) as recorder:
+        recorder.finish(some_statistics())
+    assert status_of(["report", str(tmp_path / "run")], monkeypatch) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'run' / 'report.md'}\n"
+
+
+def test_ctrl_c_ends_the_command_with_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "app", interrupted)
+    assert status_of([], monkeypatch) == 130
+
+
+def test_engine_hands_all_its_arguments_to_the_worker() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tidegate.cli", "engine", "--no-such-option", "x"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "tidegate.engine.worker" in ended.stderr
+
+
+def test_the_command_imports_nothing_that_its_help_does_not_need() -> None:
+    code = (
+        "import sys, tidegate.cli\n"
+        "heavy = {'torch', 'transformers', 'matplotlib', 'pyarrow', 'pydantic', 'rich', 'zmq'}"
+        "& set(sys.modules)\n"
+        "sys.exit(', '.join(heavy) or 0)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_help_lists_every_command_under_a_heading_with_its_first_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(["--help"], monkeypatch) == 0
+    said = capsys.readouterr().out
+    names = [name_of(each) for each in command.app.registered_commands]
+    headings = said.split("Options:")[1]
+    assert [n for n in names if not re.search(rf"^  {n}  +[A-Z]", headings, re.MULTILINE)] == []
+    assert "Look at a run:" in said
+    assert "\x1b[" not in said, "coloured though nobody looks at it"
+
+
+def test_every_command_has_help_of_its_own_and_each_example_in_it_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for each in command.app.registered_commands:
+        name = name_of(each)
+        assert each.callback is not None
+        assert each.callback.__doc__, name
+        examples = (each.epilog or "").replace("\\\n", "").splitlines()[2:]
+        assert all(line.split()[:2] == ["tidegate", name] for line in examples), examples
+        if each.add_help_option:
+            assert status_of([name, "--help"], monkeypatch) == 0
+            assert all(line.strip() in capsys.readouterr().out for line in examples[:1])
+
+
+def test_a_command_that_does_not_exist_is_met_with_the_nearest_that_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(["simulat"], monkeypatch) == 2
+    assert "Did you mean 'simulate'?" in capsys.readouterr().err
+
+
+def test_a_file_that_may_not_be_written_is_one_line_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    monkeypatch.setattr(command, "app", (in_the_way / "page").read_text)
+    assert status_of([], monkeypatch) == 2
+    assert capsys.readouterr().err == f"error: {in_the_way / 'page'}: Not a directory\n"
+
+
+def name_of(registered: CommandInfo) -> str:
+    assert registered.callback is not None
+    return registered.name or registered.callback.__name__
+
+
+def test_trace_tells_what_is_on_each_track_and_how_to_look_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = Trace()
+    trace.engine_step("engine-0", started_us=0, busy_us=500_000, version=0, rows=7)
+    trace.engine_step("engine-0", started_us=800_000, busy_us=200_000, version=1, rows=5)
+    trace.trainer_interval("wait", 0, 600_000, 0)
+    trace.trainer_interval("train", 600_000, 1_000_000, 0)
+    trace.write(tmp_path / TRACE_FILE)
+    assert status_of(["trace", str(tmp_path)], monkeypatch) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"{tmp_path / TRACE_FILE}: 1.0 s, 0 marks"
+    assert said[1] == "  engine-0: 12 tokens, weights v0 to v1, in steps 70% of the time"
+    assert said[2] == "  trainer: train 40%, wait 60%"
+    assert "ui.perfetto.dev" in said[3]
+
+
+def test_bench_lists_what_there_is_and_refuses_what_there_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(["bench"], monkeypatch) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^  transport +How fast", said, re.MULTILINE)
+    assert "table" not in said, "which is no benchmark, but their table"
+    assert status_of(["bench", "no-such"], monkeypatch) == 2
+    assert "no benchmark 'no_such'" in capsys.readouterr().err

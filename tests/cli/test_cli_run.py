@@ -1,0 +1,184 @@
+"""Does `tidegate run` run what a file names, and say of every slip what was probably meant?"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models import make_model_directory
+from tidegate.cli import command
+from tidegate.cli.program import read_program
+from tidegate.cli.run import overrides
+from tidegate.errors import ConfigError
+from tidegate.policies.routing import SessionAffinity
+
+pytestmark = pytest.mark.wire
+
+ROOT = Path(__file__).parent.parent.parent
+
+MODULE = '''
+"""A user's own module, beside the file."""
+
+import itertools
+
+
+def questions(first: int = 0):
+    return (f"{n}+1=" for n in itertools.count(first))
+
+
+async def solve(episode, task, *, words: int = 4) -> float:
+    episode.append(task)
+    turn = await episode.generate(max_tokens=words)
+    return float(len(turn.token_ids))
+
+
+def train(rollouts, tasks, episode, *, batches: int, rate: float = 0.1):
+    rewards = []
+    for batch in rollouts.batches(itertools.islice(tasks, 2 * batches), episode=episode):
+        rewards.append(batch.rewards.mean().item())
+    return {"reward_after": rewards[-1], "rate": rate, "batches_seen": len(rewards)}
+
+
+async def train_async(rollouts, tasks, episode):
+    return None
+
+
+EVENS = [0, 2, 4]
+'''
+
+CONFIG = """
+[run]
+model = "{model}"
+group_size = 2
+groups_per_batch = 2
+max_tokens = 4
+run_directory = "{run}"
+
+[tasks]
+use = "{module}:questions"
+first = 3
+
+[episode]
+use = "{module}:solve"
+
+[trainer]
+use = "{module}:train"
+batches = 2
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file whose module is found as a user's would be; its name is this test's own."""
+    module = f"users_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{module}.py").write_text(MODULE)
+    path = tmp_path / "mine.toml"
+    path.write_text(CONFIG.format(model=tmp_path / "model", run=tmp_path / "run", module=module))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    return path
+
+
+def status_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["tidegate", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_a_run_is_what_the_file_says_with_what_flags_override_and_leaves_a_report(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model_directory(config.parent / "model")
+    flags = ["--set", "trainer.rate=0.5", "--run.group-size", "3"]
+    assert status_of(["run", str(config), *flags], monkeypatch) == 0
+    run = config.parent / "run"
+    assert capsys.readouterr().out == f"report: {run / 'report.md'}\n"
+    record = json.loads((run / "run.json").read_text())
+    assert record["settings"]["group_size"] == 3
+    assert (record["extra"]["rate"], record["extra"]["batches_seen"]) == (0.5, 2)
+    assert json.loads((run / "report.json").read_text())["rollouts_trained"] == 2 * 2 * 3
+
+
+def test_check_runs_nothing_and_shows_every_setting(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(["run", str(config), "--check"], monkeypatch) == 0
+    said = capsys.readouterr().out
+    assert "run.group_size = 2\n" in said
+    assert f"it would be run in {config.parent / 'run'}" in said
+    assert not (config.parent / "run").exists()
+
+
+def test_the_example_is_well() -> None:
+    program = read_program(ROOT / "examples" / "run.toml", ["run.max_staleness=4"])
+    assert program.is_async
+    assert program.settings.max_staleness == 4
+    assert program.settings.run_directory is not None
+    assert program.settings.run_directory.name.startswith("run-")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("run.engins=4", "no such setting; did you mean 'engines'?"),
+        ("run.engines=-1", "engines=-1: Input should be greater than or equal to 0"),
+        ("runs.engines=4", "[runs] is no section; did you mean 'run'?"),
+        ("engines=4", "must be SECTION.KEY=VALUE"),
+        ("run.engines", "must be SECTION.KEY=VALUE"),
+        ("run.engines.more=1", "engines={'more': 1}"),
+        ("tasks.furst=1", "tasks.furst: no such argument; did you mean 'first'?"),
+        ("tasks.first=[]", "tasks.first = []: Input should be a valid integer"),
+        ("episode.word=2", "episode.word: no such argument; did you mean 'words'?"),
+        ("trainer.batches=many", "trainer.batches = 'many': Input should be a valid integer"),
+        ("trainer.use=train", "must be 'module:name'"),
+        ("trainer.use=no_such_module:train", "there is no module 'no_such_module'"),
+        ("trainer.use=json:lods", "json has no 'lods'; did you mean 'loads'?"),
+        ("trainer.use=json:loads", "must take (rollouts, tasks, episode)"),
+        ("episode.use=json:loads", "must be an `async def` of (episode, task)"),
+        ("run.routing.use=tidegate.policies.routing:NoAffinity", "did you mean 'SessionAffinity'?"),
+    ],
+)
+def test_a_slip_is_refused_with_where_it_is_and_what_there_is(
+    config: Path, override: str, said: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_program(config, [override])
+    assert said in str(refused.value)
+
+
+def test_what_is_left_out_is_named(config: Path) -> None:
+    config.write_text(config.read_text().replace("batches = 2", ""))
+    with pytest.raises(ConfigError, match=r"trainer\.batches is missing"):
+        read_program(config)
+    config.write_text(config.read_text().partition("[trainer]")[0])
+    with pytest.raises(ConfigError, match="trainer is missing"):
+        read_program(config)
+
+
+def test_a_table_with_a_class_becomes_an_object_and_a_list_can_be_the_tasks(config: Path) -> None:
+    text = config.read_text().replace("first = 3", "").replace(":questions", ":EVENS")
+    config.write_text(text.replace(":train", ":train_async").replace("batches = 2", ""))
+    routing = "run.routing={use='tidegate.policies.routing:SessionAffinity', margin_turns=3}"
+    program = read_program(config, [routing, "run.seed=1"])
+    assert program.settings.routing == SessionAffinity(margin_turns=3)
+    assert list(program.make_tasks()) == [0, 2, 4]
+    assert program.is_async
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        (["--run.engines", "4"], ["run.engines=4"]),
+        (["--run.max-tokens=4", "--trainer.a", "b=c"], ["run.max_tokens=4", "trainer.a=b=c"]),
+    ],
+)
+def test_flags_are_the_same_as_assignments(flags: list[str], found: list[str]) -> None:
+    assert overrides(flags) == found
+
+
+@pytest.mark.parametrize("flags", [["more"], ["--engines", "4"], ["--run.engines"]])
+def test_what_is_no_flag_of_a_section_is_refused(flags: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        overrides(flags)

@@ -1,0 +1,273 @@
+"""Does the doctor see what is wrong with an engine, by what it answers over HTTP?"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.external.sglang_double import SglangDouble, make_app
+from tests.models import make_model_directory
+from tests.served_app import served
+from tidegate.cli import main
+from tidegate.cli.engine_doctor.finding import Verdict
+from tidegate.cli.engine_doctor.findings import findings
+from tidegate.cli.engine_doctor.measurements import (
+    Identity,
+    LogprobMode,
+    Measurements,
+    Mismatch,
+    PrefixCache,
+    Repeats,
+    TokenizerCheck,
+)
+from tidegate.cli.engine_doctor.measuring import drawn_prompt, examined, measure
+from tidegate.errors import ConfigError, EngineLost
+
+pytestmark = pytest.mark.wire
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_directory(tmp_path_factory.mktemp("models") / "served")
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_directory(tmp_path_factory.mktemp("models") / "other", seed=1)
+
+
+@contextmanager
+def sglang(model: Path, **how: Any) -> Iterator[str]:
+    double = SglangDouble(model, **how)
+    with served(lambda: (make_app(double), double.sample_for_ever)) as url:
+        yield url
+
+
+def verdicts(url: str, model: Path | None) -> dict[str, Verdict]:
+    """The worst of each check."""
+    order = list(Verdict)
+    worst: dict[str, Verdict] = {}
+    for finding in findings(measure(examined(url), model)):
+        before = worst.get(finding.check, Verdict.OK)
+        worst[finding.check] = max(before, finding.verdict, key=order.index)
+    return worst
+
+
+def status_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["tidegate", *arguments])
+    try:
+        main()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def test_an_engine_that_wants_a_key_is_examined_with_the_one_of_the_environment(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sglang(model, api_key="sesame") as url:
+        with pytest.raises(ConfigError, match=r"wants a key.*TIDEGATE_ENGINE_KEY"):
+            examined(url)
+        monkeypatch.setenv("TIDEGATE_ENGINE_KEY", "sesame")
+        assert examined(url.removeprefix("http://")).identity.kind == "sglang"
+
+
+def test_a_sound_engine_is_fit_and_status_0(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with sglang(model) as url:
+        assert status_of(["doctor", url, "--model", str(model), "--json"], monkeypatch) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["fit"] is True
+    assert {one["check"]: one["verdict"] for one in report["findings"]} == {
+        "capabilities": "ok",
+        "log-probs": "ok",
+        "truncation": "warn",  # SGLang tells them as they were before top_k
+        "mismatch": "ok",
+        "tokenizer": "ok",
+        "determinism": "ok",
+        "prefix cache": "ok",
+        "cache salt": "ok",
+    }
+    assert report["measurements"]["logprobs"]["gap_ratio"] == pytest.approx(2, abs=0.01)
+    # Of prompts drawn from 20 ids or more, two begin alike now and then, by a token or two.
+    assert report["measurements"]["cache"]["first_tokens"] < 6
+
+
+def test_no_two_prompts_of_an_examination_begin_alike(model: Path) -> None:
+    with sglang(model) as url:
+        engine = examined(url)
+        prompts = {drawn_prompt(engine, None, 24)[:8] for _ in range(500)}
+    assert len(prompts) == 500
+
+
+def test_raw_log_probs_are_found_without_the_model_and_fail(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with sglang(model, is_raw=True) as url:
+        assert status_of(["doctor", url], monkeypatch) == 1
+    said = capsys.readouterr().out
+    assert "fail  log-probs: they are raw" in said
+    assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in said
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://host:99999", "ftp://host", "http://"])
+def test_what_is_no_address_is_refused_in_a_line(url: str) -> None:
+    with pytest.raises(ConfigError, match="write it as http://HOST:PORT"):
+        examined(url)
+
+
+def test_an_engine_may_be_named_as_a_run_names_it(model: Path) -> None:
+    with sglang(model) as url:
+        assert examined(f"sglang+{url}").identity.kind == "sglang"
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdict"),
+    [({"disable_overlap_schedule": False}, Verdict.WARN), ({}, None)],
+)
+def test_a_scheduler_that_labels_old_tokens_as_new_is_told_of_with_what_helps(
+    model: Path, settings: dict[str, Any], verdict: Verdict | None
+) -> None:
+    with sglang(model, settings=settings) as url:
+        found = findings(measure(examined(url), None))
+    told = [one for one in found if one.check == "kept KV"]
+    assert [one.verdict for one in told] == ([] if verdict is None else [verdict])
+    assert all("--disable-overlap-schedule" in one.remedy for one in told)
+
+
+def test_other_weights_than_the_directorys_are_more_than_rounding(
+    model: Path, other_model: Path
+) -> None:
+    with sglang(model) as url:
+        assert verdicts(url, other_model)["mismatch"] == Verdict.FAIL
+
+
+def test_another_tokenizer_fails(model: Path, tmp_path: Path) -> None:
+    damaged = make_model_directory(tmp_path / "damaged")
+    tokenizer = json.loads((damaged / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["e"] = vocab["e"], vocab["a"]
+    (damaged / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with sglang(model) as url:
+        found = verdicts(url, damaged)
+    assert found["tokenizer"] == Verdict.FAIL
+    assert found["mismatch"] == Verdict.OK  # token ids in and out: text has no part in it
+
+
+def test_kv_of_other_weights_in_the_prefix_cache_is_found(model: Path, other_model: Path) -> None:
+    """As if somebody had updated the weights, and not flushed, between the two times."""
+    double = SglangDouble(model)
+    stale = SglangDouble(other_model)
+    find_prefix = double.sampler.find_prefix
+
+    def find_stale(request: Any) -> None:
+        find_prefix(request)
+        if request.cache is not None:
+            tokens = torch.tensor([request.tokens[: request.cached]])
+            with torch.no_grad():
+                request.cache = stale.model(tokens, use_cache=True).past_key_values
+
+    double.sampler.find_prefix = find_stale  # type: ignore[method-assign]
+    with served(lambda: (make_app(double), double.sample_for_ever)) as url:
+        assert verdicts(url, None)["prefix cache"] == Verdict.FAIL
+
+
+def test_nobody_there_is_one_line_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(["doctor", "http://127.0.0.1:9"], monkeypatch) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1
+    assert "http://127.0.0.1:9 doesn't answer" in said[0]
+
+
+def test_a_server_that_is_no_engine_is_named_as_such(model: Path) -> None:
+    from starlette.applications import Starlette
+
+    with served(lambda: (Starlette(), None)) as url, pytest.raises(ConfigError, match="neither"):
+        examined(url)
+
+
+def test_an_engine_that_dies_during_the_examination_is_an_error_not_a_finding(
+    model: Path,
+) -> None:
+    double = SglangDouble(model)
+    with served(lambda: (make_app(double), double.sample_for_ever)) as url:
+        engine = examined(url)
+        double.is_dead = True
+        with pytest.raises(EngineLost, match="status 500"):
+            measure(engine)
+
+
+def test_each_measurement_has_the_finding_and_the_remedy_that_go_with_it() -> None:
+    def worst(**changes: Any) -> list[tuple[str, Verdict, str]]:
+        found = findings(dataclasses.replace(SOUND, **changes))
+        return [(f.check, f.verdict, f.remedy) for f in found if f.verdict != Verdict.OK]
+
+    raw = LogprobMode(gap_ratio=1.0, truncated_mass=None)
+    odd = LogprobMode(gap_ratio=1.5, truncated_mass=None)
+    logits = LogprobMode(gap_ratio=2.0, truncated_mass=40.0)
+    unsteady = dataclasses.replace(SOUND.repeats, batch_same_tokens=False)
+    unseeded = dataclasses.replace(SOUND.repeats, seed_same_tokens=False)
+    blind = dataclasses.replace(SOUND.cache, again_tokens=None, salted_tokens=None)
+    unsalted = dataclasses.replace(SOUND.cache, salted_tokens=256)
+    rounded = Mismatch(tokens=80, mean=0.01, largest=0.1)
+    assert worst() == []
+    for changes, check, verdict, remedy in (
+        ({"logprobs": raw}, "log-probs", Verdict.FAIL, "processed_logprobs"),
+        ({"logprobs": odd}, "log-probs", Verdict.FAIL, "penalties"),
+        ({"logprobs": logits}, "log-probs", Verdict.FAIL, "processed_logprobs"),
+        ({"repeats": unsteady}, "determinism", Verdict.WARN, "VLLM_BATCH_INVARIANT"),
+        ({"repeats": unseeded}, "seeds", Verdict.WARN, "replaying"),
+        ({"cache": blind}, "prefix cache", Verdict.NOTE, "cache_salt"),
+        ({"cache": unsalted}, "cache salt", Verdict.WARN, "clear_cache=true"),
+        ({"mismatch": rounded}, "mismatch", Verdict.WARN, "head_dtype"),
+        ({"weight_spans": False}, "weight spans", Verdict.WARN, "--enable-scale-out"),
+    ):
+        [(told_check, told_verdict, told_remedy)] = worst(**changes)
+        assert (told_check, told_verdict) == (check, verdict)
+        assert remedy in told_remedy
+
+
+def test_a_vllm_without_its_development_routes_is_told_how_to_be_started() -> None:
+    bare = dataclasses.replace(SOUND.identity, paths=frozenset({"/v1/completions"}))
+    found = [one for one in findings(dataclasses.replace(SOUND, identity=bare)) if one.remedy]
+    assert {one.verdict for one in found if "VLLM_SERVER_DEV_MODE=1" in one.remedy} >= {
+        Verdict.FAIL
+    }
+    assert any("--enable-scale-out" in one.remedy for one in found)
+
+
+SOUND = Measurements(
+    identity=Identity(
+        kind="vllm",
+        version="0.32.0",
+        model="tiny",
+        context_tokens_max=512,
+        paths=frozenset(
+            {"/inference/v1/generate", "/pause", "/collective_rpc", "/weight_info", "/sleep"}
+        ),
+        settings={},
+    ),
+    logprobs=LogprobMode(gap_ratio=2.0, truncated_mass=1.0),
+    repeats=Repeats(
+        alone_same_tokens=True,
+        alone_difference=0.0,
+        batch_same_tokens=True,
+        batch_difference=0.0,
+        seed_same_tokens=True,
+    ),
+    cache=PrefixCache(first_tokens=0, again_tokens=256, salted_tokens=0, difference=0.0),
+    weight_spans=True,
+    mismatch=Mismatch(tokens=80, mean=8e-7, largest=3e-6),
+    tokenizer=TokenizerCheck(texts=7, different=()),
+    update=None,
+)
+"""What vLLM 0.32.0 was measured to be, on a CPU."""

@@ -1,0 +1,292 @@
+"""Do guesses change anything but speed, whatever is guessed and whatever happens to turns?"""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from tests.engine.external.fake_engine import FakeEngine, next_token, uninterrupted
+from tests.engine.scheduling.test_scheduler import AnythingAtAll
+from tidegate.engine.drafts.lookup import LookupDrafts
+from tidegate.engine.drafts.rollouts import SAMPLES_MAX, RolloutDrafts
+from tidegate.engine.sampling.options import OptionReader
+from tidegate.engine.scheduling.drafts import (
+    DraftPace,
+    Tokens,
+    share_that_pays,
+)
+from tidegate.engine.scheduling.scheduler import StepColumns
+from tidegate.engine.scheduling.turns import TurnState, admit
+from tidegate.transport.messages import LENGTH, STOP, SamplingParams, SubmitTurn
+
+
+class Oracle:
+    """Guesses what the fake model says, but each token wrong by chance."""
+
+    def __init__(self, right: float) -> None:
+        self._right = right
+        self._chance = random.Random(0)
+        self.version = 0
+        self.held: set[int] = set()
+
+    def propose(self, turns: Sequence[TurnState], counts: Sequence[int]) -> list[Tokens]:
+        self.held |= {turn.handle for turn in turns}
+        return [self._propose(turn, count) for turn, count in zip(turns, counts, strict=True)]
+
+    def ended(self, turn: TurnState, *, is_whole: bool) -> None:
+        self.held.discard(turn.handle)
+
+    def _propose(self, turn: TurnState, count: int) -> Tokens:
+        context = turn.tokens[: turn.length].tolist()
+        first = turn.sampled_before + turn.output_tokens
+        for index in range(first, first + count):
+            token = next_token(context, turn.sampling.seed, index, self.version, 50)
+            wrong = self._chance.random() >= self._right
+            context.append((token + wrong) % 50)
+        return np.array(context[turn.length :], np.int32)
+
+
+def run(engine: FakeEngine) -> int:
+    """Run to the end; return how many steps that took."""
+    steps = 0
+    while engine.step():
+        engine.scheduler.check()
+        steps += 1
+    return steps
+
+
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+def test_turns_sample_what_they_would_have_whatever_is_guessed(right: float) -> None:
+    engine = FakeEngine(drafts=Oracle(right), num_blocks=24, max_step_tokens=16)
+    turns = [engine.submit([turn, 2, 3], 20) for turn in range(3)]
+    steps = run(engine)
+    for turn in turns:
+        assert engine.turns[turn].token_ids == uninterrupted([turn, 2, 3], 20)
+        assert engine.turns[turn].finish == LENGTH
+    if right == 1.0:
+        assert engine.accepted_tokens == engine.drafted_tokens > 0
+        assert steps < 12
+    else:
+        assert 0 <= engine.accepted_tokens < engine.drafted_tokens
+    assert (engine.accepted_tokens == 0) == (right == 0)
+
+
+def test_a_step_tells_how_many_tokens_each_turn_got() -> None:
+    engine = FakeEngine(drafts=Oracle(1.0))
+    engine.submit([1, 2, 3], 4)
+    engine.submit([1], 1)
+    engine.step()
+    rows = engine.scheduler.plan()
+    assert [len(row.token_ids) for row in rows] == [1, 1, 1]
+    output = engine.runner.step(rows)
+    assert engine.scheduler.complete(output) == StepColumns(
+        version=0,
+        turns=np.array([0], "<u4").tobytes(),
+        token_ids=output.token_ids.tobytes(),
+        logprobs=output.logprobs.tobytes(),
+        finish=bytes([LENGTH]),
+        counts=np.array([3], "<u4").tobytes(),
+        drafted_tokens=2,
+        accepted_tokens=2,
+    )
+
+
+def test_nothing_follows_a_stop_token_that_was_guessed() -> None:
+    tokens = uninterrupted([1, 2], 10)
+    oracle = Oracle(1.0)
+    engine = FakeEngine(drafts=oracle)
+    turn = engine.submit([1, 2], 10, stop=[tokens[2]])
+    engine.run()
+    assert engine.turns[turn].token_ids == tokens[:3]
+    assert engine.turns[turn].finish == STOP
+    assert not oracle.held
+
+
+def test_prefills_go_before_guesses() -> None:
+    engine = FakeEngine(drafts=Oracle(1.0), max_running_turns=2, max_step_tokens=6)
+    engine.submit([1] * 3, 9)
+    engine.step()
+    engine.submit([2] * 7, 1)
+    assert list(engine.step().values()) == [1, 5]
+    assert list(engine.step().values()) == [1, 1, 1, 1, 2]
+
+
+def test_guesses_take_no_block_that_running_turns_may_need_next() -> None:
+    engine = FakeEngine(drafts=Oracle(1.0), num_blocks=4, max_running_turns=2, max_step_tokens=12)
+    engine.submit([1] * 3, 9)
+    engine.submit([2] * 3, 9)
+    engine.step()
+    assert list(engine.step().values()) == [1, 1]  # the last of their blocks, and two are free
+    assert engine.scheduler.free_blocks == 2
+
+
+def test_turns_with_penalties_are_not_guessed_for() -> None:
+    engine = FakeEngine(drafts=Oracle(1.0))
+    asked = SamplingParams(max_tokens=5, presence_penalty=1.0)
+    prompt = np.array([1, 2], "<i4").tobytes()
+    engine.scheduler.submit(SubmitTurn(turn=0, token_ids=prompt, sampling=asked))
+    engine.scheduler.complete(engine.runner.step(engine.scheduler.plan()))
+    assert len(engine.scheduler.plan()) == 1
+
+
+def test_more_is_guessed_the_more_was_right_and_the_fewer_turns_share_a_step() -> None:
+    pace = DraftPace()
+    alone, among_many = share_that_pays(1), share_that_pays(64)
+    assert alone == 0.2
+    assert (pace.count(10, alone), pace.count(10, among_many)) == (5, 1)
+    for _ in range(20):
+        pace.learn(4, 4, 10)
+    assert (pace.count(10, alone), pace.count(10, among_many)) == (16, 16)
+    for _ in range(60):
+        pace.learn(4, 2, 10)
+    assert (pace.count(10, alone), pace.count(10, share_that_pays(8))) == (3, 1)
+
+
+def test_a_turn_whose_guesses_do_not_pay_is_tried_again_ever_more_seldom() -> None:
+    pace, enough = DraftPace(), share_that_pays(8)
+    waits, length = [], 20
+    for _ in range(7):
+        pace.learn(1, 0, length)
+        start = length
+        while not pace.count(length, enough):
+            length += 1
+        waits.append(length - start)
+    assert waits == [2, 4, 8, 16, 32, 64, 64]
+    pace.learn(1, 1, length)
+    assert pace.count(length, enough) == 1
+
+
+# ---------------------------------------------------------------- prompt lookup
+
+
+def looked_up(tokens: list[int], count: int, *, known_before: Sequence[int] = ()) -> list[int]:
+    """What is guessed after ``tokens``, when some shorter beginnings were looked at before."""
+    engine = FakeEngine(context_tokens_max=200, num_blocks=60)
+    engine.submit(tokens, 20)
+    turn = engine.scheduler._turns[0]
+    drafts = LookupDrafts()
+    for length in (*known_before, len(tokens)):
+        turn.length = length
+        (draft,) = drafts.propose([turn], [count])
+    return [int(token) for token in draft]
+
+
+@pytest.mark.parametrize("known_before", [(), (3,), (4, 5), (7, 8, 9), range(1, 10)])
+def test_a_lookup_guesses_what_followed_the_same_tokens_last(known_before: Sequence[int]) -> None:
+    tokens = [1, 2, 3, 4, 1, 2, 3, 5, 6, 9, 1, 2, 3]
+    assert looked_up(tokens, 4, known_before=known_before) == [5, 6, 9, 1]
+
+
+def test_a_lookup_goes_on_with_what_repeats() -> None:
+    assert looked_up([7, 1, 2, 1, 2, 1], 5) == [2, 1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3], [1, 2, 3, 9, 2, 3, 1]])
+def test_a_lookup_guesses_nothing_where_nothing_repeats(tokens: list[int]) -> None:
+    assert looked_up(tokens, 4) == []
+
+
+# ---------------------------------------------------------------- earlier samples
+
+
+def ended_turn(prompt: list[int], output: list[int], handle: int = 0, before: int = 0) -> TurnState:
+    """A turn with this output, of which so many tokens were sampled elsewhere."""
+    limits = FakeEngine(context_tokens_max=200, num_blocks=60).limits
+    tokens = np.array(prompt + output[:before], "<i4").tobytes()
+    message = SubmitTurn(
+        turn=handle,
+        token_ids=tokens,
+        sampling=SamplingParams(max_tokens=40),
+        sampled_before=before,
+    )
+    reader = OptionReader(vocab_size=50, max_running_turns=4)
+    turn = admit(message, limits, handle, reader)
+    for token_id in output[before:]:
+        turn.append(token_id)
+    return turn
+
+
+def guessed(drafts: RolloutDrafts, turn: TurnState, count: int = 4) -> list[int]:
+    (draft,) = drafts.propose([turn], [count])
+    return [int(token) for token in draft]
+
+
+def test_a_turn_follows_an_earlier_sample_and_finds_another_where_they_part() -> None:
+    drafts = RolloutDrafts()
+    drafts.ended(ended_turn([1, 2, 3], [10, 11, 12, 13, 14, 15, 16]), is_whole=True)
+    turn = ended_turn([1, 2, 3], [], handle=1)
+    assert guessed(drafts, turn) == [10, 11, 12, 13]
+    turn.append(10)
+    turn.append(11)
+    assert guessed(drafts, turn) == [12, 13, 14, 15]
+    turn.append(30)
+    assert guessed(drafts, turn) == []
+    for token_id in (12, 13, 14):
+        turn.append(token_id)
+    assert guessed(drafts, turn) == [15, 16]
+    drafts.ended(ended_turn([1, 2, 3], [20], handle=2), is_whole=True)
+    assert guessed(drafts, ended_turn([1, 2, 3], [], handle=3)) == [20]
+    assert guessed(drafts, ended_turn([4, 2, 3], [], handle=4)) == []
+
+
+def test_a_turn_that_came_from_elsewhere_is_a_sample_of_the_prompt_it_had_there() -> None:
+    drafts = RolloutDrafts()
+    drafts.ended(ended_turn([1, 2], [10, 11, 12, 13], before=2), is_whole=True)
+    assert guessed(drafts, ended_turn([1, 2], [10], handle=1, before=1)) == [11, 12, 13]
+
+
+def test_what_was_cut_short_is_no_sample_and_the_prompts_of_longest_ago_are_forgotten() -> None:
+    drafts = RolloutDrafts(kept_tokens_max=700)
+    drafts.ended(ended_turn([1, 2, 3], [10, 11]), is_whole=False)
+    assert guessed(drafts, ended_turn([1, 2, 3], [], handle=1)) == []
+    for prompt in range(2, 9):
+        drafts.ended(ended_turn([prompt, 2, 3], [10, 11], handle=prompt), is_whole=True)
+    known = [bool(guessed(drafts, ended_turn([n, 2, 3], [], handle=n + 9))) for n in range(2, 9)]
+    assert known == [False, False, True, True, True, True, True]
+
+
+def test_samples_of_a_prompt_that_is_always_asked_for_take_no_more_and_more_room() -> None:
+    drafts = RolloutDrafts()
+    drafts.ended(ended_turn([1, 2, 3], list(range(10, 50))), is_whole=True)
+    assert guessed(drafts, ended_turn([1, 2, 3], [], handle=1)) == [10, 11, 12, 13]
+    chance = random.Random(0)
+    for handle in range(2, 60):
+        output = [chance.randrange(50) for _ in range(40)]
+        turn = ended_turn([1, 2, 3], output[:3], handle=handle)
+        guessed(drafts, turn)
+        for token_id in output[3:]:
+            turn.append(token_id)
+        drafts.ended(turn, is_whole=True)
+        (prompt,) = drafts._prompts.values()
+        assert len(prompt.ends) <= 2 * SAMPLES_MAX * 40
+    assert guessed(drafts, ended_turn([1, 2, 3], output[:10], handle=60)) == output[10:14]
+
+
+# ---------------------------------------------------------------- anything at all
+
+
+class AnythingWithGuesses(AnythingAtAll):
+    """As without them: pauses, swaps and preemptions in a cache that is too small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.oracle = Oracle(0.7)
+        self.engine = FakeEngine(
+            drafts=self.oracle,
+            num_blocks=9,
+            max_running_turns=3,
+            max_step_tokens=8,
+            context_tokens_max=28,
+        )
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert not self.oracle.held
+
+
+AnythingWithGuesses.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+)
+TestAnythingWithGuesses = AnythingWithGuesses.TestCase

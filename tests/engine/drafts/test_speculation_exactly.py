@@ -1,0 +1,250 @@
+"""Are guesses invisible but for speed, with real weights and real log-probs?"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.external.fake_engine import DrivenEngine, ToldTurn
+from tests.engine.scheduling.test_prefixes_exactly import ROUNDING_NATS
+from tests.repeating import make_repeating_model
+from tidegate.engine.drafts.draft_model import ModelDrafts
+from tidegate.engine.drafts.lookup import LookupDrafts
+from tidegate.engine.drafts.rollouts import RolloutDrafts
+from tidegate.engine.execution.runner import ModelRunner, Row, StepOutput
+from tidegate.engine.models.model import native_for
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.models.model_weights import Weights, load_directory
+from tidegate.engine.models.tokenizer import ModelTokenizer
+from tidegate.engine.sampling import options
+from tidegate.engine.sampling.options import OptionReader
+from tidegate.engine.scheduling.drafts import DraftSource
+from tidegate.engine.scheduling.scheduler import Scheduler, StepColumns
+from tidegate.engine.scheduling.turns import EngineLimits, TurnState, admit
+from tidegate.kernels.native import Native
+from tidegate.transport.messages import STOP, SamplingParams, SubmitTurn
+from tidegate.transport.sampling import TokenBias
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that often repeats itself."""
+    return make_repeating_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def weights(model: Path) -> Weights:
+    return load_directory(model, ModelConfig.from_directory(model), torch.float32)
+
+
+def sample(
+    weights: Weights, drafts: DraftSource | None, native: Native | None, num_blocks: int
+) -> tuple[DrivenEngine, list[ToldTurn]]:
+    engine = DrivenEngine(
+        [weights],
+        drafts=drafts,
+        native=native,
+        num_blocks=num_blocks,
+        max_step_tokens=40,
+        context_tokens_max=90,
+    )
+    submit_all(engine)
+    engine.run()
+    return engine, list(engine.turns.values())
+
+
+def submit_all(engine: DrivenEngine) -> None:
+    for seed in range(6):
+        engine.submit([3, 1, 4, 1, seed], 60, seed=seed, temperature=seed % 2)
+
+
+@pytest.mark.parametrize("code", ["torch", "compiled"])
+@pytest.mark.parametrize("num_blocks", [100, 30], ids=["room", "preemptions"])
+def test_looked_up_guesses_change_no_token_and_no_log_prob(
+    weights: Weights, code: str, num_blocks: int
+) -> None:
+    native = native_for(weights.config, torch.float32) if code == "compiled" else None
+    if code == "compiled" and native is None:
+        pytest.skip("no C++ compiler: engines compute by torch's code here")
+    _, plain = sample(weights, None, native, num_blocks)
+    engine, guessed = sample(weights, LookupDrafts(), native, num_blocks)
+    for told, expected in zip(guessed, plain, strict=True):
+        assert told.token_ids == expected.token_ids
+        assert told.logprobs == pytest.approx(expected.logprobs, abs=ROUNDING_NATS)
+    assert engine.accepted_tokens > 30
+
+
+def test_earlier_samples_of_a_prompt_are_said_again_in_fewer_steps(weights: Weights) -> None:
+    engine, first = sample(weights, RolloutDrafts(), None, 100)
+    before, drafted_before = engine.accepted_tokens, engine.drafted_tokens
+    submit_all(engine)
+    engine.run()
+    again = list(engine.turns.values())[len(first) :]
+    for told, expected in zip(again, first, strict=True):
+        assert told.token_ids == expected.token_ids
+        assert told.logprobs == pytest.approx(expected.logprobs, abs=ROUNDING_NATS)
+    accepted = engine.accepted_tokens - before
+    assert accepted > 0.8 * (engine.drafted_tokens - drafted_before)
+    assert accepted > 200
+
+
+@pytest.mark.parametrize("num_blocks", [100, 30], ids=["room", "preemptions"])
+def test_a_draft_models_guesses_change_no_token_and_one_that_is_as_good_is_always_right(
+    weights: Weights, num_blocks: int
+) -> None:
+    _, plain = sample(weights, None, None, num_blocks)
+    for blocks, good in ((100, True), (12, False)):
+        small = ModelRunner(weights.config, weights, num_blocks=blocks, block_tokens=4)
+        drafts = ModelDrafts(small, context_tokens_max=90)
+        engine, guessed = sample(weights, drafts, None, num_blocks)
+        for told, expected in zip(guessed, plain, strict=True):
+            assert told.token_ids == expected.token_ids
+            assert told.logprobs == pytest.approx(expected.logprobs, abs=ROUNDING_NATS)
+        assert engine.drafted_tokens > 0
+        assert engine.accepted_tokens == engine.drafted_tokens
+        assert not good or engine.accepted_tokens > 150
+        assert drafts._cache.free_blocks == blocks
+
+
+def make_turn(tokens: list[int], handle: int, limits: EngineLimits) -> TurnState:
+    message = SubmitTurn(
+        turn=handle,
+        token_ids=np.array(tokens, "<i4").tobytes(),
+        sampling=SamplingParams(max_tokens=30, seed=handle),
+    )
+    return admit(message, limits, handle, OptionReader(vocab_size=100, max_running_turns=4))
+
+
+LIMITS = EngineLimits(
+    max_running_turns=4,
+    max_step_tokens=64,
+    num_blocks=400,
+    block_tokens=4,
+    context_tokens_max=1000,
+    vocab_size=100,
+)
+
+
+def small_model(weights: Weights, context_tokens_max: int = 900) -> ModelDrafts:
+    runner = ModelRunner(weights.config, weights, num_blocks=300, block_tokens=4)
+    return ModelDrafts(runner, context_tokens_max)
+
+
+@pytest.mark.parametrize("others", [1, 3, 9])
+def test_a_turn_that_went_another_way_for_a_while_is_guessed_for_as_if_it_were_new(
+    weights: Weights, others: int
+) -> None:
+    drafts, turn = small_model(weights), make_turn([3, 1, 4, 1], 7, LIMITS)
+    (first,) = drafts.propose([turn], [6])
+    turn.append(int(first[0]))
+    for _ in range(others):
+        turn.append((int(first[1]) + 1) % 50)
+    (again,) = drafts.propose([turn], [6])
+    fresh = small_model(weights)
+    (expected,) = fresh.propose([turn], [6])
+    assert again.tolist() == expected.tolist()
+    for ours, theirs in zip(kv_of(drafts, turn), kv_of(fresh, turn), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def kv_of(drafts: ModelDrafts, turn: TurnState) -> list[torch.Tensor]:
+    """What the small model holds of the tokens that a turn has, layer by layer."""
+    positions = np.arange(turn.length)
+    blocks = np.array(drafts._turns[turn.handle].blocks)[positions // 4]
+    return [cache[blocks, :, :, positions % 4] for cache in drafts._runner.cache_tensors()[:-1]]
+
+
+def test_a_turn_that_is_too_long_for_the_small_model_keeps_no_other_from_guesses(
+    weights: Weights,
+) -> None:
+    drafts = small_model(weights, context_tokens_max=700)
+    long, short = make_turn([5] * 690, 0, LIMITS), make_turn([3, 1, 4, 1], 1, LIMITS)
+    nothing, guess = drafts.propose([long, short], [16, 4])
+    assert (len(nothing), len(guess)) == (0, 4)
+
+
+class TightRunner(ModelRunner):
+    """Has no memory for its third step."""
+
+    steps = 0
+
+    def step(self, rows: Sequence[Row]) -> StepOutput:
+        """As ever, but for that one."""
+        self.steps += 1
+        if self.steps == 3:
+            torch.empty(1 << 54)
+        return super().step(rows)
+
+
+def test_a_small_model_without_memory_guesses_nothing_and_then_goes_on(weights: Weights) -> None:
+    runner = TightRunner(weights.config, weights, num_blocks=100, block_tokens=4)
+    drafts, turn = ModelDrafts(runner, 900), make_turn([3, 1, 4, 1], 7, LIMITS)
+    assert [len(guess) for guess in drafts.propose([turn], [6])] == [0]
+    assert [len(guess) for guess in drafts.propose([turn], [6])] == [6]
+
+
+LETTER_Z = ord("z") - 31
+"""Its token, in :mod:`tests.models`."""
+
+
+def told_with_options(
+    model: Path, weights: Weights, drafts: DraftSource | None
+) -> list[StepColumns]:
+    """What an engine says of a turn with all the options that are guessed for."""
+    engine = DrivenEngine([weights], num_blocks=40, max_step_tokens=40, context_tokens_max=90)
+    reader = OptionReader(
+        vocab_size=engine.limits.vocab_size,
+        max_running_turns=4,
+        tokenizer=ModelTokenizer(model),
+    )
+    scheduler = Scheduler(engine.limits, options=reader, drafts=drafts)
+    asked = SamplingParams(
+        max_tokens=60,
+        seed=5,
+        min_p=0.01,
+        min_tokens=30,
+        logit_bias=[TokenBias(LETTER_Z, 3.0)],
+        stop_strings=["zz"],
+        raw_logprobs=True,
+        top_logprobs=2,
+    )
+    prompt = np.array([3, 4, 5, LETTER_Z], "<i4").tobytes()
+    scheduler.submit(SubmitTurn(turn=0, token_ids=prompt, sampling=asked))
+    told = []
+    while rows := scheduler.plan():
+        columns = scheduler.complete(engine.runner.step(rows))
+        assert columns is not None
+        told.append(columns)
+    return told
+
+
+def test_options_of_guessed_tokens_take_effect_one_by_one(model: Path, weights: Weights) -> None:
+    plain = told_with_options(model, weights, None)
+    guessed = told_with_options(model, weights, LookupDrafts())
+    assert len(guessed) < len(plain) == 31
+    assert (plain[-1].finish, guessed[-1].finish) == (bytes([STOP]), bytes([STOP]))
+
+    def joined(told: list[StepColumns], column: str) -> bytes:
+        return b"".join(getattr(step, column) for step in told)
+
+    def details(told: list[StepColumns], column: str) -> list[float]:
+        kind = "<i4" if column == "top_ids" else "<f4"
+        all_of_it = b"".join(getattr(detail, column) for step in told for detail in step.details)
+        return [float(value) for value in np.frombuffer(all_of_it, kind)]
+
+    assert joined(guessed, "token_ids") == joined(plain, "token_ids")
+    for column in ("raw_logprobs", "top_ids", "top_logprobs"):
+        expected = details(plain, column)
+        assert len(expected) == (31 if column == "raw_logprobs" else 62)
+        assert details(guessed, column) == pytest.approx(expected, abs=ROUNDING_NATS)
+
+
+def test_what_is_told_of_guessed_tokens_fits_a_steps_frame(
+    model: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "TOP_LOGPROBS_BYTES_MAX", 4 * 3 * 2 * 8)
+    told = told_with_options(model, weights, LookupDrafts())
+    sizes = [len(detail.top_ids) // 8 for step in told for detail in step.details]
+    assert max(sizes) == 3  # of two tokens each, for one turn of four

@@ -1,0 +1,335 @@
+"""Does transformers compute on our blocks what our code doesn't, and what can't be served so?"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.engine.models.test_model_parity import TOLERANCE_NATS, load_peer, make_turns, peer_logits
+from tests.engine.scheduling.driving import GREEDY, drive
+from tests.models import make_model_directory
+from tidegate.engine.execution.fallback import FallbackRunner, refuse_other_state
+from tidegate.engine.execution.runner import Row, Runner
+from tidegate.engine.execution.served_model import open_model
+from tidegate.engine.sampling.scoring import Reads, RowScore, RowScoring, join_scores
+from tidegate.errors import ModelError
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "learned positions, fused qkv": ("gpt2", {}),
+    "partial rotary, untied": ("gpt_neox", {"tied": False}),
+    "no positions but a bias of attention": ("bloom", {}),
+    "sliding and full layers, scaled logits": (
+        "cohere2",
+        {"sliding_window": 20, "num_hidden_layers": 4, "logit_scale": 0.5},
+    ),
+    "keys wider than values": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "attention sinks": (
+        "gpt_oss",
+        {
+            "sliding_window": 20,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "tied": False,
+        },
+    ),
+    "ours but for its activation": ("llama", {"hidden_act": "relu"}),
+}
+
+
+def open_runner(path: Path, dtype: Any = "float32") -> Runner:
+    model = open_model(path, dtype)
+    assert model.code == "transformers"
+    return model.make_runner(num_blocks=128, block_tokens=8)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_turns_in_mixed_chunked_batches_equal_one_forward(model: str, tmp_path: Path) -> None:
+    model_type, options = MODELS[model]
+    path = make_model_directory(tmp_path, model_type, **options)
+    turns = make_turns()
+
+    drive(open_runner(path), turns, new_tokens=32)
+
+    peer = load_peer(path)
+    for turn in turns:
+        logprobs = torch.log_softmax(peer_logits(peer, turn), -1)
+        assert turn.sampled == logprobs.argmax(-1).tolist()
+        assert turn.logprobs == pytest.approx(logprobs.amax(-1).tolist(), abs=TOLERANCE_NATS)
+
+
+@pytest.mark.parametrize(
+    "model", ["learned positions, fused qkv", "sliding and full layers, scaled logits"]
+)
+def test_given_tokens_are_scored_in_chunks_as_in_one_forward(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tidegate.engine.sampling.scoring.LOGITS_MAX", 5 * 96)
+    model_type, options = MODELS[model]
+    path = make_model_directory(tmp_path, model_type, **options)
+    context = np.random.default_rng(0).integers(0, 96, 41).astype(np.int32)
+    asked: list[tuple[Reads, int]] = [("logprobs", 3), ("hidden_states", 0), ("sum", 0)]
+    with torch.no_grad():
+        output = load_peer(path)(
+            torch.from_numpy(context[:40].astype(np.int64))[None], output_hidden_states=True
+        )
+    logprobs, hidden = output.logits[0].log_softmax(-1), output.hidden_states[-1][0]
+    for reads, top in asked:
+        told: list[RowScore] = []
+        runner = open_runner(path)
+        for start, end, positions in ((0, 9, 0), (9, 20, 7), (20, 40, 20)):
+            scoring = RowScoring(positions, reads, context[end - positions + 1 : end + 1], top)
+            row = Row(
+                context[start:end], start, [3, 1, 4, 0, 5], None, scoring if positions else None
+            )
+            told += runner.step([row]).scores
+        score = join_scores(told)
+        if reads == "logprobs":
+            chosen = logprobs[13:].gather(
+                1, torch.from_numpy(context[14:].astype(np.int64))[:, None]
+            )
+            assert score.logprobs is not None
+            assert score.top_logprobs is not None
+            np.testing.assert_allclose(score.logprobs, chosen[:, 0], atol=TOLERANCE_NATS)
+            top_logprobs = logprobs[13:].topk(3, -1).values
+            np.testing.assert_allclose(score.top_logprobs, top_logprobs, atol=TOLERANCE_NATS)
+            continue
+        assert score.values is not None
+        expected = hidden[13:] if reads == "hidden_states" else hidden[13:].sum(0)
+        values = score.values if reads == "hidden_states" else score.values.sum(0)
+        np.testing.assert_allclose(values, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma2"])
+def test_a_row_sees_what_rows_before_it_in_its_step_write_whoever_computes(
+    model_type: str, tmp_path: Path
+) -> None:
+    path = make_model_directory(tmp_path, model_type)
+    runner = open_model(path, "float32").make_runner(num_blocks=9, block_tokens=8)
+    context = np.random.default_rng(0).integers(0, 96, 43).astype(np.int32)
+    table = [5, 2, 7, 0, 3, 8]
+
+    output = runner.step(
+        [
+            Row(context[:16], 0, table, None),
+            Row(context[16:40], 16, table, None),
+            Row(context[40:], 40, table, GREEDY),
+        ]
+    )
+
+    with torch.no_grad():
+        logits = load_peer(path)(torch.from_numpy(context.astype(np.int64))[None]).logits[0, -1]
+    assert output.token_ids.tolist() == [int(logits.argmax())]
+    assert output.logprobs[0] == pytest.approx(
+        float(logits.log_softmax(-1).amax()), abs=TOLERANCE_NATS
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_computes_in_float32_whatever_the_rest_does(tied: bool, tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path, "gpt2", dtype="bfloat16", tied=tied)
+    model = open_model(path, "auto")
+    runner = model.make_runner(num_blocks=8, block_tokens=8)
+    assert isinstance(runner, FallbackRunner)
+    published = torch.randn(96, 64)
+
+    staged = model.allocate()
+    staged.load("transformer.wte.weight" if tied else "lm_head.weight", published)
+    runner.swap(staged)
+
+    module = runner.weights.module
+    assert runner.weights.dtype == torch.bfloat16
+    assert torch.equal(module.lm_head.weight, published)
+    assert module(torch.tensor([[1, 2]])).logits.dtype == torch.float32
+    if tied:
+        assert torch.equal(module.transformer.wte.weight, published.bfloat16())
+
+
+def test_an_engine_is_told_why_it_will_be_slow(tmp_path: Path) -> None:
+    model = open_model(make_model_directory(tmp_path, "gpt2"), "float32")
+
+    assert model.architecture == "GPT2LMHeadModel"
+    assert (model.vocab_size, model.context_tokens_max) == (96, 512)
+    assert model.kv_token_bytes() == 2 * 2 * 64 * 4
+    assert model.warning is not None
+    assert "GPT2LMHeadModel; our own code computes Gemma2ForCausalLM" in model.warning
+    assert "transformers computes it" in model.warning
+    assert open_model(make_model_directory(tmp_path / "own"), "float32").warning is None
+
+
+def test_contexts_end_where_a_rope_would_turn_cached_keys_otherwise(tmp_path: Path) -> None:
+    rope: dict[str, Any] = {
+        "rope_type": "longrope",
+        "short_factor": 8 * [1.0],
+        "long_factor": 8 * [4.0],
+        "original_max_position_embeddings": 64,
+    }
+    fields: dict[str, Any] = {"rope_parameters": rope, "original_max_position_embeddings": 64}
+    path = make_model_directory(tmp_path, "phi3", **fields)
+
+    assert open_model(path, "float32").context_tokens_max == 64
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "words"),
+    [
+        ("mamba", {"state_size": 4, "tied": True}, "Mamba.* keeps no keys and values"),
+        (
+            "jamba",
+            {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+            "Jamba.* can't be run from keys and values alone",
+        ),
+    ],
+)
+def test_models_with_a_state_of_their_own_are_refused(
+    model_type: str, options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = make_model_directory(tmp_path, model_type, **options)
+
+    with pytest.raises(ModelError, match=words):
+        open_model(path, "float32")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "has an encoder"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantised"),
+        ({"use_bidirectional_attention": True}, "attends to later tokens"),
+        ({"model_type": "nobody_knows"}, "can't read"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "mine.MineConfig"}}, "can't read"),
+    ],
+)
+def test_what_transformers_can_not_serve_either_is_refused_by_name(
+    change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = make_model_directory(tmp_path, "gpt2")
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+    with pytest.raises(ModelError, match=words):
+        open_model(path, "float32")
+
+
+def test_a_directory_that_lacks_tensors_is_refused_by_name(tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path, "gpt2")
+    tensors = load_file(path / "model.safetensors")
+    del tensors["transformer.h.1.mlp.c_fc.bias"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(ModelError, match=r"lacks 1 .*h\.1\.mlp\.c_fc\.bias"):
+        open_model(path, "float32")
+
+
+class Forgetful(transformers.GPT2LMHeadModel):  # type: ignore[no-untyped-call]
+    """Goes on differently when it is read in chunks, as what keeps a state of its own would."""
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        output = super().forward(input_ids, **options)
+        output.logits = output.logits + input_ids.shape[1] * torch.arange(96.0)
+        return output
+
+
+def test_a_model_that_does_not_go_on_from_keys_and_values_is_found_out(tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path, "gpt2")
+    model: Any = Forgetful.from_pretrained(path)
+
+    with pytest.raises(ModelError, match="Forgetful remembers more of a context"):
+        refuse_other_state(model.eval(), vocab_size=96)
+
+
+def test_whoever_starts_the_engine_is_told_that_contexts_end_early(tmp_path: Path) -> None:
+    rope: dict[str, Any] = {
+        "rope_type": "longrope",
+        "short_factor": 8 * [1.0],
+        "long_factor": 8 * [4.0],
+        "original_max_position_embeddings": 64,
+    }
+    fields: dict[str, Any] = {"rope_parameters": rope, "original_max_position_embeddings": 64}
+    warning = open_model(make_model_directory(tmp_path, "phi3", **fields), "float32").warning
+    assert warning is not None
+    assert "Contexts end at 64 of the 512 tokens" in warning
+
+
+def test_a_float16_directory_is_computed_in_float32_and_says_so(tmp_path: Path) -> None:
+    for model_type in ("qwen3", "gpt2"):
+        path = make_model_directory(tmp_path / model_type, model_type, dtype="float16")
+        model = open_model(path, "auto")
+        turns = make_turns()
+        drive(model.make_runner(num_blocks=128, block_tokens=8), turns, new_tokens=4)
+
+        assert model.dtype == "float32"
+        assert model.warning is not None
+        assert "is in float16 and is computed in float32, exactly" in model.warning
+        peer = load_peer(path).float()
+        for turn in turns:
+            logprobs = torch.log_softmax(peer_logits(peer, turn), -1)
+            expected = logprobs.amax(-1).tolist()
+            assert turn.logprobs == pytest.approx(expected, abs=TOLERANCE_NATS)
+
+
+def test_contexts_end_with_a_table_of_learned_positions(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 96,
+    }
+    whisper: dict[str, Any] = {"d_model": 64, "max_target_positions": 40, "encoder_layers": 1}
+    path = make_model_directory(
+        tmp_path, "whisper", **sizes, **whisper, pad_token_id=0, decoder_start_token_id=0
+    )
+    assert open_model(path, "float32").context_tokens_max == 40
+    bart: dict[str, Any] = {
+        "d_model": 64,
+        "max_position_embeddings": 40,
+        "encoder_layers": 1,
+        "pad_token_id": 0,
+    }
+    path = make_model_directory(tmp_path / "bart", "bart", **sizes, **bart)
+    assert open_model(path, "float32").context_tokens_max == 40  # its table has two rows more
+
+
+def test_a_model_without_an_lm_head_is_refused_by_name(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4)
+    model: Any = transformers.GPT2ForSequenceClassification(config)
+    model.save_pretrained(tmp_path)
+
+    words = "is a GPT2ForSequenceClassification, which has no LM head.*such as a GPT2LMHeadModel"
+    with pytest.raises(ModelError, match=words):
+        open_model(tmp_path, "float32")
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "jamba"])
+def test_hybrids_are_refused_with_what_can_be_served_instead(
+    model_type: str, tmp_path: Path
+) -> None:
+    hybrids: dict[str, dict[str, Any]] = {
+        "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32},
+        "jamba": {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+    }
+    fields = hybrids[model_type]
+    path = make_model_directory(tmp_path, model_type, tied=False, **fields)
+
+    with pytest.raises(ModelError, match=r"is a hybrid .*Serve a model all of whose layers"):
+        open_model(path, "float32")

@@ -1,0 +1,190 @@
+from collections import Counter
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.scheduling.driving import DrivenTurn, drive
+from tests.models import make_model_directory
+from tidegate.engine.execution.runner import ModelRunner, Row, RowSampling
+from tidegate.engine.models.model import native_for
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.models.model_weights import load_directory
+
+PROMPT = [5, 80, 17, 17, 3, 42, 9]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_directory(
+        tmp_path_factory.mktemp("model"), "qwen3", vocab_size=24, initializer_range=0.1
+    )
+
+
+class MakeRunner(Protocol):
+    def __call__(
+        self, path: Path, *, num_blocks: int = 256, block_tokens: int = 4
+    ) -> ModelRunner: ...
+
+
+@pytest.fixture(params=["torch", "compiled"])
+def make_runner(request: pytest.FixtureRequest) -> MakeRunner:
+    """Runners that compute by torch's code, and others by ours."""
+
+    def make(path: Path, *, num_blocks: int = 256, block_tokens: int = 4) -> ModelRunner:
+        config = ModelConfig.from_directory(path)
+        is_compiled = request.param == "compiled"
+        packed = None if is_compiled else False
+        weights = load_directory(path, config, torch.float32, is_packed=packed)
+        native = native_for(config, torch.float32) if is_compiled else None
+        if is_compiled and native is None:
+            pytest.skip("no C++ compiler: engines compute by torch's code here")
+        return ModelRunner(
+            config, weights, num_blocks=num_blocks, block_tokens=block_tokens, native=native
+        )
+
+    return make
+
+
+def make_turn(seed: int, *, chunk: int = 64) -> DrivenTurn:
+    prompt = [token_id % 24 for token_id in PROMPT]
+    return DrivenTurn(prompt, RowSampling(1.0, 0, 1.0, seed, 0), (chunk,))
+
+
+def test_the_same_seed_samples_the_same_tokens_whatever_the_batch_and_the_chunks(
+    model: Path, make_runner: MakeRunner
+) -> None:
+    alone = make_turn(seed=7)
+    drive(make_runner(model), [alone], new_tokens=20)
+
+    among_others = [make_turn(seed, chunk=1 + seed % 5) for seed in range(12)]
+    drive(make_runner(model, block_tokens=16), among_others, new_tokens=20)
+
+    assert among_others[7].sampled == alone.sampled
+    assert among_others[7].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+    assert len({tuple(turn.sampled) for turn in among_others}) == 12
+
+
+def test_a_turn_continued_elsewhere_samples_what_it_would_have_here(
+    model: Path, make_runner: MakeRunner
+) -> None:
+    whole = make_turn(seed=3)
+    drive(make_runner(model), [whole], new_tokens=10)
+
+    first = make_turn(seed=3)
+    drive(make_runner(model), [first], new_tokens=4)
+    runner = make_runner(model)  # nothing in its cache: the context is computed again
+    sampled = list(first.sampled)
+    while len(sampled) < 10:
+        context = np.array(first.prompt + sampled, np.int32)
+        sampling = RowSampling(1.0, 0, 1.0, seed=3, index=len(sampled))
+        sampled += runner.step([Row(context, 0, list(range(8)), sampling)]).token_ids.tolist()
+
+    assert sampled == whole.sampled
+
+
+def test_a_row_attends_to_blocks_that_rows_before_it_fill_in_the_same_step(
+    model: Path, make_runner: MakeRunner
+) -> None:
+    prompt = np.array([n % 24 for n in range(5, 150)], np.int32)
+    sampling = [RowSampling(1.0, 0, 1.0, seed, 0) for seed in range(5)]
+    alone = [make_runner(model).step([Row(prompt, 0, list(range(37)), each)]) for each in sampling]
+
+    own = [[*range(36), 36 + n] for n in range(5)]  # all but the last block are the first row's
+    rows = [Row(prompt, 0, own[0], sampling[0])]
+    rows += [Row(prompt[144:], 144, own[n], sampling[n]) for n in range(1, 5)]
+    together = make_runner(model).step(rows)
+
+    assert together.token_ids.tolist() == [int(one.token_ids[0]) for one in alone]
+    assert together.logprobs.tolist() == pytest.approx(
+        [float(one.logprobs[0]) for one in alone], abs=1e-4
+    )
+
+
+def test_samples_follow_the_reported_probabilities(model: Path, make_runner: MakeRunner) -> None:
+    runner = make_runner(model, num_blocks=1024)
+    prompt = np.array(PROMPT, np.int32) % 24
+    counts: Counter[int] = Counter()
+    probabilities: dict[int, float] = {}
+    for batch in range(20):
+        rows = [
+            Row(prompt, 0, [2 * n, 2 * n + 1], RowSampling(0.8, 15, 0.95, 512 * batch + n, 0))
+            for n in range(512)
+        ]
+        output = runner.step(rows)
+        counts.update(output.token_ids.tolist())
+        chances = np.exp(output.logprobs).tolist()
+        probabilities |= dict(zip(output.token_ids.tolist(), chances, strict=True))
+
+    draws = counts.total()
+    assert sum(probabilities.values()) == pytest.approx(1.0, abs=1e-4)  # none was left out
+    assert len(probabilities) > 5
+    for token_id, probability in probabilities.items():
+        sigma = (probability * (1 - probability) / draws) ** 0.5
+        assert counts[token_id] / draws == pytest.approx(probability, abs=4 * sigma)
+
+
+def test_rows_in_mid_prefill_sample_nothing_and_the_others_keep_their_order(
+    model: Path, make_runner: MakeRunner
+) -> None:
+    runner = make_runner(model)
+    prompt = np.array(PROMPT, np.int32) % 24
+    greedy = RowSampling(0.0, 0, 1.0, 0, 0)
+
+    def step(*samplings: RowSampling | None) -> list[int]:
+        # The longer its row, the later a row is computed; outputs keep the order all the same.
+        rows = [
+            Row(prompt[:length], 0, [2 * n, 2 * n + 1], sampling)
+            for n, (length, sampling) in enumerate(zip((7, 1, 4), samplings, strict=True))
+        ]
+        return [int(token_id) for token_id in runner.step(rows).token_ids]
+
+    everyone = step(greedy, greedy, greedy)
+
+    assert len(set(everyone)) > 1
+    assert step(greedy, None, greedy) == [everyone[0], everyone[2]]
+    assert step(None, greedy, None) == [everyone[1]]
+    assert step(None, None, None) == []
+    assert runner.step([]).token_ids.tolist() == []
+
+
+def test_one_step_serves_rows_with_their_own_sampling_options(
+    model: Path, make_runner: MakeRunner
+) -> None:
+    runner = make_runner(model)
+    prompt = np.array(PROMPT, np.int32) % 24
+    options = [
+        RowSampling(0.0, 0, 1.0, 1, 0),
+        RowSampling(1.0, 0, 1.0, 2, 0),
+        RowSampling(0.5, 3, 1.0, 3, 0),
+        RowSampling(1.5, 0, 0.7, 4, 0),
+    ]
+    rows = [Row(prompt, 0, [2 * n, 2 * n + 1], one) for n, one in enumerate(options)]
+
+    together = runner.step(rows)
+    alone = [runner.step([row]) for row in rows]
+
+    assert together.token_ids.tolist() == [int(one.token_ids[0]) for one in alone]
+    assert together.logprobs.tolist() == pytest.approx(
+        [float(one.logprobs[0]) for one in alone], abs=1e-4
+    )
+    assert together.token_ids.dtype == np.int32
+    assert together.logprobs.dtype == np.float32
+
+
+def test_weights_replaced_between_two_steps_are_the_ones_the_next_step_computes_with(
+    model: Path, tmp_path: Path, make_runner: MakeRunner
+) -> None:
+    other = make_model_directory(tmp_path, "qwen3", vocab_size=24, initializer_range=0.1, seed=1)
+    turn, expected = make_turn(seed=5), make_turn(seed=5)
+    drive(make_runner(other), [expected], new_tokens=8)
+    runner = make_runner(model)
+    drive(runner, [make_turn(seed=5)], new_tokens=8)
+
+    runner.weights = make_runner(other).weights
+    drive(runner, [turn], new_tokens=8)
+
+    assert turn.sampled == expected.sampled
+    assert turn.logprobs == expected.logprobs

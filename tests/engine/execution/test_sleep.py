@@ -1,0 +1,283 @@
+"""Does a sleeping engine give its memory back, and go on afterwards as if it had not slept?"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.orchestra import (
+    GREEDY,
+    PROMPT,
+    Models,
+    Orchestra,
+    Publisher,
+    named_buffers,
+)
+from tests.models import make_model_directory
+from tidegate.engine.memory.returned_memory import OffloadedBytes, Region
+from tidegate.transport.messages import (
+    Goodbye,
+    Hello,
+    Pause,
+    Paused,
+    PauseMode,
+    Resume,
+    Resumed,
+    SamplingParams,
+    Shutdown,
+    StartWeightUpdate,
+    WeightsFailed,
+)
+from tidegate.transport.sleep_messages import (
+    MEMORY_TAGS,
+    Asleep,
+    Awake,
+    MemoryTag,
+    Sleep,
+    SleepFailed,
+    SleepLevel,
+    Wake,
+)
+
+pytestmark = pytest.mark.wire
+
+MIB = 1024 * 1024
+
+WEIGHT_BYTES = 18 * MIB
+"""Of the wide models here, and some more."""
+
+KV_BYTES = 32 * MIB
+"""4096 blocks of 16 tokens, of 2 layers with 2 KV heads of 16, in float32."""
+
+SLACK_BYTES = 2 * MIB
+"""A process's heap comes and goes by so much."""
+
+SAMPLED = SamplingParams(max_tokens=24, seed=3)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two directories of one model with enough weights to see them go."""
+    directory = tmp_path_factory.mktemp("wide")
+    return [
+        make_model_directory(directory / str(seed), "llama", seed=seed, intermediate_size=12_000)
+        for seed in range(2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def sleeper(wide: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Orchestra]:
+    """One process for all tests that leave it awake, with the directory's weights."""
+    options = ["--num-blocks", "4096", "--max-running-turns", "8"]
+    with Orchestra(tmp_path_factory.mktemp("sleeper"), wide[0], options) as orchestra:
+        assert orchestra.welcome().sleep_levels == [1, 2]
+        yield orchestra
+        orchestra.send(Shutdown())
+        orchestra.await_one(Goodbye)
+
+
+def pause(engine: Orchestra, mode: PauseMode = "abort") -> None:
+    engine.send(Pause(mode=mode))
+    engine.await_one(Paused)
+
+
+def resume(engine: Orchestra) -> None:
+    engine.send(Resume())
+    engine.await_one(Resumed)
+
+
+def sleep(
+    engine: Orchestra, level: SleepLevel = 1, tags: tuple[MemoryTag, ...] = MEMORY_TAGS
+) -> Asleep:
+    engine.send(Sleep(request=7, level=level, tags=list(tags)))
+    asleep = engine.await_one(Asleep)
+    assert asleep.request == 7
+    return asleep
+
+
+def wake(engine: Orchestra, tags: tuple[MemoryTag, ...] = MEMORY_TAGS) -> Awake:
+    engine.send(Wake(request=8, tags=list(tags)))
+    awake = engine.await_one(Awake)
+    assert awake.request == 8
+    return awake
+
+
+def anonymous_bytes(engine: Orchestra) -> int:
+    """What the system counts for the process, but for files."""
+    status = Path(f"/proc/{engine.process.pid}/status").read_text()
+    return next(
+        int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon")
+    )
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_memory_goes_back_to_the_system_and_the_same_tokens_come_afterwards(
+    sleeper: Orchestra, level: SleepLevel
+) -> None:
+    undisturbed = sleeper.generate(PROMPT, SAMPLED)
+    before = anonymous_bytes(sleeper)
+    pause(sleeper)
+    asleep = sleep(sleeper, level)
+    assert asleep.tags == ["weights", "kv_cache"]
+    assert asleep.returned_bytes > WEIGHT_BYTES + KV_BYTES - SLACK_BYTES
+    assert before - anonymous_bytes(sleeper) > WEIGHT_BYTES + KV_BYTES - SLACK_BYTES
+    awake = wake(sleeper)
+    assert (awake.tags, awake.lacks_weights) == ([], False)
+    resume(sleeper)
+    again = sleeper.generate(PROMPT, SAMPLED)
+    assert (again.token_ids, again.logprobs) == (undisturbed.token_ids, undisturbed.logprobs)
+    assert again.prefills[0].cached == 0
+
+
+@pytest.mark.parametrize(("tag", "nbytes"), [("weights", WEIGHT_BYTES), ("kv_cache", KV_BYTES)])
+def test_one_kind_of_memory_sleeps_without_the_other(
+    sleeper: Orchestra, tag: MemoryTag, nbytes: int
+) -> None:
+    sleeper.generate(PROMPT, SAMPLED)
+    pause(sleeper)
+    asleep = sleep(sleeper, tags=(tag,))
+    assert asleep.tags == [tag]
+    assert nbytes - SLACK_BYTES < asleep.returned_bytes < nbytes + 2 * SLACK_BYTES
+    assert sleep(sleeper).tags == ["weights", "kv_cache"]
+    assert wake(sleeper, (tag,)).tags == [other for other in MEMORY_TAGS if other != tag]
+    assert wake(sleeper).tags == []
+    resume(sleeper)
+
+
+def test_frozen_turns_are_computed_again_and_say_so(sleeper: Orchestra) -> None:
+    undisturbed = sleeper.generate(PROMPT, SAMPLED)
+    turn = sleeper.submit(PROMPT, SAMPLED)
+    sleeper.read_tokens(turn, 5)
+    pause(sleeper, "keep")
+    had = len(sleeper.turns[turn].token_ids)
+    sleep(sleeper)
+    sleeper.send(Resume())  # runs nothing, for there is nothing to run with
+    sleeper.await_one(Resumed)
+    sleeper.await_heartbeat(2)
+    assert len(sleeper.turns[turn].token_ids) == had
+    wake(sleeper)
+    assert sleeper.finish(turn).token_ids == undisturbed.token_ids
+    assert [prefill.at for prefill in sleeper.turns[turn].prefills] == [0, had]
+
+
+def test_frozen_turns_whose_kv_stays_go_on_with_it(sleeper: Orchestra) -> None:
+    turn = sleeper.submit(PROMPT, SAMPLED)
+    sleeper.read_tokens(turn, 5)
+    pause(sleeper, "keep")
+    sleep(sleeper, tags=("weights",))
+    wake(sleeper)
+    resume(sleeper)
+    assert [prefill.at for prefill in sleeper.finish(turn).prefills] == [0]
+
+
+def test_turns_submitted_to_a_sleeping_engine_wait_for_it(sleeper: Orchestra) -> None:
+    pause(sleeper)
+    sleep(sleeper)
+    turn = sleeper.submit(PROMPT, GREEDY)
+    assert sleeper.await_heartbeat(2).waiting_turns == 1
+    wake(sleeper)
+    resume(sleeper)
+    assert len(sleeper.finish(turn).token_ids) == GREEDY.max_tokens
+
+
+def test_a_sleep_waits_for_turns_that_its_pause_lets_finish(sleeper: Orchestra) -> None:
+    turn = sleeper.submit(PROMPT, SAMPLED)
+    sleeper.read_tokens(turn, 2)
+    sleeper.send(Pause(mode="wait"))
+    sleep(sleeper)
+    assert len(sleeper.turns[turn].token_ids) == SAMPLED.max_tokens
+    wake(sleeper)
+    resume(sleeper)
+
+
+def test_without_a_pause_no_memory_is_given_back(sleeper: Orchestra) -> None:
+    sleeper.send(Sleep(request=3, level=1, tags=["weights"]))
+    failed = sleeper.await_one(SleepFailed)
+    assert (failed.request, failed.message.split(",")[0]) == (3, "no pause is on")
+    assert len(sleeper.generate(PROMPT, GREEDY).token_ids) == GREEDY.max_tokens
+
+
+def test_what_was_half_way_to_an_engine_is_given_up_when_its_weights_sleep(
+    sleeper: Orchestra,
+) -> None:
+    sleeper.send(StartWeightUpdate(version=9))
+    pause(sleeper)
+    sleep(sleeper)
+    failed = [message for message in sleeper.log if isinstance(message, WeightsFailed)]
+    assert [(f.version, f.message) for f in failed] == [
+        (9, "given up: the weights were put to sleep")
+    ]
+    wake(sleeper)
+    resume(sleeper)
+
+
+def test_an_engine_says_what_sleeps_when_its_connection_was_broken(sleeper: Orchestra) -> None:
+    pause(sleeper)
+    sleep(sleeper, tags=("kv_cache",))
+    sleeper.break_connection()
+    hello = sleeper.await_one(Hello)
+    assert (hello.asleep, hello.lacks_weights) == (["kv_cache"], False)
+    sleeper.send_welcome()
+    wake(sleeper)
+    assert len(sleeper.generate(PROMPT, GREEDY).token_ids) == GREEDY.max_tokens
+
+
+@pytest.fixture
+def published(wide: list[Path], tmp_path: Path) -> Iterator[tuple[Orchestra, Publisher]]:
+    """A process that serves weights of its own directory as v1, which it got by an update."""
+    with Orchestra(tmp_path, wide[0], ["--num-blocks", "4096"]) as engine:
+        engine.welcome()
+        publisher = Publisher(engine)
+        publisher.stage(1, wide[0])
+        publisher.swap(1, "keep", "keep")
+        yield engine, publisher
+        publisher.close()
+
+
+def test_discarded_weights_come_back_by_an_update_and_by_nothing_else(
+    published: tuple[Orchestra, Publisher], wide: list[Path]
+) -> None:
+    engine, publisher = published
+    turn = engine.submit(PROMPT, SAMPLED)
+    engine.read_tokens(turn, 5)
+    had = len(engine.turns[turn].token_ids)
+    pause(engine, "keep")
+    asleep = sleep(engine, 2)
+    assert asleep.returned_bytes > 2 * WEIGHT_BYTES + KV_BYTES - SLACK_BYTES
+    low = anonymous_bytes(engine)
+    assert wake(engine, ("weights",)).lacks_weights
+    resume(engine)
+    publisher.stage(2, wide[1])
+    publisher.swap(2, "keep", "keep")
+    assert WEIGHT_BYTES - SLACK_BYTES < anonymous_bytes(engine) - low < 1.5 * WEIGHT_BYTES
+    assert len(engine.turns[turn].token_ids) <= had + 4  # what came before the pause
+    awake = wake(engine)
+    assert (awake.tags, awake.lacks_weights) == ([], False)
+    had = len(engine.turns[turn].token_ids)
+    seen = engine.finish(turn)
+    assert seen.versions == [1] * had + [2] * (SAMPLED.max_tokens - had)
+    assert [p.at for p in seen.prefills] == [0, had]
+
+
+def test_an_update_that_does_not_fit_leaves_what_sleeps_asleep(
+    published: tuple[Orchestra, Publisher], models: Models
+) -> None:
+    engine, publisher = published
+    undisturbed = engine.generate(PROMPT, SAMPLED)
+    pause(engine)
+    sleep(engine, 1)
+    publisher.send_tensors(2, named_buffers(models.directories[1]))
+    engine.await_one(WeightsFailed)
+    assert not wake(engine).lacks_weights
+    resume(engine)
+    assert engine.generate(PROMPT, SAMPLED).token_ids == undisturbed.token_ids
+
+
+def test_weights_that_do_not_fit_on_the_disk_stay_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "tidegate.engine.memory.returned_memory._directory", lambda: Path("/proc/self")
+    )
+    with pytest.raises(OSError):  # noqa: PT011 - which one is the system's business
+        OffloadedBytes([Region(0, 0)], lambda: None)

@@ -1,0 +1,337 @@
+"""What would an engine say whose model is a hash? The scheduler's shell, small enough to read.
+
+:class:`DrivenEngine` is the same shell around real weights.
+
+The fake model's KV cache holds (token, position, version) where a real one has numbers. So it sees
+when the scheduler mixes up blocks, and knows whose weights computed what a token attended to.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tidegate.engine.execution.runner import ModelRunner, Row, StepOutput
+from tidegate.engine.models.model_weights import Weights
+from tidegate.engine.sampling.scoring import HIDDEN_WANTS, ScoringTraits
+from tidegate.engine.scheduling.drafts import DraftSource
+from tidegate.engine.scheduling.scheduler import Scheduler, StepColumns
+from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.kernels.native import Native
+from tidegate.transport.messages import (
+    LENGTH,
+    RUNNING,
+    STOP,
+    FinishWeightUpdate,
+    KvPolicy,
+    Message,
+    PauseMode,
+    Prefill,
+    SamplingParams,
+    SubmitTurn,
+)
+
+
+def next_token(context: Sequence[int], seed: int, index: int, version: int, vocab: int) -> int:
+    """The model: what follows depends on everything it should depend on, and on nothing else."""
+    said = repr((list(context), seed, index, version)).encode()
+    return int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little") % vocab
+
+
+@dataclass(frozen=True, slots=True)
+class FakeKv:
+    """One position of the fake cache."""
+
+    token_id: int
+    position: int
+    version: int
+
+
+class FakeRunner:
+    """Reads its context from the cache only, as a model does."""
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self.version = 0
+        self._limits = limits
+        self._kv: dict[int, FakeKv] = {}
+        self._written: set[int] = set()
+        self.attended: list[list[list[int]]] = []
+        """For each turn that samples in the last step, and each token that it samples: the versions
+        that computed its context's KV."""
+        self._sampling_table: object = None
+        """The blocks of the row that sampled last."""
+
+    def step(self, rows: list[Row]) -> StepOutput:
+        assert 0 < sum(len(row.token_ids) for row in rows) <= self._limits.max_step_tokens
+        self.attended = []
+        self._sampling_table = None
+        self._written.clear()
+        token_ids = [token for row in rows for token in self._run(row)]
+        logprobs = [-float(token) for token in token_ids]
+        return StepOutput(np.array(token_ids, np.int32), np.array(logprobs, np.float32))
+
+    def _run(self, row: Row) -> Iterator[int]:
+        end = row.start + len(row.token_ids)
+        assert end > row.start
+        for position, token_id in enumerate(row.token_ids.tolist(), row.start):
+            slot = self._slot(row, position)
+            assert slot not in self._written, f"two rows of a step write to slot {slot}"
+            self._written.add(slot)
+            self._kv[slot] = FakeKv(token_id, position, self.version)
+        if row.sampling is None:
+            return
+        context = [self._kv[self._slot(row, position)] for position in range(end)]
+        assert [kv.position for kv in context] == list(range(end))
+        if row.block_table is not self._sampling_table:  # rows of guesses follow the turn's own
+            self.attended.append([])
+        self._sampling_table = row.block_table
+        self.attended[-1].append([kv.version for kv in context])
+        tokens = [kv.token_id for kv in context]
+        sampling = row.sampling
+        yield next_token(
+            tokens, sampling.seed, sampling.index, self.version, self._limits.vocab_size
+        )
+
+    def _slot(self, row: Row, position: int) -> int:
+        block, offset = divmod(position, self._limits.block_tokens)
+        return int(row.block_table[block]) * self._limits.block_tokens + offset
+
+
+@dataclass(slots=True)
+class ToldTurn:
+    """What the scheduler told of one turn."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    sampled_before: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kv: list[int] = field(default_factory=list)
+    """Versions of the KV of its context so far, as the provenance claims."""
+    prefills: list[Prefill] = field(default_factory=list)
+    finish: int = RUNNING
+
+    def check(self, vocab: int) -> None:
+        """Every token is what the model says of this turn alone, and so is how it ended."""
+        for index, version in enumerate(self.versions):
+            context = self.prompt + self.token_ids[:index]
+            counted = self.sampled_before + index
+            expected = next_token(context, self.sampling.seed, counted, version, vocab)
+            assert self.token_ids[index] == expected
+        stops = set(self.sampling.stop_token_ids)
+        assert not stops & set(self.token_ids[:-1])
+        if self.finish == STOP:
+            assert self.token_ids[-1] in stops
+        if self.finish == LENGTH:
+            assert len(self.token_ids) == self.sampling.max_tokens
+            assert self.token_ids[-1] not in stops
+
+
+class FakeEngine:
+    """Scheduler and fake runner, driven as the worker drives the real ones."""
+
+    def __init__(
+        self,
+        *,
+        shares_prefixes: bool = True,
+        drafts: DraftSource | None = None,
+        **limits: int,
+    ) -> None:
+        self.limits = EngineLimits(
+            **(
+                {
+                    "max_running_turns": 4,
+                    "max_step_tokens": 8,
+                    "num_blocks": 16,
+                    "block_tokens": 4,
+                    "context_tokens_max": 64,
+                    "vocab_size": 50,
+                }
+                | limits
+            )
+        )
+        self.scheduler = Scheduler(
+            self.limits,
+            scoring=self._scoring(),
+            shares_prefixes=shares_prefixes,
+            drafts=drafts,
+        )
+        self.runner = self._make_runner()
+        self.turns: dict[int, ToldTurn] = {}
+        self.answers: list[Message] = []
+        self.recomputed_turns = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
+
+    def _make_runner(self) -> FakeRunner | ModelRunner:
+        return FakeRunner(self.limits)
+
+    def _scoring(self) -> ScoringTraits | None:
+        return None
+
+    def _swap_weights(self, version: int) -> None:
+        assert isinstance(self.runner, FakeRunner)
+        self.runner.version = version
+
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        priority: int = 0,
+        sampled_before: int = 0,
+        stop: Sequence[int] = (),
+        seed: int = 9,
+        temperature: float = 1.0,
+        session: int = 0,
+    ) -> int:
+        turn = len(self.turns)
+        sampling = SamplingParams(
+            max_tokens=max_tokens, seed=seed, temperature=temperature, stop_token_ids=list(stop)
+        )
+        self.scheduler.submit(
+            SubmitTurn(
+                turn=turn,
+                token_ids=np.array(prompt, "<i4").tobytes(),
+                sampling=sampling,
+                priority=priority,
+                sampled_before=sampled_before,
+                session=session,
+            )
+        )
+        self.turns[turn] = ToldTurn(prompt, sampling, sampled_before)
+        return turn
+
+    def ask_swap(self, version: int, mode: PauseMode, kv_policy: KvPolicy) -> None:
+        self.scheduler.ask_swap(
+            FinishWeightUpdate(version=version, pause_mode=mode, kv_policy=kv_policy)
+        )
+
+    def settle(self) -> None:
+        """Tell what ended, then what is answered, then swap what is due."""
+        ended = self.scheduler.take_ended()
+        if ended is not None:
+            self._take(ended)
+        self.answers += self.scheduler.take_answers()
+        update = self.scheduler.swap_due()
+        if update is not None:
+            self._swap_weights(update.version)
+            self.recomputed_turns += self.scheduler.weights_swapped(update)
+
+    def step(self) -> dict[int, int]:
+        """One step; how many tokens each row computed, by the order of rows' starts."""
+        self.settle()
+        could = self.scheduler.can_step
+        rows = self.scheduler.plan()
+        assert bool(rows) == could
+        if not rows:
+            return {}
+        computed = {number: len(row.token_ids) for number, row in enumerate(rows)}
+        columns = self.scheduler.complete(self.runner.step(rows))
+        if columns is not None:
+            self._take(columns)
+        self.settle()
+        return computed
+
+    def run(self) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(10_000):
+            if not self.step():
+                return
+        raise AssertionError("turns that never end")
+
+    def _take(self, columns: StepColumns) -> None:
+        handles = np.frombuffer(columns.turns, "<u4").tolist()
+        counts = np.frombuffer(columns.counts, "<u4").tolist() or [1] * len(handles)
+        tokens = iter(np.frombuffer(columns.token_ids, "<i4").tolist())
+        logprobs = iter(np.frombuffer(columns.logprobs, "<f4").tolist())
+        attended = iter(self.runner.attended if isinstance(self.runner, FakeRunner) else ())
+        prefills = {prefill.turn: prefill for prefill in columns.prefills}
+        assert len(set(handles)) == len(handles)
+        assert prefills.keys() <= set(handles)
+        for handle, count, code in zip(
+            handles, counts, columns.finish or bytes(len(handles)), strict=True
+        ):
+            turn = self.turns[handle]
+            assert turn.finish == RUNNING
+            turn.finish = code
+            histories = next(attended, None) if count else None
+            for place in range(count):
+                prefill = prefills.get(handle) if place == 0 else None
+                self._take_token(turn, next(tokens), columns.version, prefill)
+                turn.logprobs.append(next(logprobs))
+                assert histories is None or turn.kv == histories[place]
+        assert next(tokens, None) is None
+        self.drafted_tokens += columns.drafted_tokens
+        self.accepted_tokens += columns.accepted_tokens
+
+    def _take_token(
+        self, turn: ToldTurn, token_id: int, version: int, prefill: Prefill | None
+    ) -> None:
+        """Follow the wire's rule: a prefill says it all, a step adds one position of its own."""
+        if prefill is None:
+            turn.kv.append(version)
+        else:
+            assert prefill.at == len(turn.token_ids)
+            spans = prefill.spans
+            assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
+            turn.kv = [span.version for span in spans for _ in range(span.start, span.end)]
+            turn.prefills.append(prefill)
+        assert len(turn.kv) == len(turn.prompt) + len(turn.token_ids)
+        turn.token_ids.append(token_id)
+        turn.versions.append(version)
+
+
+class DrivenEngine(FakeEngine):
+    """The same with a real model and its real KV cache; version n is the n-th of its weights."""
+
+    def __init__(
+        self,
+        weights: Sequence[Weights],
+        *,
+        shares_prefixes: bool = True,
+        drafts: DraftSource | None = None,
+        native: Native | None = None,
+        is_deterministic: bool = False,
+        **limits: int,
+    ) -> None:
+        self._weights = weights
+        self._native = native
+        self._is_deterministic = is_deterministic
+        vocab_size = weights[0].config.vocab_size
+        super().__init__(
+            shares_prefixes=shares_prefixes, drafts=drafts, vocab_size=vocab_size, **limits
+        )
+
+    def _make_runner(self) -> ModelRunner:
+        return ModelRunner(
+            self._weights[0].config,
+            self._weights[0],
+            num_blocks=self.limits.num_blocks,
+            block_tokens=self.limits.block_tokens,
+            native=self._native,
+            is_deterministic=self._is_deterministic,
+        )
+
+    def _scoring(self) -> ScoringTraits:
+        config = self._weights[0].config
+        return ScoringTraits(
+            hidden_size=config.hidden_size,
+            wants=("rewards" if config.labels else "logprobs", *HIDDEN_WANTS),
+            labels=config.labels,
+            pad_token_id=config.pad_token_id,
+        )
+
+    def _swap_weights(self, version: int) -> None:
+        assert isinstance(self.runner, ModelRunner)
+        self.runner.weights = self._weights[version]
+
+
+def uninterrupted(prompt: list[int], max_tokens: int, *, sampled_before: int = 0) -> list[int]:
+    """The turn's tokens when it is alone in an engine."""
+    engine = FakeEngine()
+    turn = engine.submit(prompt, max_tokens, sampled_before=sampled_before)
+    engine.run()
+    return engine.turns[turn].token_ids

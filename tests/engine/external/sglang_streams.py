@@ -1,0 +1,97 @@
+"""How do tests read what comes of one request to SGLang, and hold it against the weights?
+
+Knows neither whether the server is a double, nor how it was started.
+"""
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tidegate.engine.external.adapter import Capabilities, Chunk, Request
+from tidegate.engine.external.sglang import SglangAdapter
+from tidegate.transport.messages import SamplingParams
+
+PROMPT = list(range(1, 25))
+LONG = SamplingParams(max_tokens=200)
+TOLERANCE = 1e-4
+"""float32, in chunks of one token or all at once. Other weights are off by nats."""
+
+
+@dataclass
+class Sglang:
+    """The adapter of a server, double or real, and what may be asked of it."""
+
+    adapter: SglangAdapter
+    able: Capabilities
+
+    def stream(self, sampling: SamplingParams = LONG, salt: str = "v0") -> "Stream":
+        request = Request(token_ids=PROMPT, sampling=sampling, salt=salt)
+        chunks: list[Chunk] = []
+        return Stream(asyncio.create_task(self._read(request, chunks)), chunks)
+
+    async def _read(self, request: Request, chunks: list[Chunk]) -> None:
+        async with aclosing(self.adapter.generate(request)) as stream:
+            async for chunk in stream:
+                chunks.append(chunk)
+
+
+@dataclass
+class Stream:
+    """A request under way, and what has come of it."""
+
+    task: asyncio.Task[None]
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.token_ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [logprob for chunk in self.chunks for logprob in chunk.logprobs]
+
+    @property
+    def labels(self) -> list[tuple[str, int, int]]:
+        return [tuple(label) for label in self.chunks[-1].labels or ()]  # type: ignore[misc]
+
+    async def has(self, tokens: int) -> None:
+        """Wait until so many have come."""
+        async with asyncio.timeout(60):
+            while len(self.tokens) < tokens and not self.task.done():  # noqa: ASYNC110
+                await asyncio.sleep(0.002)  # as they come from another thread
+        assert len(self.tokens) >= tokens
+
+    async def end(self) -> "Stream":
+        async with asyncio.timeout(60):
+            await self.task
+        return self
+
+
+def off_by(models: list[Path], stream: Stream, spans: list[tuple[int, int]]) -> float:
+    """Largest difference of log-probs from those of the models in ``spans``: (model, tokens).
+
+    The KV of a model's tokens, and of all before the first of them, is its own; so this is what is
+    expected of engines that keep KV.
+    """
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    true: list[float] = []
+    cache, computed = None, 0
+    context = PROMPT + stream.tokens
+    for number, tokens in spans:
+        model = auto.from_pretrained(models[number], dtype=torch.float32).eval()
+        end = len(PROMPT) + len(true) + tokens - 1
+        with torch.no_grad():
+            out = model(torch.tensor([context[computed:end]]), past_key_values=cache)
+        cache = out.past_key_values
+        logprobs = torch.log_softmax(out.logits[0, -tokens:], -1)
+        sampled = torch.tensor(stream.tokens[len(true) : len(true) + tokens])
+        true += logprobs.gather(1, sampled[:, None])[:, 0].tolist()
+        computed = end
+    assert len(true) == len(stream.tokens)
+    return max(abs(a - b) for a, b in zip(stream.logprobs, true, strict=True))

@@ -1,0 +1,61 @@
+"""Does a request to score, asked of an engine behind an adapter, always come to an end?"""
+
+import asyncio
+from typing import cast
+
+import numpy as np
+import pytest
+
+from tidegate.engine.external.adapter import (
+    Capabilities,
+    EngineAdapter,
+    ScoreRequest,
+    Scores,
+    Unable,
+)
+from tidegate.engine.external.scoring import ScoreDesk
+from tidegate.engine.link import Link
+from tidegate.errors import EngineGone, TidegateError
+from tidegate.transport.scoring import ScoreTokens
+
+ABLE = Capabilities(
+    engine="tiny 1", context_tokens_max=64, running_turns_max=1, scores=frozenset({"logprobs"})
+)
+
+ASKED = ScoreTokens(
+    request=1, token_ids=np.arange(4, dtype="<i4").tobytes(), want="logprobs", start=1
+)
+
+
+class Failing(Unable):
+    """An engine that answers no request to score."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        raise self._error
+
+
+class Silent:
+    """The wire, on which nothing may be said of such a request: it is another engine's."""
+
+    def send(self, message: object) -> None:
+        raise AssertionError(f"said {message}")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [EngineGone("the connection broke"), KeyError("prompt_logprobs")],
+    ids=["a broken connection", "an answer of another form"],
+)
+async def test_a_request_that_an_engine_breaks_off_gives_up_the_engine_and_is_not_refused(
+    error: Exception,
+) -> None:
+    gone: asyncio.Future[TidegateError] = asyncio.get_running_loop().create_future()
+    adapter = cast(EngineAdapter, Failing(error))
+    desk = ScoreDesk(adapter, ABLE, cast(Link, Silent()), on_gone=gone.set_result)
+    desk.ask(ASKED)
+    desk.start(version=3)
+    async with asyncio.timeout(10):
+        assert isinstance(await gone, EngineGone)

@@ -1,0 +1,255 @@
+"""Do engines behind adapters sleep and wake as told, and compute by the right weights afterwards?
+
+Against doubles that forget what real servers forget. What a CPU's real servers do is in
+test_real_vllm.py and test_real_sglang.py.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tidegate
+from tests.engine.external.sglang_double import SglangDouble, make_app
+from tests.engine.external.sglang_streams import TOLERANCE, off_by
+from tests.engine.external.test_sglang_adapter import SglangAndDouble, sglang
+from tests.engine.external.vllm_double import VllmDouble
+from tests.engine.orchestra import Orchestra
+from tests.models import make_model_directory
+from tests.served_app import served
+from tidegate.engine.external.vllm import Query, VllmAdapter, VllmMemory, make_adapter
+from tidegate.errors import EngineGone
+from tidegate.observability.audit.audit import audit_run
+from tidegate.transport.messages import (
+    Pause,
+    Paused,
+    Resume,
+    Resumed,
+    SamplingParams,
+    Shutdown,
+)
+from tidegate.transport.sleep_messages import Asleep, Awake, Sleep, SleepLevel, Wake
+
+pytestmark = pytest.mark.wire
+
+PROGRAM = "tidegate.engine.external.worker"
+
+SLEEPS = {"enable_memory_saver": True}
+KEEPS = SLEEPS | {"enable_weights_cpu_backup": True}
+
+FEW = SamplingParams(max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    parent = tmp_path_factory.mktemp("models")
+    return [make_model_directory(parent / f"v{n}", seed=n, tied=False) for n in range(2)]
+
+
+@asynccontextmanager
+async def paused_vllm(model: Path) -> AsyncIterator[tuple[VllmAdapter, VllmDouble]]:
+    with VllmDouble(model, enable_sleep_mode=True) as double:
+        adapter = make_adapter(double.url, model)
+        try:
+            able = await adapter.open("v0")
+            assert able.sleep_levels == {1, 2}
+            await adapter.pause("abort")
+            double.calls.clear()
+            yield adapter, double
+        finally:
+            await adapter.close()
+
+
+async def test_vllm_sleeps_in_parts_though_it_puts_all_to_sleep_at_once(
+    models: list[Path],
+) -> None:
+    async with paused_vllm(models[0]) as (adapter, double):
+        await adapter.sleep(1, ["kv_cache"])
+        assert double.sleeping == {"kv_cache"}
+        await adapter.sleep(2, ["weights"])
+        assert double.sleeping == {"weights", "kv_cache"}
+        await adapter.wake(["weights"])
+        assert double.sleeping == {"kv_cache"}
+        await adapter.load_weights(models[1], "v1")
+        await adapter.wake(["kv_cache"])
+        assert (double.sleeping, double.paused) == (set(), "new")  # it goes on by itself: stopped
+        calls = [call for call in double.calls if not call.startswith("pause")]
+    assert calls == [
+        "sleep 1 abort",  # for weights that are to stay must be what they were
+        "wake weights",
+        "wake",
+        "sleep 2 abort",
+        "wake weights",
+        "reload",
+        "wake kv_cache",
+    ]
+
+
+async def test_a_vllm_that_somebody_else_wakes_is_given_up(models: list[Path]) -> None:
+    async with paused_vllm(models[0]) as (adapter, double):
+        await adapter.sleep(1, ["weights", "kv_cache"])
+        double.sleeping.clear()
+        with pytest.raises(EngineGone, match="somebody else"):
+            await adapter.wake(["kv_cache"])
+
+
+async def test_a_vllm_that_answers_with_nothing_is_believed() -> None:
+    calls = []
+
+    async def post(path: str, query: Query) -> None:
+        calls.append((path, [value for _, value in query]))
+
+    memory = VllmMemory(post)
+    await memory.sleep(2, ["weights"])
+    await memory.wake(["weights"])
+    assert calls == [
+        ("/sleep", ["2", "abort"]),
+        ("/wake_up", ["kv_cache"]),
+        ("/wake_up", ["weights"]),
+    ]
+
+
+async def test_a_vllm_that_sleeps_since_another_run_is_woken(models: list[Path]) -> None:
+    async with paused_vllm(models[0]) as (adapter, double):
+        await adapter.sleep(2, ["weights", "kv_cache"])
+        again = make_adapter(double.url, models[0])
+        await again.open("v1")
+        await again.close()
+        assert (double.sleeping, double.label) == (set(), "v1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "levels"),
+    [({}, ()), (SLEEPS, (2,)), (KEEPS, (1, 2))],
+    ids=["no saver", "saver", "backup"],
+)
+async def test_sglang_sleeps_at_the_levels_that_it_was_started_for(
+    models: list[Path], settings: dict[str, Any], levels: tuple[SleepLevel, ...]
+) -> None:
+    async with sglang(models[0], settings=settings) as engine:
+        assert engine.able.sleep_levels == set(levels)
+        if levels:
+            await sleep_and_wake(engine, models, levels[0])
+
+
+async def sleep_and_wake(engine: SglangAndDouble, models: list[Path], level: SleepLevel) -> None:
+    await engine.adapter.pause("abort")
+    await engine.adapter.sleep(level, ["weights", "kv_cache"])
+    await engine.adapter.wake(["weights"])
+    if level == 2:
+        await engine.adapter.load_weights(models[1], "v1")
+    await engine.adapter.wake(["kv_cache"])
+    await engine.adapter.resume()
+    stream = await engine.stream(FEW, salt="after").end()
+    assert off_by(models, stream, [(level - 1, 6)]) < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def sleepy(
+    models: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Orchestra, VllmDouble]]:
+    """A worker for tests that leave it awake and going on."""
+    with VllmDouble(models[0], enable_sleep_mode=True) as double:
+        options = ["--url", f"vllm+{double.url}"]
+        directory = tmp_path_factory.mktemp("sleepy")
+        with Orchestra(directory, models[0], options, program=PROGRAM) as engine:
+            engine.welcome(credit_steps=64)
+            yield engine, double
+            engine.send(Shutdown())
+            assert engine.exit_status() == 0
+
+
+def test_turns_that_came_while_a_resumed_engine_slept_start_once_it_is_woken(
+    sleepy: tuple[Orchestra, VllmDouble],
+) -> None:
+    engine, _ = sleepy
+    engine.send(Pause(mode="abort"))
+    engine.await_one(Paused)
+    engine.send(Sleep(request=1, level=1, tags=["weights", "kv_cache"]))
+    engine.await_one(Asleep)
+    engine.send(Resume())
+    engine.await_one(Resumed)
+    turn = engine.submit([1, 2, 3], FEW)
+    engine.send(Wake(request=2, tags=["weights", "kv_cache"]))
+    assert len(engine.finish(turn).token_ids) == FEW.max_tokens
+
+
+def test_a_hello_waits_until_what_sleeps_is_known(sleepy: tuple[Orchestra, VllmDouble]) -> None:
+    engine, double = sleepy
+    engine.send(Pause(mode="abort"))
+    engine.await_one(Paused)
+    double.falls_asleep.clear()
+    double.calls.clear()
+    engine.send(Sleep(request=1, level=1, tags=["weights", "kv_cache"]))
+    engine.read_until(lambda: "sleep 1 abort" in double.calls)
+    engine.break_connection()
+    later = threading.Timer(0.3, double.falls_asleep.set)  # a wrong hello comes in milliseconds
+    later.start()
+    assert engine.welcome(credit_steps=64).asleep == ["weights", "kv_cache"]
+    later.join()
+    engine.send(Wake(request=2, tags=["weights", "kv_cache"]))
+    assert engine.await_one(Awake).tags == []
+    assert len(engine.generate([1, 2, 3], FEW).token_ids) == FEW.max_tokens
+
+
+async def one_turn(episode: tidegate.Episode, task: int) -> float:
+    """Of some length, so that turns are frozen while others make up a batch."""
+    episode.append([3, 5, 7, 11 + task % 50])
+    turn = await episode.generate(max_tokens=4 + 11 * (task % 4))
+    return float(turn.token_ids[0] % 2)
+
+
+async def train_asleep(model: Path, run: Path, urls: list[str]) -> None:
+    """Sleep and wake once before anything is published, then around each publish; audited."""
+    state, noise = load_file(model / "model.safetensors"), torch.Generator().manual_seed(0)
+    async with tidegate.serve(
+        model=model,
+        engine_urls=urls,
+        group_size=2,
+        groups_per_batch=2,
+        max_staleness=1,
+        kv_policy="keep",
+        run_directory=run,
+    ) as rollouts:
+        await rollouts.sleep(2)
+        await rollouts.wake()  # by the model directory's weights, for there are no others
+        async for _ in rollouts.batches(range(4), episode=one_turn):
+            await rollouts.sleep(2, mode="keep")
+            for tensor in state.values():
+                tensor += 0.02 * torch.randn(tensor.shape, generator=noise)
+            await rollouts.wake(["weights"])
+            await rollouts.publish(state)
+            assert rollouts.statistics().asleep == ("kv_cache",)
+            await rollouts.wake()
+            await rollouts.sleep(2, tags=["weights"])
+            await rollouts.wake()  # by the weights published last
+        statistics = rollouts.statistics()
+    assert (statistics.trainer_version, statistics.ledger.error) == (2, 0)
+    report = await asyncio.to_thread(audit_run, run)
+    assert report.problems == ()
+    assert report.agrees, report.lines()
+    assert report.tokens_unknown == 0
+
+
+async def test_a_run_sleeps_over_vllm_and_sglang_and_every_token_audits(
+    models: list[Path], tmp_path: Path
+) -> None:
+    """SGLang keeps no weights, and is sent new ones by HTTP; vLLM reads them from files."""
+    double = SglangDouble(models[0], settings=SLEEPS)
+    with (
+        served(lambda: (make_app(double), double.sample_for_ever)) as url,
+        VllmDouble(models[0], enable_sleep_mode=True) as vllm,
+    ):
+        urls = [f"sglang+{url}#weights=http", f"vllm+{vllm.url}"]
+        await train_asleep(models[0], tmp_path / "run", urls)
+        assert (double.sleeping, double.paused, double.is_dead) == (set(), None, False)
+        assert (vllm.sleeping, vllm.paused) == (set(), "")
+    calls = [path for path, _ in double.calls]
+    assert "/update_weights_from_disk" not in calls
+    assert "/update_weights_from_tensor" in calls

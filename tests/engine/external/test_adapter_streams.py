@@ -1,0 +1,111 @@
+"""Of which version are a turn's last tokens told, if weights change while its KV is looked at?"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import cast
+
+import numpy as np
+
+from tidegate.engine.external.adapter import Capabilities, Chunk, EngineAdapter, Request, Unable
+from tidegate.engine.external.streams import Streams
+from tidegate.engine.external.telling import Teller
+from tidegate.engine.external.turns import read_turn
+from tidegate.engine.link import Link
+from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.errors import TidegateError
+from tidegate.transport.messages import LENGTH, SamplingParams, Step, SubmitTurn
+
+ABLE = Capabilities(engine="tiny 1", context_tokens_max=64, running_turns_max=1)
+LIMITS = EngineLimits(
+    max_running_turns=1,
+    max_step_tokens=16,
+    num_blocks=4,
+    block_tokens=16,
+    context_tokens_max=64,
+    vocab_size=96,
+)
+
+
+class Slow(Unable):
+    """An engine that takes its time to say whether it dropped KV."""
+
+    def __init__(self) -> None:
+        self.taken, self.goes_on = asyncio.Event(), asyncio.Event()
+        self.asked, self.answers = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        yield Chunk([5], [-1.0])
+        self.taken.set()
+        await self.goes_on.wait()
+        yield Chunk([6], [-2.0], "length")
+
+    async def preemptions(self) -> int | None:
+        if self.goes_on.is_set():
+            self.asked.set()
+            await self.answers.wait()
+        return 0
+
+
+class Wire:
+    """What was told."""
+
+    has_credit = True
+    next_seq = 0
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+
+    def send_step(self, step: Step) -> None:
+        self.steps.append(step)
+
+
+async def test_tokens_are_of_the_version_they_came_under_however_long_the_look_at_kv_takes() -> (
+    None
+):
+    wire, engine, over = Wire(), Slow(), asyncio.Event()
+    teller = Teller(cast(Link, wire))
+
+    def on_over(turn: object, error: TidegateError | None, *, is_held: bool = False) -> None:
+        assert error is None
+        over.set()
+
+    streams = Streams(cast(EngineAdapter, engine), ABLE, "v0", teller=teller, on_over=on_over)
+    prompt = np.arange(3, dtype="<i4").tobytes()
+    message = SubmitTurn(turn=7, token_ids=prompt, sampling=SamplingParams(max_tokens=2))
+    async with asyncio.timeout(10):
+        streams.start(read_turn(message, 0, limits=LIMITS, able=ABLE), version=0)
+        await engine.taken.wait()
+        await streams.new_weights("v1", {})
+        teller.version = 1
+        engine.goes_on.set()
+        await engine.asked.wait()
+        assert teller.tell_now()
+        teller.version = 2  # the next weights are live before the answer is there
+        engine.answers.set()
+        await over.wait()
+    assert teller.tell_now()
+    told = [(step.version, np.frombuffer(step.token_ids, "<i4").tolist()) for step in wire.steps]
+    assert [version for version, tokens in told if 6 in tokens] == [1]
+    assert told[-1] == (2, [])
+    assert wire.steps[-1].finish == bytes([LENGTH])
+
+
+def test_turns_share_kv_with_turns_of_their_own_salt_and_weights_only() -> None:
+    salts = [
+        read_turn(
+            SubmitTurn(
+                turn=0,
+                token_ids=np.array([1, 2], "<i4").tobytes(),
+                sampling=SamplingParams(max_tokens=2, cache_salt=own),
+            ),
+            0,
+            limits=LIMITS,
+            able=ABLE,
+        )
+        .request(0, of_weights)
+        .salt
+        for of_weights in ("v0", "v0.1", "v1")
+        for own in ("", "1", "mine")
+    ]
+    assert salts[0] == "v0"
+    assert len(set(salts)) == 9

@@ -1,0 +1,271 @@
+"""Does an engine behind an adapter keep the wire's promises? A worker, and a double of vLLM.
+
+What its tokens' log-probs must be, given whose weights computed what, is checked over whole runs in
+test_adapter_runs.py; here it is what is said, and when.
+"""
+
+from collections.abc import Iterator
+from itertools import groupby
+
+import pytest
+
+from tests.engine.external.vllm_double import VllmDouble
+from tests.engine.orchestra import Models, Orchestra, Publisher, SeenTurn
+from tidegate.transport.messages import (
+    ABORT,
+    CANCELLED,
+    LENGTH,
+    CancelTurn,
+    FinishWeightUpdate,
+    Goodbye,
+    KvPolicy,
+    KvSpan,
+    Pause,
+    Paused,
+    PauseMode,
+    Resume,
+    Resumed,
+    SamplingParams,
+    Shutdown,
+    TurnRefused,
+    WeightsFailed,
+)
+
+pytestmark = pytest.mark.wire
+
+PROMPT = list(range(1, 40))
+
+PROGRAM = "tidegate.engine.external.worker"
+
+OUTLIVES_IT = SamplingParams(max_tokens=180)
+
+HELD_AT = 60
+"""Tokens. It goes no further before the server is told something."""
+
+
+@pytest.fixture(scope="module")
+def double(models: Models) -> Iterator[VllmDouble]:
+    with VllmDouble(models.directories[0]) as double:
+        yield double
+
+
+@pytest.fixture(scope="module")
+def engine(
+    models: Models, double: VllmDouble, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Orchestra]:
+    """One worker for all tests, each of which leaves it running, with no turns."""
+    directory = tmp_path_factory.mktemp("adapter")
+    options = ["--url", f"vllm+{double.url}"]
+    with Orchestra(directory, models.directories[0], options, program=PROGRAM) as orchestra:
+        hello = orchestra.welcome(credit_steps=64)
+        assert (hello.model_code, hello.vocab_size) == ("vllm 0.32.0", 96)
+        assert hello.kv_policies == ["keep", "recompute"]
+        yield orchestra
+        orchestra.send(Shutdown())
+        assert orchestra.await_one(Goodbye).reason == "asked to shut down"
+        assert orchestra.exit_status() == 0
+
+
+@pytest.fixture(scope="module")
+def publisher(engine: Orchestra) -> Iterator[Publisher]:
+    publisher = Publisher(engine)
+    yield publisher
+    publisher.close()
+
+
+@pytest.fixture(autouse=True)
+def turns_outlive_what_is_done_meanwhile(double: VllmDouble) -> Iterator[None]:
+    told, never = len(double.calls), double.holds
+    double.holds = lambda prompt, sampled, label: sampled >= HELD_AT and len(double.calls) == told
+    yield
+    double.holds = never
+
+
+class Versions:
+    """Numbers for the updates of all tests, each with the weights of one of two models."""
+
+    newest = 0
+
+    @classmethod
+    def publish(
+        cls, publisher: Publisher, models: Models, mode: PauseMode, kv_policy: KvPolicy
+    ) -> int:
+        cls.newest += 1
+        publisher.stage(cls.newest, models.directories[cls.newest % 2])
+        publisher.swap(cls.newest, mode, kv_policy)
+        return cls.newest
+
+
+def runs(turn: SeenTurn) -> list[int]:
+    return [version for version, _ in groupby(turn.versions)]
+
+
+def cancel(engine: Orchestra, turn: int) -> None:
+    engine.send(CancelTurn(turn=turn))
+    assert engine.finish(turn).finish == CANCELLED
+
+
+def test_a_turn_ends_as_asked_and_tells_its_prefill_once(engine: Orchestra) -> None:
+    turn = engine.generate(PROMPT, SamplingParams(max_tokens=9))
+    assert turn.finish == LENGTH
+    assert len(turn.token_ids) == 9
+    (prefill,) = turn.prefills
+    assert (prefill.at, prefill.spans) == (0, [KvSpan(Versions.newest, 0, len(PROMPT))])
+
+
+def test_what_an_engine_does_otherwise_is_refused_by_name(engine: Orchestra) -> None:
+    for sampling, named in (
+        (SamplingParams(max_tokens=3, frequency_penalty=0.5), "frequency_penalty"),
+        (SamplingParams(max_tokens=3, processors=["{}"]), "processors"),
+        (SamplingParams(max_tokens=3, adapter="a"), "adapter"),
+        (SamplingParams(max_tokens=3, top_logprobs=21), "20 top_logprobs at most"),
+        (SamplingParams(max_tokens=1000), "max_tokens=1000 is more than"),
+    ):
+        engine.submit(PROMPT, sampling)
+        assert named in engine.await_one(TurnRefused).message
+
+
+def test_kept_and_recomputed_turns_go_on_with_a_prefill_by_the_new_weights(
+    engine: Orchestra, publisher: Publisher, models: Models
+) -> None:
+    number = engine.submit(PROMPT, OUTLIVES_IT)
+    engine.read_tokens(number, 5)
+    before = Versions.newest
+    version = Versions.publish(publisher, models, "keep", "recompute")
+    turn = engine.finish(number)
+    assert runs(turn) == [before, version]
+    at = turn.versions.index(version)
+    assert [(p.at, p.spans) for p in turn.prefills] == [
+        (0, [KvSpan(before, 0, len(PROMPT))]),
+        (at, [KvSpan(version, 0, len(PROMPT) + at)]),
+    ]
+    assert turn.finish == LENGTH
+    assert len(turn.token_ids) == OUTLIVES_IT.max_tokens
+
+
+def test_turns_kept_with_their_kv_are_prefilled_once_and_those_not_begun_anew(
+    engine: Orchestra, publisher: Publisher, models: Models, double: VllmDouble
+) -> None:
+    numbers = [engine.submit(PROMPT, OUTLIVES_IT) for _ in range(10)]  # 8 fit
+    engine.read_tokens(numbers[0], 5)
+    before = Versions.newest
+    version = Versions.publish(publisher, models, "keep", "keep")
+    turns = [engine.finish(number) for number in numbers]
+    assert runs(turns[0]) == [before, version]
+    assert all(len(turn.prefills) == 1 for turn in turns)
+    for turn in turns:
+        assert turn.prefills[0].spans == [KvSpan(turn.versions[0], 0, len(PROMPT))]
+    assert runs(turns[-1]) == [version]
+    assert double.calls[-2:] == ["reload", "resume"]
+
+
+def test_an_abort_hands_turns_back_and_a_drain_waits_for_them(
+    engine: Orchestra, publisher: Publisher, models: Models
+) -> None:
+    number = engine.submit(PROMPT, OUTLIVES_IT)
+    engine.read_tokens(number, 5)
+    Versions.publish(publisher, models, "abort", "recompute")
+    assert engine.turns[number].finish == ABORT
+    number = engine.submit(PROMPT, OUTLIVES_IT)
+    engine.read_tokens(number, 5)
+    before = Versions.newest
+    Versions.publish(publisher, models, "wait", "recompute")
+    assert engine.turns[number].finish == LENGTH
+    assert runs(engine.turns[number]) == [before]
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_a_pause_is_said_to_be_in_effect_when_no_token_can_come(
+    engine: Orchestra, double: VllmDouble, mode: PauseMode
+) -> None:
+    number = engine.submit(PROMPT, OUTLIVES_IT)
+    engine.read_tokens(number, 5)
+    engine.send(Pause(mode=mode))
+    assert engine.await_one(Paused).mode == mode
+    seen = len(engine.turns[number].token_ids)
+    assert double.paused
+    later = engine.submit(PROMPT, SamplingParams(max_tokens=3))
+    engine.await_heartbeat(2)
+    assert len(engine.turns[number].token_ids) == seen
+    assert engine.turns[later].token_ids == []
+    assert engine.turns[number].finish == (ABORT if mode == "abort" else 0)
+    engine.send(Resume())
+    engine.await_one(Resumed)
+    assert engine.finish(later).finish == LENGTH
+    if mode == "keep":
+        cancel(engine, number)
+
+
+def test_weights_that_do_not_load_leave_the_old_ones_serving(
+    engine: Orchestra, publisher: Publisher, models: Models, double: VllmDouble
+) -> None:
+    number = engine.submit(PROMPT, OUTLIVES_IT)
+    engine.read_tokens(number, 2)
+    version = Versions.newest + 1
+    double.fails_to_load = lambda path: f"v{version}." in path
+    publisher.stage(version, models.directories[0])
+    engine.send(FinishWeightUpdate(version=version, pause_mode="keep", kv_policy="recompute"))
+    assert "can't load" in engine.await_one(WeightsFailed).message
+    assert runs(engine.finish(number)) == [Versions.newest]
+    double.fails_to_load = lambda path: False
+    Versions.newest = version
+    Versions.publish(publisher, models, "keep", "recompute")  # a whole set mends it
+
+
+def test_a_cancelled_turn_is_aborted_in_the_engine(engine: Orchestra, double: VllmDouble) -> None:
+    number = engine.submit(PROMPT, OUTLIVES_IT)
+    engine.read_tokens(number, 1)
+    cancel(engine, number)
+    assert engine.generate(PROMPT, SamplingParams(max_tokens=30)).finish == LENGTH
+    engine.await_heartbeat(2)
+    assert double.asked == []
+
+
+def test_labels_that_contradict_what_was_told_refuse_the_turn(
+    engine: Orchestra, double: VllmDouble
+) -> None:
+    double.mislabels = True
+    engine.submit(PROMPT, SamplingParams(max_tokens=4))
+    assert "nobody knows which weights" in engine.await_one(TurnRefused).message
+    double.mislabels = False
+
+
+def test_a_turn_that_was_turned_away_by_somebody_elses_pause_runs_once_that_is_over(
+    engine: Orchestra, double: VllmDouble
+) -> None:
+    engine.await_heartbeat(2)  # of turns before nothing is left to do
+    double.version, double.paused = "0.33.0", "new"
+    turned_away = double.turned_away
+    number = engine.submit(PROMPT, SamplingParams(max_tokens=3))
+    engine.read_until(lambda: double.turned_away > turned_away)
+    double.version, double.paused = "0.32.0", ""
+    assert engine.finish(number).finish == LENGTH
+
+
+def test_updates_that_fail_one_after_the_other_leave_what_is_served_on_disk(
+    engine: Orchestra, publisher: Publisher, models: Models, double: VllmDouble
+) -> None:
+    served = Versions.publish(publisher, models, "keep", "recompute")
+    label = double.label
+    double.fails_to_load = lambda path: label not in path
+    for _ in range(3):
+        Versions.newest += 1
+        publisher.stage(Versions.newest, models.directories[0])
+        engine.send(
+            FinishWeightUpdate(version=Versions.newest, pause_mode="keep", kv_policy="recompute")
+        )
+        assert "can't load" in engine.await_one(WeightsFailed).message
+    assert runs(engine.generate(PROMPT, SamplingParams(max_tokens=3))) == [served]
+    double.fails_to_load = lambda path: False
+    Versions.publish(publisher, models, "keep", "recompute")
+
+
+def test_turns_outlast_a_lost_connection(engine: Orchestra, double: VllmDouble) -> None:
+    number = engine.submit(PROMPT, OUTLIVES_IT)
+    engine.read_tokens(number, 5)
+    engine.break_connection()
+    engine.welcome(credit_steps=64)
+    double.holds = lambda prompt, sampled, label: False
+    turn = engine.finish(number)
+    assert turn.finish == LENGTH
+    assert len(turn.token_ids) == OUTLIVES_IT.max_tokens

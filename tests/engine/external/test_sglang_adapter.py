@@ -1,0 +1,331 @@
+"""Does the SGLang adapter keep clear of SGLang's traps, as recorded? Against a double with KV."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.external.sglang_double import SglangDouble, make_app
+from tests.engine.external.sglang_streams import LONG, PROMPT, TOLERANCE, Sglang, off_by
+from tests.models import EOS_TOKEN_ID, make_model_directory
+from tests.served_app import served
+from tidegate.engine.external.adapter import Request, ScoreRequest
+from tidegate.engine.external.sglang import make_adapter
+from tidegate.errors import ConfigError, EngineGone, ScoreRefused, TurnRefused, WeightsRefused
+from tidegate.transport.messages import SamplingParams
+
+pytestmark = pytest.mark.wire
+
+HELD_AT = 100
+"""Tokens. A request goes no further before the server is told something."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    parent = tmp_path_factory.mktemp("models")
+    return [make_model_directory(parent / f"v{seed}", seed=seed) for seed in range(2)]
+
+
+@dataclass
+class SglangAndDouble(Sglang):
+    """With the server itself at hand."""
+
+    double: SglangDouble
+
+
+@asynccontextmanager
+async def sglang(model: Path, **how: Any) -> AsyncIterator[SglangAndDouble]:
+    double = SglangDouble(model, **how)
+    with served(lambda: (make_app(double), double.sample_for_ever)) as url:
+        adapter = make_adapter(url, model)
+        try:
+            able = await adapter.open("v0")
+            told = len(double.calls)
+            double.holds = lambda prompt, sampled, label: (
+                sampled >= HELD_AT and len(double.calls) == told
+            )
+            yield SglangAndDouble(adapter, able, double)
+        finally:
+            await adapter.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "served"), [("half", "float16"), ("bfloat16", "bfloat16"), ("auto", ""), (None, "")]
+)
+async def test_the_precision_is_told_where_the_server_says_it(
+    models: list[Path], asked: str | None, served: str
+) -> None:
+    async with sglang(models[0], settings={} if asked is None else {"dtype": asked}) as engine:
+        assert engine.able.dtype == served
+
+
+async def test_a_cumulative_stream_tells_each_token_once_with_its_log_prob(
+    models: list[Path],
+) -> None:
+    async with sglang(models[0]) as engine:
+        stream = await engine.stream(SamplingParams(max_tokens=30, temperature=0.7)).end()
+        cool = await engine.stream(SamplingParams(max_tokens=3, top_logprobs=2)).end()
+    assert len(stream.tokens) == len(stream.logprobs) == 30
+    assert [chunk.ended for chunk in stream.chunks if chunk.ended] == ["length"]
+    assert stream.labels == [("v0", 0, 30)]
+    assert engine.able.has_processed_logprobs
+    assert engine.able.keeps_kv
+    assert off_by(models, cool, [(0, 3)]) < TOLERANCE
+    tops = [chunk.top for chunk in cool.chunks if chunk.top]
+    assert [len(top.token_ids) for top in tops] == [2 * len(c.token_ids) for c in cool.chunks]
+    assert all(a >= b for top in tops for a, b in pairwise(top.logprobs[:2]))
+
+
+async def test_a_server_with_a_key_is_sent_it_with_every_call(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"wants a key.*TIDEGATE_ENGINE_KEY"):
+        async with sglang(models[0], api_key="sesame"):
+            pass
+    monkeypatch.setenv("TIDEGATE_ENGINE_KEY", "sesame")
+    async with sglang(models[0], api_key="sesame") as engine:
+        await engine.adapter.pause("abort")
+        await engine.adapter.load_weights(models[1], "v1")
+        await engine.adapter.resume()
+        stream = await engine.stream(SamplingParams(max_tokens=3), salt="v1").end()
+    assert stream.labels == [("v1", 0, 3)]
+
+
+async def test_only_the_turns_own_stop_tokens_end_it(models: list[Path]) -> None:
+    """``ignore_eos`` has SGLang overlook stop_token_ids; without, the model's own end ends it."""
+    async with sglang(models[0]) as engine:
+        free = await engine.stream(SamplingParams(max_tokens=60, temperature=3.0)).end()
+        stop = free.tokens[0]
+        stopped = await engine.stream(
+            SamplingParams(max_tokens=200, temperature=3.0, stop_token_ids=list(range(1, 60)))
+        ).end()
+        engine.double.model.config.eos_token_id = stop
+        await engine.stream(SamplingParams(max_tokens=5, temperature=0.0)).end()
+    assert free.chunks[-1].ended == "length"
+    assert stopped.chunks[-1].ended == "stop"
+    assert EOS_TOKEN_ID not in range(1, 60)
+    assert stopped.tokens[-1] in range(1, 60)
+    assert not any(token in range(1, 60) for token in stopped.tokens[:-1])
+
+
+async def test_kv_that_is_kept_over_an_update_is_old_and_labels_change_at_the_token(
+    models: list[Path],
+) -> None:
+    async with sglang(models[0]) as engine:
+        stream = engine.stream()
+        await stream.has(5)
+        await engine.adapter.pause("keep")
+        before = len(engine.double.running[next(iter(engine.double.running))].output)
+        await engine.adapter.load_weights(models[1], "v1")
+        info = engine.double.info_label
+        await engine.adapter.resume()
+        await stream.end()
+    assert info == "v1"
+    assert stream.labels == [("v0", 0, before), ("v1", before, 200)]
+    assert off_by(models, stream, [(0, before), (1, 200 - before)]) < TOLERANCE
+    updates = [body for path, body in engine.double.calls if path == "/update_weights_from_disk"]
+    assert [body["flush_cache"] for body in updates] == [True, False]  # at the start, and frozen
+
+
+async def test_a_new_salt_finds_no_kv_of_old_weights(models: list[Path]) -> None:
+    """Though it was kept: frozen requests forbid a flush."""
+    async with sglang(models[0]) as engine:
+        await engine.stream(SamplingParams(max_tokens=2)).end()
+        frozen = engine.stream()
+        await frozen.has(1)
+        await engine.adapter.pause("keep")
+        await engine.adapter.load_weights(models[1], "v1")
+        await engine.adapter.resume()
+        stale = await engine.stream(SamplingParams(max_tokens=8), salt="v0").end()
+        fresh = await engine.stream(SamplingParams(max_tokens=8), salt="v1").end()
+        await frozen.end()
+    assert off_by(models, fresh, [(1, 8)]) < TOLERANCE
+    assert off_by(models, stale, [(1, 8)]) > 0.1  # the trap is there
+
+
+async def test_an_abort_hands_back_what_there_is_and_labels_it(models: list[Path]) -> None:
+    async with sglang(models[0]) as engine:
+        stream = engine.stream()
+        await stream.has(3)
+        await engine.adapter.pause("abort")
+        await stream.end()
+        await engine.adapter.load_weights(models[1], "v1")
+        await engine.adapter.resume()
+        again = await engine.stream(SamplingParams(max_tokens=4), salt="v1").end()
+    assert stream.chunks[-1].ended == "abort"
+    assert stream.labels == [("v0", 0, len(stream.tokens))]
+    assert off_by(models, stream, [(0, len(stream.tokens))]) < TOLERANCE
+    assert off_by(models, again, [(1, 4)]) < TOLERANCE
+
+
+async def test_a_request_that_is_aborted_before_any_token_is_labelled_as_nobodys(
+    models: list[Path],
+) -> None:
+    """SGLang tells an empty span of it, which no turn's tokens are in."""
+    async with sglang(models[0]) as engine:
+        sampler = engine.double.sampler
+        sampler.step = lambda request, label: None  # type: ignore[method-assign]  # too busy
+        stream = engine.stream()
+        async with asyncio.timeout(60):
+            while not engine.double.running:  # noqa: ASYNC110 - the double is in another thread
+                await asyncio.sleep(0.002)
+        await engine.adapter.pause("abort")
+        await stream.end()
+    assert [(chunk.ended, chunk.labels) for chunk in stream.chunks] == [("abort", [])]
+
+
+async def test_frozen_requests_can_be_aborted_though_sglang_would_wait_for_them_for_ever(
+    models: list[Path],
+) -> None:
+    async with sglang(models[0]) as engine:
+        stream = engine.stream()
+        await stream.has(3)
+        await engine.adapter.pause("keep")
+        async with asyncio.timeout(60):
+            await engine.adapter.pause("abort")
+        await stream.end()
+        assert engine.double.paused == "abort"
+        assert not engine.double.running
+    assert stream.chunks[-1].ended == "abort"
+
+
+async def test_an_update_that_is_said_to_fail_after_it_changed_the_weights_is_seen_through(
+    models: list[Path],
+) -> None:
+    """Somebody else's request is paused in place, so SGLang won't flush: 400, and two labels."""
+    async with sglang(models[0]) as engine:
+        stranger = engine.stream()
+        await stranger.has(1)
+        await engine.double.pause({"mode": "in_place"})  # not by the adapter
+        await engine.adapter.load_weights(models[1], "v1")
+        assert (engine.double.label, engine.double.info_label) == ("v1", "v1")
+        await engine.adapter.resume()
+        assert len((await stranger.end()).tokens) == 200  # relabelling aborts, if not told not to
+        fresh = await engine.stream(SamplingParams(max_tokens=4), salt="v1").end()
+    assert off_by(models, fresh, [(1, 4)]) < TOLERANCE
+
+
+async def test_weights_that_fail_halfway_are_put_back_before_they_are_refused(
+    models: list[Path], tmp_path: Path
+) -> None:
+    """SGLang says it rolls back, and does so from the path that failed."""
+    narrow = make_model_directory(tmp_path / "narrow", seed=1, intermediate_size=48)
+    async with sglang(models[0]) as engine:
+        await engine.adapter.pause("abort")
+        with pytest.raises(WeightsRefused, match="Rolling back"):
+            await engine.adapter.load_weights(narrow, "v1")
+        await engine.adapter.resume()
+        after = await engine.stream(SamplingParams(max_tokens=8)).end()
+    assert after.labels == [("v0", 0, 8)]
+    assert off_by(models, after, [(0, 8)]) < TOLERANCE
+
+
+async def test_a_directory_the_server_does_not_see_is_refused_with_what_to_do(
+    models: list[Path], tmp_path: Path
+) -> None:
+    async with sglang(models[0]) as engine:
+        await engine.adapter.pause("abort")
+        with pytest.raises(WeightsRefused, match="--weights-directory"):
+            await engine.adapter.load_weights(tmp_path / "elsewhere", "v1")
+
+
+async def test_weights_that_somebody_else_gave_are_noticed(models: list[Path]) -> None:
+    async with sglang(models[0]) as engine:
+        await engine.adapter.pause("abort")
+        loaded = engine.double.update
+
+        async def meddled(body: dict[str, Any]) -> Any:
+            answer = await loaded(body)
+            engine.double.info_label = "theirs"
+            return answer
+
+        engine.double.posts["/update_weights_from_disk"] = meddled
+        with pytest.raises(EngineGone, match="'theirs'"):
+            await engine.adapter.load_weights(models[1], "v1")
+
+
+async def test_a_token_that_is_not_the_models_never_reaches_the_server(models: list[Path]) -> None:
+    async with sglang(models[0]) as engine:
+        for token in (96, -1):
+            request = Request(token_ids=[1, token], sampling=LONG, salt="v0")
+            with pytest.raises(TurnRefused, match="tokenizer"):
+                await anext(engine.adapter.generate(request))
+        asked = ScoreRequest(
+            token_ids=[1, 96], want="logprobs", start=1, top_logprobs=0, temperature=1.0
+        )
+        with pytest.raises(ScoreRefused, match="tokenizer"):
+            await engine.adapter.score(asked)
+        await engine.adapter.check()
+        assert not engine.double.is_dead
+
+
+async def test_closing_a_stream_aborts_its_request_in_the_engine(models: list[Path]) -> None:
+    async with sglang(models[0]) as engine:
+        stream = engine.stream()
+        await stream.has(2)
+        stream.task.cancel()
+        async with asyncio.timeout(60):
+            while engine.double.running:  # noqa: ASYNC110 - the double is in another thread
+                await asyncio.sleep(0.002)
+
+
+async def test_a_server_that_dies_is_gone_for_streams_and_checks(models: list[Path]) -> None:
+    async with sglang(models[0]) as engine:
+        engine.double.is_dead = True
+        with pytest.raises(EngineGone):
+            await engine.adapter.check()
+        with pytest.raises(EngineGone):
+            await engine.stream().end()
+
+
+async def test_given_tokens_are_scored_by_nobodys_kv(models: list[Path]) -> None:
+    async with sglang(models[0]) as engine:
+        sampled = await engine.stream(SamplingParams(max_tokens=6)).end()
+        asked = ScoreRequest(
+            token_ids=PROMPT + sampled.tokens,
+            want="logprobs",
+            start=len(PROMPT),
+            top_logprobs=2,
+            temperature=1.0,
+        )
+        scores = await engine.adapter.score(asked)
+        assert scores.logprobs == pytest.approx(sampled.logprobs, abs=TOLERANCE)
+        assert scores.top is not None
+        assert len(scores.top.token_ids) == 12
+
+
+async def test_what_the_server_was_started_with_decides_what_is_declared(
+    models: list[Path], tmp_path: Path
+) -> None:
+    async with sglang(models[0], is_raw=True) as engine:
+        assert not engine.able.has_processed_logprobs
+    async with sglang(models[0], settings={"version": "0.5.22"}) as engine:
+        assert engine.able.engine == "sglang 0.5.22"
+        assert engine.able.keeps_kv
+    async with sglang(models[0], settings={"disable_overlap_schedule": False}) as engine:
+        assert not engine.able.keeps_kv  # its labels come a token early
+    with pytest.raises(ConfigError, match="without --preferred-sampling-params"):
+        async with sglang(models[0], preferred={"top_p": 0.8}):
+            pass
+    llama = make_model_directory(tmp_path / "llama", "llama")
+    with pytest.raises(ConfigError, match="serves a Qwen3ForCausalLM"):
+        async with sglang_as(models[0], llama):
+            pass
+
+
+@asynccontextmanager
+async def sglang_as(served_model: Path, run_model: Path) -> AsyncIterator[None]:
+    """A server of one model, for a run of another."""
+    double = SglangDouble(served_model)
+    with served(lambda: (make_app(double), double.sample_for_ever)) as url:
+        adapter = make_adapter(url, run_model)
+        try:
+            await adapter.open("v0")
+            yield
+        finally:
+            await adapter.close()

@@ -1,0 +1,84 @@
+"""Does the double of SGLang mislabel as SGLang 0.5.23 was recorded to? Others' tests lean on it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.external.sglang_double import SglangDouble
+from tests.models import make_model_directory
+
+PROMPT = [30, 41, 52, 63]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [make_model_directory(folder / str(seed), seed=seed) for seed in range(2)]
+
+
+@contextlib.asynccontextmanager
+async def sampling(double: SglangDouble) -> AsyncIterator[None]:
+    task = asyncio.create_task(double.sample_for_ever())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def answer_over_an_update(
+    models: list[Path], mode: str, *, samples_ahead: bool
+) -> tuple[dict[str, Any], list[int]]:
+    """What a request is told whose weights change after three tokens or more."""
+    settings = {"disable_overlap_schedule": not samples_ahead}
+    double = SglangDouble(models[0], settings=settings)
+    sampled = {"max_new_tokens": 200, "temperature": 1.0, "sampling_seed": 5, "ignore_eos": True}
+    body = {"rid": "one", "input_ids": PROMPT, "sampling_params": sampled, "return_logprob": True}
+    async with sampling(double):
+        asking = asyncio.create_task(double.generate(body))
+        while "one" not in double.running or len(double.running["one"].output) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        request = double.running["one"]
+        await double.pause({"mode": mode})
+        update = {"model_path": str(models[1]), "weight_version": "new"}
+        await double.update(update | {"flush_cache": mode == "retract"})
+        await double.go_on({})
+        await asking
+    return double.message(request)["meta_info"], request.tokens
+
+
+def logprob_of(model: Path, tokens: list[int], at: int) -> float:
+    """Of the token at that place, by these weights all through."""
+    import transformers
+
+    reference: Any = transformers.AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        logits = reference(torch.tensor([tokens[: at + 1]])).logits[0, at - 1]
+    return float(torch.log_softmax(logits.float(), -1)[tokens[at]])
+
+
+@pytest.mark.parametrize("samples_ahead", [False, True])
+async def test_a_step_under_way_is_told_as_of_the_new_weights(
+    models: list[Path], samples_ahead: bool
+) -> None:
+    meta, tokens = await answer_over_an_update(models, "in_place", samples_ahead=samples_ahead)
+    old, new = meta["weight_versions"]
+    assert (old["version"], new["version"], new["end"]) == ("default", "new", 200)
+    told = meta["output_token_logprobs"][new["start"]][0]
+    by_old_weights = logprob_of(models[0], tokens, len(PROMPT) + new["start"])
+    assert (abs(told - by_old_weights) < 1e-4) == samples_ahead
+
+
+async def test_a_retracted_request_is_sampled_by_the_new_weights_as_its_label_says(
+    models: list[Path],
+) -> None:
+    meta, tokens = await answer_over_an_update(models, "retract", samples_ahead=True)
+    start = meta["weight_versions"][1]["start"]
+    told = meta["output_token_logprobs"][start][0]
+    assert abs(told - logprob_of(models[1], tokens, len(PROMPT) + start)) < 1e-4

@@ -1,0 +1,283 @@
+"""Does the vLLM adapter say what a server is asked, and mean what it answers? Against a double."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.external.vllm_double import VllmDouble
+from tests.engine.orchestra import Models
+from tests.models import make_model_directory
+from tidegate.engine.external import http
+from tidegate.engine.external.adapter import Capabilities, Chunk, Request, VersionLabel
+from tidegate.engine.external.vllm import VllmAdapter, make_adapter
+from tidegate.errors import ConfigError, EngineGone, EngineHeld, TurnRefused, WeightsRefused
+from tidegate.transport.media import Media
+from tidegate.transport.messages import SamplingParams
+
+pytestmark = pytest.mark.wire
+
+PROMPT = list(range(1, 40))
+
+FOREVER = SamplingParams(max_tokens=200)
+
+HELD_AT = 100
+"""Tokens. It goes no further in this file, for what is done meanwhile may take long."""
+
+
+@pytest.fixture(scope="module")
+def server(models: Models) -> Iterator[VllmDouble]:
+    with VllmDouble(models.directories[0]) as double:
+        yield double
+
+
+@pytest.fixture
+def double(server: VllmDouble) -> VllmDouble:
+    server.label = "default"
+    server.calls.clear()
+    server.loads.clear()
+    server.bodies.clear()
+    server.holds = lambda prompt, sampled, label: sampled >= HELD_AT
+    return server
+
+
+@asynccontextmanager
+async def opened(
+    double: VllmDouble, model: Path
+) -> AsyncIterator[tuple[VllmAdapter, Capabilities]]:
+    adapter = make_adapter(double.url, model)
+    try:
+        yield adapter, await adapter.open("v0")
+    finally:
+        await adapter.close()
+
+
+async def refusal(model: Path, **settings: Any) -> str:
+    """Why a server that was started so is refused."""
+    with VllmDouble(model, **settings) as double:
+        adapter = make_adapter(double.url, model)
+        try:
+            with pytest.raises(ConfigError) as error:
+                await adapter.open("v0")
+        finally:
+            await adapter.close()
+    return str(error.value)
+
+
+def request(sampling: SamplingParams, salt: str = "v0") -> Request:
+    return Request(token_ids=PROMPT, sampling=sampling, salt=salt)
+
+
+async def generate(adapter: VllmAdapter, asked: Request) -> list[Chunk]:
+    async with aclosing(adapter.generate(asked)) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+async def test_a_server_without_routes_for_training_is_refused_with_how_to_start_it(
+    models: Models,
+) -> None:
+    model = models.directories[0]
+    without_dev = await refusal(model, dev=False)
+    assert "VLLM_SERVER_DEV_MODE=1" in without_dev
+    assert "/pause" in without_dev
+    assert "--enable-scale-out" in await refusal(model, scale_out=False)
+    assert "0.19.1 is too old" in await refusal(model, version="0.19.1")
+
+
+async def test_a_server_with_a_key_is_sent_it_and_one_without_it_says_how(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models.directories[0]
+    with VllmDouble(model, api_key="sesame") as double:
+        adapter = make_adapter(double.url, model)
+        with pytest.raises(ConfigError, match=r"wants a key.*TIDEGATE_ENGINE_KEY"):
+            await adapter.open("v0")
+        await adapter.close()
+        monkeypatch.setenv("TIDEGATE_ENGINE_KEY", "simsim")
+        with pytest.raises(ConfigError, match="wants another key") as error:
+            async with opened(double, model):
+                pass
+        assert "simsim" not in str(error.value)
+        monkeypatch.setenv("TIDEGATE_ENGINE_KEY", "sesame")
+        async with opened(double, model) as (adapter, _):
+            assert len(await generate(adapter, request(SamplingParams(max_tokens=3)))) == 3
+
+
+async def test_a_server_that_tells_logits_for_log_probs_is_refused(models: Models) -> None:
+    assert "--logprobs-mode" in await refusal(models.directories[0], logprobs_mode="raw_logits")
+
+
+async def test_a_server_of_another_kind_is_refused_with_its_address(
+    models: Models, double: VllmDouble
+) -> None:
+    for url in (f"{double.url}/v1", f"{double.url}/metrics?"):
+        adapter = make_adapter(url, models.directories[0])
+        with pytest.raises(ConfigError, match="see that KIND") as error:
+            await adapter.open("v0")
+        assert url in str(error.value)
+        await adapter.close()
+
+
+async def test_a_model_that_vllm_would_not_update_whole_is_refused(tmp_path: Path) -> None:
+    tied = make_model_directory(tmp_path / "tied", tied=True)
+    why = await refusal(tied, device="cpu")
+    assert "lm_head" in why
+    assert "tie_word_embeddings" in why
+
+
+async def test_what_a_server_can_do_is_read_off_its_version_and_settings(
+    models: Models, double: VllmDouble
+) -> None:
+    async with opened(double, models.directories[0]) as (_, able):
+        assert able.engine == "vllm 0.32.0"
+        assert able.dtype == "float32"
+        assert able.keeps_kv
+        assert able.has_processed_logprobs
+        assert able.sleep_levels == set()  # started without --enable-sleep-mode
+        assert (able.running_turns_max, able.block_tokens) == (8, 16)
+    with VllmDouble(models.directories[0], version="0.30.1", logprobs_mode="raw_logprobs") as older:
+        older.config["dtype"] = "torch.bfloat16"  # as --dtype auto serves a float32 directory
+        async with opened(older, models.directories[0]) as (_, able):
+            assert able.dtype == "bfloat16"
+            assert not able.keeps_kv  # it has no labels that could be held against ours
+            assert not able.has_processed_logprobs
+
+
+async def test_tokens_come_one_by_one_with_log_probs_and_their_labels_last(
+    models: Models, double: VllmDouble
+) -> None:
+    async with opened(double, models.directories[0]) as (adapter, _):
+        chunks = await generate(adapter, request(SamplingParams(max_tokens=5, top_k=7)))
+    assert [len(chunk.token_ids) for chunk in chunks] == [1] * 5
+    assert all(len(chunk.logprobs) == 1 and chunk.logprobs[0] <= 0 for chunk in chunks)
+    assert [chunk.ended for chunk in chunks] == [None] * 4 + ["length"]
+    assert chunks[-1].labels == [VersionLabel("v0", 0, 5)]
+    asked = double.bodies[-1]
+    assert asked["cache_salt"] == "v0"
+    assert asked["sampling_params"]["ignore_eos"]
+    assert (asked["sampling_params"]["top_k"], asked["sampling_params"]["logprobs"]) == (7, 0)
+
+
+async def test_weights_somebody_else_gave_it_are_replaced_at_the_start(
+    models: Models, double: VllmDouble
+) -> None:
+    async with opened(double, models.directories[0]):
+        assert double.loads == []
+    double.label = "v7 of another run"
+    async with opened(double, models.directories[0]):
+        assert double.loads == [str(models.directories[0])]
+        assert double.label == "v0"
+        assert not double.paused
+
+
+async def test_a_pause_is_asked_for_in_the_query_and_looked_at(
+    models: Models, double: VllmDouble
+) -> None:
+    async with opened(double, models.directories[0]) as (adapter, _):
+        double.calls.clear()
+        await adapter.pause("keep")
+        assert double.paused == "all"
+        await adapter.resume()
+        assert double.calls == ["pause keep", "resume"]
+
+
+async def test_weights_that_cannot_be_loaded_leave_those_of_before(
+    models: Models, double: VllmDouble, tmp_path: Path
+) -> None:
+    async with opened(double, models.directories[0]) as (adapter, _):
+        await adapter.load_weights(models.directories[1], "v1")
+        await adapter.pause("abort")
+        with pytest.raises(WeightsRefused, match="can't load"):
+            await adapter.load_weights(tmp_path / "nothing", "v2")
+        assert double.loads[-1] == str(models.directories[1])
+        assert double.label == "v1"
+        double.fails_to_load = lambda path: True
+        with pytest.raises(EngineGone, match="nor those of before"):
+            await adapter.load_weights(tmp_path / "nothing", "v3")
+        double.fails_to_load = lambda path: False
+        await adapter.resume()
+
+
+async def test_closing_a_stream_aborts_its_request(models: Models, double: VllmDouble) -> None:
+    async with opened(double, models.directories[0]) as (adapter, _):
+        async with aclosing(adapter.generate(request(FOREVER))) as chunks:
+            await anext(chunks)
+            assert len(double.asked) == 1
+        async with asyncio.timeout(10):
+            while double.asked:  # noqa: ASYNC110 - the double's thread says nothing
+                await asyncio.sleep(0.005)
+
+
+async def test_requests_are_handed_back_by_an_abort_with_what_they_have(
+    models: Models, double: VllmDouble
+) -> None:
+    async with opened(double, models.directories[0]) as (adapter, _):
+        async with aclosing(adapter.generate(request(FOREVER))) as chunks:
+            tokens = len((await anext(chunks)).token_ids)
+            await adapter.pause("abort")
+            async for chunk in chunks:
+                tokens += len(chunk.token_ids)
+        assert chunk.ended == "abort"
+        assert chunk.labels == [VersionLabel("v0", 0, tokens)]
+        await adapter.resume()
+
+
+async def test_a_request_that_is_turned_away_by_a_pause_is_held_and_not_refused(
+    models: Models,
+) -> None:
+    with VllmDouble(models.directories[0], version="0.33.0") as newer:
+        async with opened(newer, models.directories[0]) as (adapter, _):
+            await adapter.pause("abort")
+            with pytest.raises(EngineHeld):
+                await generate(adapter, request(FOREVER))
+            await adapter.resume()
+            bad = Request(token_ids=[96], sampling=FOREVER, salt="v0")
+            with pytest.raises(TurnRefused, match="out of vocabulary"):
+                await generate(adapter, bad)
+
+
+async def test_a_call_that_is_never_answered_ends_at_its_deadline() -> None:
+    gone = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        gone.set()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    engine = http.HttpEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    with pytest.raises(EngineGone, match="no answer within"):
+        await engine.call("POST", "/update_weights", {}, timeout_s=0.05)
+    await engine.close()
+    await gone.wait()
+    server.close()
+
+
+async def test_media_travel_as_references_beside_the_tokens(
+    models: Models, double: VllmDouble, tmp_path: Path
+) -> None:
+    shutil.copytree(models.directories[0], seeing := tmp_path / "seeing")
+    config = json.loads((seeing / "config.json").read_text())
+    (seeing / "config.json").write_text(json.dumps({**config, "vision_config": {}}))
+    shown = [Media("image", "https://host/a.png"), Media("image", "/data/b 1.png", 3)]
+    async with opened(double, models.directories[0]) as (_, able):
+        assert able.media == frozenset()
+    async with opened(double, seeing) as (adapter, able):
+        assert able.media == {"image"}
+        sampling = SamplingParams(max_tokens=1)
+        await generate(adapter, Request(token_ids=PROMPT, sampling=sampling, salt="", media=shown))
+        await generate(adapter, request(sampling))
+    assert double.bodies[-2]["content_parts"] == [
+        {"type": "image_url", "url": "https://host/a.png"},
+        {"type": "image_url", "url": "file:///data/b%201.png"},
+    ]
+    assert "content_parts" not in double.bodies[-1]
+    with VllmDouble(seeing, body=["token_ids"]) as older:  # it would pass them over
+        async with opened(older, seeing) as (_, able):
+            assert able.media == frozenset()

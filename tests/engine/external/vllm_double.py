@@ -1,0 +1,367 @@
+"""What would a vLLM server answer? Its routes for reinforcement learning, around a real tiny model.
+
+Behaviours are those recorded of vLLM 0.32.0 on a CPU: what is in queries and what in bodies, what a
+pause does to requests that run, wait and come, KV that outlives an update, spans in the last event
+only, errors and their shape. The model computes with real weights and a real KV cache, so that a
+wrong tag shows in log-probs. Prompts are prefilled in chunks, so that a pause can hit the midst.
+"""
+
+import asyncio
+import itertools
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tests.engine.external.vllm_double_about import BLOCK_TOKENS, BLOCKS_EACH, REQUESTS_MAX, About
+from tests.engine.external.vllm_double_loras import Loras, error_body
+from tests.engine.external.vllm_double_weights import Transfers
+from tests.served_app import guarded
+from tidegate.engine.execution.runner import ModelRunner, Row, RowSampling
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.models.model_weights import load_directory
+from tidegate.errors import TidegateError
+
+PREFILL_CHUNK_TOKENS = 16
+STEP_S = 0.002
+
+PATIENCE_S = 20.0
+
+Holds = Callable[[list[int], int, str], bool]
+"""Whether a request of this prompt, with so many tokens, samples none of this version."""
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request in the engine."""
+
+    body: dict[str, Any]
+    context: list[int]
+    prompt_tokens: int
+    chunks: "asyncio.Queue[dict[str, Any]]" = field(default_factory=asyncio.Queue)
+    block: int | None = None
+    computed: int = 0
+    spans: list[dict[str, Any]] = field(default_factory=list)
+
+
+class VllmDouble:
+    """One server, on a thread of its own. Attributes may be set from the test's."""
+
+    def __init__(
+        self, model: Path, *, version: str = "0.32.0", api_key: str | None = None, **config: Any
+    ) -> None:
+        self.version = version
+        self.config: dict[str, Any] = {
+            "logprobs_mode": "processed_logprobs",
+            "device": "cuda",
+            "dev": True,
+            "scale_out": True,
+            "enable_sleep_mode": False,
+            "dtype": "torch.float32",
+            "weight_transfer": None,
+            "model": str(model),
+            "body": ["token_ids", "sampling_params", "features", "content_parts"],
+        } | config
+        self.path = model
+        shape = ModelConfig.from_directory(model)
+        self.runner = ModelRunner(
+            shape,
+            load_directory(model, shape, torch.float32),
+            num_blocks=BLOCKS_EACH * REQUESTS_MAX,
+            block_tokens=BLOCK_TOKENS,
+        )
+        self.loras = Loras(self.runner, config.get("lora_rank_max", 0))
+        self.transfers = Transfers(self)
+        self._free = list(range(REQUESTS_MAX))
+        self.label = "default"
+        self.paused = ""
+        """``all`` after keep, ``new`` after abort and wait."""
+        self.asked: list[Asked] = []
+        self.bodies: list[dict[str, Any]] = []
+        """Of all requests so far."""
+        self.sleeping: set[str] = set()
+        self.falls_asleep = threading.Event()
+        """Cleared, it takes until it is set."""
+        self.falls_asleep.set()
+        self.calls: list[str] = []
+        """Control calls, with their queries."""
+        self.loads: list[str] = []
+        self.fails_to_load: Callable[[str], bool] = lambda path: False
+        self.holds: Holds = lambda prompt, sampled, label: False
+        self.turned_away = 0
+        self.preemptions = 0
+        self.mislabels = False
+        self.is_dead = False
+        self._numbers = itertools.count()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        app = guarded(self._app(), api_key, _is_guarded)
+        settings = uvicorn.Config(app, log_level="critical", lifespan="off")
+        self._server = uvicorn.Server(settings)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "VllmDouble":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(PATIENCE_S)
+        self._socket.close()
+
+    def kill(self) -> None:
+        """As kill -9 does: connections break, and nobody listens any more."""
+        self.is_dead = True
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            steps = asyncio.create_task(self._step_for_ever())
+            await self._server.serve([self._socket])
+            await asyncio.sleep(5 * STEP_S)  # in which sockets of broken connections are closed
+            steps.cancel()
+
+        asyncio.run(serve())
+
+    # ------------------------------------------------------------ the engine
+
+    async def _step_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(STEP_S)
+            if self.is_dead:
+                self._socket.close()
+                for server in self._server.servers:
+                    server.close()
+                self._break_connections()
+            if self.paused != "all":
+                self._step()
+
+    def _break_connections(self) -> None:
+        for connection in list(self._server.server_state.connections):
+            transport = getattr(connection, "transport", None)
+            if transport is not None:
+                transport.abort()
+
+    def _step(self) -> None:
+        rows, whose = [], []
+        for one in self.asked:
+            if one.block is None and self._free and self.paused != "new":
+                one.block = self._free.pop()
+            prompt, sampled = one.body["token_ids"], len(one.context) - one.prompt_tokens
+            if one.block is not None and not self.holds(prompt, sampled, self.label):
+                rows.append(self._row(one))
+                whose.append(one)
+        if not rows:
+            return
+        assert not self.sleeping, "an illegal memory access"
+        assert not self.transfers.is_apart, "meta tensors"
+        output = self.runner.step(rows)
+        samples = iter(zip(output.token_ids.tolist(), output.logprobs.tolist(), strict=True))
+        for one, row in zip(whose, rows, strict=True):
+            one.computed += len(row.token_ids)
+            if row.sampling is not None:
+                self._sampled(one, *next(samples))
+
+    def _row(self, one: Asked) -> Row:
+        assert one.block is not None
+        tokens = one.context[one.computed : one.computed + PREFILL_CHUNK_TOKENS]
+        asked, sampling = one.body["sampling_params"], None
+        if one.computed + len(tokens) == len(one.context):
+            sampling = RowSampling(
+                temperature=asked.get("temperature", 1.0),
+                top_k=max(0, asked.get("top_k", 0)),
+                top_p=asked.get("top_p", 1.0),
+                seed=id(one) % 2**32,
+                index=len(one.context),
+            )
+        blocks = range(one.block * BLOCKS_EACH, (one.block + 1) * BLOCKS_EACH)
+        lora = one.body["model"] if one.body["model"] != "tiny" else ""
+        return Row(np.array(tokens, np.int32), one.computed, list(blocks), sampling, adapter=lora)
+
+    def _sampled(self, one: Asked, token: int, logprob: float) -> None:
+        one.context.append(token)
+        asked, count = one.body["sampling_params"], len(one.context) - one.prompt_tokens
+        if not one.spans or one.spans[-1]["version"] != self.label:
+            one.spans.append({"version": self.label, "start": count - 1, "end": count})
+        one.spans[-1]["end"] = count
+        reason = None
+        if token in asked.get("stop_token_ids", []):
+            reason = "stop"
+        elif count == asked["max_tokens"]:
+            reason = "length"
+        self._tell(one, reason, [(token, logprob)])
+
+    def _tell(self, one: Asked, reason: str | None, sampled: list[tuple[int, float]]) -> None:
+        content = [{"token_id": t, "logprob": p, "rank": 1, "top_logprobs": []} for t, p in sampled]
+        spans = [span | ({"version": "other"} if self.mislabels else {}) for span in one.spans]
+        choice = {
+            "index": 0,
+            "finish_reason": reason,
+            "stop_reason": None,
+            "token_ids": [token for token, _ in sampled],
+            "weight_versions": spans if reason is not None else None,
+            "logprobs": {"content": content},
+        }
+        one.chunks.put_nowait({"request_id": "generate-tokens-x", "choices": [choice]})
+        if reason is not None:
+            self._forget(one)
+
+    def _forget(self, one: Asked) -> None:
+        if one in self.asked:
+            self.asked.remove(one)
+            if one.block is not None:
+                self._free.append(one.block)
+
+    # ------------------------------------------------------------ routes
+
+    def _app(self) -> Starlette:
+        about = About(self)
+        dev = {
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/is_paused": self._is_paused,
+            "/collective_rpc": self._collective_rpc,
+            "/server_info": about.server_info,
+            "/weight_info": self._weight_info,
+            "/update_weight_version": self._name,
+            "/sleep": self._sleep,
+            "/wake_up": self._wake_up,
+        }
+        routes = {
+            "/version": about.version,
+            "/health": about.health,
+            "/metrics": about.metrics,
+            "/openapi.json": about.openapi,
+            "/v1/models": about.models,
+            "/inference/v1/generate": self._generate,
+        } | (self.loras.routes | self.transfers.routes | dev if self.config["dev"] else {})
+        self.paths = list(routes)
+        return Starlette(
+            routes=[Route(path, its, methods=["GET", "POST"]) for path, its in routes.items()]
+        )
+
+    async def _weight_info(self, request: Request) -> Response:
+        return JSONResponse({"weight_version": self.label})
+
+    async def _name(self, request: Request) -> Response:
+        self.label = (await request.json())["new_version"]
+        return JSONResponse({"success": True, "new_version": self.label})
+
+    async def _pause(self, request: Request) -> Response:
+        mode = request.query_params.get("mode", "abort")  # a body is ignored
+        self.calls.append(f"pause {mode}")
+        if mode == "keep":
+            self.paused = "all"
+        else:
+            self.paused = "new"
+            while mode == "wait" and any(one.block is not None for one in self.asked):  # noqa: ASYNC110
+                await asyncio.sleep(STEP_S)
+            if mode == "abort":
+                for one in list(self.asked):
+                    self._tell(one, "abort", [])
+        return JSONResponse({"status": "paused"})
+
+    async def _resume(self, request: Request) -> Response:
+        self.calls.append("resume")
+        self.paused = ""
+        return JSONResponse({"status": "resumed"})
+
+    async def _is_paused(self, request: Request) -> Response:
+        return JSONResponse({"is_paused": bool(self.paused)})
+
+    async def _sleep(self, request: Request) -> Response:
+        """As its source has it: with a mode of its own, and all that isn't asleep at once."""
+        level, mode = (request.query_params.get(name, "") for name in ("level", "mode"))
+        self.calls.append(f"sleep {level} {mode}")
+        assert self.config["enable_sleep_mode"]
+        while not self.falls_asleep.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(STEP_S)
+        self.paused = "new"
+        for one in list(self.asked):
+            self._tell(one, "abort", [])
+        if "weights" not in self.sleeping:
+            self.sleeping = {"weights", "kv_cache"}
+            if level == "2":
+                self._forget_weights()
+        return JSONResponse({"status": "sleeping", "level": int(level)})
+
+    def _forget_weights(self) -> None:
+        shape = ModelConfig.from_directory(self.path)
+        garbage = load_directory(self.path, shape, torch.float32)
+        for tensor in garbage.tensors():
+            tensor.zero_()
+        self.runner.swap(garbage)
+
+    async def _wake_up(self, request: Request) -> Response:
+        tags = request.query_params.getlist("tags")
+        self.calls.append(f"wake {' '.join(tags)}".strip())
+        if not set(tags) - self.sleeping:  # else it does nothing, and warns
+            self.sleeping -= set(tags) or {"weights", "kv_cache"}
+        if not self.sleeping:
+            self.paused = ""
+        status = "sleeping" if self.sleeping else "awake"
+        return JSONResponse({"status": status, "tags": tags or None})
+
+    async def _collective_rpc(self, request: Request) -> Response:
+        path = (await request.json())["kwargs"]["weights_path"]
+        self.calls.append("reload")
+        self.loads.append(path)
+        assert "weights" not in self.sleeping, "an illegal memory access"
+        try:
+            if self.fails_to_load(path):
+                raise OSError("no such file")
+            shape = ModelConfig.from_directory(self.path)
+            self.runner.swap(load_directory(Path(path), shape, torch.float32))
+            self.loras.read_again()
+        except (OSError, TidegateError) as error:
+            return error_body(500, f"Call to collective_rpc method failed: {error}")
+        return JSONResponse({"results": [None]})
+
+    async def _generate(self, request: Request) -> Response:
+        body = await request.json()
+        if not self.config["scale_out"]:
+            return error_body(403, "Scale-out endpoints are disabled. Restart vllm serve with …")
+        if self.paused == "new" and self.version >= "0.33":
+            self.turned_away += 1
+            return error_body(503, "Generation is paused. Please retry after it resumes.")
+        if any(token >= 96 for token in body["token_ids"]):
+            return error_body(400, "Token id 96 is out of vocabulary")
+        if refused := self.loras.refusal(body):
+            return refused
+        self.bodies.append(body)
+        one = Asked(body, list(body["token_ids"]), len(body["token_ids"]))
+        self.asked.append(one)
+        return StreamingResponse(self._stream(one), media_type="text/event-stream")
+
+    async def _stream(self, one: Asked) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                event = await one.chunks.get()
+                yield b"data: " + json.dumps(event).encode() + b"\n\n"
+                if event["choices"][0]["finish_reason"] is not None:
+                    yield b"data: [DONE]\n\n"
+                    return
+        finally:
+            self._forget(one)  # a client that goes away aborts its request
+
+
+def _is_guarded(path: str) -> bool:
+    """What controls the server is not."""
+    return path.startswith(("/v1", "/v2", "/inference", "/cohere"))

@@ -1,0 +1,62 @@
+"""What does a vLLM server say of itself? As vLLM 0.32.0 was seen to; it changes nothing."""
+
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+if TYPE_CHECKING:
+    from tests.engine.external.vllm_double import VllmDouble
+
+BLOCK_TOKENS, BLOCKS_EACH, REQUESTS_MAX = 16, 16, 8
+CONTEXT_TOKENS_MAX = BLOCK_TOKENS * BLOCKS_EACH
+
+
+class About:
+    """One server's answers."""
+
+    def __init__(self, double: "VllmDouble") -> None:
+        self._double = double
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": self._double.version})
+
+    async def health(self, request: Request) -> Response:
+        return Response()
+
+    async def metrics(self, request: Request) -> Response:
+        return PlainTextResponse(
+            "# TYPE vllm:num_preemptions_total counter\n"
+            'vllm:num_preemptions_total{engine="0",model_name="tiny"} '
+            f"{self._double.preemptions}.0\n"
+        )
+
+    async def openapi(self, request: Request) -> Response:
+        body: list[str] = self._double.config["body"]
+        schemas: dict[str, Any] = {"GenerateRequest": {"properties": {name: {} for name in body}}}
+        paths: dict[str, Any] = {path: {} for path in self._double.paths}
+        return JSONResponse({"paths": paths, "components": {"schemas": schemas}})
+
+    async def models(self, request: Request) -> Response:
+        own = {"id": "tiny", "max_model_len": CONTEXT_TOKENS_MAX}
+        return JSONResponse({"data": [own, *self._double.loras.cards]})
+
+    async def server_info(self, request: Request) -> Response:
+        return JSONResponse(
+            {
+                "vllm_config": {
+                    "model_config": {
+                        "model": self._double.config["model"],
+                        "logprobs_mode": self._double.config["logprobs_mode"],
+                        "max_logprobs": 20,
+                        "dtype": self._double.config["dtype"],
+                        "enable_sleep_mode": self._double.config["enable_sleep_mode"],
+                    },
+                    "scheduler_config": {"max_num_seqs": REQUESTS_MAX},
+                    "cache_config": {"block_size": BLOCK_TOKENS, "num_gpu_blocks": 128},
+                    "device_config": {"device": self._double.config["device"]},
+                    "lora_config": self._double.loras.config,
+                    "weight_transfer_config": self._double.config["weight_transfer"],
+                }
+            }
+        )

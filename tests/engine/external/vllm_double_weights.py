@@ -1,0 +1,206 @@
+"""How does the double of vLLM take weights by NCCL or IPC? In the four phases of 0.32.0's source.
+
+By NCCL its one worker is rank 1, by calls of NCCL's own names. A layer that was given some of its
+weights counts them until an update is finished, and what it is given twice is too much.
+"""
+
+import asyncio
+import base64
+from typing import Any
+
+import torch
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tests.engine.external import vllm_double
+from tests.engine.external.vllm_double_loras import error_body
+from tests.host_gpu import HostGpu
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.models.model_weights import load_directory
+from tidegate.errors import TidegateError, WeightsRefused
+from tidegate.serving.vllm_server.ipc_receiver import read_handles
+from tidegate.transport.messages import SharedMemory
+from tidegate.transport.weight_channels.cuda_nccl import (
+    Communicator,
+    NcclFailed,
+    nccl_library,
+    packs,
+)
+
+ACTIVE = (
+    "start_weight_update called while a weight update is already active. "
+    "Call finish_weight_update first."
+)
+
+INIT_FIELDS = {
+    "nccl_unique_id_b64",
+    "rank_offset",
+    "world_size",
+    "packed",
+    "packed_buffer_size_bytes",
+}
+
+PATIENCE_S = 30.0
+
+
+class Transfers:
+    """One server's weight transfer engine."""
+
+    def __init__(self, double: "vllm_double.VllmDouble") -> None:
+        self._double = double
+        self._group: Communicator | None = None
+        self.gpu = HostGpu()
+        """The worker's own."""
+        self._init: dict[str, Any] = {}
+        self._is_active = False
+        self.is_apart = False
+        """Whether its layers have no weights to compute with."""
+        self._given: dict[str, torch.Tensor] = {}
+        self.took: list[list[str]] = []
+        """Names of each whole update."""
+        self.fails_at: str | None = None
+        """A tensor's name; once."""
+        self.refuses_to_start = False
+        self.refuses_updates = False
+        self.stays_away = False
+        """It says that it has met the trainer, and hasn't."""
+        self.workers = 1
+
+    @property
+    def routes(self) -> dict[str, Any]:
+        return {
+            "/init_weight_transfer_engine": self._connect,
+            "/start_weight_update": self._start,
+            "/update_weights": self._update,
+            "/finish_weight_update": self._finish,
+            "/shutdown_weight_transfer_engine": self._shut_down,
+            "/get_world_size": self._world_size,
+        }
+
+    async def _world_size(self, request: Request) -> Response:
+        return JSONResponse({"world_size": self.workers})
+
+    async def _connect(self, request: Request) -> Response:
+        info = (await request.json())["init_info"]
+        if self._double.config["weight_transfer"]["backend"] == "ipc":
+            self._init = info
+            return JSONResponse({"message": "Weight transfer initialized"})
+        if unknown := set(info) - INIT_FIELDS:
+            return failed(f"Invalid init_info for NCCLWeightTransferEngine: {unknown}")
+        self._init = info
+        if self.stays_away:
+            return JSONResponse({"message": "Weight transfer initialized"})
+        identity = base64.b64decode(info["nccl_unique_id_b64"], validate=True)
+        try:
+            self._group = await asyncio.to_thread(
+                Communicator,
+                nccl_library(),
+                identity,
+                rank=info["rank_offset"],
+                ranks=info["world_size"],
+                device=torch.device("cpu"),
+            )
+        except NcclFailed as error:
+            return failed(str(error))
+        return JSONResponse({"message": "Weight transfer initialized"})
+
+    async def _start(self, request: Request) -> Response:
+        if self.refuses_to_start or self._is_active:
+            return failed(ACTIVE if self._is_active else "Weight transfer not configured.")
+        assert self._double.paused, "EngineDeadError: the next step would meet meta tensors"
+        self._is_active = self.is_apart = True
+        return JSONResponse({"message": "Weight update started"})
+
+    async def _update(self, request: Request) -> Response:
+        if not self._is_active:
+            return failed("start_weight_update must be called before update_weights.")
+        if self._group is None and "rank_offset" in self._init:
+            return self._broken("NCCL weight transfer not initialized.")
+        if self.refuses_updates:
+            return self._broken("CUDA out of memory.")
+        info = (await request.json())["update_info"]
+        try:
+            for name, tensor in await asyncio.to_thread(self._received, info):
+                if name == self.fails_at:
+                    self.fails_at = None
+                    return self._broken(f"There is no module or parameter named {name!r}")
+                if name in self._given:
+                    return self._broken(f"a layer has more than its elements: {name}")
+                self._given[name] = tensor
+        except (NcclFailed, WeightsRefused) as error:
+            return self._broken(str(error))
+        return JSONResponse({"message": "Weights updated"})
+
+    def _broken(self, why: str) -> Response:
+        self._is_active = False
+        return failed(why)
+
+    def _received(self, info: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+        return self._mapped(info) if self._group is None else self._broadcast(self._group, info)
+
+    def _mapped(self, info: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+        """Out of the one buffer that the handle leads to, each at the end of the one before."""
+        handles = read_handles(info["ipc_handles_pickled"])
+        assert isinstance(handles, dict)
+        if self.gpu.uuid not in handles:
+            raise WeightsRefused(f"IPC handle not found for GPU UUID {self.gpu.uuid}.")
+        told = handles[self.gpu.uuid]
+        assert (told.size, told.dtype) == ((told.storage_bytes,), torch.uint8)
+        where = (told.memory, told.storage_bytes, told.storage_offset_bytes)
+        memory = SharedMemory(self.gpu.uuid, *where, told.counter, told.counter_offset)
+        sizes = info["tensor_sizes"]
+        parts = torch.split(self.gpu.open(memory)[: sum(sizes)], sizes)
+        rows = zip(info["names"], info["dtype_names"], info["shapes"], parts, strict=True)
+        return [(n, p.clone().view(getattr(torch, d)).view(shape)) for n, d, shape, p in rows]
+
+    def _broadcast(
+        self, group: Communicator, info: dict[str, Any]
+    ) -> list[tuple[str, torch.Tensor]]:
+        rows = zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
+        empty = [(name, torch.empty(shape, dtype=getattr(torch, d))) for name, d, shape in rows]
+        if not self._init["packed"]:
+            for _, tensor in empty:
+                group.broadcast(tensor, patience_s=PATIENCE_S)
+            return empty
+        size = self._init["packed_buffer_size_bytes"]
+        for together in packs(empty, lambda one: one[1].nbytes, size):
+            buffer = torch.empty(sum(one.nbytes for _, one in together), dtype=torch.uint8)
+            group.broadcast(buffer, patience_s=PATIENCE_S)
+            start = 0
+            for _, tensor in together:
+                part = buffer[start : start + tensor.nbytes]
+                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+                start += tensor.nbytes
+        return empty
+
+    async def _finish(self, request: Request) -> Response:
+        if not self._is_active:
+            return failed("finish_weight_update called without a matching start_weight_update.")
+        self._is_active = self.is_apart = False
+        given, self._given = self._given, {}
+        if given:
+            self.took.append(list(given))
+            shape = ModelConfig.from_directory(self._double.path)
+            weights = load_directory(self._double.path, shape, torch.float32)
+            try:
+                for name, tensor in given.items():
+                    weights.load(name, tensor)
+            except TidegateError as error:
+                return failed(str(error))
+            self._double.runner.swap(weights)
+        body = await request.body()
+        if body and (label := (await request.json())["weight_version"]) is not None:
+            self._double.label = label
+        return JSONResponse({"message": "Weight update finished"})
+
+    async def _shut_down(self, request: Request) -> Response:
+        if self._is_active:
+            return failed("Cannot release a trainer connection during a weight update")
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+        return JSONResponse({"message": "Weight transfer shut down"})
+
+
+def failed(why: str) -> Response:
+    return error_body(500, f"Call to collective_rpc method failed: {why}")

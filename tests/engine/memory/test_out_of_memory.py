@@ -1,0 +1,66 @@
+"""Does an engine go on that has no memory for a step, with less, and lose no token by it?"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.external.fake_engine import FakeEngine, uninterrupted
+from tests.engine.memory.tight_worker import TOKENS_MAX
+from tests.engine.orchestra import PROMPT, Models, Orchestra
+from tests.engine.replaying import assert_replays
+from tidegate.engine.memory.step_budget import RECOVERY_STEPS, StepBudget
+from tidegate.transport.messages import LENGTH, Complaint, SamplingParams, Step
+
+pytestmark = pytest.mark.wire
+
+
+def test_turns_go_on_in_steps_that_fit_and_every_token_is_right(
+    models: Models, tmp_path: Path
+) -> None:
+    program = "tests.engine.memory.tight_worker"
+    options = ["--max-step-tokens", "64", "--max-running-turns", "16", "--num-blocks", "128"]
+    with Orchestra(tmp_path, models.directories[0], options, program=program) as engine:
+        engine.welcome(credit_steps=64)
+        turns = [
+            engine.submit(PROMPT[: 3 + n], SamplingParams(max_tokens=12, seed=n)) for n in range(9)
+        ]
+        for turn in turns:
+            assert engine.finish(turn).finish == LENGTH
+            assert_replays(turn, engine, {0: models.weights[0]})
+        sizes = [len(m.turns) // 4 for m in engine.log if isinstance(m, Step)]
+        assert max(sizes) <= TOKENS_MAX
+        told = [message.message for message in engine.log if isinstance(message, Complaint)]
+        assert told[0].startswith("out of memory in a step of ")
+        assert told[0].endswith("tokens at most")
+        assert 1 <= len(told) <= 6  # 64 is halved to 1 by then
+        assert engine.await_heartbeat(2).out_of_memory_steps == len(told)
+        assert engine.stderr.read_text().count("warning: out of memory") == len(told)
+
+
+def test_what_a_failed_step_should_have_computed_is_shared_with_nobody() -> None:
+    engine = FakeEngine(max_step_tokens=32)
+    prompt = list(range(20))
+    for _ in range(3):  # they share a prefill that is planned, and then fails
+        engine.submit(prompt, 4)
+    rows = engine.scheduler.plan()
+    assert engine.scheduler.fail(sum(len(row.token_ids) for row in rows))
+    engine.scheduler.check()
+    assert engine.scheduler.running_turns == 0
+    engine.submit(prompt, 4)
+    engine.run()
+    assert {tuple(t.token_ids) for t in engine.turns.values()} == {tuple(uninterrupted(prompt, 4))}
+
+
+def test_a_step_of_one_token_cannot_be_made_smaller() -> None:
+    budget = StepBudget(8)
+    assert [budget.fail(tokens) for tokens in (8, 4, 2, 1)] == [True, True, True, False]
+
+
+def test_steps_grow_again_when_they_have_worked_for_a_while() -> None:
+    budget = StepBudget(100)
+    budget.fail(90)
+    seen = []
+    for _ in range(2 * RECOVERY_STEPS + 5):
+        seen.append(budget.tokens)
+        budget.succeed()
+    assert seen == [45] * RECOVERY_STEPS + [90] * RECOVERY_STEPS + [100] * 5

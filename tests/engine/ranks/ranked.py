@@ -1,0 +1,152 @@
+"""An engine of several ranks in one process: each rank but 0 is a thread. Sums go over loopback."""
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+from tidegate.engine.execution.runner import ModelRunner
+from tidegate.engine.execution.served_model import ServedModel, open_model
+from tidegate.engine.execution.sleep import Sleeper
+from tidegate.engine.models.model_weights import Quantization
+from tidegate.engine.models.rank_group import RankGroup
+from tidegate.engine.models.shards import Shard
+from tidegate.engine.ranks.rank_loop import RankLoop
+from tidegate.engine.ranks.ranked_sleep import Frozen
+from tidegate.engine.ranks.ranks import RankedRunner, RankedStaging
+from tidegate.engine.ranks.team import Team
+from tidegate.engine.weights.staging import Staging
+from tidegate.engine.weights.weight_store import WeightStore
+from tidegate.errors import ModelError, RankLost
+from tidegate.transport import rank_messages as rank
+
+Reload = Callable[[WeightStore, Callable[[], None]], None]
+
+
+class RankThread:
+    """What :class:`Team` takes for a process."""
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self._thread = thread
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+        assert not self._thread.is_alive()
+
+    def kill(self) -> None:
+        raise AssertionError("a thread can't be killed")
+
+
+def _no_room() -> WeightStore:
+    raise MemoryError("none left")
+
+
+def _at_the_second_try(reload: Reload) -> Reload:
+    tries = iter([False, True])
+
+    def later(weights: WeightStore, beat: Callable[[], None]) -> None:
+        if not next(tries):
+            raise ModelError("the model directory is not there")
+        reload(weights, beat)
+
+    return later
+
+
+class RankedEngine:
+    """Rank 0's side of it."""
+
+    def __init__(
+        self,
+        path: Path,
+        ranks: int,
+        *,
+        deterministic: bool,
+        quantize: Quantization | None,
+        lacks_room: bool,
+        reloads_late: bool,
+    ) -> None:
+        self._path, self._ranks, self._lacks_room = path, ranks, lacks_room
+        self._reloads_late = reloads_late
+        self.runners: dict[int, ModelRunner] = {}
+        """By rank."""
+        self._is_deterministic, self._quantize = deterministic, quantize
+        self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        connections, threads = [], []
+        for number in range(1, ranks):
+            mine, theirs = Pipe()
+            thread = threading.Thread(target=self._serve, args=(number, theirs), daemon=True)
+            thread.start()
+            connections.append(mine)
+            threads.append(RankThread(thread))
+        self.team = Team(connections, threads)
+        model, runner, group = self._open(0)
+        self.team.wait_loaded()
+        group.connect()
+        self.runner = RankedRunner(runner, self.team)
+        self.model = model
+        self.staging = RankedStaging(model.allocate, self.team)
+
+    def _open(self, number: int) -> tuple[ServedModel, ModelRunner, RankGroup]:
+        shard = Shard(number, self._ranks)
+        group = RankGroup(number, self._ranks, Path(self.directory.name) / "meeting")
+        model = open_model(
+            self._path,
+            "float32",
+            shard=shard,
+            group=group,
+            is_deterministic=self._is_deterministic,
+            quantize=self._quantize,
+        )
+        runner = model.make_runner(num_blocks=128, block_tokens=8)
+        assert isinstance(runner, ModelRunner)
+        self.runners[number] = runner
+        return model, runner, group
+
+    def _serve(self, number: int, connection: Connection) -> None:
+        model, runner, group = self._open(number)
+        connection.send_bytes(rank.encode(rank.RankLoaded()))
+        rank.decode_to_rank(connection.recv_bytes())
+        group.connect()
+        staging = Staging(_no_room if self._lacks_room else model.allocate)
+        reload = _at_the_second_try(model.reload) if self._reloads_late else model.reload
+        sleeper = Sleeper(runner, staging, Frozen(), reload=reload)
+        try:
+            RankLoop(connection, runner, staging, sleeper).run()
+        except RankLost as error:
+            connection.send_bytes(rank.encode(rank.RankFailed(str(error))))
+        finally:
+            sleeper.close()
+            staging.close()
+            connection.close()
+
+
+@contextmanager
+def ranked_engine(
+    path: Path,
+    ranks: int = 2,
+    *,
+    deterministic: bool = False,
+    quantize: Quantization | None = None,
+    lacks_room: bool = False,
+    reloads_late: bool = False,
+) -> Iterator[RankedEngine]:
+    """An engine of so many ranks, ended afterwards.
+
+    All but rank 0 may lack room for an update, or fail once to read the model directory again.
+    """
+    engine = RankedEngine(
+        path,
+        ranks,
+        deterministic=deterministic,
+        quantize=quantize,
+        lacks_room=lacks_room,
+        reloads_late=reloads_late,
+    )
+    try:
+        yield engine
+    finally:
+        engine.team.close()
+        engine.staging.close()
+        engine.directory.cleanup()

@@ -1,0 +1,134 @@
+"""Do all ranks of an engine give their memory back, or none, and are they as before once awake?"""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from tests.engine.models.test_tensor_parallel import assert_alike, make_turns, one_rank, stage, swap
+from tests.engine.orchestra import named_buffers
+from tests.engine.ranks.ranked import RankedEngine, ranked_engine
+from tests.engine.scheduling.driving import drive
+from tests.models import make_model_directory
+from tidegate.engine.ranks.ranked_sleep import Frozen, RankedSleeper
+from tidegate.transport.messages import Message, WeightsStaged
+from tidegate.transport.sleep_messages import Asleep, Awake, Sleep, SleepFailed, SleepLevel, Wake
+
+
+def sleeper_of(engine: RankedEngine) -> RankedSleeper:
+    return RankedSleeper(
+        engine.runner, engine.staging, Frozen(), reload=engine.model.reload, team=engine.team
+    )
+
+
+def put_to_sleep(sleeper: RankedSleeper, level: SleepLevel) -> Message:
+    sleeper.ask(Sleep(request=1, level=level, tags=["weights", "kv_cache"]))
+    [answer] = sleeper.settle()  # at once, for nothing is being staged
+    return answer
+
+
+def wake(sleeper: RankedSleeper) -> Message:
+    return sleeper.wake(Wake(request=2, tags=["weights", "kv_cache"]))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_ranks_that_slept_compute_what_they_did_before(level: SleepLevel, tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path, "qwen3", hidden_size=128)
+    before, after = make_turns(), make_turns()
+    with ranked_engine(path) as engine:
+        drive(engine.runner, before, new_tokens=4)
+        sleeper = sleeper_of(engine)
+        awake_sums = sums(engine)
+        asleep = put_to_sleep(sleeper, level)
+        assert isinstance(asleep, Asleep)
+        assert set(asleep.tags) == set(sleeper.asleep) == {"weights", "kv_cache"}
+        assert all(now < was / 2 for now, was in zip(sums(engine), awake_sums, strict=True))
+        assert not sleeper.has_weights
+        assert wake(sleeper) == Awake(request=2, tags=[])
+        assert sums(engine) == awake_sums
+        drive(engine.runner, after, new_tokens=4)
+    assert_alike(before, after)
+
+
+def sums(engine: RankedEngine) -> list[float]:
+    """Of each rank's weights: pages that are given back read as zeros."""
+    return [
+        sum(float(tensor.float().abs().sum()) for tensor in runner.weights.tensors())
+        for _, runner in sorted(engine.runners.items())
+    ]
+
+
+def test_what_one_rank_cannot_wake_is_asleep_until_it_can(tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path, "qwen3")
+    before, after = make_turns(), make_turns()
+    with ranked_engine(path, reloads_late=True) as engine:
+        drive(engine.runner, before, new_tokens=4)
+        sleeper = sleeper_of(engine)
+        assert isinstance(put_to_sleep(sleeper, 2), Asleep)
+        failed = wake(sleeper)
+        assert isinstance(failed, SleepFailed)
+        assert failed.message.startswith("rank 1: ")
+        assert "weights" in sleeper.asleep
+        assert wake(sleeper) == Awake(request=2, tags=[])
+        drive(engine.runner, after, new_tokens=4)
+    assert_alike(before, after)
+
+
+def test_where_one_rank_cannot_sleep_all_wake_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_model_directory(tmp_path / "model", "qwen3")
+    before, after = make_turns(), make_turns()
+    with ranked_engine(path) as engine:
+        drive(engine.runner, before, new_tokens=4)
+        sleeper = sleeper_of(engine)
+        monkeypatch.setenv("TMPDIR", str(tmp_path / "not there"))
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "not there"))
+        failed = put_to_sleep(sleeper, 1)
+        assert isinstance(failed, SleepFailed)
+        assert "rank 0: can't give memory back" in failed.message
+        assert "rank 1: can't give memory back" in failed.message
+        assert sleeper.asleep == []
+        drive(engine.runner, after, new_tokens=4)
+    assert_alike(before, after)
+
+
+class FullDisk(RankedSleeper):
+    """Rank 0's, which has no room for what is to sleep."""
+
+    def _put_weights_to_sleep(self, level: SleepLevel) -> None:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+
+def test_what_slept_in_vain_and_cannot_wake_is_asleep_until_it_can(tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path, "qwen3")
+    before, after = make_turns(), make_turns()
+    with ranked_engine(path, reloads_late=True) as engine:
+        drive(engine.runner, before, new_tokens=4)
+        sleeper = FullDisk(
+            engine.runner, engine.staging, Frozen(), reload=engine.model.reload, team=engine.team
+        )
+        failed = put_to_sleep(sleeper, 2)
+        assert isinstance(failed, SleepFailed)
+        assert "rank 0: can't give memory back: [Errno 28]" in failed.message
+        assert sleeper.asleep == ["weights", "kv_cache"]  # on rank 1, and so for all
+        assert wake(sleeper) == Awake(request=2, tags=[])
+        drive(engine.runner, after, new_tokens=4)
+    assert_alike(before, after)
+
+
+def test_weights_published_into_ranks_asleep_are_those_of_all_once_swapped(tmp_path: Path) -> None:
+    paths = [make_model_directory(tmp_path / str(seed), "qwen3", seed=seed) for seed in (0, 1)]
+    expected, seen = make_turns(), make_turns()
+    drive(one_rank(paths[1]), expected, new_tokens=4)
+    with ranked_engine(paths[0]) as engine:
+        sleeper = sleeper_of(engine)
+        assert isinstance(put_to_sleep(sleeper, 2), Asleep)
+        [told] = stage(engine, 1, named_buffers(paths[1]))
+        assert isinstance(told, WeightsStaged)
+        swap(engine, 1)
+        sleeper.swapped()
+        assert sleeper.asleep == ["kv_cache"]
+        assert wake(sleeper) == Awake(request=2, tags=[])
+        drive(engine.runner, seen, new_tokens=4)
+    assert_alike(expected, seen)

@@ -1,0 +1,419 @@
+"""What do logit processors do to a turn, and what becomes of one that fails?"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models import EOS_TOKEN_ID, make_model_directory
+from tidegate.engine.execution.runner import ModelRunner
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.models.model_weights import load_directory
+from tidegate.engine.models.tokenizer import ModelTokenizer
+from tidegate.engine.sampling.logits import ProcessorSetup, TurnTokens
+from tidegate.engine.sampling.options import OptionReader
+from tidegate.engine.sampling.processors import ProcessorRegistry
+from tidegate.engine.scheduling.scheduler import Scheduler, StepColumns
+from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.errors import ConfigError, TurnRefused
+from tidegate.transport import messages
+from tidegate.transport.messages import LENGTH, RUNNING, STOP, SubmitTurn
+from tidegate.transport.sampling import Processor, SamplingParams
+
+pytestmark = pytest.mark.wire
+
+VOCAB = 96
+
+PATIENCE_S = 120.0
+"""A test that waits longer for a grammar hangs."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_directory(tmp_path_factory.mktemp("processors") / "model")
+
+
+@pytest.fixture
+def bad_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules that are none of processors, to be imported."""
+    (tmp_path / "clashing_processors.py").write_text("PROCESSORS = {'allowed_tokens': print}")
+    (tmp_path / "empty_processors.py").write_text("")
+    (tmp_path / "odd_processors.py").write_text("PROCESSORS = ['once']")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+class Engine:
+    """Scheduler and runner of a real model, without a wire."""
+
+    def __init__(self, model: Path, modules: list[str]) -> None:
+        config = ModelConfig.from_directory(model)
+        weights = load_directory(model, config, torch.float32)
+        limits = EngineLimits(
+            max_running_turns=8,
+            max_step_tokens=32,
+            num_blocks=64,
+            block_tokens=16,
+            context_tokens_max=256,
+            vocab_size=VOCAB,
+        )
+        self.options = OptionReader(
+            vocab_size=VOCAB,
+            max_running_turns=8,
+            tokenizer=ModelTokenizer(model),
+            registry=ProcessorRegistry(modules),
+        )
+        self.scheduler = Scheduler(limits, options=self.options)
+        self.runner = ModelRunner(config, weights, num_blocks=64)
+        self.tokens: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[float]] = {}
+        self.finish: dict[int, int] = {}
+        self.details: dict[int, list[messages.TokenDetails]] = {}
+
+    def submit(self, turn: int, prompt: list[int], *processors: Processor, **asked: Any) -> None:
+        sampling = SamplingParams(
+            **({"max_tokens": 12, "seed": turn} | asked),
+            processors=[processor.to_str() for processor in processors],
+        )
+        token_ids = np.array(prompt, "<i4").tobytes()
+        self.scheduler.submit(SubmitTurn(turn=turn, token_ids=token_ids, sampling=sampling))
+        self.tokens[turn], self.finish[turn] = [], RUNNING
+        self.logprobs[turn], self.details[turn] = [], []
+
+    def run(self) -> dict[int, str]:
+        """Until no turn is left; what was refused on the way."""
+        while rows := self.scheduler.plan():
+            columns = self.scheduler.complete(self.runner.step(rows))
+            if columns is not None:
+                self._take(columns)
+        answers = self.scheduler.take_answers()
+        assert all(isinstance(answer, messages.TurnRefused) for answer in answers)
+        return {a.turn: a.message for a in answers if isinstance(a, messages.TurnRefused)}
+
+    def _take(self, columns: StepColumns) -> None:
+        handles = np.frombuffer(columns.turns, "<u4").tolist()
+        ids, logprobs = (
+            np.frombuffer(columns.token_ids, "<i4").tolist(),
+            np.frombuffer(columns.logprobs, "<f4").tolist(),
+        )
+        finish = columns.finish or bytes(len(handles))
+        for handle, token_id, logprob, code in zip(handles, ids, logprobs, finish, strict=True):
+            self.tokens[handle].append(token_id)
+            self.logprobs[handle].append(logprob)
+            self.finish[handle] = code
+        for told in columns.details:
+            self.details[told.turn].append(told)
+
+
+@pytest.fixture
+def engine(model: Path) -> Iterator[Engine]:
+    engine = Engine(model, ["tests.engine.sampling.own_processors"])
+    yield engine
+    engine.options.close()
+
+
+def test_only_allowed_tokens_are_sampled_and_never_a_disallowed_one(engine: Engine) -> None:
+    engine.submit(1, [5, 6], Processor("allowed_tokens", {"token_ids": [7, 8, 9]}))
+    engine.submit(2, [5, 6], Processor("disallowed_tokens", {"token_ids": list(range(90))}))
+    engine.submit(3, [5, 6], Processor("allowed_tokens", {"token_ids": [7]}))
+    assert engine.run() == {}
+    assert {*engine.tokens[1]} <= {7, 8, 9}
+    assert {*engine.tokens[2]} <= {*range(90, 96)}
+    assert (engine.tokens[3], engine.logprobs[3]) == ([7] * 12, [0.0] * 12)
+
+
+def test_processors_apply_one_after_another(engine: Engine) -> None:
+    engine.submit(
+        1,
+        [5, 6],
+        Processor("allowed_tokens", {"token_ids": [7, 8, 9]}),
+        Processor("disallowed_tokens", {"token_ids": [8]}),
+    )
+    assert engine.run() == {}
+    assert {*engine.tokens[1]} == {7, 9}
+
+
+def test_a_temperature_schedule_is_the_temperature_it_names_at_each_token() -> None:
+    schedule = Processor("temperature_schedule", {"initial": 2.0, "final": 0.5, "warmup_tokens": 3})
+    setup = ProcessorSetup(VOCAB, (), ModelTokenizer(None))
+    name, processor = ProcessorRegistry().make(schedule.to_str(), setup)
+    assert name == "temperature_schedule"
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
+    for index, temperature in enumerate((2.0, 1.5, 1.0, 0.5, 0.5)):
+        edited = logits.clone()
+        processor(edited, TurnTokens(np.zeros(2, np.int32), np.zeros(index, np.int32)))
+        expected = torch.log_softmax(logits / temperature, -1)
+        assert torch.allclose(torch.log_softmax(edited, -1), expected, atol=1e-5)
+
+
+def test_a_users_own_processor_sees_prompt_and_output_and_edits_its_row_only(
+    engine: Engine,
+) -> None:
+    engine.submit(1, [5, 6], Processor("once"), max_tokens=40)
+    engine.submit(2, [5, 6], max_tokens=40)
+    engine.submit(3, [5, 6], Processor("nosy"))
+    refused = engine.run()
+    assert len({*engine.tokens[1]}) == 40
+    a, b = engine.tokens[3]
+    seen = [([5, 6], [], 96), ([5, 6], [a], 96), ([5, 6], [a, b], 96)]
+    assert refused == {3: f"logit processor 'nosy' failed after 2 tokens: RuntimeError: {seen!r}"}
+
+
+def test_a_processor_that_raises_ends_its_turn_and_no_other(engine: Engine) -> None:
+    engine.submit(1, [5, 6], max_tokens=8)
+    engine.run()
+    undisturbed = engine.tokens[1]
+    engine.submit(1, [5, 6], max_tokens=8)
+    engine.submit(2, [5, 6], Processor("raising", {"after": 0}))
+    engine.submit(3, [5, 6, 7], Processor("raising", {"after": 3}), top_logprobs=1)
+    engine.submit(4, [5, 6], top_logprobs=1, max_tokens=8)
+    engine.submit(5, [5, 6, 8], Processor("raising", {"after": 1, "by": "exit"}))
+    assert engine.run() == {
+        5: "logit processor 'raising' failed after 1 tokens: SystemExit: what a pity",
+        2: "logit processor 'raising' failed after 0 tokens: RuntimeError: what a pity",
+        3: "logit processor 'raising' failed after 3 tokens: RuntimeError: what a pity",
+    }
+    assert engine.tokens[1] == undisturbed
+    assert [len(engine.tokens[turn]) for turn in (1, 2, 3, 4)] == [8, 0, 3, 8]
+    assert [len(engine.details[turn]) for turn in (1, 2, 3, 4)] == [0, 0, 3, 8]
+    assert engine.scheduler.free_blocks == 64
+    assert engine.scheduler.handles == []
+
+
+@pytest.mark.parametrize("peak", ["-inf", "inf", "nan"])
+def test_a_turn_that_is_left_nothing_to_sample_ends_and_says_so(engine: Engine, peak: str) -> None:
+    engine.submit(1, [5, 6], Processor("silencing", {"after": 2, "with": peak}))
+    engine.submit(2, [5, 6], max_tokens=4)
+    [message] = engine.run().values()
+    assert message.startswith("after 2 tokens the logit processors silencing leave nothing to")
+    assert f"largest logit is {peak};" in message
+    assert (engine.finish[1], engine.finish[2]) == (RUNNING, LENGTH)
+
+
+ARGUMENTS = [
+    ("allowed_tokens", {"token_ids": []}, "token_ids is empty"),
+    ("allowed_tokens", {"token_ids": [96]}, r"token 96 is outside the vocabulary \[0, 96\)"),
+    ("allowed_tokens", {"token_ids": ["a"]}, "Expected `int`, got `str`"),
+    ("allowed_tokens", {"ids": [1]}, "unknown field `ids`"),
+    ("disallowed_tokens", {"token_ids": list(range(96))}, "whole vocabulary"),
+    ("temperature_schedule", {"initial": 1, "final": 0, "warmup_tokens": 4}, "got 0"),
+    ("temperature_schedule", {"initial": 1, "final": 1, "warmup_tokens": 0}, "at least 1, got 0"),
+    ("json_schema", {"schema": {"type": "nonsense"}}, "json_schema"),
+    ("grammar", {"lark": "start: :"}, "grammar"),
+    ("raise", {}, "no logit processor is called 'raise' here; there are allowed_tokens, disallow"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "told"), ARGUMENTS)
+def test_arguments_that_make_no_sense_refuse_the_turn(
+    engine: Engine, name: str, arguments: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(TurnRefused, match=told):
+        engine.submit(1, [5], Processor(name, arguments), stop_token_ids=[EOS_TOKEN_ID])
+    assert engine.scheduler.handles == []
+
+
+def test_text_that_is_no_processor_refuses_the_turn(engine: Engine) -> None:
+    for text in ("", "[]", '{"name": 3}', "[" * 100_000):
+        sampling = SamplingParams(max_tokens=1, processors=[text])
+        with pytest.raises(TurnRefused, match=r"is no processor .*; write it as \{"):
+            engine.scheduler.submit(SubmitTurn(turn=1, token_ids=bytes(4), sampling=sampling))
+
+
+def test_a_processor_travels_as_json_whose_keys_keep_their_order() -> None:
+    one = Processor("allowed_tokens", {"b": [1, 2.5], "a": {"y": None, "x": "é"}})
+    told = '{"name":"allowed_tokens","arguments":{"b":[1,2.5],"a":{"y":null,"x":"é"}}}'
+    assert one.to_str() == told
+    assert Processor.from_str(told).to_str() == told
+    assert Processor.from_str(one.to_str()) == one
+    assert Processor.from_str('{"name": "x"}') == Processor("x")
+    with pytest.raises(ConfigError, match="'x' can't be written as JSON"):
+        Processor("x", {"set": object()}).to_str()
+    with pytest.raises(ConfigError, match="'x' can't be written as JSON: Out of range"):
+        Processor("x", {"bias": [math.nan]}).to_str()
+
+
+def test_a_schemas_properties_are_written_in_its_order(engine: Engine, model: Path) -> None:
+    pytest.importorskip("llguidance")
+    number = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = {
+        "type": "object",
+        "properties": {"why": number, "answer": number},
+        "required": ["why", "answer"],
+        "additionalProperties": False,
+    }
+    processor = Processor("json_schema", {"schema": schema})
+    engine.submit(0, [5, 6], processor, max_tokens=60, stop_token_ids=[EOS_TOKEN_ID])
+    engine.run()
+    text = ModelTokenizer(model).get().decode(engine.tokens[0][:-1])
+    assert list(json.loads(text)) == ["why", "answer"]
+
+
+def test_a_grammar_too_deep_or_too_large_refuses_its_turn_and_no_process_ends(
+    engine: Engine,
+) -> None:
+    pytest.importorskip("llguidance")
+
+    def chain(rules: int) -> Processor:
+        names = [f'a{i}: "x" a{i + 1}' for i in range(rules)]
+        return Processor("grammar", {"lark": "\n".join(["start: a0", *names, f'a{rules}: "y"'])})
+
+    engine.submit(0, [5], chain(3200), max_tokens=2, stop_token_ids=[EOS_TOKEN_ID])
+    engine.run()
+    assert len(engine.tokens[0]) == 2
+    with pytest.raises(TurnRefused, match="bytes, and may have 65536"):
+        engine.submit(1, [5], chain(5000), max_tokens=2, stop_token_ids=[EOS_TOKEN_ID])
+
+
+def chained_terminals(count: int) -> Processor:
+    """A grammar that llguidance compiles in cubic time."""
+    lines = [f'T{i}: T{i + 1} | "x{i}"' for i in range(count)]
+    return Processor("grammar", {"lark": "\n".join(["start: T0", *lines, f'T{count}: "y"'])})
+
+
+COSTLY = {
+    "49 KB of chained terminals": chained_terminals(2500),
+    "1,500 pattern properties": Processor(
+        "json_schema",
+        {"schema": {"patternProperties": {f"^p{i}_[a-z]*$": True for i in range(1500)}}},
+    ),
+    "gigabytes for 43 bytes": Processor(
+        "json_schema", {"schema": {"type": "integer", "multipleOf": 100_000_007}}
+    ),
+}
+
+
+@pytest.mark.parametrize("processor", COSTLY.values(), ids=COSTLY)
+def test_a_grammar_that_costs_too_much_to_compile_refuses_its_turn_and_the_next_is_compiled(
+    processor: Processor, engine: Engine
+) -> None:
+    pytest.importorskip("llguidance")
+    asked = {"max_tokens": 2, "stop_token_ids": [EOS_TOKEN_ID]}
+    for turn in range(2):  # the second time from memory
+        with pytest.raises(TurnRefused, match=r"compiling it took more than .* ask for less of"):
+            engine.submit(turn, [5], processor, **asked)
+    engine.submit(3, [5], Processor("json_schema", {"schema": SCHEMA}), **asked)
+    engine.run()
+    assert len(engine.tokens[3]) == 2
+
+
+def test_a_turn_that_waits_for_its_grammar_can_be_cancelled_and_holds_up_no_other(
+    engine: Engine,
+) -> None:
+    pytest.importorskip("llguidance")
+    sampling = SamplingParams(
+        max_tokens=2,
+        stop_token_ids=[EOS_TOKEN_ID],
+        processors=[COSTLY["49 KB of chained terminals"].to_str()],
+    )
+    token_ids = np.array([5], "<i4").tobytes()
+    for turn in (1, 2):
+        message = SubmitTurn(turn=turn, token_ids=token_ids, sampling=sampling)
+        engine.scheduler.submit_prepared(message)
+    with pytest.raises(TurnRefused, match="turn handle 2 belongs to a turn that has not ended"):
+        engine.scheduler.submit_prepared(message)
+    engine.submit(3, [5, 6], max_tokens=4)
+    assert engine.run() == {}
+    assert len(engine.tokens[3]) == 4
+    assert engine.scheduler.handles == [1, 2]
+    engine.scheduler.cancel(1)
+    ended = engine.scheduler.take_ended()
+    assert ended is not None
+    assert np.frombuffer(ended.turns, "<u4").tolist() == [1]
+    futures.wait(engine.options.prepare(message), timeout=PATIENCE_S)
+    refused = engine.run()
+    assert list(refused) == [2]
+    assert "compiling it took more than" in refused[2]
+
+
+@pytest.mark.usefixtures("bad_modules")
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        ("no_such_module", "'no_such_module' can't be used: ModuleNotFoundError"),
+        ("empty_processors", "has no attribute 'PROCESSORS'; it must be importable"),
+        ("odd_processors", r"PROCESSORS must map names to functions, got \['once'\]"),
+        ("clashing_processors", "has a processor 'allowed_tokens', and so has another"),
+    ],
+)
+def test_a_module_that_is_none_of_processors_is_refused_at_the_start(
+    module: str, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        ProcessorRegistry([module])
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["n", "ok"],
+    "additionalProperties": False,
+}
+
+
+def test_a_json_schema_makes_every_turn_end_as_json_that_fits(engine: Engine, model: Path) -> None:
+    pytest.importorskip("llguidance")
+    processor = Processor("json_schema", {"schema": SCHEMA})
+    for turn in range(6):
+        engine.submit(turn, [5, 6], processor, max_tokens=60, stop_token_ids=[EOS_TOKEN_ID])
+    assert engine.run() == {}
+    tokenizer = ModelTokenizer(model).get()
+    said = set()
+    for turn in range(6):
+        assert (engine.finish[turn], engine.tokens[turn][-1]) == (STOP, EOS_TOKEN_ID)
+        text = tokenizer.decode(engine.tokens[turn][:-1])
+        value = json.loads(text)
+        assert value.keys() == {"n", "ok"}
+        assert 0 <= value["n"] <= 99
+        assert isinstance(value["ok"], bool)
+        said.add(text)
+    assert len(said) > 1
+
+
+def test_a_grammar_goes_on_where_a_moved_turn_was(engine: Engine, model: Path) -> None:
+    pytest.importorskip("llguidance")
+    processor = Processor("grammar", {"lark": 'start: "ab" ("c" | "d")+ "."'})
+    asked = {"stop_token_ids": [EOS_TOKEN_ID], "max_tokens": 9}
+    engine.submit(1, [5, 6], processor, **asked)
+    engine.run()
+    whole = engine.tokens[1]
+    for moved_after in range(1, len(whole)):
+        sampling = SamplingParams(
+            max_tokens=9 - moved_after,
+            seed=1,
+            stop_token_ids=[EOS_TOKEN_ID],
+            processors=[processor.to_str()],
+        )
+        context = np.array([5, 6, *whole[:moved_after]], "<i4").tobytes()
+        engine.tokens[2], engine.logprobs[2] = [], []
+        engine.scheduler.submit(
+            SubmitTurn(turn=2, token_ids=context, sampling=sampling, sampled_before=moved_after)
+        )
+        assert engine.run() == {}
+        assert engine.tokens[2] == whole[moved_after:]
+    text = ModelTokenizer(model).get().decode(whole)
+    assert text.startswith("ab")
+    assert engine.finish[1] in (STOP, LENGTH)
+
+
+def test_without_the_library_a_grammar_is_refused_with_what_to_install(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(TurnRefused, match=r"pip install 'tidegate\[grammar\]'"):
+        engine.submit(1, [5], Processor("json_schema", {"schema": SCHEMA}), stop_token_ids=[0])
+
+
+def test_a_grammar_without_a_stop_token_is_refused(engine: Engine) -> None:
+    pytest.importorskip("llguidance")
+    with pytest.raises(TurnRefused, match="no stop token to end with"):
+        engine.submit(1, [5], Processor("json_schema", {"schema": SCHEMA}))

@@ -1,0 +1,311 @@
+"""Is what a row samples what its options say, and do the log-probs told tell it?"""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from tests.engine.sampling.sampled_by_numpy import distribution
+from tidegate.engine.sampling.options import OptionReader
+from tidegate.engine.sampling.sampling import RowSampling, StepOutput, sample_rows
+from tidegate.engine.scheduling.turns import EngineLimits, TurnState, admit
+from tidegate.kernels.native import Native, native
+from tidegate.transport.messages import SubmitTurn
+from tidegate.transport.sampling import SamplingParams, TokenBias
+
+VOCAB = 23
+LIMITS = EngineLimits(
+    max_running_turns=64,
+    max_step_tokens=64,
+    num_blocks=64,
+    block_tokens=16,
+    context_tokens_max=512,
+    vocab_size=VOCAB,
+)
+READER = OptionReader(vocab_size=VOCAB, max_running_turns=64)
+
+
+def make_turn(asked: SamplingParams, prompt: list[int], output: list[int] = []) -> TurnState:  # noqa: B006
+    """A turn that has come so far, as an engine that takes it over has it."""
+    message = SubmitTurn(
+        turn=1,
+        token_ids=np.array(prompt + output, "<i4").tobytes(),
+        sampling=asked,
+        sampled_before=len(output),
+    )
+    return admit(message, LIMITS, 0, READER)
+
+
+def next_sampling(turn: TurnState) -> RowSampling:
+    """How its next token is drawn."""
+    turn.chunk_tokens = turn.length - turn.computed
+    sampling = turn.next_row().sampling
+    assert sampling is not None
+    return sampling
+
+
+def draw(
+    turns: list[TurnState], logits: torch.Tensor, compiled: Native | None = None
+) -> StepOutput:
+    return sample_rows(logits.clone(), [next_sampling(turn) for turn in turns], compiled)
+
+
+def told_distribution(turn: TurnState, logits: torch.Tensor) -> np.ndarray[Any, Any]:
+    """What the engine says the next token is drawn by; the turn asks for all log-probs."""
+    details = draw([turn], logits[None]).details[0]
+    probabilities = np.zeros(VOCAB)
+    ids = np.frombuffer(details.top_ids, np.int32)
+    probabilities[ids] = np.exp(np.frombuffer(details.top_logprobs, np.float32))
+    return probabilities
+
+
+def random_logits(seed: int, rows: int = 1) -> torch.Tensor:
+    return 3 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+TOKENS = st.integers(0, VOCAB - 1)
+OPTIONS = st.builds(
+    SamplingParams,
+    max_tokens=st.just(40),
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 0, 3, 9]),
+    top_p=st.sampled_from([1.0, 1.0, 0.55, 0.9]),
+    min_p=st.sampled_from([0.0, 0.0, 0.03, 0.2]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.8]),
+    presence_penalty=st.sampled_from([0.0, 0.6, -0.4]),
+    frequency_penalty=st.sampled_from([0.0, 0.35, -0.2]),
+    logit_bias=st.dictionaries(TOKENS, st.sampled_from([-2.5, 1.5]), max_size=4).map(
+        lambda biases: [TokenBias(token_id, bias) for token_id, bias in biases.items()]
+    ),
+    min_tokens=st.sampled_from([0, 4, 12]),
+    stop_token_ids=st.just([1, 2]),
+    top_logprobs=st.just(VOCAB),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@settings(deadline=None, max_examples=200, derandomize=True)
+@given(
+    asked=OPTIONS,
+    prompt=st.lists(TOKENS, min_size=1, max_size=12),
+    output=st.lists(TOKENS, max_size=12),
+    seed=st.integers(0, 1000),
+)
+def test_the_distribution_told_is_that_of_the_formulas(
+    asked: SamplingParams, prompt: list[int], output: list[int], seed: int
+) -> None:
+    logits = random_logits(seed)[0]
+    told = told_distribution(make_turn(asked, prompt, output), logits)
+    expected = distribution(logits.numpy(), asked, prompt, output)
+    np.testing.assert_allclose(told, expected, atol=2e-6)
+
+
+def random_options(random: np.random.Generator) -> SamplingParams:
+    """Each with its default every other time."""
+    return SamplingParams(
+        max_tokens=40,
+        temperature=float(random.choice([0.7, 1.0, 1.5])),
+        top_k=int(random.choice([0, 8])),
+        top_p=float(random.choice([1.0, 0.9])),
+        min_p=float(random.choice([0.0, 0.02])),
+        repetition_penalty=float(random.choice([1.0, 1.2])),
+        presence_penalty=float(random.choice([0.0, 0.5])),
+        frequency_penalty=float(random.choice([0.0, 0.3])),
+        logit_bias=[TokenBias(int(random.integers(VOCAB)), 1.0)],
+        min_tokens=int(random.choice([0, 9])),
+        stop_token_ids=[1, 2],
+        top_logprobs=VOCAB,
+    )
+
+
+def chi_square_sigmas(counts: np.ndarray[Any, Any], probabilities: np.ndarray[Any, Any]) -> float:
+    """How far the counts are from what is expected; rare tokens are counted as one."""
+    expected = probabilities * counts.sum()
+    rare = expected < 5
+    observed = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    chi_square = float((np.square(observed - expected) / expected).sum())
+    degrees = len(expected) - 1
+    assert degrees >= 2
+    # Wilson & Hilferty 1931: the cube root of chi-square over its degrees is almost normal.
+    spread = 2 / (9 * degrees)
+    return float(((chi_square / degrees) ** (1 / 3) - (1 - spread)) / spread**0.5)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_sampled_follows_the_log_probs_told(seed: int) -> None:
+    """Over 20,000 draws; options and draws come from the seed, so it passes always or never."""
+    random = np.random.default_rng(seed)
+    asked = random_options(random)
+    prompt, output = random.integers(VOCAB, size=(2, 8)).tolist()
+    logits = random_logits(seed)[0] / 3
+    turn = make_turn(asked, prompt, output)
+    probabilities = told_distribution(turn, logits)
+    counts = np.zeros(VOCAB)
+    one = next_sampling(turn)
+    for first in range(0, 20_000, 2_000):
+        rows = [
+            RowSampling(one.temperature, one.top_k, one.top_p, first + n, one.index, one.options)
+            for n in range(2_000)
+        ]
+        drawn = sample_rows(logits.repeat(2_000, 1), rows)
+        np.add.at(counts, drawn.token_ids, 1)
+        told = np.exp(drawn.logprobs)
+        np.testing.assert_allclose(told, probabilities[drawn.token_ids], atol=1e-6)
+
+    assert not counts[probabilities == 0].any()
+    assert chi_square_sigmas(counts, probabilities) < 4
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_transformers_own_processors_give_the_same_distribution(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    bias = {
+        int(t): float(b) for t, b in zip(random.integers(VOCAB, size=3), (-1, 0.5, 2), strict=True)
+    }
+    asked = SamplingParams(
+        max_tokens=40,
+        temperature=0.8,
+        top_k=12,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.25,
+        logit_bias=[TokenBias(token_id, value) for token_id, value in bias.items()],
+        min_tokens=20,
+        stop_token_ids=[1, 2],
+        top_logprobs=VOCAB,
+    )
+    prompt, output = random.integers(VOCAB, size=(2, 10)).tolist()
+    logits = random_logits(seed)
+    stops = torch.tensor([1, 2])
+    theirs: Any = LogitsProcessorList(
+        [
+            SequenceBiasLogitsProcessor([[[t], b] for t, b in bias.items()]),
+            MinNewTokensLengthLogitsProcessor(len(prompt), asked.min_tokens, stops, device="cpu"),
+            RepetitionPenaltyLogitsProcessor(asked.repetition_penalty),
+            TemperatureLogitsWarper(asked.temperature),
+            MinPLogitsWarper(asked.min_p),
+            TopKLogitsWarper(asked.top_k),
+            TopPLogitsWarper(asked.top_p),
+        ]
+    )
+    expected = theirs(torch.tensor([prompt + output]), logits.clone()).softmax(-1)[0]
+    told = told_distribution(make_turn(asked, prompt, output), logits[0])
+    np.testing.assert_allclose(told, expected.numpy(), atol=2e-6)
+
+
+def asking_for_everything(seed: int, **others: Any) -> SamplingParams:
+    options: dict[str, Any] = {
+        "max_tokens": 30,
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.4,
+        "logit_bias": [TokenBias(3, 2.0)],
+        "min_tokens": 25,
+        "stop_token_ids": [1],
+        "top_logprobs": 4,
+        "raw_logprobs": True,
+        "seed": seed,
+    }
+    return SamplingParams(**(options | others))
+
+
+def go_on(
+    turns: list[TurnState], steps: int, start: int = 0, compiled: Native | None = None
+) -> list[list[Any]]:
+    """All that is told of so many tokens of each turn; logits are random, and each turn's own."""
+    told: list[list[Any]] = [[] for _ in turns]
+    for step in range(start, start + steps):
+        logits = torch.cat([random_logits(1000 * turn.sampling.seed + step) for turn in turns])
+        output = draw(turns, logits, compiled)
+        for row, turn in enumerate(turns):
+            token_id = int(output.token_ids[row])
+            told[row].append((token_id, float(output.logprobs[row]), output.details.get(row)))
+            turn.append(token_id)
+    return told
+
+
+def test_a_turn_that_is_moved_is_sampled_as_if_it_had_stayed() -> None:
+    stayed = go_on([make_turn(asking_for_everything(7), [5, 3, 5])], 24)[0]
+    for moved_after in (1, 10, 23):
+        output = [token_id for token_id, *_ in stayed[:moved_after]]
+        asked = asking_for_everything(7, max_tokens=30 - moved_after)
+        moved = make_turn(asked, [5, 3, 5], output)
+        assert go_on([moved], 24 - moved_after, start=moved_after)[0] == stayed[moved_after:]
+
+
+@pytest.mark.parametrize("compiled", [None, native(torch.float32)], ids=["torch", "compiled"])
+def test_a_row_is_sampled_bit_for_bit_alike_whatever_its_companions_ask_for(
+    compiled: Native | None,
+) -> None:
+    plain = SamplingParams(max_tokens=30, seed=2)
+    askers = [
+        asking_for_everything(1),
+        plain,
+        asking_for_everything(3, temperature=0.0, min_p=0.5),
+        SamplingParams(max_tokens=30, seed=4, top_logprobs=2),
+        SamplingParams(max_tokens=30, seed=5, min_p=0.1, temperature=0.3),
+    ]
+    together = go_on([make_turn(asked, [4, 4, 9]) for asked in askers], 12, 0, compiled)
+    for asked, told in zip(askers, together, strict=True):
+        assert go_on([make_turn(asked, [4, 4, 9])], 12, 0, compiled) == [told]
+    assert [details for *_, details in together[1]] == [None] * 12
+
+
+def test_raw_log_probs_are_those_of_the_model_whatever_is_sampled_from() -> None:
+    turn = make_turn(asking_for_everything(1, temperature=0.3), [4, 4, 9])
+    logits = random_logits(0)
+    output = draw([turn], logits)
+    raw = np.frombuffer(output.details[0].raw_logprobs, np.float32)
+    plain = torch.log_softmax(logits, -1)[0, output.token_ids[0]]
+    assert raw.tolist() == [plain.item()]
+    assert abs(raw[0] - output.logprobs[0]) > 0.1
+
+
+def test_likeliest_tokens_come_in_order_and_those_left_out_have_no_probability() -> None:
+    turn = make_turn(SamplingParams(max_tokens=5, top_k=3, top_logprobs=5), [4])
+    logits = random_logits(3)
+    details = draw([turn], logits).details[0]
+    logprobs = np.frombuffer(details.top_logprobs, np.float32)
+    best = torch.topk(logits[0], 3)
+    assert np.frombuffer(details.top_ids, np.int32)[:3].tolist() == best.indices.tolist()
+    np.testing.assert_allclose(logprobs[:3], torch.log_softmax(best.values, -1), atol=1e-6)
+    assert np.isneginf(logprobs[3:]).all()
+    assert details.raw_logprobs == b""
+
+
+def test_stop_tokens_come_no_sooner_than_min_tokens() -> None:
+    asked = SamplingParams(max_tokens=9, min_tokens=3, stop_token_ids=[6], temperature=0.0)
+    turn = make_turn(asked, [4])
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 6], logits[0, 8] = 9.0, 5.0
+    sampled = []
+    for _ in range(4):
+        sampled.append(int(draw([turn], logits).token_ids[0]))
+        turn.append(sampled[-1])
+    assert sampled == [8, 8, 8, 6]
+
+
+def test_options_that_change_nothing_are_no_options() -> None:
+    for asked in itertools.chain.from_iterable(
+        [SamplingParams(max_tokens=5, top_p=p, temperature=t) for p in (0.5, 1.0)] for t in (0.0, 1)
+    ):
+        assert make_turn(asked, [1]).sampling.options is None

@@ -1,0 +1,64 @@
+"""How do tests run whole turns? Drives a ModelRunner as a scheduler would, in the oddest batches.
+
+Each turn's prompt is cut into chunks of unequal sizes, so that most steps mix rows that prefill
+with rows that decode; blocks are handed out in random order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+
+import numpy as np
+
+from tidegate.engine.execution.runner import Row, RowSampling, Runner
+
+GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0, index=0)
+
+Chunks = tuple[int, ...]
+
+
+@dataclass
+class DrivenTurn:
+    """One turn: what it starts from, what it sampled."""
+
+    prompt: list[int]
+    sampling: RowSampling
+    chunks: Chunks
+    """Sizes of its successive prefill chunks, over and over."""
+    adapter: str = ""
+    sampled: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def context(self) -> list[int]:
+        return self.prompt + self.sampled
+
+
+def drive(runner: Runner, turns: Sequence[DrivenTurn], *, new_tokens: int) -> None:
+    """Sample ``new_tokens`` for each turn; all begin in the first step."""
+    blocks = np.random.default_rng(0).permutation(runner.num_blocks).tolist()
+    tables: list[list[int]] = []
+    for turn in turns:
+        needed = -(-(len(turn.prompt) + new_tokens) // runner.block_tokens)
+        tables.append(blocks[:needed])
+        del blocks[:needed]
+    sizes = [cycle(turn.chunks) for turn in turns]
+    computed = [0] * len(turns)
+    while running := [n for n, turn in enumerate(turns) if len(turn.sampled) < new_tokens]:
+        rows = [_row(turns[n], computed[n], next(sizes[n]), tables[n]) for n in running]
+        output = runner.step(rows)
+        results = zip(output.token_ids.tolist(), output.logprobs.tolist(), strict=True)
+        for n, row in zip(running, rows, strict=True):
+            computed[n] += len(row.token_ids)
+            if row.sampling is not None:
+                token_id, logprob = next(results)
+                turns[n].sampled.append(token_id)
+                turns[n].logprobs.append(logprob)
+
+
+def _row(turn: DrivenTurn, computed: int, chunk: int, table: list[int]) -> Row:
+    context = turn.context
+    end = min(computed + chunk, len(context))
+    sampling = replace(turn.sampling, index=len(turn.sampled)) if end == len(context) else None
+    tokens = np.array(context[computed:end], np.int32)
+    return Row(tokens, computed, table, sampling, adapter=turn.adapter)

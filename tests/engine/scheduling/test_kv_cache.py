@@ -1,0 +1,247 @@
+import pytest
+
+from tidegate.engine.scheduling import kv_cache
+from tidegate.engine.scheduling.kv_cache import KvCache, Node
+
+
+def allocate(cache: KvCache, count: int) -> list[int]:
+    blocks = cache.allocate(count)
+    assert blocks is not None
+    return blocks
+
+
+def cache_path(cache: KvCache, node: Node, *contents: bytes) -> list[int]:
+    """Cache fresh blocks with these contents one after another; who asked holds them."""
+    blocks = allocate(cache, len(contents))
+    for block, tokens in zip(blocks, contents, strict=True):
+        node = cache.add(node, tokens, block)
+    return blocks
+
+
+# ---------------------------------------------------------------- blocks
+
+
+def test_every_block_is_handed_out_once_and_then_no_more() -> None:
+    cache = KvCache(5)
+
+    blocks = [*allocate(cache, 2), *allocate(cache, 3)]
+
+    assert sorted(blocks) == [0, 1, 2, 3, 4]
+    assert cache.free_blocks == 0
+    assert cache.allocate(1) is None
+    assert cache.allocate(0) == []
+
+
+def test_a_request_that_does_not_fit_takes_nothing() -> None:
+    cache = KvCache(3)
+
+    assert cache.allocate(4) is None
+    assert cache.free_blocks == 3
+
+
+def test_freed_blocks_can_be_allocated_again() -> None:
+    cache = KvCache(2)
+
+    cache.release(allocate(cache, 2))
+
+    assert cache.free_blocks == 2
+    assert sorted(allocate(cache, 2)) == [0, 1]
+
+
+@pytest.mark.parametrize("blocks", [[0, 0], [1], [-1], [2]])
+def test_a_block_freed_twice_or_never_taken_is_refused(blocks: list[int]) -> None:
+    cache = KvCache(2)
+    assert cache.allocate(1) == [0]
+
+    with pytest.raises(ValueError, match="block"):
+        cache.release(blocks)
+
+
+def test_a_cache_without_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_blocks"):
+        KvCache(0)
+
+
+# ---------------------------------------------------------------- contexts
+
+
+def test_a_cached_block_is_found_by_all_the_tokens_up_to_its_end_only() -> None:
+    cache = KvCache(4)
+    root = cache.root(0)
+    first, second = cache_path(cache, root, b"aa", b"bb")
+
+    assert cache.find(root, b"aa") == first
+    assert cache.find(cache.node(first), b"bb") == second
+    assert cache.find(root, b"bb") is None
+    assert cache.find(cache.node(first), b"aa") is None
+
+
+def test_what_one_version_adapter_or_salt_computed_is_not_found_from_another_root() -> None:
+    cache = KvCache(4)
+    cache_path(cache, cache.root(3), b"aa")
+
+    assert cache.root(3) == cache.root(3, "")
+    for other in (cache.root(4), cache.root(3, "poet"), cache.root(3, "", "salt")):
+        assert cache.find(other, b"aa") is None
+
+
+def test_salts_under_which_nothing_is_cached_are_forgotten_once_they_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_cache, "ROOTS_MAX", 8)
+    cache = KvCache(2)
+    cache_path(cache, kept := cache.root(0, "", "kept"), b"aa")
+    for number in range(20):
+        cache.root(0, "", str(number))
+    assert cache.root(0, "", "kept") == kept
+    assert len(cache._roots) <= 8
+
+
+def test_blocks_nobody_holds_are_found_until_others_need_the_room() -> None:
+    cache = KvCache(3)
+    root = cache.root(0)
+    blocks = cache_path(cache, root, b"aa", b"bb")
+    cache.release(blocks)
+
+    assert cache.free_blocks == 3
+    assert cache.find(root, b"aa") == blocks[0]
+    assert sorted(allocate(cache, 3)) == [0, 1, 2]
+    assert cache.find(root, b"aa") is None
+    assert cache.cached_blocks == 0
+
+
+def test_a_block_that_was_never_cached_goes_before_one_that_is() -> None:
+    cache = KvCache(2)
+    blocks = cache_path(cache, cache.root(0), b"aa")
+    cache.release(blocks)
+
+    assert allocate(cache, 1) != blocks
+    assert cache.cached_blocks == 1
+
+
+def test_the_end_of_a_context_leaves_before_its_beginning() -> None:
+    cache = KvCache(3)
+    blocks = cache_path(cache, cache.root(0), b"aa", b"bb", b"cc")
+    cache.release(blocks)
+
+    assert [allocate(cache, 1) for _ in range(3)] == [[block] for block in reversed(blocks)]
+
+
+def test_what_was_used_last_leaves_last() -> None:
+    cache = KvCache(3)
+    root = cache.root(0)
+    one, other, third = (cache_path(cache, root, text) for text in (b"aa", b"bb", b"cc"))
+    for block in (one, other, third):
+        cache.release(block)
+    cache.hold(one)
+    cache.release(one)
+
+    assert [allocate(cache, 1) for _ in range(3)] == [other, third, one]
+
+
+def test_a_block_that_somebody_holds_never_leaves() -> None:
+    cache = KvCache(3)
+    blocks = cache_path(cache, cache.root(0), b"aa", b"bb")
+    cache.hold(blocks[:1])  # a second turn shares the first block
+    cache.release(blocks)
+
+    assert cache.free_blocks == 2
+    assert cache.count_held(blocks) == 1
+    assert blocks[0] not in allocate(cache, 2)
+    assert cache.allocate(1) is None
+    cache.release(blocks[:1])
+    assert allocate(cache, 1) == blocks[:1]
+
+
+def test_what_somebody_wants_leaves_after_all_that_nobody_does_and_then_the_oldest_first() -> None:
+    cache = KvCache(4)
+    root = cache.root(0)
+    first, second, third, last = (
+        cache_path(cache, root, text) for text in (b"a", b"b", b"c", b"d")
+    )
+    for blocks in (first, second):
+        cache.want(blocks)
+    for blocks in (first, second, third, last):
+        cache.release(blocks)
+    cache.check([])
+
+    assert [allocate(cache, 1) for _ in range(4)] == [third, last, first, second]
+
+
+def test_what_nobody_wants_any_more_leaves_first_its_end_before_its_beginning() -> None:
+    cache = KvCache(5)
+    root = cache.root(0)
+    ended = cache_path(cache, root, b"a", b"b", b"c")
+    ended_wants = cache.want(ended)
+    beginning_wants = cache.want(ended[:1])  # another context begins like it
+    other = cache_path(cache, root, b"d")
+    cache.want(other)
+    cache.release(ended)
+    cache.release(other)
+
+    cache.unwant(ended_wants)
+    cache.check([])
+
+    allocate(cache, 1)  # was never cached
+    assert [allocate(cache, 1) for _ in range(4)] == [ended[2:], ended[1:2], ended[:1], other]
+    cache.unwant(beginning_wants)
+
+
+def test_a_want_ends_with_what_was_wanted_whatever_is_in_its_block_by_then() -> None:
+    cache = KvCache(2)
+    blocks = cache_path(cache, cache.root(0), b"a", b"b")
+    gone = cache.want(blocks)
+    cache.release(blocks)
+    for others in (cache_path(cache, cache.root(0), b"c", b"d"), blocks):
+        assert sorted(others) == [0, 1]
+    cache.want(others)
+    cache.release(others)
+
+    cache.unwant(gone)  # changes nothing for whoever came after
+    assert cache.find(cache.root(0), b"c") is not None
+    cache.check([])
+    cache.forget()
+    cache.check([])
+    assert cache.free_blocks == 2
+
+
+def test_blocks_that_are_not_cached_or_that_nobody_holds_cant_be_wanted() -> None:
+    cache = KvCache(2)
+    cached = cache_path(cache, cache.root(0), b"a")
+    cache.release(cached)
+
+    for blocks in (cached, allocate(cache, 1)):
+        with pytest.raises(AssertionError, match="can't be wanted"):
+            cache.want(blocks)
+
+
+def test_what_is_forgotten_is_never_found_again_and_held_blocks_stay_with_their_holders() -> None:
+    cache = KvCache(4)
+    root = cache.root(0)
+    held = cache_path(cache, root, b"aa")
+    idle = cache_path(cache, root, b"bb")
+    cache.release(idle)
+
+    cache.forget()
+
+    assert cache.cached_blocks == 0
+    assert cache.free_blocks == 3
+    for node in (root, cache.root(0)):
+        assert cache.find(node, b"aa") is None
+        assert cache.find(node, b"bb") is None
+    assert held[0] not in allocate(cache, 3)
+    cache.release(held)
+    assert allocate(cache, 1) == held  # at once free: nothing of it is kept
+
+
+def test_caching_a_context_twice_or_a_block_nobody_holds_is_a_defect() -> None:
+    cache = KvCache(3)
+    root = cache.root(0)
+    block = cache_path(cache, root, b"aa")[0]
+
+    with pytest.raises(AssertionError, match="can't be cached"):
+        cache.add(root, b"aa", allocate(cache, 1)[0])
+    with pytest.raises(AssertionError, match="can't be cached"):
+        cache.add(root, b"bb", block)
+    with pytest.raises(AssertionError, match="can't be cached"):
+        cache.add(root, b"bb", 2)

@@ -1,0 +1,353 @@
+"""Which contexts are computed once for several turns, and is what is shared always the right KV?"""
+
+import pytest
+
+from tests.engine.external.fake_engine import FakeEngine, uninterrupted
+from tidegate.transport.messages import (
+    LENGTH,
+    RUNNING,
+    KvPolicy,
+    KvSpan,
+    PauseMode,
+    Prefill,
+)
+
+PROMPT = list(range(10))
+"""Two blocks of four, and half of one."""
+
+
+def sample_group(engine: FakeEngine, prompt: list[int], *, samples: int, max_tokens: int) -> int:
+    """Run samples of one prompt that were submitted at once; how many positions were computed."""
+    for _ in range(samples):
+        engine.submit(prompt, max_tokens)
+    return run(engine)
+
+
+def run(engine: FakeEngine) -> int:
+    """How many positions were computed until all turns had ended."""
+    computed = 0
+    for _ in range(10_000):
+        rows = engine.step()
+        if not rows:
+            return computed
+        computed += sum(rows.values())
+        engine.scheduler.check()
+    raise AssertionError("turns that never end")
+
+
+# ---------------------------------------------------------------- one prompt, many turns
+
+
+def test_samples_of_one_prompt_compute_its_full_blocks_once_in_one_step() -> None:
+    engine = FakeEngine(max_running_turns=8, num_blocks=64, max_step_tokens=64)
+    for _ in range(8):
+        engine.submit(PROMPT, 3)
+
+    assert list(engine.step().values()) == [10, 2, 2, 2, 2, 2, 2, 2]
+    engine.run()
+    for turn, told in engine.turns.items():
+        assert told.token_ids == uninterrupted(PROMPT, 3)
+        assert told.prefills == [Prefill(turn, 0, [KvSpan(0, 0, 10)], cached=8 if turn else 0)]
+
+
+def test_samples_share_a_prompt_whose_prefill_takes_many_steps() -> None:
+    engine = FakeEngine(max_running_turns=8, num_blocks=64, max_step_tokens=8)
+    prompt = list(range(30))
+
+    computed = sample_group(engine, prompt, samples=8, max_tokens=1)
+
+    assert computed == 30 + 7 * 2
+
+
+def test_a_turn_that_comes_while_its_prompt_is_being_computed_computes_none_of_it_again() -> None:
+    engine = FakeEngine(num_blocks=32)
+    prompt = list(range(20))
+    engine.submit(prompt, 1)
+    assert list(engine.step().values()) == [8]
+    late = engine.submit(prompt, 1, priority=-1)
+
+    assert list(engine.step().values()) == [8]
+    assert list(engine.step().values()) == [4, 4]  # the last token is each turn's own
+    assert engine.turns[late].prefills[0].cached == 16
+    assert engine.turns[late].token_ids == uninterrupted(prompt, 1)
+
+
+def test_a_prompt_of_full_blocks_has_its_last_one_computed_by_each_turn() -> None:
+    engine = FakeEngine(max_step_tokens=32)
+
+    assert sample_group(engine, PROMPT[:8], samples=3, max_tokens=1) == 8 + 4 + 4
+
+
+def test_a_prompt_shorter_than_a_block_is_computed_by_each_turn() -> None:
+    assert sample_group(FakeEngine(), PROMPT[:3], samples=3, max_tokens=1) == 9
+
+
+def test_turns_that_do_not_begin_alike_share_nothing() -> None:
+    engine = FakeEngine()
+    first = engine.submit([1, *PROMPT[1:]], 2)
+    second = engine.submit([2, *PROMPT[1:]], 2)
+    engine.run()
+
+    assert [engine.turns[turn].prefills[0].cached for turn in (first, second)] == [0, 0]
+    assert engine.turns[second].token_ids == uninterrupted([2, *PROMPT[1:]], 2)
+
+
+def test_nothing_is_shared_where_that_is_switched_off() -> None:
+    engine = FakeEngine(shares_prefixes=False)
+
+    assert sample_group(engine, PROMPT, samples=3, max_tokens=1) == 30
+
+
+def test_turns_that_sample_the_same_end_up_with_the_same_blocks() -> None:
+    engine = FakeEngine(max_step_tokens=64)
+    for _ in range(3):
+        engine.submit(PROMPT, 11)
+    for _ in range(8):
+        engine.step()
+
+    engine.scheduler.check()
+    # 17 positions: four full blocks for all, and one that is being filled for each.
+    assert engine.limits.num_blocks - engine.scheduler.free_blocks == 4 + 3
+    engine.run()
+    for told in engine.turns.values():
+        assert told.token_ids == uninterrupted(PROMPT, 11)
+
+
+# ---------------------------------------------------------------- after a turn
+
+
+def test_the_next_turn_of_a_rollout_computes_only_what_was_said_since() -> None:
+    engine = FakeEngine()
+    first = engine.submit(PROMPT, 8)
+    engine.run()
+    context = [*PROMPT, *engine.turns[first].token_ids, 7, 7]  # 17 positions of it were computed
+
+    second = engine.submit(context, 4)
+    engine.run()
+
+    assert engine.turns[second].prefills[0] == Prefill(second, 0, [KvSpan(0, 0, 20)], cached=16)
+    assert engine.turns[second].token_ids == uninterrupted(context, 4)
+
+
+def test_an_aborted_turn_that_comes_back_finds_what_it_had() -> None:
+    engine = FakeEngine()
+    turn = engine.submit(PROMPT, 12)
+    for _ in range(5):
+        engine.step()
+    engine.scheduler.pause("abort")
+    engine.settle()
+    done = engine.turns[turn].token_ids
+    rest = engine.submit([*PROMPT, *done], 12 - len(done), sampled_before=len(done))
+    engine.scheduler.resume()
+    engine.run()
+
+    assert len(PROMPT) + len(done) == 14
+    assert engine.turns[rest].prefills[0].cached == 12
+    assert [*done, *engine.turns[rest].token_ids] == uninterrupted(PROMPT, 12)
+
+
+def test_blocks_of_ended_turns_are_free_and_are_given_up_for_new_turns() -> None:
+    engine = FakeEngine(num_blocks=5)
+    first = engine.submit(PROMPT, 8)
+    engine.run()
+    assert engine.scheduler.free_blocks == 5
+
+    other = engine.submit([9] * 16, 4)  # needs them all
+    engine.run()
+    again = engine.submit(PROMPT, 8)
+    engine.run()
+
+    assert engine.turns[other].token_ids == uninterrupted([9] * 16, 4)
+    assert engine.turns[again].token_ids == engine.turns[first].token_ids
+    assert engine.turns[again].prefills[0].cached == 0
+
+
+def test_a_turn_starts_where_only_shared_blocks_make_room_for_it() -> None:
+    engine = FakeEngine(num_blocks=8, max_step_tokens=64)
+    prompt = list(range(21))  # six blocks
+    turns = [engine.submit(prompt, 3) for _ in range(2)]
+
+    assert list(engine.step().values()) == [21, 1]
+    engine.run()
+    for turn in turns:
+        assert engine.turns[turn].token_ids == uninterrupted(prompt, 3)
+
+
+def test_a_turn_does_not_start_where_taking_what_it_finds_leaves_no_room_for_those_that_run() -> (
+    None
+):
+    engine = FakeEngine(num_blocks=4, max_running_turns=2)
+    engine.submit(PROMPT[:9], 1)
+    engine.run()  # two blocks are cached, and nobody holds them
+    first = engine.submit([1] * 2, 6)
+    engine.step()
+    late = engine.submit(PROMPT[:9], 4)
+    while engine.turns[first].finish == RUNNING:
+        assert engine.scheduler.running_turns <= 1
+        engine.step()
+    engine.run()
+    assert engine.turns[late].prefills[0].cached == 8
+
+
+def test_each_prefill_of_a_turn_tells_what_was_cached_for_itself() -> None:
+    engine = FakeEngine(num_blocks=5, max_running_turns=2)
+    engine.submit([1] * 8, 1)
+    engine.run()
+    worse = engine.submit([1] * 8, 8, priority=1)
+    engine.step()
+    best = engine.submit([2] * 4, 8)
+    while not engine.scheduler.waiting_turns or len(engine.turns[best].token_ids) < 2:
+        engine.step()
+    engine.run()
+
+    assert [prefill.cached for prefill in engine.turns[worse].prefills] == [4, 8]
+
+
+# ---------------------------------------------------------------- new weights
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+@pytest.mark.parametrize("kv_policy", ["keep", "recompute"])
+def test_nothing_that_old_weights_computed_is_found_by_turns_of_the_new(
+    mode: PauseMode, kv_policy: KvPolicy
+) -> None:
+    engine = FakeEngine()
+    engine.submit(PROMPT, 9)
+    for _ in range(4):
+        engine.step()
+    engine.ask_swap(1, mode, kv_policy)
+    late = engine.submit(PROMPT, 4)
+    engine.run()
+
+    told = engine.turns[late]
+    assert [prefill.spans for prefill in told.prefills] == [[KvSpan(1, 0, 10)]]
+    assert told.kv == [1] * 13  # and the fake cache says so too
+    told.check(vocab=50)
+
+
+def test_a_turn_paused_in_mid_prefill_shares_nothing_once_weights_were_swapped() -> None:
+    engine = FakeEngine(max_step_tokens=8)
+    prompt = list(range(20))
+    straddler = engine.submit(prompt, 3)
+    engine.step()
+    engine.scheduler.pause("keep")
+    engine.ask_swap(1, "keep", "keep")
+    engine.settle()
+    engine.scheduler.resume()
+    engine.run()
+    late = engine.submit(prompt, 3)
+    engine.run()
+
+    assert engine.turns[straddler].prefills[0].spans == [KvSpan(0, 0, 8), KvSpan(1, 8, 20)]
+    assert engine.turns[late].prefills == [Prefill(late, 0, [KvSpan(1, 0, 20)])]
+    assert engine.turns[late].kv == [1] * 22
+
+
+def test_a_turn_with_kept_kv_takes_nothing_that_new_weights_computed() -> None:
+    engine = FakeEngine(max_step_tokens=8, num_blocks=32)
+    prompt = list(range(20))
+    straddler = engine.submit(prompt, 3, priority=1)
+    engine.step()
+    engine.ask_swap(1, "keep", "keep")
+    engine.submit(prompt, 3)  # goes first, and has all of it computed by version 1
+    engine.run()
+
+    told = engine.turns[straddler]
+    assert told.prefills == [Prefill(straddler, 0, [KvSpan(0, 0, 8), KvSpan(1, 8, 20)])]
+
+
+def test_samples_that_are_recomputed_share_that_too_and_write_over_nothing_shared() -> None:
+    engine = FakeEngine(max_running_turns=4, num_blocks=16, max_step_tokens=64)
+    for _ in range(4):
+        engine.submit(PROMPT, 9)
+    for _ in range(3):
+        engine.step()
+    engine.ask_swap(1, "keep", "recompute")
+    engine.settle()
+    engine.scheduler.check()
+
+    # 13 tokens each by now, alike, for the fake model knows no chance
+    assert list(engine.step().values()) == [13, 1, 1, 1]
+    engine.run()
+    for turn, told in engine.turns.items():
+        assert told.prefills[1] == Prefill(turn, 3, [KvSpan(1, 0, 13)], cached=12 if turn else 0)
+        told.check(vocab=50)
+
+
+def test_turns_recomputed_where_memory_is_short_all_end_as_they_should() -> None:
+    engine = FakeEngine(max_running_turns=4, num_blocks=8, max_step_tokens=8)
+    for turn in range(4):
+        engine.submit([*PROMPT[:8], turn], 9)
+    for _ in range(5):
+        engine.step()
+    engine.ask_swap(1, "keep", "recompute")
+
+    run(engine)
+
+    for told in engine.turns.values():
+        told.check(vocab=50)
+        assert len(told.token_ids) == 9
+
+
+def test_a_turn_that_lacks_a_block_for_what_is_recomputed_gets_it_from_a_worse_one() -> None:
+    engine = FakeEngine(num_blocks=4, max_running_turns=2, max_step_tokens=16)
+    best = engine.submit([1] * 7, 8)
+    worse = engine.submit([2] * 2, 8)
+    engine.step()
+    engine.ask_swap(1, "keep", "keep")
+    while len(engine.turns[best].token_ids) < 6:
+        engine.step()  # now one has three blocks and the other one: all there are, and all full
+    engine.ask_swap(0, "keep", "recompute")  # each keeps what version 0 computed of its KV
+
+    run(engine)
+
+    for turn in (best, worse):
+        assert engine.turns[turn].finish == LENGTH
+        engine.turns[turn].check(vocab=50)
+
+
+def test_weights_under_a_number_that_was_used_before_find_nothing() -> None:
+    engine = FakeEngine()
+    engine.submit(PROMPT, 2)
+    engine.run()
+    for version in (0, 1, 0):
+        engine.ask_swap(version, "abort", "keep")
+        turn = engine.submit(PROMPT, 2)
+        engine.run()
+        assert engine.turns[turn].prefills[0].cached == 0
+
+
+# ---------------------------------------------------------------- clearing
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+def test_a_pause_that_clears_the_cache_leaves_nothing_to_find(mode: PauseMode) -> None:
+    engine = FakeEngine()
+    first = engine.submit(PROMPT, 4)
+    engine.step()
+    engine.scheduler.pause(mode, clear_cache=True)
+    engine.run()
+    engine.scheduler.resume()
+    late = engine.submit(PROMPT, 4)
+    engine.run()
+
+    assert engine.turns[late].prefills[0].cached == 0
+    assert engine.turns[late].token_ids == uninterrupted(PROMPT, 4)
+    if mode != "abort":
+        assert engine.turns[first].token_ids == uninterrupted(PROMPT, 4)
+
+
+def test_a_pause_that_was_lifted_before_it_took_effect_clears_nothing() -> None:
+    engine = FakeEngine()
+    engine.submit(PROMPT, 4)
+    engine.step()
+    engine.scheduler.pause("wait", clear_cache=True)
+    engine.scheduler.resume()
+    engine.run()
+    engine.scheduler.pause("wait")
+    engine.settle()
+    engine.scheduler.resume()
+    late = engine.submit(PROMPT, 4)
+    engine.run()
+
+    assert engine.turns[late].prefills[0].cached == 8

@@ -1,0 +1,236 @@
+"""Are shared prefixes invisible but for speed, with real weights, whatever happens to turns?"""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from tests.engine.external.fake_engine import DrivenEngine, ToldTurn
+from tests.engine.orchestra import Models, SeenTurn
+from tests.engine.replaying import replay
+from tidegate.transport.messages import ABORT, RUNNING, KvPolicy, PauseMode
+
+ROUNDING_NATS = 2e-5
+"""Between two batches of the same float32 numbers; four times the most seen in 20,000 tokens."""
+
+MODES: tuple[PauseMode, ...] = ("abort", "keep", "wait")
+POLICIES: tuple[KvPolicy, ...] = ("keep", "recompute")
+STEPS = 100
+
+
+@dataclass
+class Asked:
+    """A turn as its user sees it, however often it was submitted."""
+
+    prompt: list[int]
+    max_tokens: int
+    seed: int
+    temperature: float
+    submissions: list[int]
+    session: int = 0
+
+
+class Crowd:
+    """Groups of samples and what they are asked to go on with, submitted as a seed says."""
+
+    def __init__(self, engine: DrivenEngine, seed: int, *, has_sessions: bool) -> None:
+        self.engine = engine
+        self.has_sessions = has_sessions
+        self.random = random.Random(seed)
+        self.asked: list[Asked] = []
+
+    def submit_group(self) -> None:
+        """Samples of one prompt; prompts begin with one of two system prompts."""
+        chance = self.random
+        system = [chance.randrange(2)] * chance.randrange(1, 20)
+        own = [chance.randrange(96) for _ in range(chance.randrange(1, 20))]
+        for _ in range(chance.randrange(1, 5)):
+            asked = Asked(
+                [*system, *own],
+                max_tokens=chance.randrange(1, 20),
+                seed=chance.randrange(1000),
+                temperature=chance.choice([0.0, 1.0]),
+                submissions=[],
+                session=len(self.asked) + 1 if self.has_sessions else 0,
+            )
+            self.asked.append(asked)
+            self.submit(asked, priority=chance.randrange(3))
+
+    def submit(self, asked: Asked, priority: int = 0) -> None:
+        """Ask for what is missing of a turn."""
+        done = self.tokens(asked)
+        turn = self.engine.submit(
+            [*asked.prompt, *done],
+            asked.max_tokens - len(done),
+            priority=priority,
+            sampled_before=len(done),
+            seed=asked.seed,
+            temperature=asked.temperature,
+            session=asked.session,
+        )
+        asked.submissions.append(turn)
+
+    def submit_aborted_again(self) -> None:
+        """As an orchestrator does after a pause."""
+        for asked in self.asked:
+            if self.engine.turns[asked.submissions[-1]].finish == ABORT:
+                self.submit(asked)
+
+    def told(self, asked: Asked) -> list[ToldTurn]:
+        return [self.engine.turns[turn] for turn in asked.submissions]
+
+    def tokens(self, asked: Asked) -> list[int]:
+        return [token for told in self.told(asked) for token in told.token_ids]
+
+    def logprobs(self, asked: Asked) -> list[float]:
+        return [logprob for told in self.told(asked) for logprob in told.logprobs]
+
+    def finish(self) -> None:
+        """Let everything end."""
+        self.engine.scheduler.resume()
+        self.submit_aborted_again()
+        self.engine.run()
+        self.engine.scheduler.check()
+        for told in self.engine.turns.values():
+            assert told.finish != RUNNING
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(p.cached for told in self.engine.turns.values() for p in told.prefills)
+
+
+def make_engine(models: Models, *, shares_prefixes: bool = True) -> DrivenEngine:
+    return DrivenEngine(
+        models.weights,
+        shares_prefixes=shares_prefixes,
+        max_running_turns=6,
+        max_step_tokens=24,
+        num_blocks=36,  # six turns of up to 15 blocks: most steps preempt, or wait for room
+        block_tokens=4,
+    )
+
+
+def run_crowd(engine: DrivenEngine, seed: int, *, swaps: bool, has_sessions: bool = False) -> Crowd:
+    """Submissions, pauses, ends of sessions and, if asked for, swaps at random between steps."""
+    crowd, chance = Crowd(engine, seed, has_sessions=has_sessions), random.Random(seed + 1)
+    for step in range(STEPS):
+        if step % 10 == 0:
+            crowd.submit_group()
+        if has_sessions and step % 5 == 0:  # of turns that run, wait, or ended long ago
+            engine.scheduler.sessions.end([1 + chance.randrange(len(crowd.asked))])
+        if chance.random() < 0.1:
+            engine.scheduler.pause(chance.choice(MODES), clear_cache=chance.random() < 0.2)
+            engine.settle()
+        if swaps and chance.random() < 0.1:
+            engine.ask_swap(
+                1 - engine.scheduler.version, chance.choice(MODES), chance.choice(POLICIES)
+            )
+            engine.settle()
+        if chance.random() < 0.4:
+            engine.scheduler.resume()
+            crowd.submit_aborted_again()
+        engine.step()
+        engine.scheduler.check()
+    crowd.finish()
+    return crowd
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pauses_and_preemptions_give_the_same_tokens_with_and_without_shared_prefixes(
+    models: Models, seed: int
+) -> None:
+    has_sessions = seed % 2 == 1
+    shared = run_crowd(make_engine(models), seed, swaps=False, has_sessions=has_sessions)
+    alone = run_crowd(make_engine(models, shares_prefixes=False), seed, swaps=False)
+
+    assert alone.cached_tokens == 0
+    assert shared.cached_tokens > 100
+    assert len(shared.asked) > 8
+    for one, other in zip(shared.asked, alone.asked, strict=True):
+        assert shared.tokens(one) == alone.tokens(other)
+        assert shared.logprobs(one) == pytest.approx(alone.logprobs(other), abs=ROUNDING_NATS)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_token_comes_again_from_the_weights_that_its_provenance_names(
+    models: Models, seed: int
+) -> None:
+    crowd = run_crowd(make_engine(models), seed, swaps=True, has_sessions=seed % 2 == 1)
+
+    assert crowd.cached_tokens > 50
+    versions = [version for told in crowd.engine.turns.values() for version in told.versions]
+    assert set(versions) == {0, 1}
+    for told in crowd.engine.turns.values():
+        seen = SeenTurn(told.prompt, told.sampling, told.sampled_before)
+        seen.token_ids, seen.versions, seen.prefills = told.token_ids, told.versions, told.prefills
+        again = replay(seen, dict(enumerate(models.weights)), models.config)
+        assert again.token_ids == told.token_ids
+        assert again.logprobs == pytest.approx(told.logprobs, abs=ROUNDING_NATS)
+
+
+# ---------------------------------------------------------------- new weights
+
+
+def fresh_answer(models: Models, prompt: list[int], *, version: int) -> ToldTurn:
+    """What an engine says that never had other weights, nor other turns."""
+    engine = DrivenEngine(models.weights[version:], num_blocks=64, block_tokens=4)
+    turn = engine.submit(prompt, 8)
+    engine.run()
+    return engine.turns[turn]
+
+
+def assert_same(told: ToldTurn, expected: ToldTurn) -> None:
+    assert told.token_ids == expected.token_ids
+    assert told.logprobs == pytest.approx(expected.logprobs, abs=ROUNDING_NATS)
+
+
+PROMPT = [(7 * n) % 96 for n in range(37)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kv_policy", POLICIES)
+def test_after_a_swap_a_cached_prompt_is_answered_as_by_a_fresh_engine_of_the_new_weights(
+    models: Models, mode: PauseMode, kv_policy: KvPolicy
+) -> None:
+    engine = DrivenEngine(models.weights, num_blocks=64, block_tokens=4)
+    before = [engine.submit(PROMPT, 8) for _ in range(3)]
+    for _ in range(7):
+        engine.step()
+    engine.ask_swap(1, mode, kv_policy)
+    after = [engine.submit(PROMPT, 8) for _ in range(3)]
+    engine.run()
+
+    old, new = (fresh_answer(models, PROMPT, version=version) for version in (0, 1))
+    assert abs(old.logprobs[0] - new.logprobs[0]) > 100 * ROUNDING_NATS
+    for turn in after:
+        assert_same(engine.turns[turn], new)
+    for turn in before:
+        count = engine.turns[turn].versions.count(0)
+        assert engine.turns[turn].token_ids[:count] == old.token_ids[:count]
+
+
+@pytest.mark.parametrize("kv_policy", POLICIES)
+def test_a_pause_in_mid_prefill_with_new_weights_in_between_leaves_nothing_stale(
+    models: Models, kv_policy: KvPolicy
+) -> None:
+    engine = DrivenEngine(models.weights, num_blocks=64, block_tokens=4)
+    straddler = engine.submit(PROMPT, 8)
+    engine.step()
+    engine.step()
+    engine.scheduler.pause("keep")
+    engine.ask_swap(1, "keep", kv_policy)
+    engine.settle()
+    engine.scheduler.resume()
+    late = [engine.submit(PROMPT, 8) for _ in range(2)]
+    engine.run()
+    later = engine.submit(PROMPT, 8)
+    engine.run()
+
+    expected = fresh_answer(models, PROMPT, version=1)
+    for turn in (*late, later):
+        assert_same(engine.turns[turn], expected)
+    assert engine.turns[later].prefills[0].cached == 36
+    if kv_policy == "recompute":
+        assert_same(engine.turns[straddler], expected)
+    else:
+        assert engine.turns[straddler].prefills[0].spans[0].version == 0

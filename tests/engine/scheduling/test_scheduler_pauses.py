@@ -1,0 +1,242 @@
+"""What do pauses and new weights do to turns, and is every one of them answered?"""
+
+import numpy as np
+
+from tests.engine.external.fake_engine import FakeEngine, uninterrupted
+from tidegate.engine.scheduling.scheduler import StepColumns
+from tidegate.transport.messages import (
+    ABORT,
+    LENGTH,
+    KvSpan,
+    Paused,
+    Prefill,
+    Resumed,
+)
+
+# ---------------------------------------------------------------- pauses
+
+
+def test_abort_ends_running_turns_with_no_token_and_leaves_the_queue() -> None:
+    engine = FakeEngine(max_running_turns=2)
+    for _ in range(3):
+        engine.submit([1, 2], 9)
+    engine.step()
+    engine.scheduler.pause("abort")
+    assert engine.scheduler.take_ended() == StepColumns(
+        version=0,
+        turns=np.array([0, 1], "<u4").tobytes(),
+        finish=bytes([ABORT, ABORT]),
+        counts=np.array([0, 0], "<u4").tobytes(),
+    )
+    assert engine.scheduler.take_answers() == [Paused(mode="abort")]
+    assert (engine.scheduler.waiting_turns, engine.scheduler.free_blocks) == (1, 16)
+    assert engine.step() == {}
+    engine.scheduler.resume()
+    assert engine.step() == {0: 2}
+
+
+def test_tokens_after_an_abort_and_a_resubmission_are_those_of_an_uninterrupted_turn() -> None:
+    engine = FakeEngine()
+    turn = engine.submit([1, 2, 3], 12)
+    for _ in range(5):
+        engine.step()
+    engine.scheduler.pause("abort")
+    engine.settle()
+    done = engine.turns[turn].token_ids
+    rest = engine.submit([1, 2, 3, *done], 12 - len(done), sampled_before=len(done))
+    engine.scheduler.resume()
+    engine.run()
+    assert [*done, *engine.turns[rest].token_ids] == uninterrupted([1, 2, 3], 12)
+
+
+def test_keep_freezes_at_once_and_resume_goes_on_without_a_new_prefill() -> None:
+    engine = FakeEngine()
+    turn = engine.submit([1, 2], 6)
+    engine.step()
+    engine.scheduler.pause("keep")
+    assert engine.step() == {}
+    engine.scheduler.resume()
+    engine.run()
+    assert engine.answers == [Paused(mode="keep"), Resumed()]
+    assert engine.turns[turn].token_ids == uninterrupted([1, 2], 6)
+    assert len(engine.turns[turn].prefills) == 1
+
+
+def test_wait_is_answered_when_the_last_running_turn_has_ended() -> None:
+    engine = FakeEngine(max_running_turns=1)
+    engine.submit([1], 3)
+    engine.step()
+    late = engine.submit([1], 3)
+    engine.scheduler.pause("wait")
+    engine.step()
+    assert engine.answers == []
+    engine.step()
+    assert engine.answers == [Paused(mode="wait")]
+    assert engine.step() == {}
+    assert engine.turns[late].token_ids == []
+
+
+def test_resume_during_a_wait_is_answered_and_the_wait_is_not() -> None:
+    engine = FakeEngine()
+    engine.submit([1], 5)
+    engine.step()
+    engine.scheduler.pause("wait")
+    engine.scheduler.resume()
+    engine.run()
+    assert engine.answers == [Resumed()]
+
+
+def test_a_second_pause_replaces_the_first_and_both_are_answered() -> None:
+    engine = FakeEngine()
+    turn = engine.submit([1], 5)
+    engine.step()
+    engine.scheduler.pause("wait")
+    engine.scheduler.pause("abort")
+    engine.settle()
+    assert engine.answers == [Paused(mode="wait"), Paused(mode="abort")]
+    assert engine.turns[turn].finish == ABORT
+
+
+def test_frozen_turns_finish_when_keep_is_changed_to_wait() -> None:
+    engine = FakeEngine()
+    turn = engine.submit([1], 3)
+    engine.step()
+    engine.scheduler.pause("keep")
+    engine.settle()
+    engine.scheduler.pause("wait")
+    engine.run()
+    assert engine.turns[turn].finish == LENGTH
+    assert engine.answers == [Paused(mode="keep"), Paused(mode="wait")]
+
+
+# ---------------------------------------------------------------- weights
+
+
+def test_a_prefill_that_straddles_a_swap_names_both_versions() -> None:
+    engine = FakeEngine(max_step_tokens=4)
+    turn = engine.submit([1] * 10, 3)
+    engine.step()
+    engine.ask_swap(1, "keep", "keep")
+    engine.run()
+    assert engine.turns[turn].prefills == [Prefill(turn, 0, [KvSpan(0, 0, 4), KvSpan(1, 4, 10)])]
+    assert engine.recomputed_turns == 0
+
+
+def test_kept_kv_needs_no_new_prefill_when_a_decode_goes_on_under_new_weights() -> None:
+    engine = FakeEngine()
+    turn = engine.submit([1] * 3, 4)
+    engine.step()
+    engine.ask_swap(1, "keep", "keep")
+    engine.run()
+    told = engine.turns[turn]
+    assert told.versions == [0, 1, 1, 1]
+    assert told.prefills == [Prefill(turn, 0, [KvSpan(0, 0, 3)])]
+    assert told.kv == [0, 0, 0, 1, 1, 1]
+
+
+def test_recomputed_turns_are_prefilled_again_ahead_of_waiting_ones() -> None:
+    engine = FakeEngine(max_step_tokens=6)
+    turn = engine.submit([1] * 5, 4)
+    engine.step()
+    urgent = engine.submit([1] * 5, 4, priority=-1)
+    engine.ask_swap(1, "keep", "recompute")
+    assert list(engine.step().values()) == [6]
+    assert engine.turns[urgent].token_ids == []
+    assert engine.recomputed_turns == 1
+    engine.run()
+    told = engine.turns[turn]
+    assert told.prefills[1] == Prefill(turn, 1, [KvSpan(1, 0, 6)])
+    assert told.versions == [0, 1, 1, 1]
+
+
+def test_a_recomputed_turn_whose_last_token_begins_a_block_is_given_it() -> None:
+    engine = FakeEngine(block_tokens=4)
+    turn = engine.submit([1] * 4, 3)
+    engine.step()  # five tokens now, and one block of four
+    engine.ask_swap(1, "keep", "recompute")
+    engine.run()
+    assert engine.turns[turn].versions == [0, 1, 1]
+    assert engine.scheduler.free_blocks == 16
+
+
+def test_recomputed_turns_that_need_more_blocks_than_there_are_wait_for_each_other() -> None:
+    engine = FakeEngine(block_tokens=4, num_blocks=4, max_step_tokens=16)
+    turns = [engine.submit([1] * 4, 4, priority=rank) for rank in range(2)]
+    engine.step()
+    engine.ask_swap(1, "keep", "recompute")
+    engine.run()
+    assert [engine.turns[turn].finish for turn in turns] == [LENGTH, LENGTH]
+    for turn in turns:
+        engine.turns[turn].check(vocab=50)
+
+
+def test_going_back_to_older_weights_keeps_the_kv_that_they_computed_first() -> None:
+    engine = FakeEngine(max_step_tokens=4)
+    turn = engine.submit([1] * 4, 9)
+    engine.step()
+    engine.ask_swap(1, "keep", "keep")
+    engine.step()
+    engine.ask_swap(0, "keep", "recompute")
+    assert list(engine.step().values()) == [2]  # the position version 1 computed, and the newest
+    engine.run()
+    assert engine.turns[turn].prefills[1:] == [Prefill(turn, 2, [KvSpan(0, 0, 6)], cached=4)]
+
+
+def test_the_same_version_again_recomputes_nothing() -> None:
+    engine = FakeEngine()
+    turn = engine.submit([1] * 4, 3)
+    engine.step()
+    engine.ask_swap(0, "keep", "recompute")
+    engine.run()
+    assert engine.recomputed_turns == 0
+    assert len(engine.turns[turn].prefills) == 1
+
+
+def test_an_update_that_waits_starts_nothing_until_running_turns_have_ended() -> None:
+    engine = FakeEngine(max_running_turns=2)
+    turn = engine.submit([1], 3)
+    engine.step()
+    late = engine.submit([1], 2)
+    engine.ask_swap(1, "wait", "keep")
+    engine.run()
+    assert engine.turns[turn].versions == [0, 0, 0]
+    assert engine.turns[late].versions == [1, 1]
+
+
+def test_an_update_with_abort_ends_turns_under_their_own_version() -> None:
+    engine = FakeEngine()
+    turn = engine.submit([1], 3)
+    engine.step()
+    engine.ask_swap(1, "abort", "keep")
+    ended = engine.scheduler.take_ended()
+    assert ended is not None
+    assert (ended.version, ended.finish) == (0, bytes([ABORT]))
+    engine.settle()
+    assert engine.scheduler.version == 1
+    assert engine.turns[turn].versions == [0]
+
+
+def test_frozen_turns_are_not_waited_for() -> None:
+    engine = FakeEngine()
+    turn = engine.submit([1], 3)
+    engine.step()
+    engine.scheduler.pause("keep")
+    engine.ask_swap(1, "wait", "keep")
+    engine.settle()
+    assert engine.scheduler.version == 1
+    assert engine.step() == {}
+    engine.scheduler.resume()
+    engine.run()
+    assert engine.turns[turn].versions == [0, 1, 1]
+
+
+def test_asking_for_a_swap_again_changes_how_it_is_done() -> None:
+    engine = FakeEngine()
+    turn = engine.submit([1], 9)
+    engine.step()
+    engine.ask_swap(1, "wait", "keep")
+    engine.step()
+    assert engine.scheduler.version == 0
+    engine.ask_swap(1, "abort", "keep")
+    engine.settle()
+    assert (engine.scheduler.version, engine.turns[turn].finish) == (1, ABORT)

@@ -1,0 +1,82 @@
+"""Is every token of a run what its tags say in other architectures: windows, experts, fallback?"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.core_model_loading import revert_weight_conversion
+
+import tidegate
+from tests.models import make_model, make_model_directory
+from tidegate.observability.audit.audit import audit_run
+
+pytestmark = pytest.mark.wire
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 6},
+    "qwen3_moe": {"use_sliding_window": True, "sliding_window": 6},
+    "gpt2": {},
+    "mixtral": {"tied": False, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+async def two_turns(episode: tidegate.Episode, task: int) -> float:
+    episode.append([10 + task % 40, 11, 12])
+    await episode.generate(max_tokens=16)
+    episode.append([13, 14])
+    turn = await episode.generate(max_tokens=8)
+    return float(turn.token_ids[0] % 2)
+
+
+def some_by_the_names_of_directories(model: Any) -> dict[str, torch.Tensor]:
+    """The embedding, and the head if it is another, and what transformers converts."""
+    state = model.state_dict()
+    saved = revert_weight_conversion(model, dict(state))
+    converted = {name: tensor for name, tensor in saved.items() if name not in state}
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    ends = {
+        n: t for n, t in state.items() if t.data_ptr() in (embedding.data_ptr(), head.data_ptr())
+    }
+    return ends | converted
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+async def test_every_token_of_a_run_with_updates_in_flight_is_audited(
+    model_type: str, tmp_path: Path
+) -> None:
+    fields = MODELS[model_type]
+    path = make_model_directory(tmp_path / "model", model_type, **fields)
+    trained = make_model(model_type, **fields)
+    noise = torch.Generator().manual_seed(0)
+    async with tidegate.serve(
+        model=path,
+        engines=1,
+        group_size=2,
+        groups_per_batch=2,
+        max_running_turns=8,
+        max_staleness=2,
+        pause_mode="keep",
+        kv_policy="keep",
+        run_directory=tmp_path / "run",
+    ) as rollouts:
+        published = 0
+        async for _ in rollouts.batches(range(10), episode=two_turns):
+            published += 1
+            is_part = published % 3 == 0
+            changed = [trained.get_output_embeddings().weight] if is_part else trained.parameters()
+            with torch.no_grad():
+                for parameter in changed:
+                    parameter += 0.02 * torch.randn(parameter.shape, generator=noise)
+            if is_part:
+                await rollouts.publish(some_by_the_names_of_directories(trained), partial=True)
+            else:
+                await rollouts.publish(trained.state_dict())
+        (engine,) = rollouts.statistics().engines
+
+    is_ours = model_type in ("gemma3_text", "qwen3_moe")
+    assert engine.model_code == ("tidegate" if is_ours else "transformers")
+    assert (engine.dtype, engine.block_tokens) == ("float32", 16)
+    report = audit_run(tmp_path / "run")
+    assert report.agrees, report.lines()
+    assert report.tokens == rollouts.statistics().ledger.trained

@@ -1,0 +1,261 @@
+"""Does an engine stage weights that lie on its trainer's GPU, and survive what it must refuse?
+
+Memory of the host stands in for the GPU's, see tests/host_gpu.py; test_on_a_gpu.py has a real one.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.host_gpu import HostGpu
+from tests.models import make_model_directory
+from tidegate.engine.device.weights import DeviceWeights
+from tidegate.engine.models.checkpoint import read_tensors
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.models.model_weights import Weights, fill_from_directory
+from tidegate.engine.weights.staging import Staging
+from tidegate.errors import ConfigError
+from tidegate.orchestrator.core.weight_content import WeightContent, laid_over
+from tidegate.orchestrator.settings.config import run_settings
+from tidegate.orchestrator.trainer.run import Run
+from tidegate.orchestrator.weight_sync.channel import write_on_gpu
+from tidegate.runs import run_parts
+from tidegate.transport.messages import (
+    Bases,
+    Complaint,
+    Message,
+    StartWeightUpdate,
+    UpdateWeights,
+    WeightsFailed,
+    WeightsStaged,
+    decode_from_orchestrator,
+    encode,
+)
+from tidegate.transport.weight_channels import Home, cuda_ipc, sender
+from tidegate.transport.weight_channels.checksums import with_checksums
+from tidegate.transport.weight_channels.cuda_ipc import CudaIpcSender, NamedTensor
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [make_model_directory(root / str(seed), "qwen3", seed=seed) for seed in range(2)]
+
+
+@pytest.fixture
+def trainer() -> HostGpu:
+    return HostGpu()
+
+
+@pytest.fixture
+def engine() -> HostGpu:
+    return HostGpu()
+
+
+@pytest.fixture
+def channel(trainer: HostGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaIpcSender]:
+    monkeypatch.setattr(cuda_ipc, "BUFFER_BYTES", 16 * 1024)  # so that a set has several parts
+    channel = CudaIpcSender(trainer)
+    yield channel
+    channel.close()
+
+
+@pytest.fixture
+def staging(directories: list[Path], engine: HostGpu, channel: CudaIpcSender) -> Iterator[Staging]:
+    """With the channel open."""
+    staging = Staging(lambda: room(directories[0]), Home(gpu=engine))
+    staging.init(wired(channel.init()))
+    yield staging
+    staging.close()
+
+
+def room(directory: Path) -> DeviceWeights:
+    return DeviceWeights.on_device(ModelConfig.from_directory(directory), torch.float32, CPU)
+
+
+def filled(directory: Path) -> DeviceWeights:
+    weights = room(directory)
+    fill_from_directory(weights, directory)
+    return weights
+
+
+def published(directory: Path) -> list[NamedTensor]:
+    return [NamedTensor(name, tensor) for name, tensor in read_tensors(directory)]
+
+
+def wired(message: Message) -> Any:
+    """As it comes out of the wire."""
+    return decode_from_orchestrator(encode(message))
+
+
+def stage(staging: Staging, version: int, updates: list[UpdateWeights]) -> list[Message]:
+    staging.start(StartWeightUpdate(version=version))
+    for update in updates:
+        staging.update(wired(update))
+    return answers(staging)
+
+
+def answers(staging: Staging) -> list[Message]:
+    """All, once the thread has nothing left to do."""
+    told: list[Message] = []
+    while staging.is_busy:
+        told += staging.take_answers()
+    return told + staging.take_answers()
+
+
+def assert_same(one: Weights, other: Weights) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(one.tensors(), other.tensors(), strict=True))
+
+
+def test_weights_of_the_trainers_gpu_are_staged_and_let_go_of_before_that_is_said(
+    staging: Staging, channel: CudaIpcSender, engine: HostGpu, directories: list[Path]
+) -> None:
+    updates = channel.write(1, published(directories[1]))
+    assert len(updates) > 2
+    live: Any = filled(directories[0])
+    staging.start(StartWeightUpdate(version=1))
+    for update in updates:
+        staging.update(wired(update))
+    told: list[Message] = []
+    while not told:
+        told = staging.take_answers()
+    assert [type(one) for one in told] == [WeightsStaged]
+    assert (len(engine.opened), engine.mapped) == (len(updates), 0)
+    staged: Any = staging.exchange(1, live)
+    assert_same(staged, filled(directories[1]))
+
+
+def test_part_of_a_set_is_laid_over_the_whole_also_for_an_engine_that_comes_late(
+    staging: Staging, channel: CudaIpcSender, directories: list[Path]
+) -> None:
+    whole, names = channel.write(1, published(directories[0])), ("model.norm.weight",)
+    changed = [tensor for tensor in published(directories[1]) if tensor.name in names]
+    part = channel.write(2, changed, keep=[1])
+    content = laid_over(WeightContent(tuple(whole), bases=Bases(1, 1)), part)
+    messages = content.messages(2, live=0)
+    assert len(messages) == len(whole) + 1
+    assert [type(one) for one in stage(staging, 2, messages)] == [WeightsStaged]
+    staged: Any = staging.exchange(2, filled(directories[0]))
+    expected = filled(directories[0])
+    expected.start()
+    for tensor in [*published(directories[0]), *changed]:
+        expected.load(tensor.name, tensor.data)
+    assert_same(staged, expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"handle": b"\x02c" + bytes(64)}, "can't be opened"),
+        ({"handle": b"\x02c" + bytes(3)}, "a handle of 5 bytes"),
+        ({"nbytes": 2**62}, "can't be on a GPU"),
+        ({"counter": b"/dev/shm/mine"}, "no name that torch gives"),
+        ({"counter_offset": 2**40}, "none of them"),
+        ({"gpu": "another"}, "on GPU 'another'"),
+        (None, "without memory to open"),
+    ],
+)
+def test_hostile_memory_fails_its_version_and_the_next_is_staged(
+    staging: Staging,
+    channel: CudaIpcSender,
+    engine: HostGpu,
+    directories: list[Path],
+    fields: dict[str, Any] | None,
+    why: str,
+) -> None:
+    replace = msgspec.structs.replace
+    first, *rest = channel.write(1, published(directories[1]))
+    assert first.memory is not None
+    memory = None if fields is None else replace(first.memory, **fields)
+    (failed,) = stage(staging, 1, [replace(first, memory=memory), *rest])
+    assert isinstance(failed, WeightsFailed)
+    assert why in failed.message
+    assert engine.mapped == 0
+    updates = channel.write(2, published(directories[1]))
+    assert [type(one) for one in stage(staging, 2, updates)] == [WeightsStaged]
+
+
+def test_a_tensor_the_model_has_not_or_whose_sum_is_another_fails_the_version(
+    staging: Staging, channel: CudaIpcSender, engine: HostGpu, directories: list[Path]
+) -> None:
+    strange = [*published(directories[1]), NamedTensor("strange", torch.zeros(3))]
+    (failed,) = stage(staging, 1, channel.write(1, strange))
+    assert isinstance(failed, WeightsFailed)
+    assert "has no tensor 'strange'" in failed.message
+    good = published(directories[1])
+    sums = {
+        tensor.name: cuda_ipc.crc32_of(tensor.data) ^ (tensor.name == "model.norm.weight")
+        for tensor in good
+    }
+    (failed,) = stage(staging, 2, with_checksums(channel.write(2, good), sums))
+    assert isinstance(failed, WeightsFailed)
+    assert "'model.norm.weight' has the checksum" in failed.message
+    assert engine.mapped == 0
+    sums = {tensor.name: cuda_ipc.crc32_of(tensor.data) for tensor in good}
+    (staged,) = stage(staging, 3, with_checksums(channel.write(3, good), sums))
+    assert isinstance(staged, WeightsStaged)
+
+
+def test_an_engine_without_that_gpu_says_so_and_takes_weights_another_way(
+    directories: list[Path], channel: CudaIpcSender
+) -> None:
+    for home, why in ((Home(), "computes on the CPU"), (Home(gpu=HostGpu("b")), "computes on 'b'")):
+        staging = Staging(lambda: room(directories[0]), home)
+        shm = sender("shm")
+        staging.init(wired(channel.init()))
+        (complaint,) = answers(staging)
+        assert isinstance(complaint, Complaint)
+        assert why in complaint.message
+        (failed,) = stage(staging, 1, channel.write(1, published(directories[1]))[:1])
+        assert isinstance(failed, WeightsFailed)
+        assert why in failed.message
+        staging.init(wired(shm.init()))
+        (failed,) = stage(staging, 2, shm.write(2, []))
+        assert isinstance(failed, WeightsFailed)
+        assert "tensors are missing" in failed.message
+        staging.close()
+        shm.close()
+
+
+def test_a_published_state_dict_is_staged_with_its_sums_and_tied_tensors_come_once(
+    staging: Staging, channel: CudaIpcSender, directories: list[Path]
+) -> None:
+    state = dict(read_tensors(directories[1]))
+    twice = state | {"lm_head.weight": state["model.embed_tokens.weight"]}
+    updates = write_on_gpu(channel, 1, twice, keep=(), has_checksums=True)
+    specs = [spec for update in updates for spec in update.tensors]
+    assert [spec.name for spec in specs] == list(state)
+    assert [spec.crc32 for spec in specs] == [cuda_ipc.crc32_of(one) for one in state.values()]
+    assert [type(one) for one in stage(staging, 1, updates)] == [WeightsStaged]
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"device": "cpu"}, "and device='cpu'; set device to the trainer's"),
+        ({"cluster": "ray"}, "this host's GPU only, and cluster='ray'"),
+        ({"address": "tcp://*:5555"}, r"address='tcp://\*:5555' are for others too"),
+        ({"weight_deltas": True}, "weight_deltas=True don't go together"),
+        ({"tensor_parallel": 2}, "tensor_parallel=2 has several"),
+    ],
+)
+def test_settings_by_which_no_engine_shares_the_gpu_are_refused(
+    directories: list[Path], tmp_path: Path, values: dict[str, Any], why: str
+) -> None:
+    values = {"device": "cuda", "weight_channel": "cuda_ipc"} | values
+    with pytest.raises(ConfigError, match=why):
+        run_settings(model=directories[0], **values)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without CUDA")
+def test_a_run_without_cuda_does_not_begin(directories: list[Path]) -> None:
+    asked = {"device": "cuda:0", "weight_channel": "cuda_ipc"}
+    settings = run_settings(model=directories[0], **asked)
+    with pytest.raises(ConfigError, match=r"'cuda_ipc': .* finds no CUDA device here"):
+        Run(settings, run_parts(settings))

@@ -1,0 +1,387 @@
+"""Are weights staged whole or refused whole, with one answer each?"""
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.orchestra import named_buffers
+from tests.models import make_model_directory
+from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.models.model_weights import Weights, load_directory
+from tidegate.engine.weights.staging import Staging
+from tidegate.engine.weights.weight_store import WeightStore, _is_finite
+from tidegate.errors import OutOfMemory
+from tidegate.transport.messages import (
+    Complaint,
+    InitWeights,
+    Message,
+    StartWeightUpdate,
+    UpdateWeights,
+    WeightsFailed,
+    WeightsStaged,
+)
+from tidegate.transport.weight_channels import NamedBuffer, WeightSender, sender, zmq_receiver
+
+pytestmark = pytest.mark.wire
+
+PATIENCE_S = 60.0
+
+
+class Gate:
+    """Allocates weights when a test lets it, so that the test knows what the thread is at."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.opened = threading.Event()
+        self.allocated = 0
+        self._config = config
+
+    def allocate(self) -> Weights:
+        assert self.opened.wait(PATIENCE_S)
+        self.allocated += 1
+        return Weights.allocate(self._config, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [make_model_directory(root / str(seed), "qwen2", seed=seed) for seed in range(2)]
+
+
+@pytest.fixture
+def config(directories: list[Path]) -> ModelConfig:
+    return ModelConfig.from_directory(directories[0])
+
+
+@pytest.fixture
+def gate(config: ModelConfig) -> Gate:
+    return Gate(config)
+
+
+@pytest.fixture
+def staging(gate: Gate) -> Iterator[Staging]:
+    staging = Staging(gate.allocate)
+    yield staging
+    gate.opened.set()
+    staging.close()
+
+
+@pytest.fixture(params=["shm", "zmq", "disk"])
+def channel(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightSender]:
+    channel = sender(request.param, tmp_path)
+    yield channel
+    channel.close()
+
+
+def answers(staging: Staging) -> list[Message]:
+    """All answers, once the thread has nothing left to do."""
+    told: list[Message] = []
+    while staging.is_busy:
+        told += staging.take_answers()
+    return told + staging.take_answers()
+
+
+def told_in_time(staging: Staging) -> list[Message]:
+    """As :func:`answers`, of a thread that may have died."""
+    deadline_s, told = time.monotonic() + PATIENCE_S, staging.take_answers()
+    while staging.is_busy and time.monotonic() < deadline_s:
+        told += staging.take_answers()
+    assert not staging.is_busy
+    return told + staging.take_answers()
+
+
+def publish(
+    staging: Staging, channel: WeightSender, version: int, tensors: list[NamedBuffer]
+) -> None:
+    staging.start(StartWeightUpdate(version=version))
+    for update in channel.write(version, tensors):
+        staging.update(update)
+
+
+def assert_same(one: Weights, other: Weights) -> None:
+    assert torch.equal(one.embedding.unpacked(), other.embedding.unpacked())
+    assert all(
+        torch.equal(a.unpacked(), b.unpacked())
+        for mine, its in zip(one.layers, other.layers, strict=True)
+        for a, b in zip((mine.qkv, *mine.down), (its.qkv, *its.down), strict=True)
+    )
+
+
+def test_staged_weights_equal_the_published_ones_and_the_old_ones_become_the_buffer(
+    staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
+) -> None:
+    gate.opened.set()
+    config = ModelConfig.from_directory(directories[0])
+    weights = [load_directory(path, config, torch.float32) for path in directories]
+    staging.init(channel.init())
+    live: WeightStore = load_directory(directories[0], config, torch.float32)
+    seen = {id(live)}
+    for version in range(1, 5):
+        publish(staging, channel, version, named_buffers(directories[version % 2]))
+        (staged,) = answers(staging)
+        assert isinstance(staged, WeightsStaged)
+        assert staged.version == version
+        live = staging.exchange(version, live)
+        seen.add(id(live))
+        assert isinstance(live, Weights)
+        assert_same(live, weights[version % 2])
+    assert (len(seen), gate.allocated) == (2, 1)
+
+
+def test_a_version_that_lacks_tensors_is_refused_by_name(
+    staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
+) -> None:
+    gate.opened.set()
+    staging.init(channel.init())
+    tensors = [t for t in named_buffers(directories[1]) if t.name != "model.norm.weight"]
+    publish(staging, channel, 1, tensors)
+    assert answers(staging) == [
+        WeightsFailed(
+            version=1,
+            message="1 tensors are missing, first model.norm.weight; publish all the names that "
+            "the model directory has",
+        )
+    ]
+    assert not staging.is_staged(1)
+
+
+class Homeless(Weights):
+    """Weights whose memory others have taken, as a device's may be while they sleep."""
+
+    has_room = False
+
+    def start(self) -> None:
+        if not self.has_room:
+            raise OutOfMemory(doing="to wake", remedy="free some", why="taken")
+        super().start()
+
+
+def test_a_version_without_memory_is_refused_once_and_the_next_is_taken(
+    directories: list[Path], config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = sender("shm", tmp_path)
+    buffer = Homeless.allocate(config, torch.float32)
+    staging = Staging(lambda: buffer)
+    try:
+        staging.init(channel.init())
+        publish(staging, channel, 1, named_buffers(directories[1]))
+        [failed] = told_in_time(staging)
+        assert failed == WeightsFailed(
+            version=1, message="out of memory to wake; free some (taken)"
+        )
+        assert buffer.is_untouched
+        monkeypatch.setattr(Homeless, "has_room", True)
+        publish(staging, channel, 2, named_buffers(directories[1]))
+        assert [type(one) for one in told_in_time(staging)] == [WeightsStaged]
+    finally:
+        staging.close()
+        channel.close()
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_no_numbers_are_refused_by_name(
+    number: float, staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
+) -> None:
+    gate.opened.set()
+    staging.init(channel.init())
+    tensors = named_buffers(directories[1])
+    broken = tensors[3]
+    values = np.frombuffer(bytes(broken.data), np.float32).copy()
+    values[-1] = number
+    tensors[3] = NamedBuffer(broken.name, broken.dtype, broken.shape, memoryview(values.tobytes()))
+    publish(staging, channel, 1, tensors)
+    (refused,) = answers(staging)
+    assert isinstance(refused, WeightsFailed)
+    assert refused.message.startswith(f"{broken.name} holds what is no number")
+    publish(staging, channel, 2, named_buffers(directories[1]))
+    assert isinstance(answers(staging)[-1], WeightsStaged)
+
+
+def test_large_weights_are_numbers_though_their_sum_is_none() -> None:
+    assert _is_finite(torch.full((10,), 3e38))
+    assert not _is_finite(torch.tensor([3e38, 3e38, math.inf]))
+
+
+def test_a_failed_version_is_answered_once_however_much_of_it_follows(
+    staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
+) -> None:
+    gate.opened.set()
+    staging.init(channel.init())
+    tensors = named_buffers(directories[1])
+    wrong = NamedBuffer("no.such.tensor", "float32", (1,), memoryview(bytes(4)))
+    (whole,) = channel.write(1, [*tensors, wrong])
+    rest = UpdateWeights(version=1, location=whole.location, tensors=whole.tensors[:-1])
+    staging.start(StartWeightUpdate(version=1))
+    staging.update(whole)
+    staging.update(rest)
+    (failed,) = answers(staging)
+    assert isinstance(failed, WeightsFailed)
+    assert "no.such.tensor" in failed.message
+    staging.update(rest)
+    assert answers(staging) == []
+    publish(staging, channel, 1, tensors)
+    (staged,) = answers(staging)
+    assert isinstance(staged, WeightsStaged)
+
+
+def test_chunks_are_staged_when_the_last_is_in(
+    staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
+) -> None:
+    gate.opened.set()
+    staging.init(channel.init())
+    (whole,) = channel.write(1, named_buffers(directories[1]))
+    staging.start(StartWeightUpdate(version=1))
+    half = len(whole.tensors) // 2
+    for specs, last in ((whole.tensors[:half], False), (whole.tensors[half:], True)):
+        assert answers(staging) == []
+        staging.update(UpdateWeights(version=1, location=whole.location, tensors=specs, last=last))
+    (staged,) = answers(staging)
+    assert isinstance(staged, WeightsStaged)
+
+
+def test_starting_the_version_under_way_anew_is_answered_once_and_not_as_a_failure(
+    staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
+) -> None:
+    staging.init(channel.init())
+    tensors = named_buffers(directories[1])
+    publish(staging, channel, 1, tensors)
+    publish(staging, channel, 1, tensors)  # as after a lost connection
+    gate.opened.set()
+    (staged,) = answers(staging)
+    assert isinstance(staged, WeightsStaged)
+    assert staging.is_staged(1)
+
+
+def test_starting_a_version_gives_up_the_one_under_way_and_says_so(
+    staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
+) -> None:
+    staging.init(channel.init())  # the thread waits in here, so version 1 can't be complete
+    tensors = named_buffers(directories[1])
+    publish(staging, channel, 1, tensors)
+    publish(staging, channel, 2, tensors)
+    gate.opened.set()
+    failed, staged = answers(staging)
+    assert failed == WeightsFailed(
+        version=1, message="given up, for v2 was started before it was complete"
+    )
+    assert isinstance(staged, WeightsStaged)
+    assert (staged.version, staging.is_staged(1), staging.is_staged(2)) == (2, False, True)
+
+
+def test_tensors_after_the_last_ones_are_complained_of_and_ignored(
+    staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
+) -> None:
+    gate.opened.set()
+    staging.init(channel.init())
+    publish(staging, channel, 1, named_buffers(directories[1]))
+    answers(staging)
+    staging.update(UpdateWeights(version=1, location="", tensors=[]))
+    assert answers(staging) == [
+        Complaint(message="v1 is complete; tensors after those marked as last are ignored")
+    ]
+    assert staging.is_staged(1)
+
+
+def test_tensors_without_a_start_or_a_channel_are_refused(staging: Staging) -> None:
+    update = UpdateWeights(version=5, location="", tensors=[])
+    staging.update(update)
+    staging.start(StartWeightUpdate(version=5))
+    staging.update(update)
+    assert answers(staging) == [
+        WeightsFailed(version=5, message="v5 was not started; send StartWeightUpdate first"),
+        WeightsFailed(version=5, message="no weight channel is open; send InitWeights first"),
+    ]
+
+
+def test_without_memory_for_a_second_set_of_weights_each_version_is_refused_and_says_what_to_do(
+    channel: WeightSender, directories: list[Path]
+) -> None:
+    def allocate() -> Weights:
+        torch.empty(1 << 54)
+        raise AssertionError("no machine has so much")
+
+    staging = Staging(allocate)
+    try:
+        staging.init(channel.init())
+        publish(staging, channel, 1, named_buffers(directories[1]))
+        complaint, failed = answers(staging)
+        assert isinstance(complaint, Complaint)
+        assert isinstance(failed, WeightsFailed)
+        assert failed.message == complaint.message
+        assert "out of memory for a second set of weights" in failed.message
+        assert "lower num_blocks" in failed.message
+    finally:
+        staging.close()
+
+
+def test_what_is_abandoned_is_not_answered_and_can_be_begun_anew(
+    staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
+) -> None:
+    staging.init(channel.init())  # the thread waits in here
+    publish(staging, channel, 1, named_buffers(directories[0]))
+    staging.abandon()
+    gate.opened.set()
+    assert answers(staging) == []
+    assert not staging.is_staged(1)
+    publish(staging, channel, 1, named_buffers(directories[1]))
+    (staged,) = answers(staging)
+    assert isinstance(staged, WeightsStaged)
+    staging.abandon()
+    assert not staging.is_staged(1)
+
+
+def test_a_channel_that_does_not_exist_is_complained_of(staging: Staging) -> None:
+    staging.init(InitWeights(channel="carrier-pigeon"))
+    (complaint,) = answers(staging)
+    assert isinstance(complaint, Complaint)
+    assert "carrier-pigeon" in complaint.message
+
+
+def test_weights_whose_sender_is_gone_are_refused_and_the_next_sender_is_heard(
+    staging: Staging,
+    gate: Gate,
+    directories: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zmq_receiver, "STALL_TIMEOUT_S", 0.5)
+    gate.opened.set()
+    gone, there = sender("zmq"), sender("zmq")
+    staging.init(gone.init())
+    updates = gone.write(1, named_buffers(directories[1]))
+    gone.close()
+    staging.start(StartWeightUpdate(version=1))
+    for update in updates:
+        staging.update(update)
+    (failed,) = answers(staging)
+    assert isinstance(failed, WeightsFailed)
+    assert "no weights have come" in failed.message
+    staging.init(there.init())
+    publish(staging, there, 2, named_buffers(directories[1]))
+    (staged,) = answers(staging)
+    assert isinstance(staged, WeightsStaged)
+    there.close()
+
+
+def test_nobody_waits_for_weights_that_do_not_come_once_others_are_to(
+    staging: Staging, gate: Gate, directories: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_receiver, "STALL_TIMEOUT_S", 3600.0)
+    gate.opened.set()
+    gone, there = sender("zmq"), sender("zmq")
+    staging.init(gone.init())
+    updates = gone.write(1, named_buffers(directories[1]))
+    gone.close()
+    staging.start(StartWeightUpdate(version=1))
+    for update in updates:
+        staging.update(update)
+    staging.init(there.init())
+    publish(staging, there, 2, named_buffers(directories[1]))
+    failed, staged = answers(staging)
+    assert isinstance(failed, WeightsFailed)
+    assert isinstance(staged, WeightsStaged)
+    there.close()

@@ -1,0 +1,329 @@
+"""Environments in other processes: what becomes of those that misbehave, and of neighbours."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tidegate import EnvironmentPool
+from tidegate.environments.pool import PooledEnvironment
+from tidegate.errors import (
+    ConfigError,
+    EnvironmentCrashed,
+    EnvironmentFailed,
+    EnvironmentHung,
+    NotRepeatable,
+    RunClosed,
+)
+
+pytestmark = pytest.mark.wire
+
+HERE = "tests.environments.unruly"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[EnvironmentPool]:
+    """One process, for tests that leave it as it was, or kill it."""
+    with EnvironmentPool(processes=1, call_timeout_s=30.0, memory_bytes=4 << 30) as pool:
+        yield pool
+
+
+async def unruly(pool: EnvironmentPool) -> PooledEnvironment:
+    environment = pool.environment(f"{HERE}:Unruly")()
+    await environment.reset(seed=1, task="t")
+    return environment
+
+
+def is_gone(pid: int) -> bool:
+    """Also if nobody has noticed yet that it has ended."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def wait_until_closed(pool: EnvironmentPool) -> None:
+    async with asyncio.timeout(30.0):
+        while pool.statistics().environments:  # noqa: ASYNC110 (it is for people, and has no event)
+            await asyncio.sleep(0.01)
+
+
+async def test_a_seed_and_actions_give_the_same_walk_in_any_environment(
+    shared: EnvironmentPool,
+) -> None:
+    walks = []
+    for seed in (5, 5, 6):
+        walk = shared.environment(f"{HERE}:Walk", length=2)()
+        first = await walk.reset(seed=seed, task={"name": "x"})
+        assert first.text == f"{seed} {{'name': 'x'}}: "
+        steps = [await walk.step("a"), await walk.step("b")]
+        assert [step.done for step in steps] == [False, True]
+        assert sum(step.reward for step in steps) == 1.0
+        walks.append(steps[-1].text)
+        walk.close()
+    assert walks[0] == walks[1] != walks[2]
+    await wait_until_closed(shared)
+
+
+@pytest.mark.parametrize("name", ["Walk", "AsyncWalk"])
+async def test_200_environments_at_once_in_two_processes(name: str) -> None:
+    async def play(seed: int) -> str:
+        walk = pool.environment(f"{HERE}:{name}", length=4)()
+        observation = await walk.reset(seed=seed % 10, task=None)
+        while not observation.done:
+            observation = await walk.step("x")
+        ends.add(pool.statistics().environments)
+        return observation.text
+
+    ends: set[int] = set()
+    async with EnvironmentPool(processes=2) as pool:
+        texts = await asyncio.gather(*(play(seed) for seed in range(200)))
+        assert pool.statistics().processes == 2
+        assert max(ends) == 200
+    assert all(texts[index] == texts[index % 10] for index in range(200))
+
+
+async def test_more_environments_than_may_be_open_wait_for_one_to_close() -> None:
+    async with EnvironmentPool(processes=1, environments_max=2) as pool:
+        walks = [pool.environment(f"{HERE}:Walk")() for _ in range(3)]
+        for walk in walks[:2]:
+            await walk.reset(seed=0, task=None)
+        third = asyncio.create_task(walks[2].reset(seed=0, task=None))
+        await walks[1].step("a")
+        assert not third.done()
+        walks[0].close()
+        assert (await third).text == "0 None: "
+
+
+@pytest.mark.parametrize(
+    ("action", "error", "says"),
+    [
+        ("exit", EnvironmentCrashed, "exit status 7"),
+        ("segfault", EnvironmentCrashed, "killed by SIGSEGV.*unruly.py"),
+        ("raise", EnvironmentFailed, "LookupError: no such door\n.*unruly.py"),
+        ("sys.exit", EnvironmentFailed, "SystemExit: enough"),
+        ("memory", EnvironmentFailed, "MemoryError"),
+        ("wrong type", EnvironmentFailed, r"step\(\) must return a tidegate.Observation, got a"),
+        ("nan", EnvironmentFailed, "reward must be finite, got nan"),
+        ("unsendable", EnvironmentFailed, "can't be sent"),
+        ("scribble", EnvironmentCrashed, "killed, for it wrote what is no reply"),
+    ],
+)
+async def test_only_the_one_that_misbehaves_fails_and_is_named(
+    shared: EnvironmentPool, action: str, error: type[Exception], says: str
+) -> None:
+    bad, good = await unruly(shared), await unruly(shared)
+    before = [await good.step("a"), await good.step("b")]
+    with pytest.raises(error, match=rf"(?s)unruly:Unruly, step 1: .*{says}"):
+        await bad.step(action)
+    after = await good.step("c")
+    assert after.text.startswith(before[-1].text)  # whichever process it is in now
+    bad.close()
+    good.close()
+    await wait_until_closed(shared)
+
+
+async def test_what_it_prints_hurts_nobody(shared: EnvironmentPool) -> None:
+    loud = await unruly(shared)
+    assert (await loud.step("print")).text.startswith("print")
+    assert (await loud.step("a")).text.startswith("print")
+    loud.close()
+
+
+@pytest.mark.parametrize("name", ["Unruly", "AsyncWalk"])
+async def test_one_that_hangs_is_ended_in_time_and_its_neighbours_go_on(name: str) -> None:
+    async with EnvironmentPool(processes=1, call_timeout_s=1.0) as pool:
+        bad, good = pool.environment(f"{HERE}:{name}")(), await unruly(pool)
+        await bad.reset(seed=0, task=None)
+        before = await good.step("a")
+        hanging = asyncio.create_task(bad.step("hang"))
+        (after, _) = await asyncio.gather(good.step("b"), asyncio.sleep(0))
+        assert after.text.startswith(before.text)
+        with pytest.raises(EnvironmentHung, match="no answer in 1 s"):
+            await hanging
+        # What awaits is ended alone; what blocks takes its process with it.
+        assert pool.statistics().begun_again <= (name == "Unruly")
+
+
+async def test_begun_again_it_must_answer_what_it_had_answered(shared: EnvironmentPool) -> None:
+    fickle = shared.environment(f"{HERE}:Fickle")()
+    await fickle.reset(seed=0, task=None)
+    bad = await unruly(shared)
+    with pytest.raises(EnvironmentCrashed):
+        await bad.step("exit")
+    with pytest.raises(NotRepeatable, match=r"reset: begun again .* something else"):
+        await fickle.step("a")
+    bad.close()
+    fickle.close()
+
+
+async def test_a_factory_that_fails_or_is_not_there_says_so(shared: EnvironmentPool) -> None:
+    for name, says in [
+        ("fails", "RuntimeError: no licence"),
+        ("nothing", "ImportError: .*nothing to call by the name 'nothing'"),
+    ]:
+        environment = shared.environment(f"{HERE}:{name}")()
+        with pytest.raises(EnvironmentFailed, match=says):
+            await environment.reset(seed=0, task=None)
+        environment.close()
+    with pytest.raises(ConfigError, match="'no colon' names nothing"):
+        shared.environment("no colon")
+
+
+async def test_what_is_not_plain_data_is_refused_where_it_is_given(shared: EnvironmentPool) -> None:
+    environment = shared.environment(f"{HERE}:Walk")()
+    with pytest.raises(ConfigError, match="must be plain data"):
+        await environment.reset(seed=0, task=object())
+    environment.close()
+
+
+async def test_a_cancelled_episode_frees_its_environment_and_hurts_none(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    async with EnvironmentPool(processes=1, call_timeout_s=1.0) as pool:
+        environment = pool.environment(f"{HERE}:Unruly", note=str(note))()
+        await environment.reset(seed=0, task=None)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await environment.step("hang")
+        environment.close()
+        other = await unruly(pool)  # waits until the other's process was killed
+        assert (await other.step("a")).text.startswith("a")
+        await asyncio.sleep(0)
+        assert pool.statistics().environments == 1
+
+
+async def test_closing_the_pool_closes_environments_and_wakes_those_who_wait(
+    tmp_path: Path,
+) -> None:
+    note = tmp_path / "note"
+    before = set(psutil.Process().children())
+    pool = EnvironmentPool(processes=2)
+    idle = pool.environment(f"{HERE}:Unruly", note=str(note))()
+    await idle.reset(seed=0, task=None)
+    hanging = asyncio.create_task((await unruly(pool)).step("hang"))
+    await idle.step("a")
+    await asyncio.to_thread(pool.close)
+    assert note.read_text() == "closed"
+    with pytest.raises((RunClosed, asyncio.CancelledError)):
+        await hanging
+    with pytest.raises(RunClosed):
+        await idle.step("b")
+    assert set(psutil.Process().children()) <= before
+
+
+def daemons_of(note: Path) -> list[int]:
+    """The daemons that an environment starts, once they are there."""
+    paths = [Path(f"{note}.{number}") for number in range(2)]
+    until_s = time.monotonic() + 30.0
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < until_s, "no daemon was started"
+        time.sleep(0.01)
+    return [int(path.read_text()) for path in paths]
+
+
+@pytest.mark.parametrize("action", ["daemons", "daemons, then exit", "daemons, then hang"])
+async def test_daemons_of_an_environment_end_with_its_process(action: str, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    async with EnvironmentPool(processes=1, call_timeout_s=5.0) as pool:
+        environment = pool.environment(f"{HERE}:Unruly", note=str(note))()
+        await environment.reset(seed=0, task=None)
+        stepping = asyncio.create_task(environment.step(action))
+        daemons = await asyncio.to_thread(daemons_of, note)
+        if action == "daemons":
+            await stepping
+            assert not any(map(is_gone, daemons))
+        elif action == "daemons, then exit":
+            with pytest.raises(EnvironmentCrashed, match="exit status 7"):
+                await stepping
+        else:
+            with pytest.raises(EnvironmentHung, match="no answer in 5 s"):
+                await stepping
+    assert all(map(is_gone, daemons))
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_daemons_of_an_environment_end_with_a_run_that_is_killed(
+    tmp_path: Path, end: signal.Signals
+) -> None:
+    note = tmp_path / "note"
+    program = f"""
+import asyncio, tidegate
+async def main():
+    with tidegate.EnvironmentPool(processes=1) as pool:
+        environment = pool.environment({HERE!r} + ":Unruly", note={str(note)!r})()
+        await environment.reset(seed=0, task=None)
+        await environment.step("daemons, then hang")
+asyncio.run(main())
+"""
+    run = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    try:
+        daemons = daemons_of(note)
+    finally:
+        run.send_signal(end)
+        run.wait(30.0)
+    while not all(map(is_gone, daemons)):
+        time.sleep(0.01)
+
+
+async def test_processes_get_no_variable_that_looks_like_a_secret_unless_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    secret = ["HF_TOKEN", "WANDB_API_KEY", "aws_secret_access_key", "PGPASSWORD", "GITHUB_PAT"]
+    plain = ["TOKENIZERS_PARALLELISM", "MY_KEYBOARD", "HOME", "PATH"]
+    for name in [*secret, *plain[:2]]:
+        monkeypatch.setenv(name, "sesame")
+    monkeypatch.setenv("DATABASE_URL", "postgres://me:sesame@db/x")
+    monkeypatch.setenv("INDEX_URL", "https://pypi.example/simple@1")
+    monkeypatch.setenv("TIDEGATE_ENGINE_KEY", "sesame")
+    passed = ["HF_TOKEN", "DATABASE_URL", "TIDEGATE_ENGINE_KEY"]
+    async with EnvironmentPool(processes=1, pass_variables=passed) as pool:
+        told = (await pool.environment(f"{HERE}:Variables")().reset(seed=0, task=None)).text
+    names = {variable.partition("=")[0] for variable in told.split(" ")}
+    assert {"HF_TOKEN", "DATABASE_URL", "INDEX_URL", *plain} <= names
+    assert names.isdisjoint({*secret[1:], "TIDEGATE_ENGINE_KEY"})
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_process_outlives_the_one_that_started_it(tmp_path: Path, end: signal.Signals) -> None:
+    note = tmp_path / "note"
+    program = f"""
+import asyncio, tidegate
+async def main():
+    with tidegate.EnvironmentPool(processes=1) as pool:
+        environment = pool.environment({HERE!r} + ":Unruly", note={str(note)!r})()
+        await environment.reset(seed=0, task=None)
+        await environment.step("hang with a child")
+asyncio.run(main())
+"""
+    run = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    while not (note.exists() and note.read_text().count(" ")):
+        time.sleep(0.01)
+        assert run.poll() is None
+    worker, child = map(int, note.read_text().split())
+    run.send_signal(end)
+    run.wait(30.0)
+    while not is_gone(worker):
+        time.sleep(0.01)
+    while not is_gone(child):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"processes": 0},
+        {"environments_max": 0},
+        {"call_timeout_s": 0.0},
+        {"python": "/none"},
+        {"pass_variables": "HF_TOKEN"},
+    ],
+)
+def test_a_pool_that_can_not_work_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        EnvironmentPool(**wrong)  # type: ignore[arg-type]

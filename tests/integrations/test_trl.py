@@ -1,0 +1,226 @@
+"""Does TRL train with the server in place of vLLM? Its trainer and client as they are, on a CPU.
+
+TRL has a Python of its own, which `make test-trl` makes; elsewhere these tests are skipped.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import tidegate
+from tests.models import make_model_directory
+from tests.orchestrator.episodes.chat_templates import add_chat_template, chat_tokenizer
+
+PYTHON = os.environ.get("TIDEGATE_TRL_PYTHON", "")
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 400
+MAX_STALENESS = 2
+"""Of the example."""
+
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="TRL has a Python of its own: make test-trl"),
+    pytest.mark.timeout(TIMEOUT_S + 60),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trl") / "model"
+    # Near to uniform: rewards of a letter have room to rise.
+    fields: dict[str, Any] = {"max_position_embeddings": 1024, "initializer_range": 0.05}
+    make_model_directory(path, vocab_size=chat_tokenizer().get_vocab_size(), **fields)
+    add_chat_template(path, "chatml")
+    file = path / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    settings["bos_token"] = "<bos>"  # a dict with no type, which we take, transformers does not
+    file.write_text(json.dumps(settings))
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[tidegate.VLLMServer]:
+    # TRL asks for the model by its directory, as vLLM's servers name it. It sends no token, and
+    # writes weights and adapters to temporary directories.
+    settings: dict[str, Any] = {"engines": 2, "max_running_turns": 8}
+    settings |= {"needs_control_token": False, "weight_directories": [tempfile.gettempdir()]}
+    with tidegate.vllm_server(model=model, **settings) as server:
+        yield server
+
+
+def _reload(server: tidegate.VLLMServer) -> None:
+    body = {"method": "reload_weights"}
+    httpx.post(f"{server.url}/collective_rpc", json=body, timeout=TIMEOUT_S).raise_for_status()
+
+
+def run_in_trls_python(*arguments: str) -> Any:
+    """What a program there says last, as JSON."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [PYTHON, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("mode", [[], ["--lora"]], ids=["weights", "adapters"])
+def test_trls_trainer_advances_versions_within_its_staleness(
+    server: tidegate.VLLMServer, mode: list[str]
+) -> None:
+    _reload(server)  # an adapter's trainer has the directory's weights under it
+    before = server.version
+    model = str(server.settings.model)
+    script = str(ROOT / "examples" / "trl_async_grpo.py")
+    told = run_in_trls_python(
+        script, "--model", model, "--server", server.url, "--steps", "4", *mode
+    )
+    assert told["steps"] == 4
+    assert told["versions"] == 5  # the first before any step
+    assert server.version - before >= told["versions"]
+    ages = {int(age): samples for age, samples in told["staleness"].items()}
+    assert sum(ages.values()) > 0
+    assert max(ages) <= MAX_STALENESS + 1  # as taken; TRL drops what is beyond
+    # Log-probs that its trainer computes are those that the server drew by.
+    assert told["first_ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert told["first_kl"] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_trls_trainer_trains_on_a_run_in_the_place_of_its_own_rollout_worker(model: Path) -> None:
+    told = run_in_trls_python("-m", "examples.trl_rollouts", "--model", str(model), "--steps", "4")
+    assert told["steps"] == 4
+    assert told["versions"] == told["run_version"] == 5  # the first before any step
+    ages = {int(age): samples for age, samples in told["staleness"].items()}
+    assert sum(ages.values()) >= 4 * 8
+    assert max(ages) <= 1  # the run's own bound, as taken: nothing is left for TRL to drop
+    assert told["first_ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert told["first_kl"] == pytest.approx(0.0, abs=1e-4)
+    assert 0 < told["mean_length"] <= 24
+    assert told["rollouts"] == 4 * 8
+    assert told["tokens"]["generated"] >= told["tokens"]["trained"] > 0
+    assert told["tokens"]["trained"] == told["trained_tokens"]  # as TRL counts them
+    assert told["tokens"]["discarded"]["not_trained"] > 0  # a micro-batch that it never came to
+
+
+LIMITS = {
+    # Half a batch of the run for each version: rows of the other half are too old by its third.
+    "too_stale": ["--step-rows", "4"],
+    "too_long": ["--token-budget", "50"],
+}
+
+
+@pytest.mark.parametrize("reason", LIMITS)
+def test_what_counts_as_trained_is_what_trls_trainer_trains_on_by_its_own_limits(
+    model: Path, reason: str
+) -> None:
+    script = ("-m", "examples.trl_rollouts", "--model", str(model), "--engines", "1")
+    told = run_in_trls_python(*script, "--steps", "4", *LIMITS[reason])
+    assert told["steps"] == 4
+    assert told["tokens"]["trained"] == told["trained_tokens"]
+    assert told["tokens"]["discarded"][reason] > 0
+    dropped = told["dropped"]["stale" if reason == "too_stale" else "oversize"]
+    assert dropped > 0  # TRL logs them as its own
+
+
+def test_two_ranks_of_trls_trainer_train_on_the_run_of_the_first(model: Path) -> None:
+    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    port = ("--master-port", str(free_port()))
+    script = ("-m", "examples.trl_rollouts", "--model", str(model), "--engines", "1")
+    told = run_in_trls_python(*ranks, *port, *script, "--steps", "3")
+    assert (told["steps"], told["versions"], told["run_version"]) == (3, 4, 4)
+    assert max(int(age) for age in told["staleness"]) <= 1
+    assert told["first_ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert told["first_kl"] == pytest.approx(0.0, abs=1e-4)
+    assert told["tokens"]["trained"] == told["trained_tokens"]
+    assert told["rollouts"] == 3 * 8
+
+
+async def solve(episode: tidegate.Episode, task: dict[str, Any]) -> float:
+    """As the example's own."""
+    turn = await episode.generate(messages=task["prompt"], max_tokens=24)
+    return turn.text.count("e") / max(1, len(turn.text))
+
+
+def questions() -> Iterator[dict[str, Any]]:
+    for number in itertools.count():
+        yield {"prompt": [{"role": "user", "content": f"Say {number % 7}."}]}
+
+
+async def test_trls_trainer_trains_on_a_run_of_another_process(model: Path) -> None:
+    script = ("-m", "examples.trl_rollouts", "--model", str(model), "--steps", "3")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        address = f"ipc://{folder}/run"
+        shape: dict[str, Any] = {"max_staleness": 1, "group_size": 4, "groups_per_batch": 2}
+        async with tidegate.serve(model=model, engines=1, **shape) as run:
+            listening = asyncio.create_task(
+                tidegate.listen(run, address, tasks=questions(), episode=solve)
+            )
+            told = await asyncio.to_thread(run_in_trls_python, *script, "--run", address)
+            await listening
+            assert run.version == told["run_version"]
+    assert told["steps"] == 3
+    assert told["versions"] == told["run_version"] == 4
+    assert max(int(age) for age in told["staleness"]) <= 1
+    assert told["first_ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert told["first_kl"] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_trls_trainer_goes_on_from_its_checkpoint_with_a_new_run(
+    model: Path, tmp_path: Path
+) -> None:
+    script = ["-m", "examples.trl_rollouts", "--model", str(model), "--engines", "1"]
+    script += ["--checkpoints", str(tmp_path)]
+    assert run_in_trls_python(*script, "--steps", "2")["steps"] == 2
+    told = run_in_trls_python(*script, "--steps", "4", "--resume", str(tmp_path / "checkpoint-2"))
+    assert told["steps"] == 4
+    assert told["versions"] == told["run_version"] == 3  # the checkpoint's weights, and two more
+    assert max(int(age) for age in told["staleness"]) <= 1
+    assert told["ratios"][-2] == pytest.approx(1.0, abs=1e-3)  # sampled by the checkpoint's weights
+
+
+def test_trls_synchronous_trainer_generates_and_syncs_by_the_server(model: Path) -> None:
+    script = str(ROOT / "examples" / "trl_grpo_server.py")
+    about: dict[str, Any] = {"weight_transfer": "gloo", "needs_control_token": False}
+    with tidegate.vllm_server(model=model, **about) as server:
+        asked = ("--model", str(model), "--server", server.url, "--group-port", str(free_port()))
+        told = run_in_trls_python(script, *asked, "--steps", "3")
+        assert server.version == told["updates"]
+    assert told["steps"] == 3
+    assert told["updates"] >= 2  # none before the first step, one before each other
+    assert max(told["logprobs_differ"]) < 1e-3  # after each update, too: the weights have come
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def test_trls_client_knows_the_server(server: tidegate.VLLMServer) -> None:
+    script = str(Path(__file__).parent / "client_of_the_server.py")
+    told = run_in_trls_python(script, server.url, str(server.settings.model))
+    assert told == {
+        "max_model_len": 1024,
+        "dtype": "torch.float32",
+        "world_size": 1,
+        "has_lora": True,
+        "frozen": True,
+        "label_is_kept": True,  # whichever an earlier trainer left
+        "missing_adapter": 404,
+    }

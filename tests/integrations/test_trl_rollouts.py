@@ -1,0 +1,225 @@
+"""What does TRL get of a run, and what of it counts as trained? No TRL: its rules are played."""
+
+import queue
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import tidegate
+from tidegate.errors import ConfigError, RunClosed
+from tidegate.integrations.trl_rows import Row, TRLRows
+
+
+@dataclass
+class Arguments:
+    """As TRL has them."""
+
+    max_staleness: int = 1
+    token_budget: int | None = 0
+    per_device_train_batch_size: int = 4
+    gradient_accumulation_steps: int = 1
+    weight_sync_steps: int = 1
+    world_size: int = 1
+    process_index: int = 0
+
+
+def is_installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(is_installed("trl"), reason="TRL is installed")
+def test_without_trl_it_says_what_to_install_before_anything_is_generated() -> None:
+    run: Any = SimpleNamespace()
+    with pytest.raises(ConfigError, match=r"pip install 'tidegate\[trl\]'"):
+        tidegate.TRLRollouts(run, args=Arguments())
+
+
+def test_a_run_whose_batches_wait_for_every_publish_is_refused() -> None:
+    run: Any = SimpleNamespace(settings=SimpleNamespace(policy=None, max_staleness=0))
+    with pytest.raises(ConfigError, match="max_staleness of at least 1, got 0"):
+        tidegate.TRLRollouts(run, args=Arguments())
+
+
+async def solve(episode: tidegate.Episode, task: int) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize("given", [{}, {"tasks": [1]}, {"episode": solve}])
+def test_a_run_of_this_process_without_tasks_or_episode_is_refused(given: dict[str, Any]) -> None:
+    run: Any = SimpleNamespace(settings=SimpleNamespace(policy=None, max_staleness=1))
+    with pytest.raises(ConfigError, match="has its tasks and its episode from here"):
+        tidegate.TRLRollouts(run, **given, args=Arguments())
+
+
+def test_a_rank_that_trl_never_asks_for_rows_is_told_to_start_no_run() -> None:
+    run: Any = SimpleNamespace()
+    with pytest.raises(ConfigError, match="this is rank 1: give the others' trainers rollout_work"):
+        tidegate.TRLRollouts(run, args=Arguments(process_index=1))
+
+
+# ---------------------------------------------------------------- what is not trained on
+
+
+class Trainer:
+    """TRL's, as far as it takes rows: micro-batches of a fixed size, one ahead of what it trains
+    on; and a run that is told what was left out."""
+
+    def __init__(self, args: Arguments, lengths: list[list[int]]) -> None:
+        """``lengths``: of each row of each batch; row n is n versions old when it is asked for."""
+        self.args = args
+        self.told: list[tuple[int, list[int], str]] = []
+        self.logged: list[str] = []
+        self._batches: Iterator[list[Row]] = iter(
+            [
+                [Row(self.sample(tokens, -place), number, place) for place, tokens in enumerate(b)]
+                for number, b in enumerate(lengths, 1)
+            ]
+        )
+        run: Any = self
+        self.rows = TRLRows(
+            run,
+            args,
+            more=lambda: next(self._batches, []),
+            log_metric=lambda name, value: self.logged.append(name),
+        )
+
+    def discard(self, batch: int, rows: list[int], *, reason: str) -> None:
+        self.told.append((batch, rows, reason))
+
+    def sample(self, tokens: int, version: int) -> Any:
+        return SimpleNamespace(input_ids=[0] * tokens, model_version=version)
+
+    def take(self, rows: int) -> list[int]:
+        """Their lengths."""
+        return [len(self.rows.get().input_ids) for _ in range(rows)]
+
+
+def test_rows_that_trl_would_drop_are_discarded_instead_and_told_as_it_tells_them() -> None:
+    trainer = Trainer(Arguments(max_staleness=1, token_budget=8), [[3, 9, 4, 5], [8, 2]])
+    assert trainer.take(3) == [3, 8, 2]
+    assert trainer.told == [
+        (1, [1], "too_long"),
+        (1, [2], "too_stale"),
+        (1, [3], "too_stale"),
+    ]
+    assert trainer.logged == [
+        "batch/dropped_oversize_total",
+        "sample/dropped_stale_total",
+        "sample/dropped_stale_total",
+    ]
+
+
+def test_the_age_of_a_row_is_counted_when_it_is_taken_by_the_weights_of_then() -> None:
+    trainer = Trainer(Arguments(max_staleness=1), [[1, 2], [3, 4]])
+    assert trainer.take(1) == [1]
+    trainer.rows.synced(1)
+    assert trainer.take(1) == [3]
+    assert trainer.told == [(1, [1], "too_stale")]
+
+
+def test_a_budget_that_trl_fills_in_later_counts_from_then_on() -> None:
+    trainer = Trainer(Arguments(max_staleness=9, token_budget=None), [[3, 9, 4]])
+    trainer.args.token_budget = 8
+    assert trainer.take(2) == [3, 4]
+
+
+STEPS = [
+    # (rows that were taken, of a step, what of the batches of 4 rows is left out at the end)
+    (0, 1, []),
+    (4, 1, [(1, [0, 1, 2, 3])]),  # never trained on
+    (8, 1, [(2, [0, 1, 2, 3])]),  # one step, and a micro-batch ahead
+    (9, 1, [(2, [0, 1, 2, 3]), (3, [0, 1, 2, 3])]),  # 1 taken of the third, 3 left in it
+    (12, 2, [(3, [0, 1, 2, 3])]),  # one step of two micro-batches
+    (16, 2, [(3, [0, 1, 2, 3]), (4, [0, 1, 2, 3])]),  # in the midst of the second step
+]
+
+
+@pytest.mark.parametrize(("taken", "of_a_step", "left_out"), STEPS)
+def test_at_its_end_rows_of_no_whole_step_are_discarded(
+    taken: int, of_a_step: int, left_out: list[tuple[int, list[int]]]
+) -> None:
+    args = Arguments(max_staleness=9, gradient_accumulation_steps=of_a_step)
+    trainer = Trainer(args, [[1] * 4] * 5)
+    trainer.take(taken)
+    trainer.rows.end()
+    assert trainer.told == [(batch, rows, "not_trained") for batch, rows in left_out]
+    trainer.rows.end()
+    assert len(trainer.told) == len(left_out)
+
+
+def test_a_micro_batch_is_of_all_ranks_rows() -> None:
+    args = Arguments(max_staleness=9, per_device_train_batch_size=2, world_size=2)
+    trainer = Trainer(args, [[1] * 4] * 2)
+    trainer.take(8)
+    trainer.rows.end()
+    assert trainer.told == [(2, [0, 1, 2, 3], "not_trained")]
+
+
+BUDGETED = [
+    # (rows taken between syncs, what of batches of 4 rows is left out at the end)
+    ([], []),
+    ([3], [(1, [0, 1, 2, 3])]),  # ended before its first step
+    ([5, 0], [(2, [1, 2, 3])]),  # two micro-batches at once: where the first ended isn't known
+    ([5, 2, 0], [(2, [0, 1, 2, 3])]),  # row 4 was in hand, with 5 ahead; 6 in hand now
+    ([5, 2, 1, 0], [(2, [2, 3])]),
+    ([5, 2, 1, 1], [(2, [2, 3]), (3, [0, 1, 2, 3])]),  # ended in the midst of a step
+]
+
+
+@pytest.mark.parametrize(("between_syncs", "left_out"), BUDGETED)
+def test_with_a_budget_of_tokens_syncs_tell_what_was_ahead_of_the_last_step(
+    between_syncs: list[int], left_out: list[tuple[int, list[int]]]
+) -> None:
+    trainer = Trainer(Arguments(max_staleness=9, token_budget=8), [[1] * 4] * 4)
+    for sync, rows in enumerate(between_syncs, 1):
+        trainer.rows.synced(sync)
+        trainer.take(rows)
+    trainer.rows.end()
+    assert trainer.told == [(batch, rows, "not_trained") for batch, rows in left_out]
+
+
+@pytest.mark.parametrize("more", [{"weight_sync_steps": 2}, {"gradient_accumulation_steps": 2}])
+def test_where_syncs_do_not_tell_only_rows_that_trl_never_got_are_left_out(
+    more: dict[str, int],
+) -> None:
+    trainer = Trainer(Arguments(max_staleness=9, token_budget=8, **more), [[1] * 4] * 2)
+    for sync, rows in enumerate([4, 2, 1], 1):
+        trainer.rows.synced(sync)
+        trainer.take(rows)
+    trainer.rows.end()
+    assert trainer.told == [(2, [3], "not_trained")]
+
+
+def test_only_as_many_rows_are_remembered_as_trl_may_be_ahead() -> None:
+    trainer = Trainer(Arguments(max_staleness=99), [[1] * 4] * 50)
+    for sync in range(48):
+        trainer.rows.synced(sync)
+        trainer.take(4)
+    assert len(trainer.rows._last_given) <= 12
+
+
+def test_a_run_that_has_failed_does_not_hide_what_trl_ends_for() -> None:
+    trainer = Trainer(Arguments(), [[1] * 4])
+    trainer.take(1)
+
+    def discard(*_: object, **__: object) -> None:
+        raise RunClosed("the run has ended")
+
+    trainer.discard = discard  # type: ignore[method-assign]
+    trainer.rows.end()
+    assert trainer.rows.qsize() == 0
+
+
+def test_used_up_tasks_are_an_empty_queue() -> None:
+    trainer = Trainer(Arguments(), [[1]])
+    trainer.take(1)
+    with pytest.raises(queue.Empty):
+        trainer.rows.get()
+    assert trainer.rows.is_over

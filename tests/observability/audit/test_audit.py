@@ -1,0 +1,449 @@
+"""Does the audit pass what is true and catch each kind of lie, one at a time?"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.observability import recorded, sampled_runs
+from tests.observability.sampled_runs import KINDS, edit_rollout, make_models, record_run
+from tidegate.errors import AuditError
+from tidegate.observability.audit.audit import TOLERANCE, AuditReport, audit_run
+from tidegate.observability.audit.replay import sampled_logprobs
+from tidegate.observability.recording import read_trajectories, weights_path
+
+pytestmark = pytest.mark.wire
+
+Row = dict[str, Any]
+
+ONE_VERSION, ABORTED, RECOMPUTED, KEPT, KEPT_OVER_TURNS, SWAPPED_IN_PREFILL, FILTERED = range(7)
+
+
+@pytest.fixture(scope="module")
+def honest_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    models = make_models()
+    rollouts = [sampled_runs.one_version(models, ONE_VERSION, version=1, tokens=5)]
+    rollouts += [kind(models, number) for number, kind in enumerate(KINDS, start=1)]
+    rollouts += [
+        sampled_runs.one_version(models, number, version=number % 3, tokens=number - 5)
+        for number in range(7, 13)
+    ]
+    return record_run(tmp_path_factory.mktemp("runs") / "honest", models, rollouts)
+
+
+@pytest.fixture
+def run(honest_run: Path, tmp_path: Path) -> Path:
+    """A copy of the honest run, to be tampered with."""
+    shutil.copytree(honest_run, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def messages(report: AuditReport) -> list[tuple[int, int, str]]:
+    """Those of single turns; what disagrees with the columns of a row follows from them."""
+    return [(p.rollout_id, p.turn, p.message) for p in report.problems if p.turn >= 0]
+
+
+def of_rows(report: AuditReport) -> list[tuple[int, str]]:
+    """Those of whole rows and batches."""
+    return [(p.rollout_id, p.message) for p in report.problems if p.turn < 0]
+
+
+def test_every_way_of_sampling_over_new_weights_agrees_with_its_tags(honest_run: Path) -> None:
+    report = audit_run(honest_run)
+
+    assert messages(report) == []
+    assert report.agrees
+    sampled = sum(turn.length for r in read_trajectories(honest_run) for turn in r.turns)
+    assert report.tokens == report.tokens_agreeing == sampled
+    assert report.tokens_unknown == 0
+    assert report.versions == 3
+    assert report.spans_mixed == 2 + 2 + 1  # kept twice, once and its next turn, in a prefill
+    assert report.worst is not None
+    assert report.worst.difference < TOLERANCE / 10
+
+
+@pytest.fixture(scope="module")
+def run_with_options(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    models = make_models()
+    rollouts = [sampled_runs.with_options(models, number) for number in range(3)]
+    return record_run(tmp_path_factory.mktemp("runs") / "options", models, rollouts)
+
+
+def test_every_sampling_option_is_audited_but_processors_that_nobody_knows(
+    run_with_options: Path,
+) -> None:
+    report = audit_run(run_with_options)
+
+    assert messages(report) == []
+    assert report.agrees
+    assert report.tokens_unreplayable == 3 * 6
+    assert report.tokens_agreeing == report.tokens - 3 * 6 == 3 * 7 * 6
+    assert any("18 tokens were drawn by logit processors" in line for line in report.lines())
+    assert report.worst is not None
+    assert report.worst.difference < TOLERANCE / 10
+
+
+@pytest.mark.parametrize("turn", range(7))
+def test_an_option_that_was_not_applied_is_caught(
+    run_with_options: Path, tmp_path: Path, turn: int
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(run_with_options, run)
+
+    def forget(row: Row) -> None:
+        row["turns"][turn]["options"] = None
+
+    for rollout_id in range(3):
+        edit_rollout(run, rollout_id, forget)
+    problems = audit_run(run).problems
+    assert problems
+    assert {problem.turn for problem in problems} == {turn}
+
+
+def test_options_that_are_no_json_can_not_be_audited(
+    run_with_options: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(run_with_options, run)
+    edit_rollout(run, 0, lambda row: row["turns"][0].update(options="{"))
+    with pytest.raises(AuditError, match="recorded sampling options can't be read"):
+        audit_run(run)
+
+
+def test_the_audit_says_how_many_wrong_tags_it_could_not_have_seen(honest_run: Path) -> None:
+    report = audit_run(honest_run)
+    assert report.version_power.spans_tried == report.spans - report.spans_mixed
+    assert report.version_power.spans_unnoticed == 0
+    assert report.kv_power.spans_tried == report.spans_mixed
+    assert report.kv_power.spans_unnoticed == 0
+    blind = audit_run(honest_run, tolerance=100)
+    assert blind.kv_power.unnoticed_share == 1
+    assert not audit_run(honest_run, tolerance=0).agrees
+
+
+def test_a_span_tagged_with_its_neighbour_in_every_table_is_caught_by_its_logprobs(
+    run: Path,
+) -> None:
+    def lie(row: Row) -> None:
+        for turn in row["turns"]:
+            turn["spans"][0] |= {"version": 2, "kv_oldest": 2, "kv_newest": 2}
+            turn["prefills"][0]["spans"][0]["version"] = 2
+
+    edit_rollout(run, ONE_VERSION, lie)
+    report = audit_run(run)
+
+    assert not report.agrees
+    assert [(r, t) for r, t, _ in messages(report)] == [(ONE_VERSION, 0), (ONE_VERSION, 1)]
+    assert "tagged v2 were not sampled so" in messages(report)[0][2]
+    assert report.worst is not None
+    assert (report.worst.rollout_id, report.worst.version) == (ONE_VERSION, 2)
+
+
+def test_a_wrong_version_tag_contradicts_the_prefill_it_was_sampled_from(run: Path) -> None:
+    def lie(row: Row) -> None:
+        row["turns"][0]["spans"][1] |= {"version": 2, "kv_oldest": 2, "kv_newest": 2}
+
+    edit_rollout(run, ABORTED, lie)
+    report = audit_run(run)
+    assert any("token 4 is tagged v2, but v1 computed" in m for _, _, m in messages(report))
+
+
+def test_a_version_that_was_never_archived_is_a_wrong_tag(run: Path) -> None:
+    def lie(row: Row) -> None:
+        row["turns"][0]["spans"][0] |= {"version": 99, "kv_oldest": 99, "kv_newest": 99}
+        row["turns"][0]["prefills"][0]["spans"][0]["version"] = 99
+
+    edit_rollout(run, ONE_VERSION, lie)
+    report = audit_run(run)
+    assert messages(report) == [
+        (ONE_VERSION, 0, "tokens from 0 on need weights v99, which are not in the archive")
+    ]
+    assert report.tokens_agreeing == report.tokens - 5
+
+
+def test_a_kv_tag_that_says_fresh_where_the_history_is_mixed_is_caught(run: Path) -> None:
+    def lie(row: Row) -> None:
+        row["turns"][0]["spans"][1] |= {"kv_oldest": 1, "kv_newest": 1}
+
+    edit_rollout(run, KEPT, lie)
+    report = audit_run(run)
+    assert messages(report) == [
+        (KEPT, 0, "tokens [4, 7) of v1 say fresh, but the KV was mixed(0, 1)")
+    ]
+    assert report.tokens_agreeing == report.tokens
+    assert not report.agrees
+
+
+def test_an_engine_that_claims_a_recompute_it_never_made_is_caught_by_its_logprobs(
+    run: Path,
+) -> None:
+    def lie(row: Row) -> None:
+        turn = row["turns"][0]
+        turn["spans"][1] |= {"kv_oldest": 1, "kv_newest": 1}
+        turn["spans"][2] |= {"kv_oldest": 1, "kv_newest": 2}
+        turn["prefills"].append({"at": 4, "spans": [{"version": 1, "start": 0, "end": 9}]})
+
+    edit_rollout(run, KEPT, lie)
+    report = audit_run(run)
+    assert [(r, t) for r, t, _ in messages(report)] == [(KEPT, 0), (KEPT, 0)]
+    assert all("not sampled so" in m for _, _, m in messages(report))
+
+
+def test_a_stale_prefix_that_is_claimed_fresh_is_caught_by_its_logprobs(run: Path) -> None:
+    def lie(row: Row) -> None:
+        turn = row["turns"][0]
+        turn["spans"][0] |= {"kv_oldest": 1, "kv_newest": 1}
+        turn["prefills"][0]["spans"] = [{"version": 1, "start": 0, "end": 6}]
+
+    edit_rollout(run, SWAPPED_IN_PREFILL, lie)
+    assert [(r, t) for r, t, _ in messages(audit_run(run))] == [(SWAPPED_IN_PREFILL, 0)]
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_span_boundary_one_token_off_is_caught(run: Path, shift: int) -> None:
+    def lie(row: Row) -> None:
+        row["turns"][0]["spans"][0]["end"] += shift
+        row["turns"][0]["spans"][1]["start"] += shift
+
+    edit_rollout(run, KEPT, lie)
+    assert not audit_run(run).agrees
+
+
+def test_a_boundary_moved_off_a_recompute_is_caught(run: Path) -> None:
+    def lie(row: Row) -> None:
+        row["turns"][0]["spans"][1]["end"] += 1
+        row["turns"][0]["spans"][2]["start"] += 1
+
+    edit_rollout(run, RECOMPUTED, lie)
+    report = audit_run(run)
+    assert any("reaches across token 4" in m for _, _, m in messages(report))
+
+
+def test_a_changed_token_is_caught_with_its_place(run: Path) -> None:
+    def lie(row: Row) -> None:
+        position = row["turns"][1]["start"] + 2
+        row["token_ids"][position] = (row["token_ids"][position] + 1) % sampled_runs.VOCAB
+
+    edit_rollout(run, ONE_VERSION, lie)
+    report = audit_run(run)
+    [(rollout_id, turn, message)] = messages(report)
+    assert (rollout_id, turn) == (ONE_VERSION, 1)
+    assert "first token 2:" in message
+
+
+def test_a_changed_observation_is_caught_by_the_tokens_behind_it(run: Path) -> None:
+    def lie(row: Row) -> None:
+        row["token_ids"][row["turns"][1]["start"] - 1] = 20
+
+    edit_rollout(run, ONE_VERSION, lie)
+    assert [(r, t) for r, t, _ in messages(audit_run(run))] == [(ONE_VERSION, 1)]
+
+
+def test_a_logprob_of_other_sampling_than_recorded_is_caught(run: Path) -> None:
+    def lie(row: Row) -> None:
+        row["turns"][2]["top_k"] = 6
+
+    edit_rollout(run, FILTERED, lie)
+    assert [(r, t) for r, t, _ in messages(audit_run(run))] == [(FILTERED, 2)]
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        (lambda turn: turn["spans"][0].update(end=4), "its spans cover 4 tokens but 5"),
+        (lambda turn: turn["spans"][0].update(start=1), "gap or overlap at token 0"),
+        (lambda turn: turn["prefills"][0].update(at=1), "does not say who computed each"),
+        (lambda turn: turn.update(prefills=[]), "no prefill tells who computed it"),
+        (lambda turn: turn.update(start=1000), "are not in the context"),
+        (lambda turn: turn.update(length=0, spans=[], prefills=[]), "are in no turn"),
+    ],
+)
+def test_tables_that_do_not_cover_every_sampled_token_are_caught(
+    run: Path, lie: Callable[[Row], None], message: str
+) -> None:
+    edit_rollout(run, ONE_VERSION, lambda row: lie(row["turns"][0]))
+    report = audit_run(run)
+    assert any(message in m for _, _, m in messages(report))
+    assert not report.agrees
+
+
+def test_an_unknown_history_is_counted_and_not_taken_for_agreement(run: Path) -> None:
+    def admit(row: Row) -> None:
+        row["turns"][0]["prefills"] = []
+        row["turns"][0]["spans"][0] |= {"kv_oldest": None, "kv_newest": None}
+
+    edit_rollout(run, ONE_VERSION, admit)
+    report = audit_run(run)
+    assert report.agrees
+    assert report.tokens_unknown == 5
+    assert report.tokens_agreeing == report.tokens - 5
+
+
+@pytest.fixture(scope="module")
+def booked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run, with the figures of its batches."""
+    return recorded.record_run(tmp_path_factory.mktemp("booked") / "run")
+
+
+def trained_at(run: Path, version: int) -> list[int]:
+    rows = read_trajectories(run)
+    return [r.rollout_id for r in rows if r.consumed_version == version]
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        ({"staleness": 0}, "staleness=0, but its oldest trained token is of v0"),
+        ({"staleness": None}, "staleness=None, but its oldest trained token is of v0"),
+        (
+            {"consumed_version": 1, "staleness": 1},
+            "consumed_version=1 follows a row with 2",
+        ),
+        ({"consumed_version": None, "staleness": None}, "its consumed_version is missing"),
+        ({"advantage": None}, "its advantage is missing"),
+        ({"discard_reason": "stale"}, "with discard_reason='stale'"),
+        (
+            {"state": "discarded", "discard_reason": "stale"},
+            "its state is 'discarded', but it has consumed_version=2",
+        ),
+        ({"state": "evaluated"}, "its state is 'evaluated', but it has staleness=2"),
+        ({"state": "running"}, "its state is 'running', which no row that has ended can have"),
+    ],
+)
+def test_a_bookkeeping_column_that_contradicts_the_provenance_is_named(
+    run: Path, edit: Row, says: str
+) -> None:
+    edit_rollout(run, ABORTED, lambda row: row.update(edit))
+    report = audit_run(run)
+    assert not report.agrees
+    assert report.tokens_agreeing == report.tokens
+    assert {rollout_id for rollout_id, _ in of_rows(report)} == {ABORTED}
+    assert any(says in message for _, message in of_rows(report))
+    assert any(f"rollout {ABORTED}: " in line for line in report.lines())
+
+
+def test_tokens_newer_than_the_version_they_were_trained_at_are_named(run: Path) -> None:
+    edit_rollout(run, KEPT, lambda row: row.update(consumed_version=1, staleness=1))
+    says = [message for rollout_id, message in of_rows(audit_run(run)) if rollout_id == KEPT]
+    assert "consumed_version=1 is before v2, which sampled tokens of it" in says
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"consumed_version": 2, "staleness": None},
+        {
+            "state": "discarded",
+            "discard_reason": "stale",
+            "consumed_version": None,
+            "staleness": None,
+            "advantage": None,
+            "oldest_trainable": None,
+        },
+    ],
+)
+def test_a_row_whose_columns_all_lie_alike_is_missed_in_its_batch(
+    booked_run: Path, tmp_path: Path, edit: Row
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(booked_run, run)
+    assert audit_run(run).agrees
+    first, *_ = trained_at(run, 3)
+
+    def lie(row: Row) -> None:
+        row.update(edit)
+        if row["state"] == "trained":
+            row["staleness"] = 2 - min(s["version"] for t in row["turns"] for s in t["spans"])
+
+    edit_rollout(run, first, lie)
+    report = audit_run(run)
+    assert not report.agrees
+    says = [message for rollout_id, message in of_rows(report) if rollout_id < 0]
+    assert any(m.startswith("trained at v3: 4 rollouts with 32 tokens by metrics") for m in says)
+
+
+def test_rows_whose_batches_are_not_in_the_metrics_are_named(
+    booked_run: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(booked_run, run)
+    (run / "metrics.jsonl").write_text("")
+    assert of_rows(audit_run(run)) == [
+        (-1, "metrics.jsonl has no batch, and trajectories have trained rows")
+    ]
+
+
+def test_a_turn_that_moved_to_an_engine_without_prefills_is_unknown_from_there_on(
+    run: Path,
+) -> None:
+    def move(row: Row) -> None:
+        turn = row["turns"][0]
+        whole = turn["spans"][0]
+        moved = {"start": 2, "engine": "elsewhere", "kv_oldest": None, "kv_newest": None}
+        turn["spans"] = [whole | {"end": 2}, whole | moved]
+
+    edit_rollout(run, ONE_VERSION, move)
+    report = audit_run(run)
+    assert report.agrees
+    assert report.tokens_unknown == 3
+    assert report.tokens_agreeing == report.tokens - 3
+
+
+def test_part_of_a_run_can_be_audited_evenly_spaced(honest_run: Path) -> None:
+    report = audit_run(honest_run, rollouts_max=4)
+    assert (report.rollouts, report.rollouts_recorded) == (4, 13)
+    assert report.agrees
+
+
+def test_a_directory_that_is_no_run_says_what_is_missing(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(AuditError, match="is not a directory"):
+        audit_run(tmp_path / "nowhere")
+    (run / "trajectories.parquet").unlink()
+    with pytest.raises(AuditError, match=r"trajectories\.parquet is missing"):
+        audit_run(run)
+    shutil.rmtree(run / "weights")
+    with pytest.raises(AuditError, match="holds no weights"):
+        audit_run(run)
+
+
+def test_damaged_or_incomplete_weights_can_not_be_audited(run: Path) -> None:
+    path = weights_path(run, 1) / "model.safetensors"
+    tensors = load_file(path)
+    tensors.pop("model.norm.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(AuditError, match=r"lacks 1 tensors, model\.norm\.weight"):
+        audit_run(run)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(AuditError, match=r"v00001 can't be loaded"):
+        audit_run(run)
+
+
+def test_a_run_without_tokens_proves_nothing(tmp_path: Path) -> None:
+    run = record_run(tmp_path / "run", make_models(1), [])
+    with pytest.raises(AuditError, match="not one sampled token"):
+        audit_run(run)
+
+
+def test_a_token_on_the_edge_of_top_p_counts_on_whichever_side_it_was_recorded() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.2, 0.05]]))
+    settings = torch.tensor([[1.0, 0.0, 0.75, 0.0]])  # two tokens reach it, up to rounding
+    for kept, token_id in ((2, 0), (3, 0), (3, 2)):
+        recorded = logits[0, token_id] - logits[0, :kept].logsumexp(0)
+        found = sampled_logprobs(logits, torch.tensor([token_id]), settings, recorded[None])
+        np.testing.assert_allclose(found, recorded, atol=1e-5)
+
+
+def test_tokens_that_tie_at_the_edge_of_top_k_may_all_be_kept_and_lower_ones_never() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.2, 0.2, 0.1]]))
+    settings = torch.tensor([[1.0, 2.0, 1.0, 0.0]])
+    for kept in (2, 3):
+        recorded = logits[0, 2] - logits[0, :kept].logsumexp(0)
+        found = sampled_logprobs(logits, torch.tensor([2]), settings, recorded[None])
+        np.testing.assert_allclose(found, recorded, atol=1e-5)
+    outside = sampled_logprobs(logits, torch.tensor([3]), settings, torch.tensor([-0.1]))
+    assert outside.tolist() == [-torch.inf]

@@ -1,0 +1,82 @@
+"""The dashboard's address and token: who may look at a run."""
+
+import pytest
+
+from tidegate.errors import ConfigError
+from tidegate.observability.dashboard.access import (
+    HEADERS,
+    Address,
+    Request,
+    parse_address,
+    shows_token,
+    token_for,
+)
+from tidegate.transport.server_keys import DASHBOARD_TOKEN_VARIABLE
+
+TOKEN = "a-token-of-enough-characters"
+
+
+def request(
+    host: str = "127.0.0.1:80", authorization: str = "", cookie: str = "", query_token: str = ""
+) -> Request:
+    return Request(host, authorization, cookie, query_token)
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:80", "[::1]:0", "localhost:9", "0.0.0.0:65535"])
+def test_an_address_is_a_host_and_a_port(text: str) -> None:
+    parsed = parse_address(text)
+    assert text.endswith(f":{parsed.port}")
+
+
+@pytest.mark.parametrize("text", ["", "8080", ":8080", "a b:1", "h:65536", "http://h:1", "h:-1"])
+def test_anything_else_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:8080"):
+        parse_address(text)
+
+
+def test_on_this_host_no_token_is_needed_and_elsewhere_one_is_drawn() -> None:
+    assert token_for(Address("127.0.0.1", 0), {}) == ""
+    assert token_for(Address("::1", 0), {}) == ""
+    drawn = {token_for(Address("0.0.0.0", 0), {}) for _ in range(2)}
+    assert len(drawn) == 2
+    assert min(map(len, drawn)) >= 32
+
+
+def test_a_token_from_the_environment_holds_anywhere_unless_it_could_be_guessed() -> None:
+    assert token_for(Address("127.0.0.1", 0), {DASHBOARD_TOKEN_VARIABLE: TOKEN}) == TOKEN
+    with pytest.raises(ConfigError, match="5 characters"):
+        token_for(Address("0.0.0.0", 0), {DASHBOARD_TOKEN_VARIABLE: "short"})
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        request(query_token=TOKEN),
+        request(authorization=f"Bearer {TOKEN}"),
+        request(cookie=f"other=1; tidegate_dashboard_80={TOKEN}"),
+        request("run.example", cookie=f"tidegate_dashboard={TOKEN}"),
+    ],
+    ids=["in the query", "as a bearer", "in the cookie", "in the cookie of a proxy"],
+)
+def test_the_token_is_taken_wherever_it_is_shown(asked: Request) -> None:
+    assert shows_token(asked, TOKEN)
+    assert not shows_token(asked, TOKEN + "x")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        request(),
+        request(cookie=f"tidegate_dashboard_81={TOKEN}"),
+        request(authorization=f"Basic {TOKEN}"),
+        request(cookie="\x00;;==\x7f"),
+    ],
+)
+def test_nothing_else_opens(asked: Request) -> None:
+    assert not shows_token(asked, TOKEN)
+
+
+def test_no_script_but_our_files_may_run() -> None:
+    policy = HEADERS["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy

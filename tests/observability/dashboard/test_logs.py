@@ -1,0 +1,97 @@
+"""Does a machine find in the log what a person reads there?"""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tidegate.observability.logs import log_as_json
+
+log = logging.getLogger("tidegate")
+
+
+@pytest.fixture
+def written() -> Iterator[io.StringIO]:
+    before = (log.handlers[:], log.propagate, log.level)
+    stream = io.StringIO()
+    log_as_json("demo", stream)
+    yield stream
+    log.handlers[:], log.propagate = before[0], before[1]
+    log.setLevel(before[2])
+
+
+def lines(written: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in written.getvalue().splitlines()]
+
+
+def test_what_a_message_names_is_a_field_of_its_own_type(written: io.StringIO) -> None:
+    log.warning("engine=%s lost: %s", "engine-3", "it was silent")
+    log.info("rollout=%d forks into %d, %s", 7, 8, "resampled")
+    log.warning("stuck=%s who=%r waited_s=%.0f where=%r", "turn", 7, 61.25, "here")
+    told = lines(written)
+    assert [each.pop("time")[-1] for each in told] == ["Z"] * 3
+    assert told == [
+        {
+            "level": "warning",
+            "run": "demo",
+            "engine": "engine-3",
+            "message": "engine=engine-3 lost: it was silent",
+        },
+        {
+            "level": "info",
+            "run": "demo",
+            "rollout": 7,
+            "message": "rollout=7 forks into 8, resampled",
+        },
+        {
+            "level": "warning",
+            "run": "demo",
+            "stuck": "turn",
+            "who": 7,
+            "waited_s": 61.25,
+            "where": "here",
+            "message": "stuck=turn who=7 waited_s=61 where='here'",
+        },
+    ]
+
+
+def test_a_value_that_is_written_out_is_a_field_too(written: io.StringIO) -> None:
+    log.error("stuck=loop at 100%% done who=%r", "a callback")
+    (line,) = lines(written)
+    assert (line["stuck"], line["who"]) == ("loop", "a callback")
+    assert line["message"] == "stuck=loop at 100% done who='a callback'"
+
+
+def test_an_error_keeps_its_story_on_one_line(written: io.StringIO) -> None:
+    try:
+        raise ValueError("first line\nsecond line")
+    except ValueError as error:
+        log.error("version=%d failed", 3, exc_info=error)
+    (line,) = lines(written)
+    assert line["version"] == 3
+    assert "second line" in line["error"]
+
+
+def test_nothing_that_is_logged_can_break_a_line_or_stand_for_another_field(
+    written: io.StringIO,
+) -> None:
+    log.warning("run=%s level=%s engine=%s", "other", "none", 'a"\n{"engine": 1}')
+    log.warning("waited_s=%s version=%s", float("nan"), object)
+    log.warning({"no": "format"})
+    first, second, third = lines(written)
+    assert (first["run"], first["level"]) == ("demo", "warning")
+    assert first["engine"] == 'a"\n{"engine": 1}'
+    assert second["waited_s"] == "nan"
+    assert third["message"] == "{'no': 'format'}"
+
+
+def test_a_name_that_is_no_text_costs_no_line(written: io.StringIO) -> None:
+    name = b"run-\xff".decode(errors="surrogateescape")
+    args = ("path=%s version=%d", (name, 3), None)
+    record = log.makeRecord("tidegate", logging.WARNING, __file__, 1, *args)
+    log.handlers[0].handle(record)  # not pytest's own, which could not report what it had captured
+    (line,) = lines(written)
+    assert (line["path"], line["version"]) == ("run-\\udcff", 3)

@@ -1,0 +1,132 @@
+"""Is a rollout shown as what it is: each token its own text, sampler and version?"""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.orchestrator.episodes.chat_templates import chat_tokenizer
+from tidegate.observability.dashboard.rollout_pages import (
+    TOKENS_SHOWN_MAX,
+    rollout_page,
+    token_texts,
+)
+from tidegate.observability.trajectories import RecordedRollout, RecordedTurn
+from tidegate.orchestrator.core.provenance import KvRange, VersionSpan
+
+HOSTILE = '<script>alert(1)</script><img src=x onerror="alert(2)">'
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A token per byte, as a byte-level vocabulary has them for what is rare."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def turn(start: int, length: int, *spans: VersionSpan, reward: float | None = None) -> RecordedTurn:
+    return RecordedTurn(
+        start=start,
+        length=length,
+        finish_reason="stop",
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        seed=0,
+        options=None,
+        raw_logprobs=None,
+        top_ids=None,
+        top_logprobs=None,
+        reward=reward,
+        spans=spans,
+        prefills=(),
+    )
+
+
+def rollout(token_ids: list[int], *turns: RecordedTurn, task: str = "") -> RecordedRollout:
+    return RecordedRollout(
+        rollout_id=7,
+        group_id=3,
+        index=1,
+        task=task,
+        reward=float("nan"),
+        advantage=0.5,
+        state="trained",
+        discard_reason=None,
+        consumed_version=4,
+        staleness=2,
+        token_ids=token_ids,
+        logprobs=[-0.123456789] * len(token_ids),
+        turns=turns,
+        branch_of=None,
+        fork_reason="",
+    )
+
+
+TWO_TURNS = rollout(
+    list(range(20)),
+    turn(4, 6, VersionSpan(2, 0, 4, "a", KvRange(2, 2)), VersionSpan(3, 4, 6, "b", KvRange(2, 3))),
+    turn(12, 5, VersionSpan(3, 0, 5, "b", None), reward=0.25),
+)
+
+
+def test_every_token_is_in_one_segment_with_who_sampled_it() -> None:
+    page = rollout_page(TWO_TURNS, None)
+    assert page["segments"] == [
+        [0, 4, -1, -1, "", ""],
+        [4, 8, 0, 2, "a", "fresh"],
+        [8, 10, 0, 3, "b", "mixed(2, 3)"],
+        [10, 12, -1, -1, "", ""],
+        [12, 17, 1, 3, "b", "unknown"],
+        [17, 20, -1, -1, "", ""],
+    ]
+    assert [each["versions"] for each in page["turns"]] == [
+        [[2, 4, "a"], [3, 2, "b"]],
+        [[3, 5, "b"]],
+    ]
+    assert [each["reward"] for each in page["turns"]] == [None, 0.25]
+
+
+def test_what_json_has_no_word_for_becomes_null() -> None:
+    page = rollout_page(TWO_TURNS, None)
+    assert page["reward"] is None
+    assert page["logprobs"][0] == pytest.approx(-0.12346)
+    json.dumps(page, allow_nan=False)
+
+
+@pytest.mark.parametrize("text", ["plain words", "grüße, 水門 and 🌊🌊!", "a\n\n\tb\r\n", HOSTILE])
+@pytest.mark.parametrize("start", [0, 5])
+def test_the_tokens_texts_are_the_text_however_characters_are_cut(text: str, start: int) -> None:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    texts = token_texts(ids, tokenizer, start=start, end=len(ids))
+    whole = token_texts(ids, tokenizer, start=0, end=len(ids))
+    assert "".join(whole) == text
+    assert texts == whole[start:]
+
+
+def test_half_a_character_at_the_end_is_shown_as_one_that_cannot_be_read() -> None:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode("ok🌊", add_special_tokens=False).ids[:-1]
+    assert token_texts(ids, tokenizer, start=0, end=len(ids)) == ["o", "k", "", "", "\ufffd"]
+
+
+def test_a_turns_tools_are_named_and_all_that_was_said_stays_text() -> None:
+    tokenizer = chat_tokenizer()
+    said = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    ids = tokenizer.encode(said, add_special_tokens=False).ids
+    shown = rollout(ids, turn(0, len(ids), VersionSpan(0, 0, len(ids), "a", None)), task=HOSTILE)
+    page = rollout_page(shown, tokenizer)
+    assert page["turns"][0]["tools"] == ["add"]
+    assert page["task"] == HOSTILE
+
+
+def test_a_long_context_comes_in_parts_that_join() -> None:
+    long = rollout([5] * (TOKENS_SHOWN_MAX + 10))
+    first = rollout_page(long, None)
+    rest = rollout_page(long, None, start=first["end"])
+    assert len(first["texts"]) == TOKENS_SHOWN_MAX
+    assert (rest["start"], rest["end"], len(rest["logprobs"])) == (20_000, 20_010, 10)
+    assert rollout_page(long, None, start=10**9)["texts"] == []

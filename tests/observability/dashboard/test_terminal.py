@@ -1,0 +1,193 @@
+"""Does the terminal say of a run what its dashboard does?"""
+
+import http.server
+import io
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from tidegate.errors import AuditError, ConfigError
+from tidegate.observability.dashboard.dashboard import URL_FILE, Dashboard, url_in
+from tidegate.observability.dashboard.frames import about, frame
+from tidegate.observability.dashboard.live import Noted
+from tidegate.observability.dashboard.observation import Observation, RolloutLine
+from tidegate.observability.dashboard.source import RolloutQuery
+from tidegate.observability.dashboard.terminal import Watched, watch
+from tidegate.orchestrator.core.ledger import LedgerSnapshot
+from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunForecast, RunStatistics
+from tidegate.orchestrator.telemetry.watchdog import Stuck
+
+pytestmark = pytest.mark.wire
+
+
+def statistics(engines: int = 2) -> RunStatistics:
+    return RunStatistics(
+        wall_s=10.0,
+        trainer_version=5,
+        live_version=4,
+        capacity_groups=3,
+        running_groups=6,
+        buffered_groups=2,
+        training_groups=1,
+        batches=5,
+        trained_rollouts=40,
+        mixed_version_rollouts=10,
+        discarded_rollouts={"timeout": 2},
+        max_staleness_seen=2,
+        staleness_bound=2,
+        mean_staleness=1.25,
+        staleness_histogram={0: 10, 1: 10, 2: 20},
+        trainer_idle_share=0.1,
+        engine_idle_share=0.2,
+        tokens_per_s=1234.0,
+        ledger=LedgerSnapshot(100, 60, 20, 10, {"timeout": 10}),
+        evaluation_ledger=LedgerSnapshot(),
+        engines=tuple(
+            EngineStatistics(f"engine-{n}", 5, 3, 1, 400, 9.5, max_running_turns=4)
+            for n in range(engines)
+        ),
+        stuck=(Stuck("turn", "7", "somewhere [red]", 61.0),),
+        forecast=RunForecast(1.5, 2.0, 1.2, 1.25, 2, 2.0, 1.8, "trainer-bound: wait"),
+    )
+
+
+class Answering:
+    """A finished run's source, as far as a dashboard's server asks."""
+
+    tokenizer: Tokenizer | None = None
+    is_live = False
+
+    def __init__(self, seen: Observation) -> None:
+        self._seen = seen
+        self.is_update = False
+
+    def observe(self, *, is_update: bool = False) -> Observation:
+        self.is_update = is_update
+        return self._seen
+
+    def rollouts(self, query: RolloutQuery) -> tuple[list[RolloutLine], int]:
+        return [], 0
+
+    def rollout(self, rollout_id: int) -> None:
+        return None
+
+
+class NoHttp(http.server.BaseHTTPRequestHandler):
+    """Answers something else."""
+
+    def do_GET(self) -> None:
+        self.wfile.write(b"SSH-2.0-none\r\n")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+class BreakingOff(http.server.BaseHTTPRequestHandler):
+    """Promises more than it sends, as a run does that ends meanwhile."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        self.wfile.write(b"{")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    ("handler", "error", "said"),
+    [(BreakingOff, OSError, "broke off"), (NoHttp, ConfigError, "no dashboard")],
+)
+def test_an_answer_that_is_none_is_told_from_one_that_breaks_off(
+    handler: type[http.server.BaseHTTPRequestHandler], error: type[Exception], said: str
+) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+        asked = threading.Thread(target=server.handle_request)
+        asked.start()
+        with pytest.raises(error, match=said):
+            Watched.found(f"http://127.0.0.1:{server.server_port}").ask()
+        asked.join(60)
+
+
+def observation(engines: int = 2) -> Observation:
+    facts = {"name": "demo [bold]", "model": "m", "is_live": True, "is_whole": True, "settings": {}}
+    noted = Noted(batches=({"version": 4.0, "reward": 0.625},))
+    return Observation(statistics(engines), noted, about=facts)
+
+
+def printed(watched: Watched) -> str:
+    console = Console(file=io.StringIO(), width=100, highlight=False)
+    watch(watched, console)
+    said = console.file
+    assert isinstance(said, io.StringIO)
+    return said.getvalue()
+
+
+def test_a_screen_tells_engines_groups_staleness_tokens_and_what_limits() -> None:
+    seen = observation()
+    state = {**about(seen), "frame": frame(seen)}
+    said = printed(Watched(lambda: state, is_live=False))
+    for part in (
+        "demo [bold]  running",
+        "trainer v5, live v4",
+        "0.625",
+        "6 running, 2 buffered",
+        "mean 1.25, bound 2",
+        "trainer-bound: wait",
+        "somewhere [red]",
+        "engine-1",
+        "3/4",
+        "100 generated = 60 trained + 20 buffered + 10 in flight + 10 discarded",
+    ):
+        assert part in said, part
+
+
+def test_a_hundred_engines_leave_room_for_the_rest() -> None:
+    seen = observation(engines=100)
+    state = {**about(seen), "frame": frame(seen)}
+    said = printed(Watched(lambda: state, is_live=False))
+    assert "and 84 more" in said
+    assert len(said.splitlines()) < 45
+
+
+def test_a_running_run_is_found_by_its_url_and_by_its_directory(tmp_path: Path) -> None:
+    with Dashboard("127.0.0.1:0", directory=tmp_path) as dashboard:
+        dashboard.start(source := Answering(observation()))
+        by_url, by_directory = Watched.found(dashboard.url), Watched.found(tmp_path)
+        assert by_url.is_live
+        assert by_directory.is_live
+        assert json.dumps(by_url.ask()) == json.dumps(by_directory.ask())
+        assert "engine-1" in printed(by_directory)
+        assert source.is_update  # it draws no timeline, and asks each second
+    assert url_in(tmp_path) is None
+
+
+def test_a_url_that_a_killed_run_left_behind_leads_nowhere(tmp_path: Path) -> None:
+    with Dashboard("127.0.0.1:0", directory=tmp_path) as dashboard:
+        url = dashboard.url
+    (tmp_path / URL_FILE).write_text(url)
+    assert url_in(tmp_path) is None
+    with pytest.raises(AuditError, match="recorded run"):
+        Watched.found(tmp_path)
+    with pytest.raises(ConfigError, match="doesn't answer"):
+        watch(Watched.found(url), Console(file=io.StringIO()))
+
+
+def test_who_has_no_token_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEGATE_DASHBOARD_TOKEN", "a-token-of-some-length")
+    with Dashboard("127.0.0.1:0") as dashboard:
+        dashboard.start(Answering(observation()))
+        assert Watched.found(dashboard.url).ask()
+        with pytest.raises(ConfigError, match="whole URL"):
+            Watched.found(dashboard.url.partition("?")[0]).ask()
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "nonsense://x"])
+def test_what_is_no_url_of_a_dashboard_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="URL"):
+        Watched.found(url)

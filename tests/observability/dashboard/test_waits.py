@@ -1,0 +1,284 @@
+"""Is what rollouts spend their time and age on counted as it was, in virtual time?"""
+
+import asyncio
+import itertools
+import json
+import logging
+import math
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tidegate
+from tidegate.errors import ConfigError
+from tidegate.observability.dashboard.earlier import earlier_batches
+from tidegate.observability.dashboard.live import LiveNotes
+from tidegate.orchestrator.batches.ages import PUBLISHES_KEPT, BatchAges, PublishTimes
+from tidegate.orchestrator.batches.batches import build_batch
+from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
+from tidegate.orchestrator.episodes.activities import NAMES_MAX, OTHERS, Activities
+from tidegate.orchestrator.telemetry.off_policy import OffPolicy, off_policy, off_policy_of
+from tidegate.policies.diagnostics import measure_mismatch, measure_mismatch_by_lag
+from tidegate.testing import ServeInTests
+from tidegate.transport.messages import SamplingParams
+
+SMALL: dict[str, Any] = {"group_size": 2, "groups_per_batch": 1, "max_staleness": 1}
+
+
+async def test_waits_and_named_times_are_those_of_the_clock(tidegate_serve: ServeInTests) -> None:
+    told: list[Mapping[str, float]] = []
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([task])
+        await episode.generate(max_tokens=4)
+        with episode.doing("reward"):
+            await asyncio.sleep(2.0 + 3.0 * episode.index)
+        return 1.0
+
+    async with tidegate_serve(**SMALL, on_batch=told.append) as rollouts:
+        async for _ in rollouts.batches([1, 2, 3], episode=solve):
+            await rollouts.publish({})
+        statistics = rollouts.statistics()
+    assert statistics.episode_s == pytest.approx({"reward": 3 * 7.0})
+    assert statistics.waited_groups == 3
+    assert statistics.mean_group_wait_s == pytest.approx(3.0, abs=0.2)  # apart by a step or two
+    waits = [figures["group_wait_s_max"] for figures in told]
+    assert waits == pytest.approx([3.0] * 3, abs=0.2)
+
+
+async def test_staleness_is_parted_into_what_sampling_made_and_what_waiting_made(
+    tidegate_serve: ServeInTests,
+) -> None:
+    told: list[Mapping[str, float]] = []
+    has_published = asyncio.Event()
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([task])
+        await episode.generate(max_tokens=2)
+        if task == 2:  # sampled by version 0, and ends under version 1
+            await has_published.wait()
+        return 1.0
+
+    async with tidegate_serve(**SMALL, on_batch=told.append) as rollouts:
+        async for batch in rollouts.batches([1, 2, 3], episode=solve):
+            if batch.trainer_version == 0:
+                await asyncio.sleep(1.0)  # the second group has its turn meanwhile
+            await rollouts.publish({})
+            has_published.set()
+            await asyncio.sleep(1.0)
+        statistics = rollouts.statistics()
+    for figures in told:
+        parts = figures["staleness_in_flight_mean"] + figures["staleness_in_queue_mean"]
+        assert parts == pytest.approx(figures["staleness_mean"])
+    assert [f["staleness_in_flight_mean"] for f in told] == [0, 1, 0]
+    assert [f["staleness_in_queue_mean"] for f in told][:2] == [0, 0]
+    assert told[2]["staleness_in_queue_mean"] == told[2]["staleness_mean"]
+    assert sum(statistics.staleness_in_flight.values()) == statistics.trained_rollouts == 6
+
+
+async def test_a_rollout_that_forked_is_one_in_both_parts_of_staleness(
+    tidegate_serve: ServeInTests,
+) -> None:
+    """With that of its oldest row."""
+    told: list[Mapping[str, float]] = []
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([task])
+        await episode.generate(max_tokens=2)
+        branches = [episode.fork() for _ in range(2 * episode.index)]
+        await asyncio.sleep(2.0)  # a version is published meanwhile, or more
+        for branch in branches:
+            await branch.generate(max_tokens=2)
+        return 1.0
+
+    async with tidegate_serve(**SMALL, on_batch=told.append) as rollouts:
+        async for batch in rollouts.batches([1, 2, 3], episode=solve):
+            assert len(batch.rewards) == 4
+            await rollouts.publish({})
+        statistics = rollouts.statistics()
+    assert statistics.trained_rollouts == 6
+    for part in (statistics.staleness_in_flight, statistics.staleness_in_queue):
+        assert sum(part.values()) == 6
+    ages = sum(s * n for s, n in statistics.staleness_histogram.items())
+    parts = statistics.mean_staleness_in_flight + statistics.mean_staleness_in_queue
+    assert parts == pytest.approx(ages / 6)
+    for figures in told:
+        parts = figures["staleness_in_flight_mean"] + figures["staleness_in_queue_mean"]
+        assert parts == pytest.approx(figures["staleness_mean"])
+        assert figures["rollouts"] == 2
+
+
+async def test_what_on_batch_raises_costs_no_batch_and_is_counted(
+    tidegate_serve: ServeInTests, caplog: pytest.LogCaptureFixture
+) -> None:
+    def log_to_nowhere(figures: Mapping[str, float]) -> None:
+        raise ConnectionError("the logger's server is gone")
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([task])
+        await episode.generate(max_tokens=2)
+        return 1.0
+
+    with caplog.at_level(logging.ERROR, logger="tidegate"):
+        async with tidegate_serve(**SMALL, on_batch=log_to_nowhere) as rollouts:
+            async for _ in rollouts.batches([1, 2], episode=solve):
+                await rollouts.publish({})
+            assert rollouts.statistics().batches_untold == 2
+    said = [record for record in caplog.records if "on_batch raised" in record.message]
+    assert len(said) == 2
+    assert "the logger's server is gone" in caplog.text
+
+
+async def test_what_no_figures_can_be_told_to_is_refused_at_the_start(
+    tidegate_serve: ServeInTests,
+) -> None:
+    async def log_later(figures: Mapping[str, float]) -> None:
+        """Nobody would await it."""
+
+    for on_batch in (log_later, "wandb"):
+        with pytest.raises(ConfigError, match="on_batch must be a function"):
+            tidegate_serve(**SMALL, on_batch=on_batch)
+
+
+async def test_what_has_no_name_fails_its_own_episode_and_spoils_no_statistics(
+    tidegate_serve: ServeInTests,
+) -> None:
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([task])
+        await episode.generate(max_tokens=2)
+        with episode.doing("reward"):
+            await asyncio.sleep(0.5)
+        no_name = episode.doing(7)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="a name, such as 'reward', not 7"), no_name:
+            pass
+        return 1.0
+
+    async with tidegate_serve(**SMALL) as rollouts:
+        async for _ in rollouts.batches([1], episode=solve):
+            assert rollouts.statistics().episode_s == pytest.approx({"reward": 1.0})
+
+
+# ---------------------------------------------------------------- parts
+
+
+NUMBERS = itertools.count()
+
+
+def ended(group_id: int, versions: list[int], ended_s: float) -> Rollout:
+    rollout = Rollout(next(NUMBERS), group_id, 0)
+    rollout.extend(array("i", [1]))
+    turn = Turn(rollout, SamplingParams(max_tokens=9))
+    rollout.turns.append(turn)
+    for version in versions:
+        turn.append(5, -1.0, version, "engine-0")
+    rollout.reward, rollout.state, rollout.ended_s = 1.0, RolloutState.TRAINED, ended_s
+    return rollout
+
+
+def test_of_groups_that_ended_before_a_crash_nothing_is_told() -> None:
+    times, ages = PublishTimes(3), BatchAges()
+    times.note(10.0, 4)
+    times.note(20.0, 5)
+    groups = [
+        Group(0, "t", rollouts=[ended(0, [3, 4], 12.0), ended(0, [4], 11.0)]),
+        Group(1, "t", rollouts=[ended(1, [4], math.nan), ended(1, [4], 15.0)]),
+        Group(2, "t", rollouts=[ended(2, [], 9.0), ended(2, [3], 9.5)]),  # one without a token
+    ]
+    batch = build_batch(groups, trainer_version=5)
+    rows = [row for group in groups for row in group.rollouts]
+    figures = ages.note(rows, batch, times)
+    assert (ages.groups, ages.group_wait_s) == (2, 1.5)
+    assert ages.in_queue == {1: 2, 2: 1}
+    assert ages.in_flight == {1: 1, 0: 2}
+    assert figures["group_wait_s_max"] == 1.0
+    assert BatchAges().note([], build_batch([], 5), times) == {}
+
+
+def test_a_version_is_told_by_time_from_the_beginning_on() -> None:
+    times = PublishTimes(7)
+    times.note(1.0, 8)
+    times.note(2.0, 9)
+    assert times.version_at(np.array([-5.0, 0.9, 1.0, 1.5, 3.0])).tolist() == [7, 7, 8, 8, 9]
+
+
+def test_before_the_oldest_publish_that_is_kept_its_version_is_told() -> None:
+    times = PublishTimes(0)
+    for version in range(1, 4 * PUBLISHES_KEPT + 1):
+        times.note(float(version), version)
+    oldest = 3 * PUBLISHES_KEPT
+    asked = np.array([1.0, oldest + 0.5, oldest + 1.5, 4 * PUBLISHES_KEPT + 9.0])
+    told = times.version_at(asked).tolist()
+    assert told == [oldest, oldest, oldest + 1, 4 * PUBLISHES_KEPT]
+
+
+def test_what_goes_on_at_once_is_added_up_and_names_are_bounded() -> None:
+    clock = [0.0]
+    activities = Activities(lambda: clock[0])
+    first, second = activities.begin("search"), activities.begin("search")
+    clock[0] = 2.0
+    assert activities.seconds() == {"search": 4.0}
+    activities.end(first)
+    clock[0] = 5.0
+    activities.end(second)
+    clock[0] = 9.0
+    assert activities.seconds() == {"search": 7.0}
+    names = [activities.begin(f"tool {n}") for n in range(2 * NAMES_MAX)]
+    assert set(names[NAMES_MAX:]) == {OTHERS}
+    assert len(activities.seconds()) == NAMES_MAX + 1
+
+
+def test_the_mismatch_of_all_lags_is_that_of_their_tokens_and_is_read_back() -> None:
+    torch = pytest.importorskip("torch")
+    log_ratio = torch.tensor([[0.3, -0.2, 0.1, 0.5]])
+    mask, versions = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[2, 2, 1, 0]])
+    by_lag = measure_mismatch_by_lag(log_ratio, mask, versions, trainer_version=2)
+    told = off_policy(0.9, 0.01, by_lag)
+    whole = measure_mismatch(log_ratio, mask)
+    assert told.k3 == pytest.approx(whole.k3)
+    assert told.chi2 == pytest.approx(whole.chi2_token)
+    assert told.by_lag.keys() == {0, 1, 2}
+    assert told.by_lag[2]["chi2"] == pytest.approx(math.exp(1.0) - 1)
+    assert off_policy_of({"reward": 1.0, **told.figures()}) == told
+    assert off_policy_of({"mismatch_k3_lag_x": 1.0}) == OffPolicy()
+
+
+def test_curves_of_a_resumed_run_go_on_from_what_the_checkpoint_holds(tmp_path: Path) -> None:
+    def write(part: Path, versions: range, rest: str = "") -> None:
+        part.mkdir(exist_ok=True)
+        lines = [json.dumps({"version": version, "of": len(part.name)}) for version in versions]
+        (part / "metrics.jsonl").write_text("\n".join([*lines, rest]))
+
+    write(tmp_path, range(5), rest='{"version": 5, "rew')  # killed in mid-line
+    write(tmp_path / "part-1", range(3, 8))
+    (tmp_path / "part-2").mkdir()  # killed before its first batch
+    found = earlier_batches(tmp_path, batches=6)
+    assert [each["version"] for each in found] == [0, 1, 2, 3, 4, 5]
+    assert [each["of"] == len("part-1") for each in found] == [False] * 3 + [True] * 3
+    assert earlier_batches(tmp_path / "part-2", batches=6) == []
+    notes = LiveNotes(now_us=lambda: 1_000)
+    notes.recall(found)
+    notes.batch({"version": 6})
+    assert [each["version"] for each in notes.noted().batches] == [0, 1, 2, 3, 4, 5, 6]
+    assert [each["version"] for each in notes.noted(since_us=500).batches] == [6]
+
+
+def test_what_is_no_figure_in_a_runs_files_is_left_out(tmp_path: Path) -> None:
+    """Whoever edits or garbles them must not have the dashboard or a scrape fail."""
+    lines = [
+        '{"version": 0, "reward": "high", "of": [1], "mismatch_k3_lag_\u00b2": 1.0}',
+        "17",
+        '{"reward": 1.0}',
+        '{"version": 1, "reward": NaN}',
+        "\x00\x00\x00",
+        '{"version": 2}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    first, second = earlier_batches(tmp_path, batches=9)
+    assert first == {"version": 0, "mismatch_k3_lag_\u00b2": 1.0}
+    assert off_policy_of(first) == OffPolicy()
+    assert math.isnan(second["reward"])

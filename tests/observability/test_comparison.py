@@ -1,0 +1,102 @@
+"""Are runs set side by side as they were, and do other tools read what they leave?"""
+
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.observability.recorded import record_run
+from tidegate.cli import command
+from tidegate.observability.facts import read_facts
+from tidegate.observability.trajectories import SCHEMA, read_trajectories
+
+pytestmark = pytest.mark.wire
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two short ones of the same model, with other bounds."""
+    directory = tmp_path_factory.mktemp("runs")
+    return [
+        record_run(directory / f"eta-{bound}", batches=2, max_staleness=bound) for bound in (0, 1)
+    ]
+
+
+def status_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["tidegate", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_each_run_is_a_column_with_what_its_report_says(
+    runs: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    picture = tmp_path / "both.png"
+    assert status_of(["compare", *map(str, runs), "--picture", str(picture)], monkeypatch) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| | eta-0 | eta-1 |"
+    assert "| staleness bound | 0 | 1 |" in lines
+    assert "| rollouts trained | 8 | 8 |" in lines
+    tokens = [read_facts(run).tokens_trained for run in runs]
+    assert f"| tokens trained | {tokens[0]} | {tokens[1]} |" in lines
+    assert lines[-1] == "| audit | - | - |"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_has_a_run_a_line(
+    runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(["compare", *map(str, runs), "--json"], monkeypatch) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(each["run"], each["staleness_bound"]) for each in said] == [("eta-0", 0), ("eta-1", 1)]
+
+
+def test_one_run_is_no_comparison_and_a_missing_one_is_named(
+    runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(["compare", str(runs[0])], monkeypatch) == 2
+    assert "2 to 12 runs can be compared, got 1" in capsys.readouterr().err
+    assert status_of(["compare", str(runs[0]), "no-run"], monkeypatch) == 2
+    assert "no-run" in capsys.readouterr().err
+
+
+def test_polars_reads_every_token_and_writes_a_file_that_is_read_back_as_the_same(
+    runs: list[Path], tmp_path: Path
+) -> None:
+    polars = pytest.importorskip("polars", reason="pip install polars")
+    frame = polars.read_parquet(runs[1] / "trajectories.parquet")
+    ours = list(read_trajectories(runs[1]))
+    assert frame["rollout_id"].to_list() == [rollout.rollout_id for rollout in ours]
+    assert frame["token_ids"].to_list() == [rollout.token_ids for rollout in ours]
+    spans = frame["turns"].to_list()[0][0]["spans"]
+    assert [span["version"] for span in spans] == [span.version for span in ours[0].turns[0].spans]
+    frame.write_parquet(tmp_path / "written.parquet")
+    assert read_back(tmp_path / "written.parquet", tmp_path / "again") == ours
+
+
+def test_datasets_reads_every_token_and_writes_a_file_that_is_read_back_as_the_same(
+    runs: list[Path], tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets", reason="pip install datasets")
+    path = str(runs[1] / "trajectories.parquet")
+    table = datasets.Dataset.from_parquet(path, cache_dir=str(tmp_path / "cache"))
+    ours = list(read_trajectories(runs[1]))
+    assert list(table["token_ids"]) == [rollout.token_ids for rollout in ours]
+    table.to_parquet(str(tmp_path / "written.parquet"))
+    assert read_back(tmp_path / "written.parquet", tmp_path / "again") == ours
+
+
+def read_back(written: Path, directory: Path) -> list[object]:
+    """Other tools have wider types for text and lists: their columns are cast to ours."""
+    directory.mkdir()
+    table: pa.Table = pq.read_table(written).select(SCHEMA.names).cast(SCHEMA)
+    pq.write_table(table, directory / "trajectories.parquet")
+    return list(read_trajectories(directory))

@@ -1,0 +1,149 @@
+"""Does a trace tell what an episode spent its time on, in intervals that a viewer can nest?"""
+
+import asyncio
+import json
+from pathlib import Path
+
+from tests.observability.trace_events import hold_to_the_format
+from tidegate.observability.trace import EPISODE_INTERVALS_MAX, Trace, read_trace
+from tidegate.observability.trace_lines import trace_lines
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.episodes.diary import LANES_MAX, EpisodeDiary
+from tidegate.orchestrator.telemetry.recorder import EpisodeInterval
+from tidegate.transport.messages import SamplingParams
+
+
+class Watch:
+    """A diary on a clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now_us = 0
+        self.told: list[EpisodeInterval] = []
+        self.diary = EpisodeDiary(self.told.append, now_us=lambda: self.now_us)
+
+    def ask(self, rollout: Rollout) -> "asyncio.Future[Turn]":
+        rollout.turns.append(Turn(rollout, SamplingParams(max_tokens=4)))
+        answer: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        self.diary.asks(rollout, answer)
+        return answer
+
+    async def answer(
+        self, answer: "asyncio.Future[Turn]", rollout: Rollout, *versions: int
+    ) -> None:
+        turn = rollout.turns[-1]
+        for version in versions:
+            turn.append(5, -1.0, version, "engine-0")
+        turn.finish_reason = "stop"
+        answer.set_result(turn)
+        await asyncio.sleep(0)  # its callbacks are called
+
+    @property
+    def intervals(self) -> list[tuple[int, str, int, int]]:
+        return [(i.lane, i.name, i.started_us, i.ended_us) for i in self.told]
+
+
+async def test_an_episodes_turns_tools_and_parking_lie_within_it() -> None:
+    watch, rollout = Watch(), Rollout(7, 3, 0)
+    watch.diary.begins(rollout)
+    watch.now_us = 500  # too short to be seen
+    answer = watch.ask(rollout)
+    watch.now_us = 10_000
+    await watch.answer(answer, rollout, 1, 1)
+    watch.now_us = 40_000
+    watch.diary.parks(rollout)
+    watch.now_us = 90_000
+    watch.diary.goes_on(rollout)
+    answer = watch.ask(rollout)
+    watch.now_us = 95_000
+    await watch.answer(answer, rollout, 1, 2)
+    watch.now_us = 99_000
+    watch.diary.ends(rollout, "returned")
+    assert watch.intervals == [
+        (1, "turn v1", 500, 10_000),
+        (1, "tools", 10_000, 40_000),
+        (1, "parked", 40_000, 90_000),
+        (1, "turn v1 to v2", 90_000, 95_000),
+        (1, "tools", 95_000, 99_000),
+        (1, "rollout 7", 0, 99_000),
+    ]
+    assert watch.told[3].args == {"tokens": 2, "engine": "engine-0", "ended": "stop"}
+    assert watch.told[-1].args == {"group": 3, "turns": 2, "tokens": 4, "ended": "returned"}
+
+
+async def test_a_branch_has_a_lane_of_its_own_for_it_generates_beside_its_trunk() -> None:
+    watch, trunk, branch = Watch(), Rollout(1, 0, 0), Rollout(2, 0, 0)
+    branch.branch_of, trunk.branches = trunk, (branch,)
+    watch.diary.begins(trunk)
+    answers = [watch.ask(trunk), watch.ask(branch)]
+    watch.now_us = 5_000
+    await watch.answer(answers[1], branch, 0)
+    watch.now_us = 6_000
+    await watch.answer(answers[0], trunk, 0)
+    watch.diary.ends(trunk, "returned")
+    assert watch.intervals == [
+        (2, "turn v0", 0, 5_000),
+        (1, "turn v0", 0, 6_000),
+        (1, "rollout 1", 0, 6_000),
+        (2, "tools", 5_000, 6_000),
+        (2, "rollout 2", 0, 6_000),
+    ]
+
+
+async def test_a_lane_is_free_again_after_its_episode_and_those_without_one_are_not_told_of() -> (
+    None
+):
+    watch = Watch()
+    rollouts = [Rollout(number, 0, 0) for number in range(LANES_MAX + 1)]
+    for rollout in rollouts:
+        watch.diary.begins(rollout)
+    watch.ask(rollouts[-1])
+    watch.diary.ends(rollouts[-1], "returned")
+    assert watch.told == []
+    watch.diary.ends(rollouts[4], "failed")
+    watch.diary.begins(Rollout(99, 0, 0))
+    watch.diary.ends(Rollout(99, 0, 0), "returned")
+    assert [(i.lane, i.name) for i in watch.told] == [(5, "rollout 4"), (5, "rollout 99")]
+
+
+async def test_a_turn_that_was_given_up_ends_when_its_episode_asks_again_or_is_over() -> None:
+    watch, rollout = Watch(), Rollout(7, 3, 0)
+    watch.diary.begins(rollout)
+    watch.ask(rollout)
+    watch.now_us = 2_000
+    late = watch.ask(rollout)
+    watch.now_us = 3_000
+    watch.diary.ends(rollout, "failed")
+    late.cancel()
+    await asyncio.sleep(0)  # it is heard of after the end, and changes nothing
+    assert watch.intervals == [
+        (1, "turn", 0, 2_000),
+        (1, "turn", 2_000, 3_000),
+        (1, "rollout 7", 0, 3_000),
+    ]
+
+
+def test_episodes_are_read_back_from_a_trace_that_holds_to_the_format(tmp_path: Path) -> None:
+    trace, path = Trace(), tmp_path / "trace.json"
+    trace.engine_step("engine-0", started_us=0, busy_us=500, version=0, rows=7)
+    trace.trainer_interval("wait", 0, 600, 0)
+    trace.instant("engine-0", "swap", 400, {"version": 1})
+    children = [
+        EpisodeInterval(1, "turn v0", 0, 600, {}),
+        EpisodeInterval(1, "tools", 600, 900, {}),
+    ]
+    whole = EpisodeInterval(1, "rollout 0", 0, 1_000, {"turns": 1})
+    trace.episodes += [*children, whole]
+    trace.write(path)
+    hold_to_the_format(json.loads(path.read_text())["traceEvents"])
+    again = read_trace(path)
+    assert list(again.episodes) == [whole, *children]  # what holds others comes before them
+    assert set(again.tracks) == {"engine-0", "trainer"}
+    assert "  episodes, 1 of them: tools 30%, turn 60%" in trace_lines(tmp_path)
+
+
+def test_of_very_many_episodes_the_latest_are_kept() -> None:
+    trace = Trace()
+    for number in range(EPISODE_INTERVALS_MAX + 5):
+        trace.episodes.append(EpisodeInterval(1, "tools", number, number + 1, {}))
+    assert len(trace.episodes) == EPISODE_INTERVALS_MAX
+    assert trace.episodes[0].started_us == 5

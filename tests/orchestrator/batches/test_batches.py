@@ -1,0 +1,150 @@
+from dataclasses import fields, replace
+from random import Random
+
+import torch
+
+from tidegate.orchestrator.batches.batches import build_batch
+from tidegate.orchestrator.batches.version_runs import NOT_SAMPLED
+from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
+from tidegate.orchestrator.weight_sync.state_dict import named_buffers
+from tidegate.policies.advantages import group_relative_advantages
+from tidegate.transport.messages import SamplingParams
+
+
+def rollout(group_id: int, index: int, reward: float, turns: list[list[int]]) -> Rollout:
+    """Two prompt tokens before each turn, whose tokens are sampled by the versions given."""
+    made = Rollout(group_id * 10 + index, group_id, index)
+    for versions in turns:
+        made.extend([1, 2])
+        turn = Turn(made, SamplingParams(max_tokens=9))
+        made.turns.append(turn)
+        for version in versions:
+            turn.append(50 + version, -0.5, version, "a")
+    made.reward, made.state = reward, RolloutState.TRAINED
+    return made
+
+
+def two_groups() -> list[Group]:
+    short = rollout(0, 0, 1.0, [[3, 3]])
+    long = rollout(0, 1, 0.0, [[2, 3], [4]])
+    lost = rollout(0, 2, 0.0, [[9]])
+    lost.state = RolloutState.DISCARDED
+    other = rollout(1, 0, 0.5, [[4]])
+    return [Group(0, "task", rollouts=[short, long, lost]), Group(1, "task", rollouts=[other])]
+
+
+def test_the_mask_and_the_versions_mark_exactly_the_sampled_tokens() -> None:
+    batch = build_batch(two_groups(), trainer_version=4)
+    x = NOT_SAMPLED
+    assert batch.weight_versions.tolist() == [
+        [x, x, 3, 3, x, x, x],
+        [x, x, 2, 3, x, x, 4],
+        [x, x, 4, x, x, x, x],
+    ]
+    assert torch.equal(batch.loss_mask, batch.weight_versions != x)
+    assert batch.token_ids.tolist() == [
+        [1, 2, 53, 53, 0, 0, 0],
+        [1, 2, 52, 53, 1, 2, 54],
+        [1, 2, 54, 0, 0, 0, 0],
+    ]
+    assert batch.attention_mask.sum(1).tolist() == [4, 7, 3]
+    assert batch.sampled_tokens == 6
+
+
+def test_a_discarded_rollout_is_not_in_the_batch() -> None:
+    batch = build_batch(two_groups(), trainer_version=4)
+    assert batch.rewards.tolist() == [1.0, 0.0, 0.5]
+    assert batch.group_ids.tolist() == [0, 0, 1]
+
+
+def test_staleness_is_counted_from_the_oldest_token_of_the_row() -> None:
+    assert build_batch(two_groups(), trainer_version=4).staleness.tolist() == [1, 2, 0]
+
+
+def test_advantages_compare_a_rollout_with_its_own_group() -> None:
+    advantages = build_batch(two_groups(), trainer_version=4).advantages
+    assert advantages[0] > 0 > advantages[1]
+    assert advantages[2] == 0  # alone in its group
+
+
+def test_rollouts_that_are_each_alone_in_their_group_have_no_advantage() -> None:
+    alone = [Group(n, "task", rollouts=[rollout(n, 0, float(n), [[3]])]) for n in (0, 1)]
+    torch.set_default_dtype(torch.bfloat16)  # somebody loads a model meanwhile
+    try:
+        advantages = build_batch(alone, trainer_version=4).advantages
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert advantages.dtype is torch.float32
+    assert advantages.tolist() == [0.0, 0.0]
+
+
+def test_rewards_that_a_batch_can_not_tell_apart_have_no_advantage() -> None:
+    rewards = [0.3, 0.1 + 0.2]  # told apart by the last bit of 53, of which a batch has 24
+    group = Group(0, "task", rollouts=[rollout(0, n, r, [[3]]) for n, r in enumerate(rewards)])
+    assert build_batch([group], trainer_version=4).advantages.tolist() == [0.0, 0.0]
+
+
+def some_groups(random: Random) -> list[Group]:
+    """Of several sizes; some have lost rollouts, or branches, or are the rests of others."""
+    groups: list[Group] = []
+    for group_id in random.sample(range(9), 4):
+        count = random.randrange(1, 5)
+        own = [rollout(group_id, n, random.choice([0.0, 0.1, 1.0]), [[3]]) for n in range(count)]
+        if count > 1 and random.random() < 0.5:
+            own[random.randrange(count)].state = RolloutState.DISCARDED
+        for number in range(random.randrange(3)):
+            forked = random.choice([row for row in own if row.state is RolloutState.TRAINED])
+            branch = rollout(group_id, 9 - number, forked.reward or 0.0, [[3]])
+            branch.branch_of = forked
+            own.append(branch)
+        siblings = random.choices([0.0, 0.1, 1.0], k=random.randrange(3))
+        groups.append(Group(group_id, "task", rollouts=own, sibling_rewards=siblings))
+    return groups
+
+
+def test_each_row_has_its_rollouts_advantage_among_all_of_its_group_wherever_these_are() -> None:
+    for seed in range(200):
+        groups = some_groups(Random(seed))
+        batch = build_batch(groups, trainer_version=4)
+        rows = zip(batch.rollout_ids.tolist(), batch.group_ids.tolist(), strict=True)
+        of_rollouts = dict(zip(rows, batch.rewards.tolist(), strict=True))
+        siblings = [(group.group_id, r) for group in groups for r in group.sibling_rewards]
+        compared = group_relative_advantages(
+            torch.tensor([*of_rollouts.values(), *[reward for _, reward in siblings]]),
+            torch.tensor([*[of for _, of in of_rollouts], *[of for of, _ in siblings]]),
+        )
+        places = {rollout_id: place for place, (rollout_id, _) in enumerate(of_rollouts)}
+        wanted = compared[[places[rollout_id] for rollout_id in batch.rollout_ids.tolist()]]
+        torch.testing.assert_close(batch.advantages, wanted, atol=1e-6, rtol=1e-6, msg=str(seed))
+
+
+def test_packed_and_padded_hold_the_same_rows() -> None:
+    batch = build_batch(two_groups(), trainer_version=4)
+    packed = batch.packed
+    assert packed.cu_seqlens.tolist() == [0, 4, 11, 14]
+    for name in ("token_ids", "loss_mask", "logprobs", "weight_versions"):
+        padded = getattr(batch, name)[batch.attention_mask]
+        assert torch.equal(padded, getattr(packed, name)), name
+    assert torch.equal(packed.position_ids[4:11], torch.arange(7))
+    assert packed.position_ids.dtype == packed.row_ids.dtype == torch.int64
+    assert packed.row_ids.tolist() == [0] * 4 + [1] * 7 + [2] * 3
+    assert packed.row_ids is packed.row_ids  # made once
+
+
+def test_what_is_made_of_a_packed_batch_is_where_its_columns_have_been_moved() -> None:
+    packed = build_batch(two_groups(), trainer_version=4).packed
+    columns = {field.name: getattr(packed, field.name) for field in fields(packed)}
+    moved = replace(packed, **{name: column.to("meta") for name, column in columns.items()})
+    for ids in (moved.row_ids, moved.position_ids):
+        assert (ids.device.type, ids.dtype, ids.shape) == ("meta", torch.int64, (14,))
+
+
+def test_a_state_dict_becomes_its_bytes_and_tied_tensors_travel_once() -> None:
+    head = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+    state = {"embed": head, "head": head, "turned": head.t(), "scalar": torch.tensor(2.0)}
+    buffers = {buffer.name: buffer for buffer in named_buffers(state)}
+    assert list(buffers) == ["embed", "turned", "scalar"]
+    assert (buffers["turned"].dtype, buffers["turned"].shape) == ("bfloat16", (3, 2))
+    turned = torch.frombuffer(bytearray(buffers["turned"].data), dtype=torch.bfloat16)
+    assert torch.equal(turned.view(3, 2), head.t())

@@ -1,0 +1,181 @@
+"""Drives the state machine of weights, pauses and sleep, and carries its commands out at once."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from tidegate.orchestrator.core import weight_control as wc
+from tidegate.orchestrator.core.weight_content import Change, anew
+from tidegate.orchestrator.core.weight_control import Outgoing, Reserved, WeightControl
+from tidegate.transport.messages import (
+    FinishWeightUpdate,
+    InitWeights,
+    PauseMode,
+    StartWeightUpdate,
+    UpdateWeights,
+    WeightsFailed,
+    WeightsLive,
+    WeightsStaged,
+)
+from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
+
+INIT = InitWeights(channel="shm")
+AWAKE = wc.EngineMemory(levels=(1, 2), asleep=(), lacks_weights=False)
+
+
+def chunk(version: int) -> UpdateWeights:
+    return UpdateWeights(version=version, location="segment", tensors=[])
+
+
+def staging(engine: str, version: int) -> Outgoing:
+    return [(engine, StartWeightUpdate(version=version)), (engine, chunk(version))]
+
+
+def finish(engine: str, version: int) -> Outgoing:
+    word = FinishWeightUpdate(version=version, pause_mode="keep", kv_policy="recompute")
+    return [(engine, word)]
+
+
+class ControlDriver:
+    """A run's shell without a loop: what is woken goes on before the next event."""
+
+    def __init__(self, *engines: str, is_safe: bool = True, **settings: Any) -> None:
+        """``is_safe``: whether what was decided is safe from a crash at once."""
+        self.state = WeightControl(
+            INIT, **{"pause_mode": "keep", "kv_policy": "recompute"} | settings
+        )
+        self.numbers = itertools.count()
+        self.is_safe = is_safe
+        self.sent: Outgoing = []
+        self.ended: dict[int, wc.Resolve] = {}
+        self.timers: dict[int, float] = {}
+        self.given_up: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
+        self.released: list[int] = []
+        self.retracted: list[int] = []
+        self.is_held = False
+        for engine in engines:
+            assert self.join(engine) == [(engine, INIT)]
+
+    def do(self, event: wc.Event) -> Outgoing:
+        """Have one event handled, and all that follows from it; what was sent."""
+        before = len(self.sent)
+        woken: list[int] = []
+        self._handle(event, woken)
+        while woken:
+            number = woken.pop(0)
+            if number not in self.ended:
+                self._handle(wc.GoOn(number, self.next_version), woken)
+        return self.sent[before:]
+
+    def _handle(self, event: wc.Event, woken: list[int]) -> None:
+        for command in self.state.handle(event):
+            match command:
+                case wc.Send(outgoing=outgoing):
+                    self.sent += outgoing
+                case wc.Resolve(call=call):
+                    self.ended[call] = command
+                case wc.WakeCall(call=call):
+                    woken.append(call)
+                case wc.SetTimer(timer=timer, seconds=seconds):
+                    self.timers[timer] = seconds
+                case wc.StopTimer(timer=timer):
+                    self.timers.pop(timer, None)
+                case wc.WhenSafe() if self.is_safe:
+                    self._handle(wc.SwapsSafe(), woken)
+                case wc.ReleaseVersion(version=version):
+                    self.released.append(version)
+                case wc.RetractVersions(first_bad=first_bad):
+                    self.retracted.append(first_bad)
+                case wc.HoldBatches(is_held=is_held):
+                    self.is_held = is_held
+                case wc.GiveUp(engine=engine, why=why):
+                    self.given_up[engine] = why
+                    self._handle(wc.EngineGone(engine), woken)
+                case wc.RefuseEngine(engine=engine, why=why):
+                    self.refused[engine] = why
+                    self._handle(wc.EngineGone(engine), woken)
+
+    @property
+    def next_version(self) -> int:
+        return max(self.released, default=0) + 1
+
+    # ------------------------------------------------------------ engines
+
+    def join(
+        self, engine: str, version: int = 0, memory: wc.EngineMemory | None = AWAKE
+    ) -> Outgoing:
+        return self.do(wc.EngineCame(engine, version, memory))
+
+    def leave(self, engine: str) -> Outgoing:
+        return self.do(wc.EngineGone(engine))
+
+    def hear(self, engine: str, message: wc.Answer) -> Outgoing:
+        return self.do(wc.Answered(engine, message))
+
+    def staged(self, engine: str, version: int) -> Outgoing:
+        return self.hear(engine, WeightsStaged(version=version))
+
+    def live(self, engine: str, version: int) -> Outgoing:
+        return self.hear(engine, WeightsLive(version=version))
+
+    def fails(self, engine: str, version: int, why: str = "wrong shape") -> Outgoing:
+        return self.hear(engine, WeightsFailed(version=version, message=why))
+
+    def fire(self, timer: int) -> Outgoing:
+        del self.timers[timer]
+        return self.do(wc.TimerFired(timer))
+
+    # ------------------------------------------------------------ calls
+
+    def ask(self, kind: Any, *arguments: Any, **named: Any) -> int:
+        """Begin a call; its number."""
+        number = next(self.numbers)
+        self.do(kind(number, *arguments, **named))
+        return number
+
+    def result(self, call: int) -> Any:
+        """What a call has come to; raises what it has failed of."""
+        ended = self.ended[call]
+        if ended.error is not None:
+            raise ended.error
+        return ended.value
+
+    def reserve(self, **asked: bool) -> Reserved:
+        """The buffer, which nobody reads."""
+        reserved = self.result(self.ask(wc.ReserveAsked, self.next_version, **asked))
+        assert isinstance(reserved, Reserved)
+        return reserved
+
+    def publish(
+        self,
+        version: int,
+        chunks: list[UpdateWeights] | None = None,
+        change: Change = anew,
+        wait: wc.PublishWait = "live",
+    ) -> Outgoing:
+        """What engines are sent for a version that was written."""
+        before = len(self.sent)
+        self.call = self.ask(
+            wc.PublishAsked, version, chunks or [chunk(version)], wait=wait, change=change
+        )
+        return self.sent[before:]
+
+    def bring(self, version: int, *engines: str) -> None:
+        """Publish a version to the end."""
+        assert self.reserve().version == version
+        self.publish(version)
+        for engine in engines:
+            self.staged(engine, version)
+        for engine in engines:
+            self.live(engine, version)
+        assert self.state.is_settled
+
+    def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> int:
+        return self.ask(wc.PauseAsked, mode, clear_cache)
+
+    def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode = "abort") -> int:
+        return self.ask(wc.SleepAsked, level, tags, mode)
+
+    def wake(self, *tags: MemoryTag) -> int:
+        return self.ask(wc.WakeAsked, tags)

@@ -1,0 +1,261 @@
+"""Drives a core by hand, or by chance: plays the engines, the episodes and the trainer."""
+
+import random
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.event_log import encode_event, replay
+from tidegate.orchestrator.core.group import TaskKey
+from tidegate.orchestrator.core.placement import PlacementRules
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.core.rules import Rules
+from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.policies.asynchrony import BoundedStaleness
+from tidegate.policies.filters import GroupFilter
+from tidegate.policies.staleness import StalenessPolicy
+from tidegate.transport.messages import (
+    ABORT,
+    RUNNING,
+    STOP,
+    KvSpan,
+    Prefill,
+    SamplingParams,
+    SubmitTurn,
+)
+
+PROMPT = [7, 8, 9]
+
+
+def step(
+    engine: str,
+    version: int,
+    rows: Iterable[tuple[int, list[int], int]],
+    prefills: list[Prefill] | None = None,
+) -> ev.StepArrived:
+    """A step message's content: (handle, tokens, finish code) per row."""
+    rows = list(rows)
+    tokens = [token for _, row, _ in rows for token in row]
+    return ev.StepArrived(
+        engine=engine,
+        version=version,
+        turns=memoryview(array("I", [handle for handle, _, _ in rows])),
+        token_ids=memoryview(array("i", tokens)),
+        logprobs=memoryview(array("f", [-1.0] * len(tokens))),
+        finish=bytes(code for _, _, code in rows),
+        counts=memoryview(array("I", [len(row) for _, row, _ in rows])),
+        prefills=prefills or [],
+    )
+
+
+@dataclass
+class FakeEngine:
+    """An engine's queue, without the model: tokens come when the driver says so."""
+
+    version: int
+    turns: dict[int, SubmitTurn] = field(default_factory=dict)
+    sampled: dict[int, int] = field(default_factory=dict)
+    """Tokens of each submission."""
+
+
+class Driver:
+    """A core, and everything around it."""
+
+    def __init__(
+        self,
+        *,
+        max_staleness: int = 1,
+        groups_per_batch: int = 2,
+        group_size: int = 2,
+        seed: int = 0,
+        policy: StalenessPolicy | None = None,
+        group_filter: GroupFilter | None = None,
+        placement: PlacementRules | None = None,
+    ) -> None:
+        self.policy = policy or BoundedStaleness(
+            max_staleness=max_staleness, groups_per_batch=groups_per_batch
+        )
+        self.rules = Rules(
+            policy=self.policy,
+            group_size=group_size,
+            group_filter=group_filter or GroupFilter(),
+            placement=placement or PlacementRules(),
+        )
+        self.stopped: list[Rollout] = []
+        self.core = self.new_core()
+        self.records: list[bytes] = []
+        """Every event so far, as a journal would have it."""
+        self.chance = random.Random(seed)
+        self.engines: dict[str, FakeEngine] = {}
+        self.running: dict[int, Rollout] = {}
+        self.batches: list[ev.HandOver] = []
+        self.refused: list[ev.RefuseBatch] = []
+        self.ended = 0
+        self.recorded: list[Rollout] = []
+        self.requeued: list[TaskKey] = []
+        self.next_task = 0
+        self.published = 0
+        self.batches_published = 0
+        """Batches that the newest version was made from, and all before it."""
+        self.do(ev.TasksOffered())
+
+    def new_core(self) -> Core:
+        """One that nothing has happened to."""
+        return Core(self.rules, survives_crashes=True)
+
+    # ------------------------------------------------------------ one event
+
+    def do(self, event: ev.Event) -> list[ev.Command]:
+        """Feed an event, carry out what the core says, and check its invariants."""
+        self.records.append(encode_event(event, self.core))
+        commands = self.core.handle(event)
+        for command in commands:
+            self._act(command)
+        self.core.check()
+        return commands
+
+    def _act(self, command: ev.Command) -> None:
+        match command:
+            case ev.Submit(engine=engine, message=message):
+                self.engines[engine].turns[message.turn] = message
+                self.engines[engine].sampled[message.turn] = 0
+            case ev.Cancel(engine=engine, handle=handle):
+                if engine in self.engines:
+                    self.engines[engine].turns.pop(handle, None)
+            case ev.StartEpisode(rollout=rollout):
+                self.running[rollout.rollout_id] = rollout
+            case ev.StopEpisode(rollout=rollout):
+                self.stopped.append(rollout)
+            case ev.HandOver():
+                self.batches.append(command)
+            case ev.EndBatches():
+                self.ended += 1
+            case ev.RequeueTask(key=key):
+                self.requeued.append(key)
+            case ev.RefuseBatch():
+                self.refused.append(command)
+            case ev.Record(rollout=rollout):
+                self.recorded.append(rollout)
+                self.running.pop(rollout.rollout_id, None)
+
+    # ------------------------------------------------------------ whole actions
+
+    def join(self, engine: str, version: int | None = None) -> None:
+        """An engine comes; with the newest weights unless told otherwise."""
+        version = self.published if version is None else version
+        self.engines[engine] = FakeEngine(version)
+        self.do(ev.EngineJoined(engine, version, 4))
+
+    def leave(self, engine: str) -> None:
+        """An engine is lost with all it had."""
+        del self.engines[engine]
+        self.do(ev.EngineLeft(engine))
+
+    def fill(self) -> int:
+        """Give tasks while there is capacity; how many were admitted."""
+        admitted = 0
+        while self.core.capacity_groups:
+            if self.requeued:
+                key = self.requeued.pop(0)
+                self.do(ev.TaskArrived(key.index, key))
+            else:
+                self.do(ev.TaskArrived(self.core.tasks.count))
+            admitted += 1
+        return admitted
+
+    def ask_turn(self, rollout: Rollout, max_tokens: int = 8) -> None:
+        """The rollout's episode wants a turn."""
+        rollout.extend(PROMPT)
+        self.do(ev.TurnAsked(rollout.rollout_id, SamplingParams(max_tokens=max_tokens)))
+
+    def sample(self, engine: str, handle: int, tokens: int, finish: int = RUNNING) -> None:
+        """The engine makes tokens for one of its turns, after a prefill if they are its first."""
+        state = self.engines[engine]
+        prefills = []
+        if state.sampled[handle] == 0:
+            context = len(state.turns[handle].token_ids) // 4
+            prefills = [Prefill(handle, 0, [KvSpan(state.version, 0, context)])]
+        state.sampled[handle] += tokens
+        if finish != RUNNING:
+            del state.turns[handle]
+        row = (handle, [self.chance.randrange(100) for _ in range(tokens)], finish)
+        self.do(step(engine, state.version, [row], prefills))
+
+    def where(self, rollout: Rollout) -> tuple[str, int] | None:
+        """The engine and handle of the rollout's turn."""
+        for name, engine in self.core.turns.engines.items():
+            for handle, turn in engine.submissions.items():
+                if turn.rollout is rollout:
+                    return name, handle
+        return None
+
+    def return_reward(self, rollout: Rollout, reward: float = 1.0) -> None:
+        """The rollout's episode ends well."""
+        self.running.pop(rollout.rollout_id)
+        self.do(ev.EpisodeReturned(rollout.rollout_id, reward))
+
+    def fail(self, rollout: Rollout) -> None:
+        """The rollout's episode raises."""
+        self.running.pop(rollout.rollout_id, None)
+        self.do(ev.EpisodeFailed(rollout.rollout_id, "episode_error"))
+
+    def publish(self) -> None:
+        """The trainer publishes; engines keep their weights until they swap."""
+        self.published += 1
+        self.batches_published = len(self.batches)
+        self.do(ev.VersionPublished(self.published))
+
+    def swap(self, engine: str, *, abort: bool = False) -> None:
+        """An engine takes the newest weights, ending its running turns first if asked."""
+        state = self.engines[engine]
+        if abort:
+            for handle in [h for h in state.turns if state.sampled[h]]:
+                self.sample(engine, handle, 0, ABORT)
+        state.version = self.published
+        self.do(ev.EngineSwapped(engine, self.published))
+
+    def publish_and_swap(self) -> None:
+        """A whole weight update."""
+        self.publish()
+        for engine in list(self.engines):
+            self.swap(engine)
+
+    # ------------------------------------------------------------ crashes
+
+    def die_and_resume(self, batches: int, *, snapshot: bool) -> None:
+        """Another process goes on from the journal, and a checkpoint with so many batches."""
+        before = digest(self.core)
+        core = self.new_core()
+        if snapshot:
+            load(save(self.core), core)
+        else:
+            for record in self.records:
+                replay(record, core)
+        assert digest(core, is_replayed=True) == before
+        self.core = core
+        self.running.clear()
+        self.requeued.clear()
+        del self.batches[batches:]
+        self.do(ev.Resumed(batches, self.core.tasks.offer))
+        self.published = self.core.trainer_version
+        self.batches_published = min(self.batches_published, batches)
+        for name in sorted(self.engines):
+            self.come_back(name)
+        self.do(ev.TasksOffered())
+        for index in range(self.core.tasks.count):
+            self.do(ev.TaskFound(index, TaskKey(self.core.tasks.offer, index)))
+
+    def come_back(self, name: str) -> None:
+        """An engine whose connection was broken says hello."""
+        engine = self.engines[name]
+        self.do(ev.EngineJoined(name, engine.version, 4, held=tuple(engine.turns)))
+
+    def solve(self, rollout: Rollout, tokens: int = 3) -> None:
+        """One turn, start to end, and a reward."""
+        self.ask_turn(rollout)
+        for name, engine in self.engines.items():
+            for handle in list(engine.turns):
+                self.sample(name, handle, tokens, STOP)
+        self.return_reward(rollout)

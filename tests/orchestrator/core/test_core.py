@@ -1,0 +1,393 @@
+import pytest
+
+from tests.orchestrator.core.driver import PROMPT, Driver
+from tidegate.errors import ConfigError, TidegateError
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.group import TaskKey
+from tidegate.orchestrator.core.rollout import RolloutState
+from tidegate.policies.asynchrony import BoundedStaleness
+from tidegate.policies.consumption import Window
+from tidegate.policies.rounds import TailPacking
+from tidegate.policies.staleness import StalenessPolicy
+from tidegate.transport.messages import ABORT, LENGTH, STOP
+
+
+def finish_group(driver: Driver, group_id: int, tokens: int = 3) -> None:
+    for rollout in [r for r in driver.running.values() if r.group_id == group_id]:
+        driver.solve(rollout, tokens)
+
+
+# ---------------------------------------------------------------- admission
+
+
+@pytest.mark.parametrize(("eta", "groups"), [(0, 2), (1, 4), (4, 10)])
+def test_so_many_groups_may_be_outstanding_as_the_bound_allows(eta: int, groups: int) -> None:
+    driver = Driver(max_staleness=eta, groups_per_batch=2)
+    driver.join("a")
+    assert driver.fill() == groups
+
+
+def test_a_batch_in_training_holds_its_places_until_its_version_is_live_everywhere() -> None:
+    driver = Driver(max_staleness=0, groups_per_batch=2)
+    driver.join("a")
+    driver.join("b")
+    driver.fill()
+    finish_group(driver, 0)
+    finish_group(driver, 1)
+    driver.do(ev.BatchAsked())
+    assert (len(driver.batches), driver.fill()) == (1, 0)  # handed over
+    driver.publish()
+    assert driver.fill() == 0  # published, and not yet served
+    driver.swap("a")
+    assert driver.fill() == 0  # `b` would still sample old tokens
+    driver.swap("b")
+    assert driver.fill() == 2
+
+
+def test_a_task_that_nobody_asked_for_is_refused() -> None:
+    driver = Driver(max_staleness=0, groups_per_batch=1)
+    driver.fill()
+    with pytest.raises(TidegateError, match="1 groups outstanding of 1 allowed"):
+        driver.core.handle(ev.TaskArrived("one too many"))
+
+
+def test_asking_for_a_batch_that_only_a_publish_could_make_possible_is_refused() -> None:
+    driver = Driver(max_staleness=1, groups_per_batch=2)
+    driver.join("a")
+    for batch in range(2):
+        driver.fill()
+        finish_group(driver, 2 * batch)
+        finish_group(driver, 2 * batch + 1)
+        driver.do(ev.BatchAsked())
+    assert len(driver.batches) == 2
+    assert driver.do(ev.BatchAsked()) == [ev.RefuseBatch(unpublished_groups=4)]
+
+
+def test_a_limit_that_no_batch_fits_into_is_refused_at_the_door() -> None:
+    with pytest.raises(ConfigError, match="batch of 8 groups can never fill when only 4"):
+        BoundedStaleness(max_staleness=2, groups_per_batch=8, outstanding_groups_limit=4)
+
+
+def test_negative_staleness_is_refused_with_its_value() -> None:
+    with pytest.raises(ConfigError, match="got -1"):
+        BoundedStaleness(max_staleness=-1, groups_per_batch=8)
+
+
+# ---------------------------------------------------------------- consumption
+
+
+def test_batches_are_handed_over_in_the_order_of_admission_not_of_completion() -> None:
+    driver = Driver(max_staleness=1, groups_per_batch=2)
+    driver.join("a")
+    driver.fill()
+    driver.do(ev.BatchAsked())
+    for group_id in (3, 1, 2):
+        finish_group(driver, group_id)
+    assert driver.batches == []  # group 0 is the oldest, and still going on
+    finish_group(driver, 0)
+    assert [[g.group_id for g in b.groups] for b in driver.batches] == [[0, 1]]
+
+
+def test_the_last_batch_is_smaller_when_tasks_run_out_and_then_batches_end() -> None:
+    driver = Driver(max_staleness=1, groups_per_batch=2)
+    driver.join("a")
+    driver.do(ev.TaskArrived("only one"))
+    driver.do(ev.TasksExhausted())
+    driver.do(ev.BatchAsked())
+    finish_group(driver, 0)
+    assert [len(batch.groups) for batch in driver.batches] == [1]
+    assert driver.do(ev.BatchAsked()) == [ev.EndBatches()]
+
+
+def test_staleness_is_counted_from_the_oldest_token_at_consumption() -> None:
+    driver = Driver(max_staleness=2, groups_per_batch=1, group_size=1)
+    driver.join("a")
+    driver.fill()  # groups 0, 1, 2
+    slow = driver.running[2]
+    driver.ask_turn(slow)
+    (handle,) = driver.engines["a"].turns
+    driver.sample("a", handle, 1)  # its first token, by version 0
+    for group_id in (0, 1):
+        rollout = driver.running[group_id]
+        driver.ask_turn(rollout)
+        newest = max(driver.engines["a"].turns)
+        driver.sample("a", newest, 2, STOP)
+        driver.return_reward(rollout)
+        driver.do(ev.BatchAsked())
+        driver.publish_and_swap()
+    driver.sample("a", handle, 4, STOP)  # its other tokens, by version 2
+    driver.return_reward(slow)
+    driver.do(ev.BatchAsked())
+    assert driver.batches[-1].trainer_version == 2
+    assert dict(driver.core.trained.staleness) == {0: 2, 2: 1}
+    assert driver.core.trained.mixed_version == 1
+
+
+def test_publishing_twice_for_one_batch_ages_what_waits_and_the_second_gate_drops_it() -> None:
+    driver = Driver(max_staleness=1, groups_per_batch=1, group_size=1)
+    driver.join("a")
+    driver.fill()
+    finish_group(driver, 0)
+    finish_group(driver, 1)
+    driver.do(ev.BatchAsked())
+    driver.publish_and_swap()
+    driver.publish_and_swap()
+    commands = driver.do(ev.BatchAsked())  # group 1 is of version 0, the trainer at version 2
+    assert commands[-1] == ev.RequeueTask(task=1, key=TaskKey(0, 1))
+    assert dict(driver.core.ledger.discarded) == {"stale": 3}
+    assert driver.fill() > 0
+
+
+# ---------------------------------------------------------------- rollouts that fail
+
+
+def test_a_rollout_that_fails_is_discarded_and_its_group_goes_on_without_it() -> None:
+    driver = Driver(max_staleness=0, groups_per_batch=1, group_size=3)
+    driver.join("a")
+    driver.fill()
+    first, second, third = driver.running.values()
+    driver.do(ev.BatchAsked())
+    driver.fail(first)
+    driver.solve(second)
+    driver.solve(third)
+    assert [r.index for r in driver.batches[0].groups[0].kept] == [1, 2]
+    assert dict(driver.core.discarded_rollouts) == {"episode_error": 1}
+
+
+def test_a_group_with_nothing_left_to_compare_is_dropped_and_its_place_refilled() -> None:
+    driver = Driver(max_staleness=0, groups_per_batch=1, group_size=2)
+    driver.join("a")
+    driver.fill()
+    first, second = driver.running.values()
+    driver.solve(first, tokens=5)
+    driver.fail(second)
+    assert dict(driver.core.ledger.discarded) == {"group_too_small": 5, "episode_error": 0}
+    assert first.state is RolloutState.DISCARDED
+    assert driver.fill() == 1
+
+
+def test_tokens_that_arrive_for_a_turn_given_up_are_counted_as_cancelled() -> None:
+    driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
+    driver.join("a")
+    driver.fill()
+    (rollout,) = driver.running.values()
+    driver.ask_turn(rollout)
+    (handle,) = driver.engines["a"].turns
+    driver.sample("a", handle, 2)
+    late = driver.engines["a"].turns[handle]
+    driver.fail(rollout)  # the episode timed out while its turn was going on
+    driver.engines["a"].turns[handle] = late
+    driver.sample("a", handle, 3)
+    assert dict(driver.core.ledger.discarded) == {"episode_error": 2, "cancelled": 3}
+
+
+# ---------------------------------------------------------------- turns
+
+
+def test_an_aborted_turn_goes_on_from_its_tokens_with_what_is_left_of_its_budget() -> None:
+    driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
+    driver.join("a")
+    driver.fill()
+    (rollout,) = driver.running.values()
+    driver.ask_turn(rollout, max_tokens=8)
+    (handle,) = driver.engines["a"].turns
+    driver.sample("a", handle, 3, ABORT)
+    ((again, submitted),) = driver.engines["a"].turns.items()
+    assert again != handle
+    assert submitted.token_ids == rollout.token_ids.tobytes()
+    assert (submitted.sampled_before, submitted.sampling.max_tokens) == (3, 5)
+    driver.publish_and_swap()
+    driver.sample("a", again, 5, LENGTH)
+    turn = rollout.turns[0]
+    assert (turn.length, turn.finish_reason) == (8, "length")
+    assert [(s.version, s.start, s.end, s.kv_label) for s in turn.spans()] == [
+        (0, 0, 3, "fresh"),
+        (1, 3, 8, "fresh"),
+    ]
+
+
+def test_turns_of_a_lost_engine_go_on_elsewhere_from_the_tokens_received() -> None:
+    driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
+    driver.join("a")
+    driver.fill()
+    (rollout,) = driver.running.values()
+    driver.ask_turn(rollout)
+    (handle,) = driver.engines["a"].turns
+    driver.sample("a", handle, 4)
+    driver.join("b")
+    driver.leave("a")
+    ((moved, submitted),) = driver.engines["b"].turns.items()
+    assert submitted.sampled_before == 4
+    driver.sample("b", moved, 1, STOP)
+    assert [(s.engine, s.start, s.end) for s in rollout.turns[0].spans()] == [
+        ("a", 0, 4),
+        ("b", 4, 5),
+    ]
+
+
+def test_a_reconnected_engine_is_sent_its_turns_anew_and_drops_the_old_ones() -> None:
+    driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
+    driver.join("a")
+    driver.fill()
+    (rollout,) = driver.running.values()
+    driver.ask_turn(rollout)
+    (old,) = driver.engines["a"].turns
+    driver.sample("a", old, 2)
+    commands = driver.do(ev.EngineJoined("a", 0, 4))
+    assert commands[0] == ev.Cancel("a", old)
+    ((new, submitted),) = driver.engines["a"].turns.items()
+    assert new != old
+    assert submitted.sampled_before == 2
+
+
+def test_turns_wait_while_there_is_no_engine_and_start_with_the_first() -> None:
+    driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
+    driver.fill()
+    (rollout,) = driver.running.values()
+    driver.ask_turn(rollout)
+    driver.join("a")
+    assert len(driver.engines["a"].turns) == 1
+
+
+def test_an_engine_with_old_weights_gets_no_turns_until_it_has_caught_up() -> None:
+    driver = Driver(max_staleness=1, groups_per_batch=1, group_size=1)
+    driver.join("a")
+    driver.publish_and_swap()
+    driver.join("late", version=0)
+    driver.fill()
+    for rollout in list(driver.running.values()):
+        driver.ask_turn(rollout)
+    assert (len(driver.engines["a"].turns), len(driver.engines["late"].turns)) == (2, 0)
+    driver.swap("late")
+    driver.fail(next(iter(driver.running.values())))
+    driver.fill()
+    driver.ask_turn(list(driver.running.values())[-1])
+    assert len(driver.engines["late"].turns) == 1
+
+
+def test_the_oldest_group_has_the_highest_priority_and_evaluation_comes_first() -> None:
+    driver = Driver(max_staleness=1, groups_per_batch=1, group_size=1)
+    driver.join("a")
+    driver.fill()
+    driver.do(ev.EvaluationAsked("held out", 0))
+    for rollout in list(driver.running.values()):
+        driver.ask_turn(rollout)
+    priorities = [turn.priority for turn in driver.engines["a"].turns.values()]
+    assert priorities == [0, 1, -1]
+
+
+def test_a_turn_that_no_engine_can_serve_fails_and_its_rollout_is_discarded() -> None:
+    driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
+    driver.join("a")
+    driver.fill()
+    (rollout,) = driver.running.values()
+    driver.ask_turn(rollout)
+    (handle,) = driver.engines["a"].turns
+    commands = driver.do(ev.TurnRejected("a", handle, "too long"))
+    assert commands == [ev.FailTurn(rollout.turns[0], "too long")]
+
+
+def test_evaluation_is_never_trained_and_has_a_ledger_of_its_own() -> None:
+    driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
+    driver.join("a")
+    driver.do(ev.EvaluationAsked("held out", 0))
+    (rollout,) = driver.running.values()
+    driver.solve(rollout, tokens=6)
+    assert rollout.state is RolloutState.EVALUATED
+    assert driver.core.ledger.generated == 0
+    assert driver.core.evaluation_ledger.generated == 6
+    assert driver.core.outstanding_groups == 0
+
+
+def test_ending_a_run_settles_every_token() -> None:
+    driver = Driver(max_staleness=1, groups_per_batch=2)
+    driver.join("a")
+    driver.fill()
+    finish_group(driver, 0)
+    driver.ask_turn(next(iter(driver.running.values())))
+    (handle,) = driver.engines["a"].turns
+    driver.sample("a", handle, 2)
+    driver.do(ev.RunEnded())
+    ledger = driver.core.ledger.snapshot()
+    assert (ledger.in_flight, ledger.buffered) == (0, 0)
+    assert ledger.discarded == {"run_ended": 8}
+    assert {r.state for r in driver.recorded} == {RolloutState.DISCARDED}
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_a_prompt_stands_once_after_two_kills_around_an_episode_that_goes_another_way(
+    snapshot: bool,
+) -> None:
+    driver = Driver(group_size=1, groups_per_batch=1)
+    driver.join("engine-0")
+    driver.fill()
+    rollout = next(iter(driver.running.values()))
+    driver.ask_turn(rollout)
+    driver.die_and_resume(0, snapshot=snapshot)
+    rollout = driver.running[rollout.rollout_id]
+    # It appends the same prompt, then asks for another turn; its process dies before the event.
+    driver.do(ev.RolloutCut(rollout.rollout_id, 0, len(PROMPT), "went_another_way"))
+    driver.die_and_resume(0, snapshot=snapshot)
+    rollout = driver.running[rollout.rollout_id]
+    driver.ask_turn(rollout)
+    assert rollout.token_ids.tolist() == PROMPT
+
+
+def handed_rows(batch: ev.HandOver) -> list[tuple[int, list[int]]]:
+    return [(group.group_id, [row.rollout_id for row in group.kept]) for group in batch.groups]
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        BoundedStaleness(max_staleness=3, groups_per_batch=2, order=Window(4)),
+        BoundedStaleness(
+            max_staleness=3, groups_per_batch=2, order="completion", on_deadline="split"
+        ),
+        TailPacking(groups_per_batch=2, factor=2.0),
+        BoundedStaleness(max_staleness=3, groups_per_batch=2, order="completion"),
+    ],
+    ids=["window", "split", "tail packing", "completion"],
+)
+def test_an_undone_batch_is_handed_over_again_as_it_was_whatever_has_ended_since(
+    policy: StalenessPolicy, snapshot: bool
+) -> None:
+    driver = Driver(policy=policy)
+    driver.join("engine-0")
+    driver.fill()
+    for group_id in (2, 1):
+        finish_group(driver, group_id)
+    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchAsked())
+    for rollout in list(driver.running.values()):
+        driver.solve(rollout)
+    before = [handed_rows(batch) for batch in driver.batches]
+    assert {group_id for group_id, _ in before[0]} == {1, 2}
+    driver.die_and_resume(0, snapshot=snapshot)
+    driver.fill()
+    for rollout in list(driver.running.values()):
+        driver.solve(rollout)
+    for _ in before:
+        driver.do(ev.BatchAsked())
+    assert [handed_rows(batch) for batch in driver.batches] == before
+
+
+def test_from_an_undone_batch_that_has_lost_a_group_on_the_policy_selects_anew() -> None:
+    driver = Driver(max_staleness=3, groups_per_batch=1, group_size=1)
+    driver.join("engine-0")
+    driver.fill()
+    finish_group(driver, 0)
+    driver.do(ev.BatchAsked())
+    driver.publish_and_swap()
+    finish_group(driver, 1)  # sampled by the weights that are lost
+    driver.do(ev.BatchAsked())
+    driver.die_and_resume(0, snapshot=False)
+    assert driver.core.ledger.discarded["rolled_back"] > 0
+    driver.fill()
+    for rollout in list(driver.running.values()):
+        driver.solve(rollout)
+    for _ in range(2):
+        driver.do(ev.BatchAsked())
+    assert [batch.groups[0].group_id for batch in driver.batches] == [0, 2]
+    assert not driver.core.handed.again

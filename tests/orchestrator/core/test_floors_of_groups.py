@@ -1,0 +1,24 @@
+"""How old may a group's tokens be? What a publish changes of that."""
+
+from tests.orchestrator.core.driver import Driver
+from tidegate.transport.messages import STOP
+
+
+def test_a_publish_raises_the_floors_of_groups_without_a_token_and_of_no_others() -> None:
+    driver = Driver(max_staleness=2, groups_per_batch=1, group_size=2)
+    driver.join("a")
+    assert driver.fill() == 3
+    sampled, waiting, ended = (group.rollouts for group in driver.core.groups.in_order)
+    for rollout in (sampled[0], waiting[0], *ended):
+        driver.ask_turn(rollout)
+        place = driver.where(rollout)
+        assert place is not None
+        if rollout is not waiting[0]:
+            driver.sample(*place, tokens=1, finish=STOP)
+    for rollout in ended:
+        driver.return_reward(rollout)
+    driver.core.groups.raise_floors(1)
+    assert [group.version_floor for group in driver.core.groups.in_order] == [0, 1, 0]
+    assert driver.core.groups.floors == {0: 2, 1: 1}
+    driver.core.groups.raise_floors(2)
+    assert driver.core.groups.floors == {0: 2, 2: 1}

@@ -1,0 +1,127 @@
+"""Does each turn go where it should, and is it found again where it is?"""
+
+from tests.orchestrator.core.driver import Driver, step
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.transport.messages import ABORT, RUNNING, STOP, SamplingParams
+
+
+def driver_with(engines: str, groups: int) -> tuple[Driver, list[Rollout]]:
+    """Engines of these names, and as many rollouts that have asked for nothing yet."""
+    driver = Driver(max_staleness=0, groups_per_batch=groups, group_size=1)
+    for name in engines:
+        driver.join(name)
+    driver.fill()
+    return driver, list(driver.running.values())
+
+
+def places(driver: Driver, rollouts: list[Rollout]) -> list[str | None]:
+    """The engines that their turns are on."""
+    found = [driver.where(rollout) for rollout in rollouts]
+    return [place[0] if place else None for place in found]
+
+
+def test_turns_are_spread_evenly_over_engines() -> None:
+    driver, rollouts = driver_with("bca", 7)
+    for rollout in rollouts:
+        driver.ask_turn(rollout)
+    assert places(driver, rollouts) == ["a", "b", "c", "a", "b", "c", "a"]
+
+
+def test_an_engine_whose_turn_has_ended_gets_the_next_one() -> None:
+    driver, rollouts = driver_with("abc", 4)
+    for rollout in rollouts[:3]:
+        driver.ask_turn(rollout)
+    driver.sample("b", 1, 3, STOP)
+    driver.ask_turn(rollouts[3])
+    assert places(driver, rollouts) == ["a", None, "c", "b"]
+
+
+def test_turns_that_end_with_one_step_are_told_of_together_before_others_go_on() -> None:
+    driver, rollouts = driver_with("a", 4)
+    for rollout in rollouts:
+        driver.ask_turn(rollout)
+    rows = [(0, [5], ABORT), (1, [6], STOP), (2, [7], RUNNING), (3, [8], STOP)]
+    ended, sent = driver.core.handle(step("a", 0, rows))
+    assert ended == ev.EndTurns([rollouts[1].turns[0], rollouts[3].turns[0]])
+    assert isinstance(sent, ev.Submit)
+    assert (sent.message.session, sent.message.sampled_before) == (rollouts[0].rollout_id + 1, 1)
+
+
+def test_a_turn_that_is_given_up_is_cancelled_where_it_is_and_leaves_its_place() -> None:
+    driver, rollouts = driver_with("ab", 3)
+    for rollout in rollouts[:2]:
+        driver.ask_turn(rollout)
+    assert driver.do(ev.TurnGivenUp(rollouts[1].rollout_id)) == [ev.Cancel("b", 1)]
+    driver.ask_turn(rollouts[2])
+    assert places(driver, rollouts) == ["a", None, "b"]
+
+
+def test_a_turn_that_was_sent_on_is_cancelled_where_it_went() -> None:
+    driver, rollouts = driver_with("ab", 1)
+    driver.ask_turn(rollouts[0])
+    driver.leave("a")
+    assert places(driver, rollouts) == ["b"]
+    assert driver.do(ev.EpisodeFailed(rollouts[0].rollout_id, "episode_error"))[0] == ev.Cancel(
+        "b", 1
+    )
+
+
+def test_a_turn_that_waits_for_an_engine_and_is_given_up_is_never_sent() -> None:
+    driver, rollouts = driver_with("", 2)
+    for rollout in rollouts:
+        driver.ask_turn(rollout)
+    assert driver.do(ev.TurnGivenUp(rollouts[0].rollout_id)) == []
+    driver.join("a")
+    assert places(driver, rollouts) == [None, "a"]
+
+
+def test_an_engine_that_is_behind_gets_turns_only_once_it_has_caught_up() -> None:
+    driver, rollouts = driver_with("ab", 3)
+    driver.publish()
+    driver.swap("a")
+    driver.ask_turn(rollouts[0])  # v0 is live still: b serves it
+    driver.ask_turn(rollouts[1])
+    assert places(driver, rollouts[:2]) == ["a", "b"]
+    driver.swap("b")
+    driver.leave("b")
+    driver.join("b", version=0)
+    driver.ask_turn(rollouts[2])
+    assert places(driver, rollouts) == ["a", "a", "a"]
+
+
+def test_the_live_version_rises_with_the_last_engine_and_not_before() -> None:
+    driver, _ = driver_with("abc", 1)
+    for published, order in enumerate(("abc", "cba", "bac"), 1):
+        driver.publish()
+        seen = []
+        for name in order:
+            driver.swap(name)
+            seen.append(driver.core.turns.live_version)
+        assert seen == [published - 1, published - 1, published]
+
+
+def test_turns_that_an_engine_hands_back_stay_there_while_it_is_the_emptiest() -> None:
+    driver, rollouts = driver_with("ab", 4)
+    for rollout in rollouts:
+        driver.ask_turn(rollout)
+    for handle in (1, 3):
+        driver.sample("b", handle, 2)
+    for handle in (1, 3):
+        driver.sample("b", handle, 0, ABORT)
+    assert places(driver, rollouts) == ["a", "b", "a", "b"]
+    assert [rollout.sampled_tokens for rollout in rollouts] == [0, 2, 0, 2]
+
+
+def test_a_turn_that_was_left_behind_is_given_up_when_its_rollout_asks_for_another() -> None:
+    """Who asks from an event loop of its own is told of an error while the turn goes on."""
+    driver, [rollout] = driver_with("a", 1)
+    driver.ask_turn(rollout)
+    driver.sample("a", 0, 2)
+    driver.do(ev.TurnAsked(rollout.rollout_id, SamplingParams(max_tokens=8)))
+    driver.sample("a", 1, 3, STOP)
+    first, second = rollout.turns
+    assert first.finish_reason == "cancelled"
+    assert (second.start, second.length) == (first.start + 2, 3)
+    driver.return_reward(rollout)
+    assert not driver.core.handle(step("a", 0, [(0, [5], ABORT)]))

@@ -1,0 +1,560 @@
+"""What engines are told of weights, pauses and sleep, event by event."""
+
+import pytest
+
+from tests.orchestrator.core.control_driver import (
+    AWAKE,
+    INIT,
+    ControlDriver,
+    chunk,
+    finish,
+    staging,
+)
+from tidegate.errors import ConfigError, EngineLagging, PublishDropped, SleepFailed, WeightsRefused
+from tidegate.orchestrator.core import weight_control as wc
+from tidegate.orchestrator.core.weight_control import Laggards
+from tidegate.transport.messages import (
+    Asleep,
+    Awake,
+    Pause,
+    Paused,
+    Resume,
+    Resumed,
+    StartWeightUpdate,
+)
+from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, Sleep, SleepLevel, Wake
+
+# ---------------------------------------------------------------- a version
+
+
+def test_no_engine_swaps_before_every_engine_has_staged() -> None:
+    run = ControlDriver("a", "b")
+    assert run.reserve().version == 1
+    assert run.publish(1) == [*staging("a", 1), *staging("b", 1)]
+    assert run.is_held
+    assert run.staged("a", 1) == []
+    assert run.staged("b", 1) == [*finish("a", 1), *finish("b", 1)]
+    assert (run.released, run.is_held) == ([1], False)
+    assert run.live("a", 1) == []
+    assert not run.ended.get(run.call)
+    assert run.live("b", 1) == []
+    assert run.result(run.call) is None
+    assert run.timers == {}
+
+
+def test_who_waits_for_what_can_be_told_at_any_time() -> None:
+    run = ControlDriver("a", "b", "c")
+    assert run.state.laggards == []
+    run.reserve()
+    run.publish(1)
+    run.staged("c", 1)
+    assert run.state.laggards == [
+        Laggards(1, "staging", ("a", "b")),
+        Laggards(1, "staged", ("c",)),
+    ]
+    run.staged("a", 1)
+    run.staged("b", 1)
+    assert run.state.laggards == [Laggards(1, "swapping", ("a", "b", "c"))]
+    assert str(run.state.laggards[0]) == "v1 is swapping on a, b, c"
+
+
+def test_engines_are_told_to_swap_only_once_no_crash_can_forget_the_version() -> None:
+    run = ControlDriver("a", is_safe=False)
+    run.reserve()
+    run.publish(1)
+    assert run.staged("a", 1) == []
+    assert run.released == [1]
+    assert run.do(wc.SwapsSafe()) == finish("a", 1)
+    assert run.do(wc.SwapsSafe()) == []
+
+
+def test_a_word_to_swap_that_comes_after_a_reconnect_is_not_said() -> None:
+    run = ControlDriver("a", is_safe=False)
+    run.reserve()
+    run.publish(1)
+    run.staged("a", 1)
+    assert run.join("a") == [("a", INIT), *staging("a", 1)]
+    assert run.do(wc.SwapsSafe()) == []  # what it had staged is gone with its connection
+    run.staged("a", 1)
+    assert run.do(wc.SwapsSafe()) == finish("a", 1)
+
+
+def test_a_late_joiner_gets_the_newest_version_and_swaps_at_once() -> None:
+    run = ControlDriver("a")
+    run.bring(1, "a")
+    assert run.join("late") == [("late", INIT), *staging("late", 1)]
+    assert run.staged("late", 1) == finish("late", 1)
+
+
+def test_an_engine_that_serves_a_version_already_needs_nothing_of_it() -> None:
+    run = ControlDriver("a")
+    run.bring(1, "a")
+    assert run.join("b", 1) == [("b", INIT)]
+    resumed = ControlDriver("late")
+    assert resumed.join("a", 5) == [("a", INIT)]
+    resumed.released.append(4)
+    assert resumed.reserve().version == 5
+    assert resumed.publish(5) == staging("late", 5)  # but not to a, which has kept it
+
+
+def test_nobody_waits_for_an_engine_that_is_gone() -> None:
+    run = ControlDriver("a", "b")
+    run.reserve()
+    run.publish(1)
+    run.staged("a", 1)
+    assert run.leave("b") == finish("a", 1)
+    run.live("a", 1)
+    assert run.result(run.call) is None
+
+
+def test_a_refusal_is_told_with_its_reason_and_nobody_swaps() -> None:
+    run = ControlDriver("a", "b")
+    run.reserve()
+    run.publish(1)
+    assert run.staged("a", 1) == []
+    assert run.fails("b", 1) == []  # it would refuse again
+    with pytest.raises(WeightsRefused, match="engine 'b' refused weights v1: wrong shape"):
+        run.result(run.call)
+    assert run.state.is_settled
+    assert run.released == []
+    assert run.join("c") == [("c", INIT)]  # none was ever released: all serve the first
+
+
+def test_a_late_joiner_gets_the_version_released_last_whatever_became_of_those_since() -> None:
+    run = ControlDriver("a")
+    run.bring(1, "a")
+    assert run.reserve().keep == {1}
+    run.publish(2)
+    run.fails("a", 2)
+    assert run.state.kept_buffers == {1}
+    assert run.join("late") == [("late", INIT), *staging("late", 1)]
+    assert run.staged("late", 1) == finish("late", 1)
+    run.live("late", 1)
+    assert run.state.is_settled
+
+
+def test_so_does_one_that_joins_while_the_next_version_is_written_or_that_waited_for_it() -> None:
+    run = ControlDriver("a")
+    run.bring(1, "a")
+    assert run.reserve().version == 2
+    assert run.join("late") == [("late", INIT), *staging("late", 1)]
+    assert run.state.is_writable
+    assert run.publish(2) == [*staging("a", 2), *staging("late", 2)]
+    assert run.staged("late", 1) == []  # from before it was told of the newer one
+    assert run.staged("late", 2) == []
+    assert run.do(wc.Cancelled(run.call)) == staging("late", 1)
+
+
+def test_a_publish_given_up_while_engines_copy_it_waits_for_them_to_let_go() -> None:
+    run = ControlDriver("a", "b")
+    run.reserve()
+    run.publish(1)
+    run.staged("a", 1)
+    assert run.do(wc.Cancelled(run.call)) == []
+    assert run.state.laggards == [Laggards(1, "staging", ("b",))]
+    waiting = run.ask(wc.ReserveAsked, 1)
+    assert waiting not in run.ended
+    assert run.staged("b", 1) == []
+    assert run.result(waiting).version == 1
+
+
+def test_a_version_given_up_may_be_published_again_and_old_answers_do_not_count_for_it() -> None:
+    run = ControlDriver("a")
+    run.reserve()
+    run.publish(1)
+    run.do(wc.Cancelled(run.call))
+    run.staged("a", 1)
+    run.reserve()
+    assert run.publish(1) == staging("a", 1)
+    assert run.released == []
+    assert run.staged("a", 1) == finish("a", 1)
+
+
+def test_an_engine_that_refuses_what_others_serve_is_no_engine_of_this_run() -> None:
+    run = ControlDriver("a")
+    run.bring(1, "a")
+    run.join("other model")
+    run.fails("other model", 1)
+    assert run.refused == {"other model": "wrong shape"}
+    assert run.join("other model")[1:] == staging("other model", 1)  # a new process
+
+
+def test_answers_about_another_version_change_nothing() -> None:
+    run = ControlDriver("a")
+    run.reserve()
+    run.publish(1)
+    assert [*run.staged("a", 0), *run.live("a", 0), *run.fails("a", 0)] == []
+    assert run.state.laggards == [Laggards(1, "staging", ("a",))]
+
+
+def test_a_second_swap_asked_of_an_engine_that_has_just_swapped_is_no_refusal() -> None:
+    run = ControlDriver("a")
+    run.reserve()
+    run.publish(1)
+    run.join("a")  # it reconnects, and is asked anew
+    run.staged("a", 1)
+    run.live("a", 1)
+    assert run.fails("a", 1, "v1 is not staged here") == []
+    assert run.result(run.call) is None
+
+
+def test_an_answer_to_an_earlier_start_of_a_version_says_nothing_of_the_newest() -> None:
+    run = ControlDriver("a")
+    run.bring(1, "a")
+    run.reserve()
+    run.publish(2)
+    waiting = run.ask(wc.ReserveAsked, 2)
+    assert run.sent[-1] == ("a", StartWeightUpdate(version=3))
+    run.do(wc.Cancelled(waiting))  # the writing fails; v1 serves on
+    assert run.fails("a", 2, "given up, for v3 was started") == []
+    run.reserve()
+    assert run.publish(3) == staging("a", 3)
+    assert run.state.laggards == [Laggards(3, "staging", ("a",))]
+    assert run.staged("a", 3) == finish("a", 3)
+
+
+def test_weights_that_an_engine_lacks_are_not_taken_for_refused_by_an_earlier_answer() -> None:
+    run = ControlDriver("a")
+    run.bring(1, "a")
+    run.join("late")  # it stages v1
+    run.reserve()
+    run.publish(2)
+    waiting = run.ask(wc.ReserveAsked, 2)  # all are told of v3, and so to stop
+    run.fails("late", 1, "given up, for v2 was started")
+    assert run.fails("late", 2, "given up, for v3 was started") == staging("late", 1)
+    run.fails("a", 2, "given up, for v3 was started")
+    assert run.result(waiting).version == 3
+    run.publish(3)
+    assert run.fails("late", 3, "given up, for v1 was started") == []
+    assert run.fails("late", 1, "given up, for v3 was started") == []
+    assert run.refused == {}
+    assert run.state.laggards == [Laggards(3, "staging", ("a", "late"))]
+
+
+# ---------------------------------------------------------------- waves, and a newer publish
+
+
+def in_waves(engines: int, wave_engines: int) -> ControlDriver:
+    """A version that all of them have staged, and that is released."""
+    names = [str(number) for number in range(engines)]
+    run = ControlDriver(*names, wave_engines=wave_engines)
+    run.reserve()
+    run.publish(1)
+    for name in names[:-1]:
+        run.staged(name, 1)
+    return run
+
+
+def test_in_waves_so_many_are_told_at_a_time_and_each_that_swaps_makes_room() -> None:
+    run = in_waves(engines=5, wave_engines=2)
+    assert run.staged("4", 1) == [*finish("0", 1), *finish("1", 1)]
+    assert run.live("1", 1) == finish("2", 1)
+    assert run.leave("0") == finish("3", 1)
+    assert run.fails("2", 1, "its staged weights are gone") == finish("4", 1)
+    assert run.refused == {"2": "its staged weights are gone"}
+    run.live("3", 1)
+    run.live("4", 1)
+    assert run.result(run.call) is None
+
+
+def test_a_newer_version_tells_those_that_copy_the_older_one_to_stop_and_waits_for_their_word() -> (
+    None
+):
+    run = ControlDriver("a", "b")
+    run.reserve()
+    run.publish(1)
+    first = run.call
+    run.staged("a", 1)
+    waiting = run.ask(wc.ReserveAsked, 1)
+    assert run.sent[-1] == ("b", StartWeightUpdate(version=2))
+    assert waiting not in run.ended
+    run.fails("b", 1, "given up, for v2 was started")
+    assert run.result(waiting).version == 2
+    assert run.publish(2) == [*staging("a", 2), *staging("b", 2)]
+    run.staged("a", 2)
+    run.staged("b", 2)
+    run.live("a", 2)
+    run.live("b", 2)
+    assert (run.result(first), run.result(run.call)) == (None, None)
+
+
+def test_a_newer_version_spares_those_that_wait_for_their_wave_the_older_one() -> None:
+    run = in_waves(engines=3, wave_engines=1)
+    assert run.staged("2", 1) == finish("0", 1)
+    assert run.live("0", 1) == finish("1", 1)
+    assert run.reserve().version == 2  # the older one goes on while the newer one is written
+    assert run.publish(2) == [*staging("0", 2), *staging("1", 2), *staging("2", 2)]
+
+
+def test_a_version_whose_successor_could_not_be_written_is_dropped() -> None:
+    run = ControlDriver("a")
+    run.reserve()
+    run.publish(1)
+    waiting = run.ask(wc.ReserveAsked, 1)
+    run.fails("a", 1, "given up, for v2 was started")
+    assert run.result(waiting).version == 2
+    run.do(wc.ReserveGivenUp())
+    with pytest.raises(PublishDropped, match="v1 were given up"):
+        run.result(run.call)
+
+
+def test_an_engine_that_is_late_is_given_up_and_the_others_serve_on() -> None:
+    run = ControlDriver("a", "b")
+    run.reserve()
+    run.publish(1)
+    run.staged("a", 1)
+    run.fire(wc.WATCH)
+    with pytest.raises(EngineLagging, match="v1 is staging on b"):
+        run.result(run.call)
+    assert list(run.given_up) == ["b"]
+    assert run.released == []
+
+
+def test_a_publish_that_fails_behind_its_callers_back_is_told_to_the_next_one_once() -> None:
+    run = ControlDriver("a")
+    run.reserve()
+    run.publish(1, wait="none")
+    assert run.result(run.call) is None
+    run.fails("a", 1)
+    with pytest.raises(WeightsRefused, match="wrong shape"):
+        run.reserve()
+    assert run.reserve().version == 2  # 1 was given away
+
+
+# ---------------------------------------------------------------- a rollback
+
+
+def test_a_rollback_pauses_engines_and_has_them_go_on_under_good_weights() -> None:
+    run = ControlDriver("a")
+    run.bring(1, "a")
+    reserving = run.ask(wc.ReserveAsked, 2, first_bad=1)
+    assert run.sent[-1] == ("a", Pause(mode="abort"))
+    assert (run.retracted, reserving in run.ended) == ([], False)
+    run.hear("a", Paused(mode="abort"))
+    assert run.retracted == [1]
+    reserved = run.result(reserving)
+    chunks = [chunk(reserved.version)]
+    publishing = run.ask(wc.PublishAsked, reserved.version, chunks, is_rollback=True)
+    assert run.staged("a", 2) == finish("a", 2)
+    assert run.live("a", 2) == [("a", Resume())]
+    assert publishing not in run.ended
+    run.hear("a", Resumed())
+    assert run.result(publishing) is None
+
+
+def test_a_rollback_whose_weights_are_refused_leaves_engines_paused_for_the_next_one() -> None:
+    run = ControlDriver("a")
+    run.bring(1, "a")
+    reserving = run.ask(wc.ReserveAsked, 2, first_bad=1)
+    run.hear("a", Paused(mode="abort"))
+    assert run.result(reserving).version == 2
+    publishing = run.ask(wc.PublishAsked, 2, [chunk(2)], is_rollback=True)
+    assert run.fails("a", 2) == []
+    with pytest.raises(WeightsRefused):
+        run.result(publishing)
+    run.pause(None)
+    assert run.sent[-1] == ("a", Pause(mode="abort"))
+
+
+# ---------------------------------------------------------------- pauses
+
+
+def test_a_pause_that_clears_caches_says_so_to_every_engine_and_later_ones_do_not() -> None:
+    run = ControlDriver("a", "b")
+    clears, plain = Pause(mode="keep", clear_cache=True), Pause(mode="abort")
+    first = run.pause("keep", clear_cache=True)
+    assert run.sent[-2:] == [("a", clears), ("b", clears)]
+    run.hear("a", Paused(mode="keep"))
+    assert first not in run.ended
+    run.hear("b", Paused(mode="keep"))
+    assert run.result(first) is None
+    assert run.join("late") == [("late", clears), ("late", INIT)]
+    run.hear("late", Paused(mode="keep"))
+    run.pause(None)
+    assert run.sent[-3:] == [(engine, Resume()) for engine in ("a", "b", "late")]
+    for engine in ("a", "b", "late"):
+        run.hear(engine, Resumed())
+    run.pause("abort")
+    assert run.sent[-3:] == [(engine, plain) for engine in ("a", "b", "late")]
+
+
+def test_no_engine_is_told_to_swap_while_a_pause_is_under_way_nor_to_pause_while_one_swaps() -> (
+    None
+):
+    run = ControlDriver("a")
+    run.reserve()
+    run.publish(1)
+    first = run.pause("keep")
+    assert run.staged("a", 1) == []
+    assert run.hear("a", Paused(mode="keep")) == finish("a", 1)
+    assert run.result(first) is None
+    resume = run.pause(None)
+    assert run.sent[-1:] == finish("a", 1)
+    assert run.live("a", 1) == [("a", Resume())]
+    run.hear("a", Resumed())
+    assert run.result(resume) is None
+
+
+def test_what_an_engine_says_of_a_pause_before_a_resume_does_not_count() -> None:
+    run = ControlDriver("a")
+    first = run.pause("wait")
+    run.do(wc.Cancelled(first))
+    resume = run.pause(None)
+    again = run.pause("wait")
+    run.hear("a", Paused(mode="wait"))
+    assert resume not in run.ended
+    run.hear("a", Resumed())
+    assert run.result(resume) is None
+    assert again not in run.ended
+    run.hear("a", Paused(mode="wait"))
+    assert run.result(again) is None
+
+
+def test_an_engine_that_does_not_pause_in_time_is_given_up() -> None:
+    run = ControlDriver("a", "b", pause_timeout_s=5.0)
+    pause = run.pause("keep")
+    run.hear("a", Paused(mode="keep"))
+    assert run.timers == {pause: 5.0}
+    run.fire(pause)
+    assert run.given_up == {"b": "it has not paused by mode 'keep' within 5 s"}
+    assert run.result(pause) is None
+
+
+# ---------------------------------------------------------------- sleep
+
+
+def asleep(run: ControlDriver, *engines: str, level: SleepLevel = 2) -> None:
+    """All of them sleep, and have said so."""
+    call = run.sleep(level, MEMORY_TAGS)
+    for engine in engines:
+        run.hear(engine, Paused(mode="abort"))
+    for engine in engines:
+        [request] = [m.request for e, m in run.sent if e == engine and isinstance(m, Sleep)][-1:]
+        run.hear(engine, Asleep(request=request, tags=list(MEMORY_TAGS), returned_bytes=10))
+    assert run.result(call) == 10 * len(engines)
+
+
+def wakes(run: ControlDriver, engine: str, *, left: list[MemoryTag], lacks: bool) -> None:
+    """It has done as it was told last."""
+    [request] = [m.request for e, m in run.sent if e == engine and isinstance(m, Wake)][-1:]
+    run.hear(engine, Awake(request=request, tags=left, lacks_weights=lacks))
+
+
+def test_engines_sleep_once_they_are_paused_and_no_weights_are_on_their_way() -> None:
+    run = ControlDriver("a")
+    run.reserve()
+    run.publish(1)
+    call = run.sleep(1, ["kv_cache"])
+    assert run.sent[-1] == ("a", Pause(mode="abort"))
+    run.staged("a", 1)
+    assert run.hear("a", Paused(mode="abort")) == finish("a", 1)
+    assert run.live("a", 1) == [("a", Sleep(request=0, level=1, tags=["kv_cache"]))]
+    run.hear("a", Asleep(request=0, tags=["kv_cache"], returned_bytes=7))
+    assert run.result(call) == 7
+    assert run.state.asleep == ("kv_cache",)
+
+
+def test_a_publish_waits_until_engines_sleep() -> None:
+    run = ControlDriver("a")
+    call = run.sleep(1, ["kv_cache"])
+    run.hear("a", Paused(mode="abort"))
+    waiting = run.ask(wc.ReserveAsked, 1)
+    assert (call in run.ended, waiting in run.ended) == (False, False)
+    run.hear("a", Asleep(request=0, tags=["kv_cache"], returned_bytes=7))
+    assert run.result(waiting).version == 1
+
+
+def test_engines_that_wake_without_weights_wait_for_the_trainers_publish_until_all_is_awake() -> (
+    None
+):
+    run = ControlDriver("a")
+    run.bring(1, "a")
+    asleep(run, "a")
+    woken = run.wake("weights")
+    before = len(run.sent)
+    wakes(run, "a", left=["kv_cache"], lacks=True)
+    assert run.result(woken) is None
+    assert run.sent[before:] == []
+    whole = run.wake(*MEMORY_TAGS)
+    wakes(run, "a", left=[], lacks=True)
+    assert run.sent[-2:] == staging("a", 1)
+    run.staged("a", 1)
+    assert run.live("a", 1) == [("a", Resume())]
+    run.hear("a", Resumed())
+    assert run.result(whole) is None
+
+
+def test_weights_that_come_to_nothing_while_engines_wake_are_followed_by_those_released_last() -> (
+    None
+):
+    run = ControlDriver("a")
+    run.bring(1, "a")
+    asleep(run, "a")
+    run.wake("weights")
+    wakes(run, "a", left=["kv_cache"], lacks=True)
+    run.reserve()
+    run.publish(2)
+    whole = run.wake(*MEMORY_TAGS)
+    wakes(run, "a", left=[], lacks=True)
+    run.do(wc.Cancelled(run.call))
+    assert run.staged("a", 2) == staging("a", 1)
+    run.staged("a", 1)
+    run.live("a", 1)
+    run.hear("a", Resumed())
+    assert run.result(whole) is None
+    assert run.given_up == {}
+
+
+def test_a_wake_fails_where_weights_that_come_to_nothing_were_the_only_ones() -> None:
+    run = ControlDriver("a")
+    asleep(run, "a")
+    run.wake("weights")
+    wakes(run, "a", left=["kv_cache"], lacks=True)
+    run.reserve()
+    run.publish(1)
+    whole = run.wake(*MEMORY_TAGS)
+    wakes(run, "a", left=[], lacks=True)
+    run.do(wc.Cancelled(run.call))
+    assert run.staged("a", 1) == []
+    with pytest.raises(SleepFailed, match="none were published that it could take"):
+        run.result(whole)
+    assert run.given_up == {}
+
+
+def test_an_engine_that_joins_while_others_sleep_is_put_to_sleep() -> None:
+    run = ControlDriver("a")
+    run.bring(1, "a")
+    asleep(run, "a", level=1)
+    assert run.join("late", 1) == [("late", Pause(mode="abort")), ("late", INIT)]
+    assert run.hear("late", Paused(mode="abort")) == [
+        ("late", Sleep(request=1, level=1, tags=list(MEMORY_TAGS)))
+    ]
+
+
+def test_a_level_that_an_engine_can_not_sleep_at_is_refused() -> None:
+    run = ControlDriver("a")
+    run.join("b", 0, wc.EngineMemory(levels=(1,), asleep=(), lacks_weights=False))
+    with pytest.raises(ConfigError, match="b can't sleep at level 2"):
+        run.result(run.sleep(2, ["weights"]))
+
+
+def test_an_engine_that_does_not_wake_in_time_is_given_up() -> None:
+    run = ControlDriver("a", "b")
+    asleep(run, "a", "b", level=1)
+    call = run.wake(*MEMORY_TAGS)
+    wakes(run, "a", left=[], lacks=False)
+    run.fire(call)
+    assert run.given_up == {"b": "no wake within 60 s"}
+    run.hear("a", Resumed())
+    assert run.result(call) is None
+
+
+def test_a_wake_that_is_cancelled_leaves_the_next_one_to_go_on() -> None:
+    run = ControlDriver("a")
+    asleep(run, "a", level=1)
+    first, second = run.wake(*MEMORY_TAGS), run.wake(*MEMORY_TAGS)
+    run.do(wc.Cancelled(first))
+    wakes(run, "a", left=[], lacks=False)
+    run.hear("a", Resumed())
+    assert run.result(second) is None
+    assert run.join("late", 0, AWAKE) == [("late", INIT)]

@@ -1,0 +1,63 @@
+"""What the simulation found about engines that come back, each on its own."""
+
+from array import array
+
+from tests.orchestrator.core.driver import Driver
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.fleet.fleet import Fleet, FleetTimes
+from tidegate.simulation.traits import EngineTraits, hello_of
+from tidegate.transport.messages import Message, Step, encode
+
+COSTS = EngineTraits(
+    step_s=0.01,
+    running_turn_s=0.0,
+    prefill_tokens_per_s=1e6,
+    staging_s=0.0,
+    max_running_turns=1,
+    chunk_tokens=1,
+)
+
+
+def test_a_swap_that_only_a_hello_tells_of_frees_the_places_of_its_batch() -> None:
+    driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
+    driver.join("engine-0")
+    driver.fill()
+    driver.solve(driver.running[0])
+    driver.do(ev.BatchAsked())
+    driver.publish()
+    assert driver.core.capacity_groups == 0
+
+    driver.join("engine-0", version=1)  # its weights_live was lost with the connection
+
+    assert driver.core.turns.live_version == 1
+    assert driver.core.capacity_groups == 1
+
+
+def test_an_engine_that_was_given_up_and_says_hello_again_goes_on_in_its_stream() -> None:
+    sent: list[Message] = []
+
+    def send(peer: bytes, message: Message) -> bool:
+        sent.append(message)
+        return True
+
+    fleet = Fleet(FleetTimes(1.0, 5.0, 5.0, 8), send)
+    hello = encode(hello_of("engine-0", 1, COSTS))
+    fleet.hear([(b"engine-0", hello), (b"engine-0", a_step(0)), (b"engine-0", a_step(1))], 0.0)
+    assert len(fleet.tick(6.0)) == 1  # silent for too long
+
+    heard = fleet.hear([(b"engine-0", hello), (b"engine-0", a_step(2))], 7.0)
+
+    assert [type(item).__name__ for item in heard] == ["EngineJoined", "StepArrived"]
+
+
+def a_step(seq: int) -> bytes:
+    token, logprob = array("i", [5]), array("f", [-1.0])
+    return encode(
+        Step(
+            seq=seq,
+            version=0,
+            turns=array("I", [1]).tobytes(),
+            token_ids=token.tobytes(),
+            logprobs=logprob.tobytes(),
+        )
+    )

@@ -1,0 +1,133 @@
+"""What a journal that somebody else wrote can make this process do: nothing but be read."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.cli.test_cli import status_of
+from tidegate.errors import JournalCorrupt, ResumeMismatch
+from tidegate.orchestrator.core.rules import Rules, made_of, record_of
+from tidegate.orchestrator.journal.journal import Journal
+from tidegate.orchestrator.journal.replay import replay_journal
+from tidegate.orchestrator.journal.resuming import JOURNAL_FILE, open_for
+from tidegate.orchestrator.journal.run_journal import JournalHeader
+from tidegate.orchestrator.settings.config import run_settings
+from tidegate.policies.rounds import Synchronous
+
+
+@dataclass(frozen=True, kw_only=True)
+class OurOwn(Synchronous):
+    """A user's policy, which a journal can name and must not bring about."""
+
+
+RULES = record_of(Rules(policy=Synchronous(groups_per_batch=2), group_size=2))
+
+
+def journal_with(directory: Path, rules: Any) -> Path:
+    """Make a run directory whose journal has these rules and no event."""
+    header = JournalHeader(run_id="foreign", rules=rules, seed=0)
+    Journal.create(directory / JOURNAL_FILE, header=msgspec.json.encode(header)).close()
+    return directory
+
+
+def rules_naming(name: str, **settings: Any) -> list[Any]:
+    """Rules that name a class: as all of them, and at each place where a policy stands."""
+    named = {"class": name, **settings}
+    return [named, {**RULES, "policy": named}, {**RULES, "placement": {"routing": [named]}}]
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A module that leaves a file when it is imported; the file."""
+    sprung = tmp_path / "sprung"
+    (tmp_path / "sprung_by_import.py").write_text(f"open({str(sprung)!r}, 'w').close()\nX = dict\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield sprung
+    sys.modules.pop("sprung_by_import", None)
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_a_journal_starts_no_process_and_imports_no_module(
+    at: int,
+    tmp_path: Path,
+    trap: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = {
+        "subprocess:Popen": {"args": ["touch", str(trap)]},
+        "tidegate.errors:subprocess.Popen": {"args": ["touch", str(trap)]},
+        "sprung_by_import:X": {},
+        "tidegate.orchestrator.journal.salvage:main": {"arguments": [str(trap)]},
+    }
+    for number, (name, settings) in enumerate(names.items()):
+        run = journal_with(tmp_path / str(number), rules_naming(name, **settings)[at])
+        with pytest.raises(ResumeMismatch, match=r"which is no policy of Tidegate's"):
+            replay_journal(run)
+        with pytest.raises(ResumeMismatch):
+            open_for(run_settings(model=tmp_path, journal=True, run_directory=run), True)
+        assert status_of(["replay", str(run)], monkeypatch) == 2
+        assert name in capsys.readouterr().err
+    assert not trap.exists()
+
+
+def test_a_users_own_policy_is_made_only_if_the_caller_passes_its_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = Rules(policy=OurOwn(groups_per_batch=2), group_size=2)
+    run = journal_with(tmp_path / "run", record_of(rules))
+    with pytest.raises(ResumeMismatch, match=r"OurOwn.*--policy module:Name"):
+        replay_journal(run)
+    assert replay_journal(run, policies=[OurOwn]).difference is None
+    replay = ["replay", str(run)]
+    assert status_of([*replay, "--policy", f"{__name__}:OurOwn"], monkeypatch) == 0
+    assert "run foreign" in capsys.readouterr().out
+    assert status_of([*replay, "--policy", f"{__name__}:RULES"], monkeypatch) == 2
+
+
+def test_a_run_with_a_users_policy_is_resumed_by_the_policy_it_is_given(
+    tmp_path: Path,
+) -> None:
+    settings = run_settings(
+        model=tmp_path,
+        policy=OurOwn(groups_per_batch=2),
+        journal=True,
+        run_directory=tmp_path / "run",
+    )
+    open_for(settings, None).close()
+    reopened = open_for(settings, True)
+    assert reopened.journal is not None
+    assert type(reopened.journal.core.policy) is OurOwn
+    reopened.close()
+
+
+def test_rules_are_named_by_registered_names_and_read_as_an_older_version_wrote_them() -> None:
+    assert RULES["policy"]["class"] == "Synchronous"
+    older = {
+        **RULES,
+        "class": "tidegate.orchestrator.core.rules:Rules",
+        "policy": {**RULES["policy"], "class": "tidegate.policies.rounds:Synchronous"},
+    }
+    assert made_of(older) == made_of(RULES)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"class": "Window", "groups": 3},
+        {**RULES, "policy": {"class": "Synchronous", "groups_per_batch": "many"}},
+        {**RULES, "policy": {"class": "TailPacking", "groups_per_batch": 2, "factor": 1e400}},
+        {**RULES, "placement": {"class": "DeclaredSpeeds", "by_name": 3}},
+        {**RULES, "policy": {"class": ["Synchronous"]}},
+    ],
+)
+def test_rules_that_make_no_sense_are_an_error_with_a_name(rules: Any, tmp_path: Path) -> None:
+    run = journal_with(tmp_path / "run", rules)
+    with pytest.raises((ResumeMismatch, JournalCorrupt)):
+        replay_journal(run)

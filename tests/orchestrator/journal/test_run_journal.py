@@ -1,0 +1,81 @@
+"""Does a run's journal stay whole where its events can't be replaced by a snapshot?"""
+
+import logging
+import random
+
+import pytest
+
+from tests.orchestrator.core.driver import Driver
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.state import digest
+from tidegate.orchestrator.journal import run_journal
+from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
+from tidegate.simulation.lives import SimulatedStore
+
+HEADER = JournalHeader(run_id="run", rules={}, seed=0)
+
+
+class JournaledDriver(Driver):
+    """A driver whose core's events are journaled in memory, and compacted when that is due."""
+
+    def __init__(self) -> None:
+        self.store = SimulatedStore(commit_s=0.0, chance=random.Random(0))
+        self.journal: RunJournal | None = None
+        super().__init__()
+
+    def do(self, event: ev.Event) -> list[ev.Command]:
+        if self.journal is None:
+            self.journal = RunJournal(self.store, self.core, HEADER, is_threaded=False)
+            self.journal.start(keeps_events=False, on_error=_fail)
+        self.journal.log(event)
+        commands = super().do(event)
+        self.journal.compact_if_due()
+        return commands
+
+
+def _fail(error: BaseException) -> None:
+    raise AssertionError("memory is never full or broken") from error
+
+
+def play(driver: Driver) -> None:
+    """Two batches' groups begin, and each turn gets a token."""
+    driver.join("engine-0")
+    driver.fill()
+    for rollout in list(driver.running.values()):
+        driver.ask_turn(rollout)
+    for handle in list(driver.engines["engine-0"].turns):
+        driver.sample("engine-0", handle, 1)
+
+
+def restored_digest(driver: JournaledDriver) -> str:
+    restored = RunJournal(driver.store, driver.new_core(), HEADER, is_threaded=False)
+    restored.restore()
+    return digest(restored.core, is_replayed=True)
+
+
+async def test_a_snapshot_takes_the_place_of_events_once_they_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_journal, "SNAPSHOT_AFTER_BYTES", 400)
+    driver = JournaledDriver()
+    play(driver)
+
+    snapshot = driver.store.snapshot()
+    assert snapshot is not None
+    assert len(list(driver.store.read())) < len(driver.records) - 1
+    assert restored_digest(driver) == digest(driver.core)
+
+
+async def test_a_journal_whose_snapshot_is_too_large_keeps_every_event_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run_journal, "SNAPSHOT_AFTER_BYTES", 400)
+    monkeypatch.setattr(run_journal, "BODY_BYTES_MAX", 100)
+    driver = JournaledDriver()
+    with caplog.at_level(logging.WARNING, logger="tidegate"):
+        play(driver)
+
+    assert driver.store.snapshot() is None
+    assert [record for _, record in driver.store.read()] == driver.records
+    assert [message.split()[0] for message in caplog.messages] == ["journal=growing"]
+    assert restored_digest(driver) == digest(driver.core)

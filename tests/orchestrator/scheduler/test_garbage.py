@@ -1,0 +1,63 @@
+"""How often is garbage looked for while runs go on, and after them?"""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from tidegate.orchestrator.scheduler.garbage import RareLooks, young_objects_max
+
+
+@pytest.fixture(autouse=True)
+def usual() -> Iterator[tuple[int, int, int]]:
+    """Python's own thresholds, which are there again afterwards, whatever happens."""
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield gc.get_threshold()
+    gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "young_objects"),
+    [(512, 50_000), (100_000, 1_000_000), (10_000_000, 2_000_000)],
+)
+def test_garbage_is_looked_for_the_less_often_the_more_rollouts_may_run(
+    rollouts: int, young_objects: int
+) -> None:
+    assert young_objects_max(rollouts) == young_objects
+
+
+def test_of_runs_that_overlap_the_last_leaves_what_the_first_has_found(
+    usual: tuple[int, int, int],
+) -> None:
+    looks = RareLooks()
+    first, second = looks.during(60_000), looks.during(50_000)
+    first.__enter__()
+    assert gc.get_threshold() == (60_000, 10, 10)
+    second.__enter__()
+    assert gc.get_threshold() == (60_000, 10, 10)
+    first.__exit__(None, None, None)
+    assert gc.get_threshold() == (50_000, 10, 10)
+    assert gc.get_freeze_count()
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == usual
+    assert not gc.get_freeze_count()
+
+
+def test_who_has_no_garbage_looked_for_keeps_it_so() -> None:
+    gc.set_threshold(0, 10, 10)
+    with RareLooks().during(50_000):
+        assert gc.get_threshold() == (0, 10, 10)
+    assert gc.get_threshold() == (0, 10, 10)
+
+
+def test_what_somebody_sets_during_a_run_stays() -> None:
+    with RareLooks().during(50_000):
+        gc.set_threshold(10_000, 5, 5)
+    assert gc.get_threshold() == (10_000, 5, 5)
+
+
+def test_who_looks_more_rarely_anyway_is_left_alone() -> None:
+    gc.set_threshold(90_000, 10, 10)
+    with RareLooks().during(50_000):
+        assert gc.get_threshold() == (90_000, 10, 10)

@@ -1,0 +1,396 @@
+"""Hand-over of batches: lost by nobody, and young enough when they are trained on."""
+
+import asyncio
+import itertools
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tidegate
+from tests.models import make_model_directory
+from tests.orchestrator.core.driver import Driver
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.handed_batches import HandedBatches
+from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.orchestrator.fleet.waiting import BatchRequest, Waiting
+from tidegate.orchestrator.scheduler.batch_desk import BatchDesk
+from tidegate.policies.asynchrony import BoundedStaleness
+from tidegate.policies.staleness import StalenessPolicy
+from tidegate.transport.messages import STOP
+
+pytestmark = pytest.mark.wire
+
+
+def finish(driver: Driver, groups: int) -> None:
+    """End so many of the oldest groups that are running."""
+    driver.fill()
+    running = sorted({rollout.group_id for rollout in driver.running.values()})
+    for rollout in list(driver.running.values()):
+        if rollout.group_id in running[:groups]:
+            driver.solve(rollout)
+
+
+def ask(driver: Driver, groups: int) -> ev.HandOver:
+    """End as many groups as a batch takes, and take it."""
+    finish(driver, groups)
+    before = len(driver.batches)
+    driver.do(ev.BatchAsked())
+    if len(driver.batches) == before and not driver.refused:
+        finish(driver, groups)  # in places that asking has shown to be free
+    return driver.batches[-1]
+
+
+def oldest_trained(batch: ev.HandOver) -> int:
+    versions = [r.oldest_trained_version for group in batch.groups for r in group.kept]
+    return min(version for version in versions if version is not None)
+
+
+POLICIES: list[StalenessPolicy] = [
+    BoundedStaleness(max_staleness=1, groups_per_batch=2),
+    BoundedStaleness(max_staleness=2, groups_per_batch=2, order="completion"),
+    BoundedStaleness(max_staleness=1, groups_per_batch=2, order="completion", on_deadline="mask"),
+    BoundedStaleness(max_staleness=1, groups_per_batch=2, order="completion", on_deadline="split"),
+    BoundedStaleness(max_staleness=1, groups_per_batch=2, order="completion", on_deadline="drop"),
+]
+
+
+# ---------------------------------------------------------------- age
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_what_a_trainer_asks_for_during_its_step_is_young_enough_when_it_is_trained(
+    policy: StalenessPolicy,
+) -> None:
+    driver = Driver(policy=policy)
+    driver.join("a")
+    bound = policy.guaranteed_bound
+    assert bound is not None
+    in_training = ask(driver, 2)
+    for _ in range(8):
+        ahead = ask(driver, 2)
+        assert in_training.trainer_version == driver.published
+        assert driver.published - oldest_trained(in_training) <= bound
+        driver.publish_and_swap()
+        in_training = ahead
+    assert driver.core.discarded_rollouts["stale"] == 0
+
+
+@pytest.mark.parametrize("batches_per_publish", [2, 3])
+def test_a_trainer_that_publishes_every_few_batches_is_not_held_up(
+    batches_per_publish: int,
+) -> None:
+    driver = Driver(max_staleness=3, groups_per_batch=1)
+    driver.join("a")
+    for _ in range(6):
+        for _ in range(batches_per_publish):
+            ask(driver, 1)
+        driver.publish_and_swap()
+    assert driver.refused == []
+    assert len(driver.batches) == 6 * batches_per_publish
+    assert driver.core.handed.untrained == 0  # all that it took before its publish
+
+
+def test_a_trainer_that_publishes_now_and_then_is_never_refused_while_it_may_hold_a_batch() -> None:
+    driver = Driver(max_staleness=1, groups_per_batch=1)
+    driver.join("a")
+    for batches in (1, 2, 1, 1, 2, 1, 2, 2, 1, 2):
+        for _ in range(batches):
+            ask(driver, 1)
+        driver.publish_and_swap()
+    assert driver.refused == []
+
+
+def test_a_trainer_that_never_publishes_is_told_to() -> None:
+    driver = Driver(max_staleness=1, groups_per_batch=1)
+    driver.join("a")
+    ask(driver, 1)
+    ask(driver, 1)
+    driver.do(ev.BatchAsked())
+    assert len(driver.refused) == 1
+    driver.publish_and_swap()
+    ask(driver, 1)
+    assert len(driver.batches) == 3
+
+
+def test_who_asks_ahead_of_a_publish_is_refused_rather_than_given_what_would_get_too_old() -> None:
+    driver = Driver(max_staleness=2, groups_per_batch=1)
+    driver.join("a")
+    ask(driver, 1)
+    ask(driver, 1)
+    driver.do(ev.BatchAsked())  # and waits
+    driver.publish_and_swap()
+    finish(driver, 1)
+    ask(driver, 1)
+    assert driver.core.handed.untrained == 3
+    driver.do(ev.BatchAsked())
+    assert len(driver.refused) == 1
+
+
+def test_a_publish_that_failed_counts_for_its_batch_once_another_was_taken() -> None:
+    handed = HandedBatches(is_kept=False)
+    handed.hand([], 0, places=1)
+    handed.note_failed(is_asked=False)
+    handed.hand([], 1, places=1)
+    handed.publish(1)
+    assert handed.untrained == 0
+
+
+def test_weights_tried_again_count_for_one_batch() -> None:
+    handed = HandedBatches(is_kept=False)
+    handed.hand([], 0, places=1)
+    handed.hand([], 1, places=1)
+    handed.note_failed(is_asked=False)
+    handed.publish(1)
+    assert handed.untrained == 1
+
+
+def test_a_publish_counts_for_those_whose_place_it_took() -> None:
+    handed = HandedBatches(is_kept=False)
+    handed.hand([], 0, places=1)
+    handed.hand([], 1, places=1)
+    handed.publish(2, replaced=1)
+    assert handed.untrained == 0
+
+
+# ---------------------------------------------------------------- back again
+
+
+def test_a_batch_that_did_not_reach_the_trainer_is_aged_when_it_is_asked_for_again() -> None:
+    driver = Driver(max_staleness=0, groups_per_batch=1)
+    driver.join("a")
+    ask(driver, 1)
+    driver.do(ev.BatchReturned(1))
+    assert (driver.core.handed.count, driver.core.trained.batches) == (0, 0)
+    for _ in range(3):
+        driver.publish_and_swap()
+    driver.do(ev.BatchAsked())
+    assert len(driver.batches) == 1  # what is v0's is not trained at v3
+    assert driver.core.discarded_rollouts["stale"] == 2
+    finish(driver, 1)
+    assert driver.batches[-1].number == 1
+    assert driver.batches[-1].trainer_version == oldest_trained(driver.batches[-1]) == 3
+    assert driver.core.trained.staleness == {0: 2}
+
+
+def test_a_batch_that_went_back_comes_again_as_it_was_if_it_is_young_enough() -> None:
+    driver = Driver(max_staleness=2, groups_per_batch=2)
+    driver.join("a")
+    first = ask(driver, 2)
+    ids = [group.group_id for group in first.groups]
+    before = driver.core.ledger.snapshot()
+    driver.do(ev.BatchReturned(1))
+    assert driver.core.ledger.trained == 0
+    driver.do(ev.BatchAsked())
+    assert [group.group_id for group in driver.batches[-1].groups] == ids
+    assert driver.core.ledger.snapshot() == before
+
+
+def test_what_is_known_of_a_trainers_rhythm_is_saved() -> None:
+    driver = Driver(max_staleness=3, groups_per_batch=1)
+    driver.join("a")
+    for _ in range(2):
+        ask(driver, 1)
+        ask(driver, 1)
+        driver.publish_and_swap()
+    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchNotWanted(is_held=True))
+    driver.do(ev.PublishFailed())
+    again = driver.new_core()
+    load(save(driver.core), again)
+    assert digest(again) == digest(driver.core)
+    assert (again.was_asked, again.handed.taken_before) == (True, 2)
+
+
+def test_other_tasks_after_a_short_batch_do_not_get_too_old() -> None:
+    driver = Driver(max_staleness=1, groups_per_batch=2, group_size=1)
+    driver.join("a")
+    driver.do(ev.TaskArrived(0))
+    driver.do(ev.TasksExhausted())
+    driver.solve(next(iter(driver.running.values())))
+    driver.do(ev.BatchAsked())
+    assert [len(batch.groups) for batch in driver.batches] == [1]
+    driver.do(ev.TasksOffered())
+    for _ in range(4):
+        finish(driver, 4)  # everything that may start does, under the version of now
+        driver.publish_and_swap()
+        driver.do(ev.BatchAsked())
+    assert driver.core.discarded_rollouts["stale"] == 0
+
+
+def test_late_tokens_of_an_evaluation_are_not_trainings() -> None:
+    driver = Driver()
+    driver.join("a")
+    driver.do(ev.EvaluationAsked("look", 0))
+    rollout = next(iter(driver.running.values()))
+    driver.ask_turn(rollout)
+    (handle,) = driver.engines["a"].turns
+    driver.sample("a", handle, 2)
+    driver.do(ev.TurnGivenUp(rollout.rollout_id))
+    driver.engines["a"].turns[handle] = None  # type: ignore[assignment]  # it has not heard yet
+    driver.sample("a", handle, 3, STOP)
+    assert driver.core.ledger.generated == 0
+    assert driver.core.evaluation_ledger.generated == 5
+    assert driver.core.evaluation_ledger.discarded["cancelled"] == 3
+
+
+# ---------------------------------------------------------------- between two loops
+
+
+class Desk:
+    """A desk whose core has a batch for each question, numbered anew when one comes back."""
+
+    def __init__(self) -> None:
+        self.asked: list[ev.Event] = []
+        self.number = 0
+        self.desk = BatchDesk(Waiting(), self.handle, lambda action: action(), lambda: None)
+
+    def handle(self, event: ev.Event) -> None:
+        self.asked.append(event)
+        match event:
+            case ev.BatchAsked():
+                self.number += 1
+                self.desk.hand_over(ev.HandOver([], 0, self.number))
+            case ev.BatchReturned():
+                self.number -= 1
+
+
+async def test_an_offer_that_nobody_took_goes_back_when_a_publish_begins() -> None:
+    core = Desk()
+    request = BatchRequest()
+    assert await core.desk.wait(request)
+    seen = request.batch
+    core.desk.hold(True)
+    assert seen is not None
+    assert not request.take(seen)
+    assert core.asked == [ev.BatchAsked(), ev.BatchReturned(1, is_held=True)]
+    core.desk.hold(False)
+    assert await core.desk.wait(request)
+    assert request.batch is not None
+    assert request.take(request.batch)
+
+
+async def test_a_batch_that_was_taken_outlives_a_publish() -> None:
+    core = Desk()
+    request = BatchRequest()
+    assert await core.desk.wait(request)
+    assert request.batch is not None
+    assert request.take(request.batch)
+    core.desk.hold(True)
+    core.desk.acknowledge(request)
+    core.desk.close(request)  # of a call that is over: nothing goes back
+    assert core.asked == [ev.BatchAsked()]
+
+
+async def test_one_batch_at_a_time_is_on_offer() -> None:
+    core = Desk()
+    first, second = BatchRequest(), BatchRequest()
+    assert await core.desk.wait(first)
+    waits = asyncio.ensure_future(core.desk.wait(second))
+    await asyncio.sleep(0)
+    assert core.asked == [ev.BatchAsked()]
+    core.desk.close(first)
+    assert await waits
+    assert second.batch is not None
+    assert second.batch.number == 1
+
+
+# ---------------------------------------------------------------- a trainer's own loop
+
+
+async def solve(episode: tidegate.Episode, task: int) -> float:
+    """One short turn."""
+    episode.append([10 + task % 40, 11, 12])
+    return float(len((await episode.generate(max_tokens=4)).token_ids))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_directory(tmp_path_factory.mktemp("model") / "qwen3")
+
+
+SETTINGS: dict[str, Any] = {"engines": 1, "group_size": 1, "groups_per_batch": 1}
+
+
+@pytest.mark.timeout(120)
+async def test_no_batch_is_lost_by_a_trainer_that_keeps_stopping_to_wait(model: Path) -> None:
+    tasks, numbers, groups, stopped = 40, list[int](), list[int](), 0
+    async with tidegate.serve(model=model, **SETTINGS, max_staleness=4) as rollouts:
+        await rollouts.offer(range(tasks), episode=solve)
+        chance = random.Random(0)
+        while True:
+            try:
+                patience_s = chance.uniform(0, 0.004)
+                batch = await asyncio.wait_for(rollouts.next_batch(), patience_s)
+            except TimeoutError:
+                stopped += 1
+                time.sleep(chance.choice((0, 0, 0.002)))  # noqa: ASYNC251 - a step that blocks
+                continue
+            if batch is None:
+                break
+            numbers.append(batch.number)
+            groups += batch.group_ids.tolist()
+            assert rollouts.batches_received == batch.number
+            await rollouts.publish({}, partial=True)
+    assert stopped > 0
+    assert numbers == list(range(1, tasks + 1))
+    assert len(set(groups)) == tasks
+
+
+@pytest.mark.timeout(120)
+async def test_the_state_of_a_cancelled_call_claims_no_batch(model: Path, tmp_path: Path) -> None:
+    settings = SETTINGS | {"journal": True, "run_directory": tmp_path / "run"}
+    async with tidegate.serve(model=model, **settings, max_staleness=1) as rollouts:
+        await rollouts.offer(range(4), episode=solve)
+        asked = asyncio.create_task(rollouts.next_batch())
+        await asyncio.sleep(0)  # it is on its way to the run's loop
+        until_s = time.monotonic() + 60
+        while not rollouts.statistics().batches and time.monotonic() < until_s:
+            pass  # this loop doesn't look, and the run's has a batch for it
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert rollouts.state_dict()["batches"] == 0
+        batch = await rollouts.next_batch()
+        assert batch is not None
+        assert (batch.number, rollouts.state_dict()["batches"]) == (1, 1)
+
+
+@pytest.mark.timeout(120)
+def test_a_batch_that_ctrl_c_comes_in_between_with_is_given_once_more(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tidegate.serve_sync(model=model, **SETTINGS, max_staleness=2) as rollouts:
+        batches = rollouts.batches(range(3), episode=solve)
+        first = next(batches)
+        rollouts.publish({}, partial=True)
+        with monkeypatch.context() as patch:  # between the batch's arrival and its acknowledgement
+            patch.setattr(rollouts._handle._forecaster, "note_batch", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                next(batches)
+        assert rollouts.batches_received == 1
+        second = next(rollouts.batches(range(2, 5), episode=solve))
+        assert (first.number, second.number) == (1, 2)
+        assert second.tasks == (1,)
+
+
+def interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.timeout(120)
+async def test_what_is_asked_for_during_the_step_is_trained_within_the_bound(model: Path) -> None:
+    async with tidegate.serve(model=model, **SETTINGS, max_staleness=1) as rollouts:
+        await rollouts.offer(itertools.count(), episode=solve)
+        ahead = asyncio.create_task(rollouts.next_batch())
+        for _ in range(12):
+            batch = await ahead
+            assert batch is not None
+            ahead = asyncio.create_task(rollouts.next_batch())
+            await asyncio.to_thread(time.sleep, 0.03)  # the step
+            assert batch.trainer_version == rollouts.version
+            assert rollouts.version - min(v for v in batch.weight_versions.flatten() if v >= 0) <= 1
+            await rollouts.publish({}, partial=True)
+        ahead.cancel()

@@ -1,0 +1,107 @@
+"""What is let go of as soon as nobody wants it, with no look for garbage?"""
+
+import gc
+import weakref
+from array import array
+from collections.abc import Iterator
+
+import pytest
+
+from tests.orchestrator.core.driver import step
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.core.rules import Rules
+from tidegate.orchestrator.core.state import load, save
+from tidegate.policies.asynchrony import BoundedStaleness
+from tidegate.transport.messages import STOP, SamplingParams
+
+
+def new_core() -> Core:
+    """Of a run that trains one rollout at a time, and need survive no crash."""
+    policy = BoundedStaleness(max_staleness=0, groups_per_batch=1)
+    core = Core(Rules(policy=policy, group_size=1))
+    core.handle(ev.TasksOffered())
+    core.handle(ev.EngineJoined("a", 0, 4))
+    return core
+
+
+def begin(core: Core) -> Rollout:
+    """A rollout in its turn."""
+    [command] = core.handle(ev.TaskArrived("task"))
+    assert isinstance(command, ev.StartEpisode)
+    command.rollout.extend([1, 2])
+    core.handle(ev.TurnAsked(command.rollout.rollout_id, SamplingParams(max_tokens=2)))
+    return command.rollout
+
+
+def train_one(core: Core, version: int, *, forks: bool) -> "weakref.ref[array[int]]":
+    """From its task to the version made from it; what tells whether it is still there."""
+    rollout = begin(core)
+    core.handle(step("a", version - 1, [(core.turns.next_handle - 1, [5], STOP)]))
+    if forks:
+        [command] = core.handle(ev.RolloutForked(rollout.rollout_id, "asked"))
+        assert isinstance(command, ev.StartBranch)
+        core.handle(ev.TurnAsked(command.rollout.rollout_id, SamplingParams(max_tokens=2)))
+        core.handle(step("a", version - 1, [(core.turns.next_handle - 1, [6], STOP)]))
+    core.handle(ev.EpisodeReturned(rollout.rollout_id, 1.0))
+    assert core.handle(ev.BatchAsked())
+    core.handle(ev.VersionPublished(version))
+    core.handle(ev.EngineSwapped("a", version))
+    return weakref.ref(rollout.filed_token_ids)
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """What is gone is gone by itself."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_collector")
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_rollout_whose_batch_nobody_asks_about_any_more_is_gone_at_once(forks: bool) -> None:
+    core = new_core()
+    trained = [train_one(core, version, forks=forks) for version in range(1, 5)]
+    assert [tokens() is None for tokens in trained] == [True, True, False, False]
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_a_rollout_that_is_given_up_in_its_turn_is_gone_at_once() -> None:
+    core = new_core()
+    rollout = begin(core)
+    core.handle(ev.EpisodeFailed(rollout.rollout_id, "episode_error"))
+    tokens = weakref.ref(rollout.filed_token_ids)
+    del rollout
+    assert tokens() is None
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_what_another_process_goes_on_from_is_gone_as_soon_once_it_has_been_trained() -> None:
+    before = new_core()
+    rollout = begin(before)
+    before.handle(step("a", 0, [(before.turns.next_handle - 1, [5], STOP)]))
+    before.handle(ev.EpisodeReturned(rollout.rollout_id, 1.0))
+    core = Core(Rules(policy=before.policy, group_size=1))
+    load(save(before), core)
+    [group] = core.groups.ended
+    tokens = weakref.ref(group.rollouts[0].filed_token_ids)
+    del group
+    core.handle(ev.BatchAsked())
+    core.handle(ev.BatchesSafe(1, 0))
+    core.handle(ev.VersionPublished(1))
+    core.handle(ev.EngineSwapped("a", 1))
+    assert tokens() is None
+
+
+def test_a_turn_that_somebody_keeps_has_its_tokens_when_its_rollout_is_gone() -> None:
+    core = new_core()
+    rollout = begin(core)
+    core.handle(step("a", 0, [(core.turns.next_handle - 1, [5, 6], STOP)]))
+    [turn] = rollout.turns
+    core.handle(ev.EpisodeReturned(rollout.rollout_id, 1.0))
+    assert (turn.number, turn.rollout_id) == (0, rollout.rollout_id)
+    del rollout
+    assert turn.token_ids.tolist() == [5, 6]
+    assert turn.logprobs.tolist() == [-1.0, -1.0]

@@ -1,0 +1,235 @@
+"""Is a run as stale as was predicted from its own figures, and does the advice name what limits?"""
+
+import asyncio
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+
+import tidegate
+from tidegate.orchestrator.core.ledger import LedgerSnapshot
+from tidegate.orchestrator.telemetry.forecast import BatchTimes, Forecaster, advise, window_groups
+from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunForecast
+from tidegate.orchestrator.telemetry.timekeeping import Usage
+from tidegate.policies.asynchrony import BoundedStaleness, Order, Unbounded
+from tidegate.policies.consumption import Window
+from tidegate.testing import ScriptedEngine, ServeInTests, TurnRequest
+
+# ---------------------------------------------------------------- on the real scheduler
+
+
+async def answer(episode: tidegate.Episode, task: str) -> float:
+    episode.append(task)
+    await episode.generate(max_tokens=200)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "train_s", "slots", "batches_total", "limited_by"),
+    [
+        (2, 0.5, 16, 16, "admission"),
+        (2, 4.0, 16, 16, "the trainer"),
+        (6, 0.5, 4, 120, "slots"),  # a few long answers decide over a shorter run
+    ],
+)
+async def test_a_run_is_as_stale_as_was_predicted(
+    tidegate_serve: ServeInTests,
+    max_staleness: int,
+    train_s: float,
+    slots: int,
+    batches_total: int,
+    limited_by: str,
+) -> None:
+    rng = random.Random(1)
+    engines = [ScriptedEngine(max_running_turns=slots, step_s=0.03) for _ in range(2)]
+
+    def says(request: TurnRequest) -> str:
+        return "a" * max(1, int(min(100.0, 12 * math.exp(rng.gauss(0, 0.8)))))
+
+    async with tidegate_serve(
+        engines=engines,
+        says=says,
+        max_staleness=max_staleness,
+        group_size=4,
+        groups_per_batch=6,
+    ) as rollouts:
+        batches = 0
+        async for _ in rollouts.batches(itertools.repeat("?"), episode=answer):
+            await asyncio.sleep(train_s)
+            await rollouts.publish({})
+            batches += 1
+            if batches == batches_total:
+                break
+    statistics = rollouts.statistics()
+    forecast = statistics.forecast
+
+    assert forecast is not None
+    assert forecast.measured_staleness == pytest.approx(statistics.mean_staleness)
+    assert forecast.predicted_staleness == pytest.approx(statistics.mean_staleness, abs=0.3)
+    match limited_by:
+        case "admission":
+            assert "gain about" in forecast.advice
+            assert forecast.saturating_staleness > max_staleness
+        case "the trainer":
+            assert forecast.rho > 1
+            assert forecast.advice.startswith("trainer-bound")
+            assert forecast.batch_s == pytest.approx(forecast.attainable_batch_s, rel=0.05)
+        case "slots":
+            assert forecast.rho < 1
+            assert forecast.saturating_staleness < max_staleness
+            assert forecast.advice.startswith("rollout-bound: a larger max_staleness gains nothing")
+
+
+# ---------------------------------------------------------------- by itself
+
+
+def an_engine(*, steps: int = 1000, rows: int = 8, step_s: float = 0.01) -> EngineStatistics:
+    """Always as many rows in a step."""
+    return EngineStatistics(
+        name="engine-0",
+        weight_version=0,
+        running_turns=rows,
+        waiting_turns=0,
+        tokens=steps * rows,
+        busy_s=steps * step_s,
+        max_running_turns=8,
+        steps=steps,
+        rows=steps * rows,
+        rows_squared=steps * rows * rows,
+        rows_busy_s=steps * rows * step_s,
+    )
+
+
+def forecast_of(
+    *, batches: int = 11, batch_s: float, idle: float, ledger: LedgerSnapshot | None = None
+) -> RunForecast | None:
+    """One group of two rollouts of 40 tokens a batch: 0.1 s of the engine's work."""
+    forecaster = Forecaster()
+    for number in range(batches):
+        usage = Usage(wall_s=batch_s * (number + 1), trainer_idle_share=idle)
+        staleness = np.full(2, min(number, 2))
+        forecaster.note_batch(
+            np.full(2, 40),
+            np.full(2, number),
+            staleness,
+            np.arange(2),
+            trainer_version=number,
+            usage=usage,
+            engines=[an_engine()],
+        )
+    return forecaster.forecast(
+        ledger or LedgerSnapshot(generated=80), outstanding_groups_max=3, window_groups=1
+    )
+
+
+def test_rows_of_one_rollout_are_one_rollout() -> None:
+    forecaster = Forecaster()
+    for number in range(3):
+        forecaster.note_batch(
+            np.array([30, 40, 10]),
+            np.full(3, number),
+            np.array([0, 1, 2]),
+            np.array([5, 6, 5]),  # the third is forked from the first
+            trainer_version=number,
+            usage=Usage(wall_s=0.2 * (number + 1), trainer_idle_share=0.75),
+            engines=[an_engine()],
+        )
+    forecast = forecaster.forecast(
+        LedgerSnapshot(generated=240), outstanding_groups_max=3, window_groups=1
+    )
+    assert forecast is not None
+    assert forecast.tail_factor == pytest.approx(1.0)  # both have 40 tokens
+    assert forecast.measured_staleness == pytest.approx(1.5)
+
+
+def test_what_is_measured_is_set_beside_what_follows_from_it() -> None:
+    forecast = forecast_of(batch_s=0.2, idle=0.75)
+
+    assert forecast is not None
+    assert forecast.batch_s == pytest.approx(0.2)
+    assert forecast.rho == pytest.approx(0.5)
+    assert forecast.attainable_batch_s == pytest.approx(0.1)
+    assert forecast.tail_factor == 1.0
+    assert forecast.measured_staleness == pytest.approx((0 + 1 + 2 * 9) / 11)
+    assert forecast.predicted_staleness == pytest.approx((0 + 1 + 2 * 9) / 11)
+    assert forecast.saturating_staleness == 5  # 8 slots hold 4 batches, and half a batch waits
+
+
+def test_tokens_that_were_thrown_away_cost_the_rollout_time_but_the_runs_end_does_not() -> None:
+    thrown = LedgerSnapshot(generated=280, discarded={"stale": 80, "run_ended": 120})
+    forecast = forecast_of(batch_s=0.4, idle=0.5, ledger=thrown)
+
+    assert forecast is not None
+    assert forecast.rho == pytest.approx(0.2 / 0.2)  # half of 160 tokens per batch are of no use
+
+
+def test_one_batch_is_too_few_to_say_anything() -> None:
+    assert forecast_of(batches=0, batch_s=1.0, idle=0.5) is None
+    assert forecast_of(batches=1, batch_s=1.0, idle=0.5) is None
+    assert forecast_of(batches=2, batch_s=1.0, idle=0.5) is not None
+
+
+def test_the_order_of_consumption_is_the_policys() -> None:
+    def window(order: Order) -> int | None:
+        policy = BoundedStaleness(max_staleness=2, groups_per_batch=4, order=order)
+        return window_groups(policy)
+
+    assert [window(order) for order in ("admission", Window(5), "completion")] == [1, 5, None]
+    assert window_groups(Unbounded(groups_per_batch=4, outstanding_groups_limit=8)) is None
+
+
+# ---------------------------------------------------------------- the advice
+
+
+@pytest.mark.parametrize(
+    ("between_s", "rollout_s", "trainer_s", "allowed", "saturating", "advice"),
+    [
+        (10.0, 6.0, 9.8, 2.0, 3, "trainer-bound: a larger max_staleness only ages samples"),
+        (
+            10.0,
+            6.0,
+            9.8,
+            8.0,
+            3,
+            "trainer-bound: a larger max_staleness only ages samples; 3 would be enough",
+        ),
+        (12.0, 6.0, 5.0, 1.0, 4, "rollout-bound: max_staleness=3 would gain about 100%"),
+        (
+            12.0,
+            3.0,
+            4.0,
+            1.0,
+            4,
+            "admission-bound, both sides wait: max_staleness=4 would gain about 150%",
+        ),
+        (
+            6.0,
+            6.0,
+            5.0,
+            4.0,
+            4,
+            "rollout-bound: a larger max_staleness gains nothing; faster or more engines would",
+        ),
+        (
+            6.0,
+            5.95,
+            5.0,
+            2.0,
+            4,
+            "rollout-bound: a larger max_staleness gains nothing; faster or more engines would",
+        ),
+        (6.0, 6.0, 5.0, None, 4, "rollout-bound: only faster or more engines would gain anything"),
+    ],
+)
+def test_the_advice_names_what_limits_and_what_it_would_bring(
+    between_s: float,
+    rollout_s: float,
+    trainer_s: float,
+    allowed: float | None,
+    saturating: int,
+    advice: str,
+) -> None:
+    times = BatchTimes(between_s, rollout_s, trainer_s)
+    assert advise(times, allowed=allowed, saturating=saturating) == advice

@@ -1,0 +1,95 @@
+"""Is what a trainer and its run say to each other done once, and asked for where it was lost?"""
+
+import asyncio
+import os
+import tempfile
+from typing import Any
+
+import pytest
+
+import tidegate
+from tests.orchestrator.trainer.remote.remote_runs import (
+    keys_of,
+    listening,
+)
+from tidegate.transport import trainer_messages as wire
+from tidegate.transport.trainer_sockets import TrainerDealer
+
+pytestmark = pytest.mark.wire
+
+
+async def test_a_request_that_comes_twice_is_done_once_and_what_was_lost_is_asked_for(
+    run: tidegate.Rollouts, address: str
+) -> None:
+    from tidegate.transport.security import read_engine_keys
+
+    keys = read_engine_keys(keys_of(run))
+    idle, other_end = os.pipe()
+    dealer = TrainerDealer(address, identity=b"by hand", keys=keys)
+
+    async def heard(*messages: Any) -> Any:
+        for message in messages:
+            dealer.send((wire.encode(message),))
+        frames = dealer.receive()
+        while frames is None:
+            await asyncio.to_thread(dealer.wait, idle, 0.2)
+            frames = dealer.receive()
+        return wire.decode_to_trainer(frames[0])
+
+    join = wire.Request(request=1, ask=wire.Join(protocol=1, rank=0, world_size=1))
+    pause = wire.Request(request=2, ask=wire.Control(wish="resume"))
+    try:
+        async with listening(run, address):
+            welcome = await heard(join)
+            first = await heard(pause)
+            again = await heard(pause)
+            on_asking = await heard(wire.TrainerAlive(newest=3, pending=[2, 3]))
+            missing = await heard()
+            settled = await heard(wire.TrainerAlive(newest=3, pending=[3]))
+            ignored = await heard(pause, wire.TrainerAlive(newest=3, pending=[]))
+            stranger = await heard(
+                wire.Leave(is_done=False), wire.TrainerAlive(newest=3, pending=[])
+            )
+            dealer.send((b"garbage",))
+            complaint = await heard()
+    finally:
+        dealer.close()
+        os.close(idle)
+        os.close(other_end)
+    assert isinstance(welcome.answer, wire.Welcome)
+    assert first == again == on_asking == wire.Reply(request=2, answer=wire.Done())
+    assert missing == settled == wire.RunAlive(missing=[3])
+    assert ignored == wire.RunAlive()
+    assert stranger == wire.Stranger()
+    assert (complaint.error, complaint.request) == ("BadFrame", 0)
+
+
+def test_a_trainer_sends_again_what_the_run_says_it_never_got() -> None:
+    from tidegate.orchestrator.trainer.remote.link import TrainerLink
+    from tidegate.transport.trainer_sockets import TrainerRouter
+
+    with tempfile.TemporaryDirectory(prefix="tg") as directory:
+        router = TrainerRouter(f"ipc://{directory}/run")
+        link = TrainerLink(router.address, None, run_timeout_s=30)
+
+        def received() -> tuple[bytes, Any, list[bytes]]:
+            while (got := router.receive()) is None:
+                pass
+            return got[0], wire.decode_from_trainer(got[1][0]), got[1]
+
+        asked = link.ask(wire.Chunk(upload="a", start=0, nbytes_total=4), (b"data",))
+        peer, request, frames = received()
+        link.is_seated = True
+        alive = received()[1]
+        while not alive.pending:
+            alive = received()[1]
+        router.send(peer, (wire.encode(wire.RunAlive(missing=alive.pending)),))
+        again = received()
+        while isinstance(again[1], wire.TrainerAlive):
+            again = received()
+        assert again[2] == frames
+        router.send(peer, (wire.encode(wire.Reply(request=request.request, answer=wire.Done())),))
+        assert asked.result(10).answer == wire.Done()
+        link.close(is_done=True)
+        assert received()[1] == wire.Leave(is_done=True)
+        router.close()

@@ -1,0 +1,71 @@
+"""Is every token of a run over another engine what its tags say? Whole runs, audited.
+
+The engine is a double of vLLM that computes with real weights and keeps real KV, so a tag that is
+wrong by one token, one version or one cached prefix shows in a log-prob. Against the real server:
+`make test-vllm`.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.external.adapter_runs import InTheMidst, train
+from tests.engine.external.vllm_double import VllmDouble
+from tests.models import make_model_directory
+from tidegate.errors import ConfigError
+from tidegate.orchestrator.settings.config import run_settings
+
+pytestmark = pytest.mark.wire
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_directory(tmp_path_factory.mktemp("model") / "untied", tied=False)
+
+
+async def test_tags_are_right_where_kv_is_kept_and_where_a_server_is_killed(
+    model: Path, tmp_path: Path
+) -> None:
+    with VllmDouble(model) as double, VllmDouble(model) as mortal:
+        double.holds = mortal.holds = InTheMidst()
+        report = await train(
+            model,
+            tmp_path / "run",
+            after_two=mortal.kill,
+            engine_urls=[f"vllm+{one.url}" for one in (double, mortal)],
+            kv_policy="keep",
+        )
+    assert report.problems == ()
+    assert report.agrees
+    assert report.tokens_unknown == 0
+    assert report.versions > 2
+    assert report.spans_mixed > 0
+
+
+@pytest.mark.parametrize(
+    ("urls", "said"),
+    [
+        (["http://127.0.0.1:8000"], "KIND+URL"),
+        (["vllm+http://me:secret@127.0.0.1:8000"], "password or a query"),
+        (["vllm+http://127.0.0.1:8000"] * 2, "names a server twice"),
+    ],
+)
+def test_a_url_that_cannot_work_is_refused_before_anything_starts(
+    urls: list[str], said: str, model: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said.replace("+", r"\+")):
+        run_settings(model=model, engine_urls=urls)
+
+
+def test_a_pace_is_refused_for_servers_which_a_run_cannot_slow(model: Path) -> None:
+    urls = ["vllm+http://127.0.0.1:8000"]
+    with pytest.raises(
+        ConfigError, match=r"step_time_min_s=0\.02 slows engines that the run starts"
+    ):
+        run_settings(model=model, engine_urls=urls, step_time_min_s=0.02)
+
+
+def test_servers_alone_serve_a_run_unless_it_asks_for_engines_beside_them(model: Path) -> None:
+    urls = ["vllm+http://127.0.0.1:8000"]
+    assert run_settings(model=model, engine_urls=urls).engines_started == 1
+    assert run_settings(model=model, engine_urls=urls, engines=2).engines_started == 3

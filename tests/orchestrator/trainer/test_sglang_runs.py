@@ -1,0 +1,45 @@
+"""Is every token of a run over SGLang what its tags say? A whole run over a double, audited.
+
+It computes with real weights and keeps real KV, so a tag that is wrong by one token, one version or
+one cached prefix shows in a log-prob.
+"""
+
+from pathlib import Path
+
+import pytest
+
+import tidegate
+from tests.engine.external.adapter_runs import InTheMidst, train
+from tests.engine.external.sglang_double import SglangDouble, make_app
+from tests.models import make_model_directory
+from tests.served_app import served
+
+pytestmark = pytest.mark.wire
+
+
+async def solve(episode: tidegate.Episode, task: list[int]) -> float:
+    """Without ``top_k``: SGLang's log-probs are those from before it, so it is refused."""
+    episode.append(task)
+    first = await episode.generate(max_tokens=40)
+    episode.append([3, 4, 5])
+    await episode.generate(max_tokens=20)
+    return float(len(first.token_ids))
+
+
+async def test_tags_are_right_where_sglang_keeps_kv_over_updates(tmp_path: Path) -> None:
+    model = make_model_directory(tmp_path / "untied", tied=False)
+    double = SglangDouble(model)
+    double.holds = InTheMidst()
+    with served(lambda: (make_app(double), double.sample_for_ever)) as url:
+        report = await train(
+            model,
+            tmp_path / "run",
+            episode=solve,
+            engine_urls=[f"sglang+{url}"],
+            kv_policy="keep",
+        )
+    assert report.problems == ()
+    assert report.agrees
+    assert report.tokens_unknown == 0
+    assert report.versions > 2
+    assert report.spans_mixed > 0

@@ -1,0 +1,82 @@
+"""Threads of engines and of the trainer: shared out over the cores, or told to be too many."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tidegate.orchestrator.fleet.processes import engine_command, engine_options
+from tidegate.orchestrator.settings import config
+from tidegate.orchestrator.settings.config import RunSettings, run_settings
+from tidegate.orchestrator.trainer.rollouts import warn_if_oversubscribed
+
+
+def settings(**values: Any) -> RunSettings:
+    return run_settings(**{"model": Path("model"), "engines": 1, **values})
+
+
+@pytest.fixture
+def on_cores(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("values", "threads"),
+    [
+        ({"engines": 1}, 6),
+        ({"engines": 2}, 4),
+        ({"engines": 2, "tensor_parallel": 2}, 2),
+        ({"engines": 40}, 1),
+        ({"engines": 1, "threads_per_engine": 5}, 5),
+        ({"engines": 1, "device": "cuda"}, 1),
+    ],
+)
+def test_cores_are_shared_out_among_engines_and_the_trainer(
+    on_cores: pytest.MonkeyPatch, values: dict[str, Any], threads: int
+) -> None:
+    asked = settings(**values)
+    command = engine_command(asked, "engine-0", "ipc://x")
+    assert command[command.index("--threads") + 1] == str(threads)
+    assert asked.engine_threads <= config.ENGINE_THREADS_MAX
+
+
+def test_omp_num_threads_is_heeded_and_another_host_gets_one_thread(
+    on_cores: pytest.MonkeyPatch,
+) -> None:
+    on_cores.setenv("OMP_NUM_THREADS", "3")
+    assert settings().engine_threads == 3
+    assert settings(threads_per_engine=2).engine_threads == 2
+    on_cores.setenv("OMP_NUM_THREADS", "none")
+    assert settings().engine_threads == 6
+    elsewhere = engine_options(settings(), "engine-0", "tcp://x")
+    assert elsewhere[elsewhere.index("--threads") + 1] == "1"
+
+
+@pytest.mark.parametrize(
+    ("values", "trainer", "warns"),
+    [
+        ({"engines": 2}, 4, False),
+        ({"engines": 2}, 12, True),
+        ({"engines": 12}, 1, False),  # it can't have fewer
+        ({"engines": 0, "address": "tcp://127.0.0.1:5555"}, 12, False),
+        ({"engines": 1, "device": "cuda"}, 12, False),
+    ],
+)
+def test_a_trainer_with_more_threads_than_cores_are_left_is_told_what_to_set(
+    on_cores: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    values: dict[str, Any],
+    trainer: int,
+    warns: bool,
+) -> None:
+    on_cores.setattr(torch, "get_num_threads", lambda: trainer)
+    caplog.set_level(logging.WARNING, "tidegate")
+    warn_if_oversubscribed(settings(**values))
+    said = [record.getMessage() for record in caplog.records]
+    assert [("torch_threads=12 cores=12 engine_threads=8" in m) for m in said] == [True] * warns
+    assert not warns or "OMP_NUM_THREADS=4" in said[0]

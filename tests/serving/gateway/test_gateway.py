@@ -1,0 +1,238 @@
+"""What does an agent get from the gateway? What OpenAI's API would give it, and only its own."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.orchestrator.episodes.talking import CALL, TOOLS, tool, user
+from tests.serving.gateway.gateway_clients import CHAT, END, session_of
+from tidegate.serving.gateway import app as app_module
+from tidegate.serving.gateway.gateway import Gateway
+from tidegate.serving.gateway.sessions import REQUESTS_PER_SESSION_MAX
+from tidegate.serving.http_server import JSON_VALUES_MAX
+
+pytestmark = pytest.mark.wire
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    gateway = Gateway(token="master")
+    yield gateway
+    gateway.close()
+
+
+async def test_a_conversation_is_answered_in_openais_form_and_stays_in_one_row(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"I add. {CALL}{END}", f"It is 3.{END}"]
+        messages = [user("1+2?")]
+        body = {"model": "m", "messages": messages, "tools": TOOLS, "logprobs": True}
+        first = (await client.post(CHAT, json={**body, "return_token_ids": True})).json()
+        (choice,) = first["choices"]
+        assert (first["object"], first["model"]) == ("chat.completion", "m")
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] == "I add."
+        (call,) = choice["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": [2]}
+        assert choice["token_ids"] == talk.rollout.turns[0].token_ids.tolist()
+        length = len(choice["token_ids"])
+        assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": length}]
+        assert len(choice["logprobs"]["content"]) == first["usage"]["completion_tokens"] == length
+        messages += [
+            choice["message"],
+            {**tool("3"), "tool_call_id": call["id"]},
+        ]
+        second = (await client.post(CHAT, json=body)).json()
+        assert second["choices"][0]["message"] == {"role": "assistant", "content": "It is 3."}
+        assert second["choices"][0]["finish_reason"] == "stop"
+        assert not talk.rollout.branches
+        talk.check()
+
+
+async def test_a_seed_of_minus_one_is_none_and_leaves_choices_apart(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"{n}{END}" for n in range(2)]
+        body = {"messages": [user("q")], "n": 2, "seed": -1, "bad_words": [], "best_of": 1}
+        assert (await client.post(CHAT, json=body)).status_code == 200
+        one, two = (turn.sampling.seed for row in talk.rollout.rows for turn in row.turns)
+        assert one != two
+        assert -1 not in (one, two)
+
+
+async def test_a_long_conversation_is_rendered_in_a_thread_and_answered_alike(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    messages = [user(f"{n} and more") for n in range(3000)]
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"a{END}", f"b{END}"]
+        first = (await client.post(CHAT, json={"messages": messages})).json()
+        answer = first["choices"][0]["message"]
+        longer = [*messages, answer, user("and now?")]
+        second = (await client.post(CHAT, json={"messages": longer})).json()
+        assert second["choices"][0]["message"]["content"] == "b"
+        assert not talk.rollout.branches  # it went on in its row
+        counted = (await client.post("/tokenize", json={"messages": messages})).json()["count"]
+        assert counted == first["usage"]["prompt_tokens"]
+        talk.check()
+
+
+async def test_choices_are_rows_of_their_own_with_one_prompt(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"{n}{END}" for n in range(6)]
+        answer = (await client.post(CHAT, json={"messages": [user("q")], "n": 3})).json()
+        said = {choice["message"]["content"] for choice in answer["choices"]}
+        assert said == {"0", "1", "2"}
+        prompt = talk.model.tokenizer.encode("hello").ids
+        plain = (await client.post("/v1/completions", json={"prompt": prompt, "n": 3})).json()
+        assert {choice["text"] for choice in plain["choices"]} == {"3", "4", "5"}
+        assert len(list(talk.rollout.rows)) == 6
+        talk.check()
+
+
+async def test_a_completion_goes_on_in_the_row_whose_tokens_it_begins_with(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"a b{END}", f"c{END}", f"d{END}"]
+        ids = talk.model.tokenizer.encode("go").ids
+        body = {"return_token_ids": True, "logprobs": 0}
+        first = (await client.post("/v1/completions", json={**body, "prompt": ids})).json()
+        (choice,) = first["choices"]
+        assert choice["logprobs"]["tokens"] == ["a", " ", "b", ""]
+        grown = [*ids, *choice["token_ids"], 30, 31]
+        await client.post("/v1/completions", json={**body, "prompt": grown})
+        assert not talk.rollout.branches
+        await client.post("/v1/completions", json={**body, "prompt": "anything"})
+        assert len(talk.rollout.branches) == 1
+        talk.check()
+
+
+async def test_a_session_over_its_budget_is_answered_once_it_goes_on(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"a{END}", f"b{END}"]
+        body = {"messages": [user("q")]}
+        answer = (await client.post(CHAT, json=body)).json()
+        talk.engine.newer_weights = asyncio.Event()
+        body["messages"] += [answer["choices"][0]["message"], user("r")]
+        asking = asyncio.ensure_future(client.post(CHAT, json=body))
+        done, _ = await asyncio.wait({asking}, timeout=0.1)
+        assert not done
+        assert talk.engine.words == [f"b{END}"]  # the engines are others' meanwhile
+        talk.engine.newer_weights.set()
+        assert (await asking).json()["choices"][0]["message"]["content"] == "b"
+        talk.check()
+
+
+async def test_a_long_prompt_is_tokenised_beside_the_runs_thread_and_to_the_same_tokens(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    words = "in der ab " * 8000
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        for text, is_at_once in ((words, False), ("in der ab", True)):
+            encoding = asyncio.ensure_future(talk.episode.encoded(text))
+            await asyncio.sleep(0)
+            assert encoding.done() == is_at_once  # a thread's answer takes another turn of the loop
+            assert await encoding == talk.model.encode(text)
+        talk.engine.words += [f"a{END}"] * 3
+        messages = [user(words)]
+        body = {"messages": messages, "n": 2}
+        messages += [
+            (await client.post(CHAT, json=body)).json()["choices"][0]["message"],
+            user(words),
+        ]
+        await client.post(CHAT, json={"messages": messages})
+        talk.check()
+        conversation = talk.episode.conversation
+        prompts = [
+            await conversation.prompt_tokens(asked, None) for asked in (messages[:1], messages)
+        ]
+        assert sorted(row.num_tokens for row in talk.episode.rows) == [
+            len(prompt) + len("a.") for prompt in prompts
+        ]
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("{", "can't be read"),
+        ("[]", "Expected `object`"),
+        ("{}", "missing required field `messages`"),
+        ('{"messages": []}', "at least one"),
+        ('{"messages": "hi"}', r"Expected `array`"),
+        ('{"messages": [{"role": "user", "content": "q"}], "n": 0}', "n must be from 1 to 64"),
+        ('{"messages": [{"role": "user", "content": "q"}], "n": 2, "seed": 1}', "with a seed"),
+        ('{"messages": [{"role": "user", "content": "q"}], "tool_choice": "required"}', "tool_ch"),
+        ('{"messages": [{"role": "user", "content": "q"}], "logit_bias": {"x": 1}}', "logit_bias"),
+        ('{"messages": [{"role": "user", "content": "q"}], "use_beam_search": true}', "use_beam_s"),
+        ('{"messages": [{"role": "user", "content": "q"}], "bad_words": ["x"]}', "bad_words"),
+        ('{"messages": [{"role": "user", "content": "q"}], "best_of": 2}', "best_of"),
+        (
+            '{"messages": [{"role": "user"}], "logprobs": true, "top_logprobs": 4096}',
+            "log-probs of 0 to 20",
+        ),
+        (json.dumps({"messages": [{"role": "user"}], "stop": ["x"] * 65}), "at most 64 strings"),
+        (json.dumps({"messages": [{}] * 16_385}), "at most 16384 messages"),
+        ('{"messages": [{"role": "user"}], "response_format": {"type": "x"}}', "json_schema"),
+        ('{"messages": [{"role": "user", "content": "q"}], "temperature": "hot"}', "temperature"),
+        ('{"messages": [{"role": "user", "content": "q"}], "top_k": 99999999999}', "top_k"),
+        ("[" * 100_000, "can't be read"),
+    ],
+)
+async def test_what_makes_no_sense_is_refused_in_openais_form(
+    gateway: Gateway, tmp_path: Path, body: str, why: str
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        refused = await client.post(CHAT, content=body)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert why in error["message"]
+        assert not talk.engine.heard
+
+
+async def test_too_much_is_refused(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "BODY_BYTES_MAX", 100)
+    async with session_of(gateway, tmp_path) as (_, session, client):
+        large = await client.post(CHAT, content=b" " * 101)
+        assert (large.status_code, large.json()["error"]["code"]) == (413, "body_too_large")
+        session.requests = REQUESTS_PER_SESSION_MAX
+        busy = await client.post(CHAT, json={"messages": [user("q")]})
+        assert (busy.status_code, busy.json()["error"]["code"]) == (429, "too_many_requests")
+        missing = await client.get("/v1/nothing")
+        assert missing.json()["error"]["type"] == "not_found_error"
+
+
+async def test_tokens_models_and_health_can_be_asked_for(gateway: Gateway, tmp_path: Path) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        counted = (await client.post("/tokenize", json={"prompt": "abc"})).json()
+        assert counted == {"count": 2, "tokens": talk.model.tokenizer.encode("abc").ids}
+        chat = (await client.post("/tokenize", json={"messages": [user("q")]})).json()
+        assert talk.episode.decode(chat["tokens"]) == "user\nq\nassistant\n"
+        assert (await client.get("/v1/models")).json()["data"][0]["id"] == "policy"
+        assert (await client.get("/health")).json() == {"status": "ok", "sessions": 1}
+
+
+async def test_a_prompt_with_more_tokens_than_a_body_may_have_is_refused_and_the_session_goes_on(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"a{END}"]
+        body = {"prompt": [1] * (JSON_VALUES_MAX + 1)}
+        refused = await client.post("/v1/completions", json=body)
+        assert refused.status_code == 413
+        assert f"may have {JSON_VALUES_MAX} JSON values" in refused.json()["error"]["message"]
+        ids = talk.model.tokenizer.encode("go").ids
+        answered = await client.post("/v1/completions", json={"prompt": ids})
+        assert answered.json()["choices"][0]["text"] == "a"

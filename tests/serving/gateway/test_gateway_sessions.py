@@ -1,0 +1,209 @@
+"""Whose request is it? A session's, by its key; and how agents get one, and end it."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.orchestrator.episodes.talking import Talk, user
+from tests.serving.gateway.gateway_clients import CHAT, END, client_of, session_of
+from tidegate.errors import ConfigError
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.serving.gateway.gateway import (
+    Endpoint,
+    Gateway,
+)
+from tidegate.transport.media import Media
+from tidegate.transport.messages import SamplingParams
+
+pytestmark = pytest.mark.wire
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    gateway = Gateway(token="master")
+    yield gateway
+    gateway.close()
+
+
+async def test_whoever_has_no_key_of_an_open_session_is_refused(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, session, client):
+        body = {"messages": [user("q")]}
+        for headers in (
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": session.api_key},
+            {"Authorization": ""},
+            {"Authorization": "Bearer master"},
+            {"Authorization": "Bearer master", "X-Session-Id": "another"},
+        ):
+            refused = await client.post(CHAT, json=body, headers=headers)
+            assert refused.status_code == 401, headers
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+        talk.engine.words += [f"yes{END}"] * 2
+        its_clients_own = {"X-Session-Id": "another"}
+        assert (await client.post(CHAT, json=body, headers=its_clients_own)).status_code == 200
+        by_id = {"Authorization": "Bearer master", "X-Session-Id": session.session_id}
+        assert (await client.post(CHAT, json=body, headers=by_id)).status_code == 200
+        gateway.end(session)
+        assert (await client.post(CHAT, json=body)).status_code == 401
+
+
+async def test_an_agent_from_outside_takes_a_task_and_posts_its_reward(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    talk = Talk(tmp_path, "chatml")
+    playing = asyncio.ensure_future(gateway.episode()(talk.episode, {"question": "1+2?"}))
+    async with client_of(gateway, "master") as client:
+        assert (await client.post("/sessions", headers={"Authorization": ""})).status_code == 401
+        session = (await client.post("/sessions")).json()
+        assert session["task"] == {"question": "1+2?"}
+        path = f"/sessions/{session['id']}/reward"
+        own = {"Authorization": f"Bearer {session['api_key']}"}
+        talk.engine.words.append(f"3{END}")
+        asked = await client.post(CHAT, json={"messages": [user("q")]}, headers=own)
+        assert asked.status_code == 200
+        for bad in ('{"reward": "much"}', '{"reward": NaN}', '{"reward": 1e999}', "{}"):
+            assert (await client.post(path, content=bad, headers=own)).status_code == 400
+        others = await client.post("/sessions/another/reward", json={"reward": 0.1}, headers=own)
+        assert others.status_code == 401  # it would have been this session's
+        assert (await client.post(path, json={"reward": 0.5}, headers=own)).status_code == 200
+        assert await playing == 0.5
+        assert (await client.post(path, json={"reward": 1}, headers=own)).status_code == 401
+    assert gateway.num_sessions == 0
+
+
+async def test_a_task_is_not_given_to_who_has_gone_away(gateway: Gateway, tmp_path: Path) -> None:
+    opener = gateway.episode()
+    first = asyncio.ensure_future(opener(Talk(tmp_path, "chatml").episode, "first"))
+    headers = {"Authorization": "Bearer master"}
+    async with httpx.AsyncClient(headers=headers, timeout=60.0, base_url=gateway.url) as client:
+        assert (await client.post("/sessions")).json()["task"] == "first"
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/sessions", timeout=0.3)
+        await client.get("/health")  # after it: the server has seen it go by now
+        second = asyncio.ensure_future(opener(Talk(tmp_path, "chatml").episode, "second"))
+        assert (await client.post("/sessions", timeout=20.0)).json()["task"] == "second"
+    first.cancel()
+    second.cancel()
+    await asyncio.wait({first, second})
+
+
+async def test_another_run_is_refused_while_one_is_served_and_a_closed_gateway_refuses_all(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    talk = Talk(tmp_path, "chatml")
+    talk.engine.words.append(f"3{END}")
+    playing = asyncio.ensure_future(gateway.episode()(talk.episode, "first"))
+    await asyncio.sleep(0)
+
+    def play_elsewhere() -> None:
+        asyncio.run(gateway.episode()(talk.episode, "second"))  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match="serves one run at a time"):
+        await asyncio.to_thread(play_elsewhere)
+    assert gateway.num_sessions == 1
+    playing.cancel()
+    await asyncio.wait({playing})
+    gateway.close()
+    with pytest.raises(ConfigError, match="is closed"):
+        await asyncio.to_thread(play_elsewhere)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/chat/completions", {"messages": [user("q")], "n": 2}),
+        ("/completions", {"prompt": "q", "n": 2}),
+    ],
+)
+async def test_a_client_that_closes_its_connection_has_its_turns_given_up(
+    gateway: Gateway, tmp_path: Path, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    talk = Talk(tmp_path, "chatml")
+    asked, given_up = asyncio.Event(), asyncio.Event()
+    running: set[int] = set()
+
+    async def never(
+        rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
+    ) -> Turn:
+        rollout.turns.append(Turn(rollout, sampling))
+        running.add(rollout.rollout_id)
+        if len(running) == 2:
+            asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    def give_up(rollout: Rollout) -> None:
+        running.discard(rollout.rollout_id)
+        if not running:
+            given_up.set()
+
+    talk.engine.ask = never  # type: ignore[method-assign]
+    talk.engine.give_up_turn = give_up  # type: ignore[method-assign]
+
+    async def agent(endpoint: Endpoint, task: object) -> float:
+        address = urlsplit(endpoint.base_url)
+        data = json.dumps(body | {"stream": stream}).encode()
+        _, writer = await asyncio.open_connection(address.hostname, address.port)
+        head = (
+            f"POST /v1{path} HTTP/1.1\r\nHost: {address.netloc}\r\n"
+            f"Authorization: Bearer {endpoint.api_key}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(data)}\r\n\r\n"
+        )
+        writer.write(head.encode() + data)
+        await asked.wait()
+        writer.close()
+        await given_up.wait()
+        return 1.0
+
+    assert await gateway.episode(agent)(talk.episode, "task") == 1.0
+
+
+async def test_a_task_whose_agent_left_before_it_was_told_goes_to_the_next(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    session = gateway.open(Talk(tmp_path, "chatml").episode, "task")
+    gateway._unclaimed.append(session)
+    assert await gateway.claim("master") is session
+    gateway.give_back(session)
+    assert await gateway.claim("master") is session
+    gateway.end(session)
+    gateway.give_back(session)  # its rollout has ended meanwhile
+    assert not gateway._unclaimed
+
+
+async def test_an_agent_that_is_not_async_has_a_thread(gateway: Gateway, tmp_path: Path) -> None:
+    talk = Talk(tmp_path, "chatml")
+    talk.engine.words.append(f"3{END}")
+
+    def agent(endpoint: Endpoint, task: object) -> float:
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        url = f"{endpoint.base_url}/chat/completions"
+        answer = httpx.post(url, json={"messages": [user("q")]}, headers=headers, timeout=60.0)
+        return float(answer.json()["choices"][0]["message"]["content"])
+
+    assert await gateway.episode(agent)(talk.episode, "task") == 3.0
+
+
+async def test_an_agent_that_neither_returns_nor_posts_a_reward_is_told_so(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async def forgetful(endpoint: object, task: object) -> None:
+        return None
+
+    with pytest.raises(ConfigError, match="posted no reward"):
+        await gateway.episode(forgetful)(Talk(tmp_path, "chatml").episode, "task")
+
+
+def test_an_address_that_is_taken_is_named(gateway: Gateway) -> None:
+    port = int(gateway.url.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: Address already in use"):
+        Gateway(port=port)

@@ -1,0 +1,126 @@
+"""Does a stream of the gateway say the same as an answer in one piece?"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.orchestrator.episodes.talking import CALL, TOOLS, user
+from tests.serving.gateway.gateway_clients import CHAT, END, events_of, session_of
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.episodes.growing_text import GrowingText
+from tidegate.serving.gateway import streaming
+from tidegate.serving.gateway.gateway import Gateway
+from tidegate.transport.media import Media
+from tidegate.transport.messages import SamplingParams
+
+pytestmark = pytest.mark.wire
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    gateway = Gateway(token="master")
+    yield gateway
+    gateway.close()
+
+
+async def test_a_stream_says_the_same_in_parts(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "STREAM_INTERVAL_S", 0.0)
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        whole = talk.engine.ask
+
+        async def slowly(
+            rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
+        ) -> Turn:
+            turn = Turn(rollout, sampling)
+            rollout.turns.append(turn)
+            for token in talk.model.tokenizer.encode(f"in der ab{END}").ids:
+                turn.append(token, -1.0, 0, "engine-0")
+                for _ in range(3):
+                    await asyncio.sleep(0)
+            turn.finish_reason = "stop"
+            return turn
+
+        talk.engine.ask = slowly  # type: ignore[method-assign]
+        body = {"messages": [user("q")], "stream": True, "stream_options": {"include_usage": True}}
+        chunks = events_of(await client.post(CHAT, json=body))
+        deltas = [c["choices"][0]["delta"] for c in chunks if c["choices"]]
+        assert deltas[0]["role"] == "assistant"
+        assert "".join(delta.get("content", "") for delta in deltas) == "in der ab"
+        assert len([d for d in deltas if d.get("content")]) > 1
+        assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+        assert chunks[-1]["usage"]["completion_tokens"] == talk.rollout.turns[0].length
+        body = {"messages": [user("p")], "stream": True, "tools": TOOLS, "stop": ["never"]}
+        chunks = events_of(await client.post(CHAT, json=body))
+        said = [c["choices"][0]["delta"].get("content") for c in chunks]
+        assert "".join(filter(None, said)) == "in der ab"
+        assert len(list(filter(None, said))) > 1
+        talk.engine.ask = whole  # type: ignore[method-assign]
+        talk.engine.words.append(f"I add.{CALL}{END}")
+        body = {"messages": [user("r")], "stream": True, "tools": TOOLS}
+        last = events_of(await client.post(CHAT, json=body))[-1]["choices"][0]
+        assert last["finish_reason"] == "tool_calls"
+        assert last["delta"]["tool_calls"][0]["function"]["name"] == "add"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A token a byte: most characters of the world are several."""
+    bytes_known = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({byte: n for n, byte in enumerate(bytes_known)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def word_tokenizer() -> Tokenizer:
+    """Writes a space between words, and none before the first."""
+    tokenizer = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581b": 1, "n": 2}, unk_token="n"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+TEXTS = st.text(alphabet="abé漢🙂 n", max_size=40).map(lambda text: (byte_tokenizer(), text))
+SPACED = st.lists(st.sampled_from("ab"), max_size=20).map(lambda w: (word_tokenizer(), " ".join(w)))
+
+
+@given(said=TEXTS | SPACED, cuts=st.lists(st.integers(1, 9), max_size=12), is_cut_off=st.booleans())
+def test_text_that_grows_is_the_whole_text_up_to_its_last_whole_character(
+    said: tuple[Tokenizer, str], cuts: list[int], is_cut_off: bool
+) -> None:
+    tokenizer, words = said
+    ids = tokenizer.encode(words).ids
+    whole = len(ids)
+    if is_cut_off:
+        ids += tokenizer.encode("漢").ids[:-1]  # half a character, or nothing
+    growing, at = GrowingText(tokenizer.decode), 0
+    for tokens in [*cuts, len(ids)]:
+        at = min(at, whole)
+        growing.add(ids[at : min(at + tokens, whole)])
+        at += tokens
+        assert tokenizer.decode(ids[:at]).startswith(growing.text)
+    assert growing.text == words
+    growing.add(ids[whole:])
+    assert growing.text == words
+    assert growing.tokens == len(ids)
+
+
+def test_a_token_of_a_stream_is_decoded_only_twice() -> None:
+    decoded = 0
+
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(token_ids)
+        return "x" * len(token_ids)
+
+    growing = GrowingText(decode)
+    for _ in range(1000):
+        growing.add([1] * 10)
+    assert growing.text == "x" * 10_000
+    assert decoded < 3 * 10_000

@@ -1,0 +1,207 @@
+"""Can a client of vLLM tell the server from vLLM? Over two real engines, one request after another.
+
+What is expected is what vLLM 0.32 and 0.33 were seen to answer.
+"""
+
+import asyncio
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+import tidegate
+from tests.serving.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, PROMPT, Client
+from tidegate.errors import EngineLost
+from tidegate.orchestrator.episodes.model_files import LONG_CHARACTERS
+from tidegate.orchestrator.fleet import processes
+from tidegate.serving.vllm_server.words import Words
+
+pytestmark = pytest.mark.wire
+
+# ---------------------------------------------------------------- what there is
+
+
+def test_the_server_says_what_it_is_as_vllm_does(client: Client) -> None:
+    assert client.http.get("/health").content == b""
+    assert client.get("/version") == {"version": "0.33.0"}
+    (card,) = client.get("/v1/models")["data"]
+    assert (card["id"], card["max_model_len"]) == ("tiny", CONTEXT_TOKENS_MAX)
+    assert client.get("/get_world_size", include_dp="true") == {"world_size": 1}
+    assert client.get("/weight_info") == {"weight_version": "default"}
+    about = client.get("/server_info", config_format="json")["vllm_config"]
+    assert about["model_config"]["dtype"] == "torch.float32"
+    assert about["parallel_config"]["data_parallel_size"] == 1
+    paths = client.get("/openapi.json")["paths"]
+    assert {"/pause", "/update_weights", "/inference/v1/generate"} <= paths.keys()
+
+
+def test_texts_and_conversations_are_told_as_tokens_and_back(client: Client) -> None:
+    told = client.post("/tokenize", {"prompt": "hi", "return_token_strs": True})
+    assert told["token_strs"] == ["h", "i"]
+    assert (told["count"], told["max_model_len"]) == (2, CONTEXT_TOKENS_MAX)
+    assert client.post("/detokenize", {"tokens": told["tokens"]}) == {"prompt": "hi"}
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    ids = client.post("/tokenize", chat)["tokens"]
+    assert client.post("/detokenize", {"tokens": ids})["prompt"].startswith("<|im_start|>user\nhi")
+
+    for strange in (-1, 2**40):
+        assert client.refusal("/detokenize", {"tokens": [strange]})["code"] == 400
+
+
+async def test_others_go_on_while_a_long_text_becomes_tokens(model: Path) -> None:
+    words = Words(Tokenizer.from_file(str(model / "tokenizer.json")))
+    short = "hello world"
+    times = LONG_CHARACTERS // len(short) + 1
+    asked = asyncio.ensure_future(words.encode(short * times, adds_special_tokens=False))
+    turns = 0
+    while not asked.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 1  # one is what a task takes that never waits
+    assert await asked == await words.encode(short, adds_special_tokens=False) * times
+
+
+def test_metrics_have_the_names_that_monitors_read(client: Client) -> None:
+    client.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "ignore_eos": True})
+    text = client.http.get("/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    done = 'vllm:request_success_total{model_name="tiny",finished_reason="length"}'
+    assert float(values[done]) >= 1
+    assert float(values['vllm:num_requests_running{model_name="tiny"}']) == 0
+    assert all(math.isfinite(float(value)) for value in values.values())
+
+
+# ---------------------------------------------------------------- tokens in, tokens out
+
+
+def test_log_probs_are_those_of_the_model(client: Client, model: Path) -> None:
+    import transformers
+
+    sampling = {"max_tokens": 6, "seed": 3, "logprobs": 2, "prompt_logprobs": 1}
+    answer = client.generate(token_ids=PROMPT, sampling_params=sampling, request_id="A")
+    (choice,) = answer["choices"]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model)
+    ids = torch.tensor([PROMPT + choice["token_ids"]])
+    with torch.no_grad():
+        expected = torch.log_softmax(reference(ids).logits[0].float(), -1)
+    for place, told in enumerate(choice["logprobs"]["content"], len(PROMPT) - 1):
+        assert told["logprob"] == pytest.approx(expected[place, told["token_id"]].item(), abs=1e-4)
+        likely = {one["rank"]: one["logprob"] for one in told["top_logprobs"] if one["rank"]}
+        best = expected[place].topk(2).values.tolist()
+        assert [likely[1], likely[2]] == pytest.approx(best, abs=1e-4)
+    first, *others = answer["prompt_logprobs"]
+    assert first is None
+    for place, (token, told) in enumerate(zip(PROMPT[1:], others, strict=True)):
+        own = told[str(token)]["logprob"]
+        assert own == pytest.approx(expected[place, token].item(), abs=1e-4)
+
+
+def test_an_answer_to_tokens_has_vllms_fields(client: Client) -> None:
+    sampling = {"max_tokens": 3, "n": 2, "seed": 5, "bogus": 1}
+    answer = client.generate(
+        request_id="req-A", token_ids=PROMPT, sampling_params=sampling, return_token_ids=True
+    )
+    assert answer["request_id"] == "generate-tokens-req-A"
+    assert answer["prompt_token_ids"] == PROMPT
+    usage = {k: v for k, v in answer["usage"].items() if v is not None}
+    assert usage == {"prompt_tokens": 4, "total_tokens": 10, "completion_tokens": 6}
+    one, two = answer["choices"]
+    assert one["token_ids"] != two["token_ids"]
+    assert one["weight_versions"] == [{"version": "default", "start": 0, "end": 3}]
+    assert (one["finish_reason"], one["stop_reason"], one["logprobs"]) == ("length", None, None)
+    again = client.generate(token_ids=PROMPT, sampling_params=sampling)
+    assert [c["token_ids"] for c in again["choices"]] == [one["token_ids"], two["token_ids"]]
+
+
+def test_a_stop_token_or_string_is_named_and_left_out_of_the_text(client: Client) -> None:
+    drawn = {"max_tokens": 8, "seed": 3, "ignore_eos": True, "skip_special_tokens": False}
+    ids = client.generate(token_ids=PROMPT, sampling_params=drawn)["choices"][0]["token_ids"]
+    stop = next(i for i in ids[1:] if i != ids[0])
+    sampling = drawn | {"stop_token_ids": [stop]}
+    told = client.generate(token_ids=PROMPT, sampling_params=sampling, output_mode="text")
+    (choice,) = told["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert choice["token_ids"] == ids[: ids.index(stop) + 1]
+    before = client.post("/detokenize", {"tokens": choice["token_ids"][:-1]})["prompt"]
+    assert choice["text"] == before
+
+    whole = client.post("/v1/completions", {"prompt": PROMPT, **drawn})["choices"][0]["text"]
+    word = whole[2:4]
+    body = {"prompt": PROMPT, **drawn, "stop": [word]}
+    (choice,) = client.post("/v1/completions", body)["choices"]
+    assert (choice["text"], choice["stop_reason"]) == (whole[: whole.find(word)], word)
+
+
+def test_without_max_tokens_the_context_is_filled_and_more_is_cut_off(client: Client) -> None:
+    left = 20
+    prompt = [3] * (CONTEXT_TOKENS_MAX - left)
+    for tokens_max in (None, 5000):
+        sampling = {"ignore_eos": True, "max_tokens": tokens_max}
+        answer = client.generate(token_ids=prompt, sampling_params=sampling)["choices"][0]
+        assert (len(answer["token_ids"]), answer["finish_reason"]) == (left, "length")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        ({"token_ids": [], "sampling_params": {}}, 400, "at least 1"),
+        ({"token_ids": [99999], "sampling_params": {}}, 400, "99999 is out of vocabulary"),
+        ({"token_ids": [5] * 1100, "sampling_params": {}}, 400, "longer than the maximum model"),
+        ({"token_ids": [5], "sampling_params": {}, "model": "x"}, 404, "Valid aliases: tiny"),
+        ({"token_ids": [5], "sampling_params": {"n": 2, "temperature": 0}}, 400, "n must be 1"),
+        ({"token_ids": [5], "sampling_params": {"top_p": 7}}, 400, "top_p"),
+        ({"token_ids": "no"}, 400, "token_ids"),
+    ],
+)
+def test_a_request_that_cant_be_served_says_why(
+    client: Client, body: Any, status: int, told: str
+) -> None:
+    error = client.refusal("/inference/v1/generate", body)
+    assert error["code"] == status
+    assert told in error["message"]
+
+
+def test_a_stream_gives_what_one_answer_would(client: Client) -> None:
+    sampling = {"max_tokens": 40, "seed": 1, "logprobs": 1, "ignore_eos": True}
+    body = {"token_ids": PROMPT, "sampling_params": sampling, "stream": True}
+    whole = client.generate(token_ids=PROMPT, sampling_params=sampling)["choices"][0]
+    chunks = _events(client, "/inference/v1/generate", body | _USAGE)
+    *parts, usage = [json.loads(chunk) for chunk in chunks]
+    choices = [part["choices"][0] for part in parts]
+    assert [i for c in choices for i in c["token_ids"]] == whole["token_ids"]
+    told = [one["logprob"] for c in choices for one in c["logprobs"]["content"]]
+    assert told == pytest.approx([one["logprob"] for one in whole["logprobs"]["content"]], abs=1e-4)
+    assert [c["weight_versions"] for c in choices[:-1]] == [None] * (len(choices) - 1)
+    assert choices[-1]["weight_versions"] == [{"version": "default", "start": 0, "end": 40}]
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 40)
+
+
+_USAGE = {"stream_options": {"include_usage": True}}
+
+
+def _events(client: Client, path: str, body: Any) -> list[str]:
+    with client.http.stream("POST", path, json=body) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [line.removeprefix("data: ") for line in lines[:-1]]
+
+
+def test_a_server_whose_last_engine_is_gone_says_why(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "RESTARTS_MAX", 0)
+    before = set(psutil.Process().children(recursive=True))
+    with tidegate.vllm_server(model=model, port=0, max_running_turns=2) as server:
+        for process in set(psutil.Process().children(recursive=True)) - before:
+            process.kill()
+        with (
+            ThreadPoolExecutor(1) as pool,
+            pytest.raises(EngineLost, match="the last engine is gone; 'engine-0': killed by"),
+        ):
+            pool.submit(server.wait).result(60.0)

@@ -1,0 +1,286 @@
+"""Who may ask the server for what: pages, tokens, paths of files, requests that are too large."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import tidegate
+from tests.serving.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, TIMEOUT_S, Client
+from tidegate.errors import ConfigError
+from tidegate.serving.http_server import MESSAGES_MAX
+from tidegate.serving.vllm_server import completing
+from tidegate.serving.vllm_server.app import PATHS
+from tidegate.transport.server_keys import own_key
+
+pytestmark = pytest.mark.wire
+
+CONTROL = [one.path for one in PATHS if one.is_control]
+BODIES: dict[str, Any] = {
+    "/update_weights": {"update_info": {"path": "/"}},
+    "/init_weight_transfer_engine": {"init_info": {}},
+    "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "/"},
+    "/v1/unload_lora_adapter": {"lora_name": "x"},
+    "/collective_rpc": {"method": "reload_weights"},
+}
+
+
+@pytest.fixture
+def stranger(server: tidegate.VLLMServer) -> Iterator[httpx.Client]:
+    """A client that knows no token."""
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+        yield http
+
+
+def test_every_path_that_changes_what_is_served_wants_the_control_token(
+    server: tidegate.VLLMServer, stranger: httpx.Client
+) -> None:
+    posts = {one.path for one in PATHS if one.method == "POST"}
+    data = {path for path in posts if "completions" in path or "tokenize" in path}
+    assert set(CONTROL) == posts - data - {"/inference/v1/generate"}
+    for path in CONTROL:
+        for token in ("", "x" * 32, server.control_token[:-1] if server.control_token else ""):
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            answer = stranger.post(path, json=BODIES.get(path, {}), headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, 401), path
+            assert "--no-control-token" in answer.json()["error"]["message"]
+    assert stranger.get("/is_paused").json() == {"is_paused": False}
+    assert stranger.get("/weight_info").json() == {"weight_version": "default"}
+
+
+def test_who_knows_no_token_may_ask_for_completions(stranger: httpx.Client) -> None:
+    answer = stranger.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Host": "evil.example"},
+    ],
+)
+def test_a_page_of_a_stranger_is_refused_on_every_path(
+    client: Client, stranger: httpx.Client, headers: dict[str, str]
+) -> None:
+    for one in PATHS:
+        answer = stranger.request(one.method, one.path, headers=headers)
+        assert answer.status_code == 403, one.path
+        assert answer.json()["error"]["type"] == "PermissionDeniedError"
+        if "Origin" in headers:  # with a right token, too
+            assert client.http.request(one.method, one.path, headers=headers).status_code == 403
+
+
+def test_bodies_are_read_as_json_only_if_they_say_so(client: Client) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 1})
+    for content_type in ("text/plain", "application/x-www-form-urlencoded"):
+        headers = {"Content-Type": content_type}
+        for path in ("/v1/completions", "/pause", "/start_weight_update", "/sleep"):
+            answer = client.http.post(path, content=body, headers=headers)
+            assert answer.status_code == 415, path
+    assert client.get("/is_paused") == {"is_paused": False}
+
+
+def test_keys_open_what_they_are_for(model: Path) -> None:
+    key, token = "the-key-of-v1", "the-token-of-control"
+    with tidegate.vllm_server(model=model, api_key=key, control_token=token) as server:
+
+        def status(path: str, shown: str) -> int:
+            headers = {"Authorization": f"Bearer {shown}"} if shown else {}
+            body = {"prompt": "x", "max_tokens": 1} if path.startswith("/v1") else None
+            url = server.url + path
+            return httpx.post(url, json=body, headers=headers, timeout=TIMEOUT_S).status_code
+
+        assert [status("/v1/completions", shown) for shown in ("", key, token)] == [401, 200, 200]
+        assert [status("/resume", shown) for shown in ("", key, token)] == [401, 401, 200]
+
+
+def test_without_a_control_token_trainers_that_know_none_are_served(model: Path) -> None:
+    with tidegate.vllm_server(model=model, needs_control_token=False) as server:
+        assert server.control_token is None
+        answer = httpx.post(f"{server.url}/pause", timeout=TIMEOUT_S)
+        assert answer.json() == {"status": "paused"}
+        page = {"Origin": "http://evil.example"}
+        answer = httpx.post(f"{server.url}/resume", headers=page, timeout=TIMEOUT_S)
+        assert answer.status_code == 403
+
+
+def test_a_control_token_that_could_be_guessed_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="could be guessed"):
+        tidegate.vllm_server(model=model, control_token="short")
+
+
+# ---------------------------------------------------------------- paths of files
+
+
+def test_files_outside_the_named_directories_are_never_read_and_nobody_learns_of_them(
+    client: Client, model: Path, tmp_path: Path
+) -> None:
+    there, missing = tmp_path / "there", tmp_path / "missing"
+    there.mkdir()
+    for name in ("adapter_config.json", "model.safetensors"):
+        (there / name).write_text("{}")
+    link = model / "link"
+    link.symlink_to(there)
+    up = model / ".." / ".." / there.relative_to(tmp_path.parent.parent)
+
+    def told(path: Path | str) -> list[tuple[int, str]]:
+        """What each path says, with the name of the file left out."""
+        client.post("/start_weight_update")
+        asked = [
+            ("/update_weights", {"update_info": {"path": str(path)}}),
+            ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": str(path)}),
+            (
+                "/collective_rpc",
+                {"method": "reload_weights", "kwargs": {"weights_path": str(path)}},
+            ),
+        ]
+        answers = [client.http.post(name, json=body) for name, body in asked]
+        return [
+            (a.status_code, a.json()["error"]["message"].replace(str(path), "")) for a in answers
+        ]
+
+    expected = told(missing)
+    assert [status for status, _ in expected] == [500, 404, 500]
+    assert all("--weight-directory" in message for _, message in expected)
+    for path in (there, link, up, there / "model.safetensors", "/etc/passwd", "/proc/self/environ"):
+        assert told(path) == expected
+    link.unlink()
+
+
+@pytest.mark.parametrize("path", ["a\0b", "x" * 10_000, ""])
+def test_a_path_that_cant_be_one_is_refused(client: Client, path: str) -> None:
+    client.post("/start_weight_update")
+    assert client.refusal("/update_weights", {"update_info": {"path": path}})["code"] == 500
+    body = {"lora_name": "x", "lora_path": path}
+    assert client.refusal("/v1/load_lora_adapter", body)["code"] == 404
+
+
+# ---------------------------------------------------------------- keys
+
+
+def test_a_key_comes_by_the_environment_or_a_private_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("sesame\n")
+    file.chmod(0o600)
+    assert own_key("K", {}) is None
+    assert own_key("K", {"K": "sesame"}) == "sesame"
+    assert own_key("K", {"K_FILE": str(file)}) == "sesame"
+    with pytest.raises(ConfigError, match="both set"):
+        own_key("K", {"K": "x", "K_FILE": str(file)})
+    for mode in (0o640, 0o604, 0o644, 0o620):
+        file.chmod(mode)
+        with pytest.raises(ConfigError, match="others may read"):
+            own_key("K", {"K_FILE": str(file)})
+    file.chmod(0o600)
+    for content in ("", "two words", "two\nlines"):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match="one key"):
+            own_key("K", {"K_FILE": str(file)})
+
+
+def test_a_key_on_the_command_line_is_refused() -> None:
+    command = [sys.executable, "-m", "tidegate.cli", "serve", "--model", "x"]
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [*command, "--api-key", "sesame"], capture_output=True, text=True, env=environment,
+        timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "TIDEGATE_SERVER_KEY" in done.stderr
+    assert "sesame" not in done.stderr + done.stdout
+
+
+# ---------------------------------------------------------------- large requests
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "x", "logprobs": 4096}, "logprobs"),
+        ("/v1/completions", {"prompt": "x", "logprobs": -1}, "logprobs"),
+        ("/v1/completions", {"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": "x", "stop": ["y"] * 65}, "stop"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21},
+            "logprobs",
+        ),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [5], "sampling_params": {"logprobs": 21}},
+            "logprobs",
+        ),
+        ("/v1/chat/completions", {"messages": [{}] * (MESSAGES_MAX + 1)}, "messages"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [5], "sampling_params": {"logprobs": 20, "n": 1024}},
+            "logprobs",
+        ),
+    ],
+)
+def test_a_small_request_for_a_large_answer_is_refused_by_the_limits_name(
+    client: Client, path: str, body: Any, param: str
+) -> None:
+    told = client.refusal(path, body)
+    assert (told["code"], told["param"]) == (400, param)
+
+
+def test_as_many_log_probs_as_the_server_was_started_with_are_told(client: Client) -> None:
+    body = {"prompt": [30, 41], "max_tokens": 2, "logprobs": 20, "ignore_eos": True}
+    (choice,) = client.post("/v1/completions", body)["choices"]
+    assert len(choice["logprobs"]["token_logprobs"]) == 2
+
+
+def test_prompts_of_all_choices_together_are_limited(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completing, "PROMPT_TOKENS_MAX", 100)
+    sampling = {"max_tokens": 1, "n": 10}
+    assert client.generate(token_ids=[5] * 10, sampling_params=sampling)["choices"]
+    body = {"token_ids": [5] * 11, "sampling_params": sampling}
+    assert client.refusal("/inference/v1/generate", body)["param"] == "n"
+
+
+def test_texts_that_no_context_holds_are_refused_before_they_are_tokenised(client: Client) -> None:
+    text = "a" * 10**6
+    messages = [{"role": "user", "content": text}]
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": messages}),
+    ):
+        told = client.refusal(path, body)
+        assert told["code"] == 400
+        assert str(CONTEXT_TOKENS_MAX) in told["message"]
+
+
+def test_a_large_answer_is_that_of_a_small_one(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tidegate.serving.vllm_server import answering
+
+    body = {"prompt": [30, 41, 52], "max_tokens": 8, "seed": 3, "n": 2, "logprobs": 2,
+            "prompt_logprobs": 1, "return_token_ids": True}  # fmt: skip
+
+    def asked() -> Any:
+        return re.sub(r'"(id|created)": ?("[^"]*"|\d+)', "", client.http.post(
+            "/v1/completions", json=body).text)  # fmt: skip
+
+    small = asked()
+    monkeypatch.setattr(answering, "LARGE_ANSWER_TOKENS", 1)
+    monkeypatch.setattr(completing, "LARGE_PROMPT_LOGPROBS", 1)
+    assert asked() == small
+
+
+def test_the_longest_block_of_the_loop_is_told(client: Client) -> None:
+    lines = client.http.get("/metrics").text.splitlines()
+    (line,) = [one for one in lines if one.startswith("tidegate_loop_longest_block_seconds{")]
+    assert float(line.split()[-1]) >= 0

@@ -1,0 +1,23 @@
+"""Is what a client wants its output kept to a grammar, whatever characters it has?"""
+
+from typing import Any
+
+import pytest
+
+from tidegate.serving.vllm_server.protocol import TokenSampling
+
+
+@pytest.mark.parametrize(
+    ("wanted", "lark"),
+    [
+        ({"regex": "a/b"}, r"start: /a\/b/"),
+        ({"regex": r"a\/b"}, r"start: /a\/b/"),
+        ({"regex": r"a\\/b"}, r"start: /a\\\/b/"),
+        ({"choice": ["yes", 'a "b"']}, r'start: "yes" | "a \"b\""'),
+    ],
+    ids=["a slash", "an escaped one", "one after an escaped backslash", "choices"],
+)
+def test_what_is_wanted_becomes_a_grammar_that_ends_where_it_ends(
+    wanted: dict[str, Any], lark: str
+) -> None:
+    assert TokenSampling(structured_outputs=wanted).grammar == lark

@@ -1,0 +1,127 @@
+"""Does the server take weights by the directory's names and by those of the state_dict()?"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tidegate
+from tests.models import make_model, make_model_directory
+from tests.serving.vllm_server.vllm_serving import PROMPT, Client
+
+pytestmark = pytest.mark.wire
+
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "tied": False}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": EXPERTS | {"num_local_experts": 4},
+    "granitemoe": EXPERTS | {"num_local_experts": 4},
+    "minimax_m2": EXPERTS | {"num_local_experts": 4, "head_dim": 16},
+    "glm4_moe": EXPERTS
+    | {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "head_dim": 16,
+    },
+    "qwen3_moe": {},
+}
+"""All but the last are computed by transformers."""
+
+
+@contextmanager
+def serving(path: Path) -> Iterator[Client]:
+    """A server that reads files beside the model's directory, too."""
+    with tidegate.vllm_server(
+        model=path, weight_checksums=True, weight_directories=[path.parent]
+    ) as server:
+        client = Client(server)
+        with client.http:
+            yield client
+
+
+def send(client: Client, path: Path, names: list[str] | None = None) -> None:
+    info = {"path": str(path)} | ({} if names is None else {"names": names})
+    client.post("/start_weight_update")
+    client.post("/update_weights", {"update_info": info})
+    client.post("/finish_weight_update")
+
+
+def expect(client: Client, model: Any) -> None:
+    """The log-probs are those of this model of transformers."""
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    (choice,) = client.post("/v1/completions", body | {"return_token_ids": True})["choices"]
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT + choice["token_ids"]])).logits[0].float()
+    logprobs = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
+    expected = [float(row[token]) for row, token in zip(logprobs, choice["token_ids"], strict=True)]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+
+
+def state_file(path: Path, model: Any) -> Path:
+    """A file of a model by the names of its ``state_dict()``."""
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(state, path)
+    return path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixtures_are_updated_by_either_names_and_reload_their_own_directory(
+    family: str, tmp_path: Path
+) -> None:
+    fields = FAMILIES[family]
+    paths = [make_model_directory(tmp_path / f"{n}", family, seed=n, **fields) for n in range(3)]
+    models = [make_model(family, seed=seed, **fields) for seed in range(3)]
+    with serving(paths[0]) as client:
+        before = client.post("/weight_checker", {"action": "checksum"})["checksums"]
+        send(client, paths[1])
+        expect(client, models[1])
+        send(client, state_file(tmp_path / "state.safetensors", models[2]))
+        expect(client, models[2])
+        on_disk = load_file(paths[0] / "model.safetensors").keys()
+        fused = min(models[1].state_dict().keys() - on_disk - {"lm_head.weight"})
+        part = state_file(tmp_path / "part.safetensors", models[1])
+        send(client, part, [fused])
+        with torch.no_grad():
+            models[2].state_dict()[fused].copy_(models[1].state_dict()[fused])
+        expect(client, models[2])
+        client.post("/collective_rpc", {"method": "reload_weights"})
+        expect(client, models[0])
+        same = {"action": "compare", "baseline": before}
+        assert client.post("/weight_checker", same) == {"match": True, "mismatches": []}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_a_head_that_differs_from_a_tied_embedding_is_refused_and_an_equal_one_taken(
+    family: str, tmp_path: Path
+) -> None:
+    path = make_model_directory(tmp_path / "model", family)
+    model = make_model(family, seed=1)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with serving(path) as client:
+        save_file(state, tmp_path / "equal.safetensors")
+        send(client, tmp_path / "equal.safetensors")
+        expect(client, model)
+        state["lm_head.weight"] += 1.0
+        save_file(state, tmp_path / "other.safetensors")
+        client.post("/start_weight_update")
+        info = {"update_info": {"path": str(tmp_path / "other.safetensors")}}
+        client.post("/update_weights", info)
+        assert "lm_head.weight differs" in client.refusal("/finish_weight_update")["message"]
+        expect(client, model)
+
+
+def test_a_name_that_is_neither_is_refused_with_the_update(tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path / "model", "mixtral", **FAMILIES["mixtral"])
+    strange = "model.layers.0.block_sparse_moe.experts.4.w1.weight"
+    save_file({strange: torch.zeros(96, 64)}, tmp_path / "strange.safetensors")
+    with serving(path) as client:
+        client.post("/start_weight_update")
+        info = {"update_info": {"path": str(tmp_path / "strange.safetensors")}}
+        assert strange in client.refusal("/update_weights", info)["message"]

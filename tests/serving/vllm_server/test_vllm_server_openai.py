@@ -1,0 +1,284 @@
+"""Do clients that nobody here wrote get on with the server: OpenAI's, and what vLLM's docs ask?"""
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+import tidegate
+from tests.serving.vllm_server.vllm_serving import Client
+
+pytestmark = pytest.mark.wire
+
+# ---------------------------------------------------------------- OpenAI's client
+
+
+@pytest.fixture
+def open_ai(server: tidegate.VLLMServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0) as client:
+        yield client
+
+
+def test_openais_client_completes_texts_and_tokens(open_ai: openai.OpenAI) -> None:
+    (listed,) = open_ai.models.list().data
+    answer: Any = open_ai.completions.create(
+        model=listed.id,
+        prompt=["A robot may not", "injure"],
+        n=2,
+        max_tokens=5,
+        logprobs=3,
+        extra_body={"return_token_ids": True, "return_weight_versions": True},
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.choices[0].prompt_token_ids == answer.choices[1].prompt_token_ids
+    for choice in answer.choices:
+        count = len(choice.token_ids)
+        assert len(choice.logprobs.token_logprobs) == len(choice.logprobs.tokens) == count
+        starts = itertools.accumulate(map(len, choice.logprobs.tokens[:-1]), initial=0)
+        assert choice.logprobs.text_offset == list(starts)
+        assert choice.weight_versions == [{"version": "default", "start": 0, "end": count}]
+    told = answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert told == answer.usage.total_tokens
+
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        open_ai.completions.create(model="no", prompt="x")
+
+
+def test_openais_client_streams_a_conversation(open_ai: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Who won the world series in 2020?"}],
+        "max_tokens": 24,
+        "seed": 4,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "extra_body": {"return_token_ids": True},
+    }
+    whole: Any = open_ai.chat.completions.create(**asked)
+    (choice,) = whole.choices
+    assert len(choice.logprobs.content) == len(choice.token_ids)
+    assert len(choice.logprobs.content[0].top_logprobs) == 2
+    said = ""
+    ids: list[int] = []
+    for chunk in open_ai.chat.completions.create(**asked, stream=True):
+        delta: Any = chunk.choices[0]
+        said += delta.delta.content or ""
+        ids += delta.token_ids or []
+    assert (said, ids) == (choice.message.content, choice.token_ids)
+
+
+def test_a_schema_is_kept_to(open_ai: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    answer = open_ai.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "?"}],
+        max_tokens=60,
+        temperature=0,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "ok", "schema": schema},
+        },
+    )
+    said = answer.choices[0].message.content or ""
+    assert re.match(r'\s*\{\s*"ok"', said)  # a model of random weights may never get to its end
+
+
+# ---------------------------------------------------------------- what vLLM's docs ask
+# The requests of its folder examples/online_serving, in our words.
+
+CONVERSATION: list[Any] = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": "Who won the world series in 2020?"},
+    {"role": "assistant", "content": "The Los Angeles Dodgers won the World Series in 2020."},
+    {"role": "user", "content": "Where was it played?"},
+]
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_current_weather",
+        "description": "The weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "unit": {"enum": ["celsius"]}},
+            "required": ["city", "unit"],
+        },
+    },
+}
+
+
+def test_the_completion_example_streams_as_many_tokens_as_openai_gives_unasked(
+    open_ai: openai.OpenAI,
+) -> None:
+    model = open_ai.models.list().data[0].id
+    asked: Any = {"model": model, "prompt": "A robot may not injure a human being", "echo": False}
+    chunks = list(open_ai.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}))
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert all(chunk.model == model for chunk in chunks)
+    whole: Any = open_ai.completions.create(**asked, extra_body={"ignore_eos": True})
+    assert whole.usage.completion_tokens == 16
+
+
+def test_the_chat_example_goes_on_with_a_conversation_of_several_turns(
+    open_ai: openai.OpenAI, client: Client
+) -> None:
+    answer = open_ai.chat.completions.create(model="tiny", messages=CONVERSATION, max_tokens=4)
+    assert answer.choices[0].message.role == "assistant"
+    told = client.post("/tokenize", {"messages": CONVERSATION})
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == told["count"]
+
+
+def test_a_batch_of_conversations_gets_a_choice_for_each_as_if_each_were_asked_alone(
+    client: Client,
+) -> None:
+    path = "/v1/chat/completions"
+    body = {"max_tokens": 4, "temperature": 0, "return_token_ids": True, "logprobs": True}
+    talks = [CONVERSATION, CONVERSATION[:1]]
+    told = client.post(f"{path}/batch", {"messages": talks, **body})
+    alone = [client.post(path, {"messages": talk, **body}) for talk in talks]
+    assert [choice["index"] for choice in told["choices"]] == [0, 1]
+    for choice, single in zip(told["choices"], alone, strict=True):
+        assert choice["token_ids"] == single["choices"][0]["token_ids"]
+        assert choice["message"] == single["choices"][0]["message"]
+    spent = [single["usage"]["prompt_tokens"] for single in alone]
+    assert told["usage"]["prompt_tokens"] == sum(spent)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"stream": True}, "stream"),
+        ({"n": 2}, "n"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"messages": [[]]}, "messages"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_what_vllm_does_not_do_in_batches_is_refused(
+    client: Client, wrong: dict[str, Any], param: str
+) -> None:
+    body = {"messages": [CONVERSATION], "max_tokens": 2} | wrong
+    told = client.refusal("/v1/chat/completions/batch", body)
+    assert (told["code"], told["param"]) == (400, param)
+
+
+def test_the_tools_example_gets_a_text_and_a_forced_call_is_refused(
+    open_ai: openai.OpenAI,
+) -> None:
+    asked: Any = {"model": "tiny", "messages": CONVERSATION, "tools": [WEATHER], "max_tokens": 4}
+    answer = open_ai.chat.completions.create(**asked)
+    assert not answer.choices[0].message.tool_calls
+    without = open_ai.chat.completions.create(**asked | {"tool_choice": "none"})
+    assert answer.usage is not None
+    assert without.usage is not None
+    assert answer.usage.prompt_tokens > without.usage.prompt_tokens  # the model was shown them
+    with pytest.raises(openai.BadRequestError, match="no call can be forced"):
+        open_ai.chat.completions.create(**asked | {"tool_choice": "required"})
+
+
+@pytest.mark.parametrize(
+    ("outputs", "fits"),
+    [
+        ({"choice": ["positive", "negative"]}, r"positive|negative"),
+        ({"choice": ['a "quoted" one', "b\\c"]}, r'a "quoted" one|b\\c'),
+        ({"regex": r"[a-z]{2}@[a-z]{2}\.com/x"}, r"[a-z]{2}@[a-z]{2}\.com/x"),
+        ({"grammar": 'start: "SELECT " ("a" | "b")'}, r"SELECT [ab]"),
+    ],
+)
+def test_the_structured_outputs_examples_are_kept_to(
+    open_ai: openai.OpenAI, outputs: Any, fits: str
+) -> None:
+    answer = open_ai.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Classify this sentiment: vLLM is wonderful!"}],
+        max_tokens=60,
+        extra_body={"structured_outputs": outputs},
+    )
+    assert re.fullmatch(fits, answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_any_json_object_may_be_asked_for(open_ai: openai.OpenAI) -> None:
+    answer = open_ai.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "?"}],
+        max_tokens=8,
+        response_format={"type": "json_object"},
+    )
+    assert (answer.choices[0].message.content or "").lstrip().startswith("{")
+
+
+def test_the_example_of_tokens_in_and_out_needs_no_text(client: Client) -> None:
+    ids = client.post("/tokenize", {"messages": CONVERSATION})["tokens"]
+    sampling = {"max_tokens": 24, "temperature": 0.2, "detokenize": False}
+    told = client.generate(model="tiny", token_ids=ids, sampling_params=sampling, stream=False)
+    assert 0 < len(told["choices"][0]["token_ids"]) <= 24
+
+
+def test_the_pause_example_stops_a_stream_until_it_is_resumed(
+    open_ai: openai.OpenAI, client: Client
+) -> None:
+    asked: Any = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 600}
+    stream = open_ai.completions.create(**asked, stream=True, extra_body=LONG_AS_IT_IS)
+    chunks = itertools.islice(stream, 3)
+    ids = [i for chunk in chunks for i in read_ids(chunk)]
+    client.post("/pause", mode="keep")
+    frozen = client.tokens_generated()
+    assert client.get("/is_paused") == {"is_paused": True}
+    assert client.tokens_generated() == frozen
+    client.post("/resume")
+    ids += [i for chunk in stream for i in read_ids(chunk)]
+    assert len(ids) == 600
+
+
+LONG_AS_IT_IS = {"ignore_eos": True, "return_token_ids": True}
+
+
+def read_ids(chunk: Any) -> list[int]:
+    return chunk.choices[0].token_ids or []
+
+
+# ---------------------------------------------------------------- salts, ranks
+
+
+def test_contexts_are_shared_among_requests_of_one_salt_only(
+    client: Client, server: tidegate.VLLMServer
+) -> None:
+    def positions_found(salt: str | None) -> int:
+        before = server.statistics().cached_tokens
+        sampling = {"max_tokens": 1, "ignore_eos": True}
+        for _ in range(2):  # engines take turns
+            client.generate(token_ids=prompt, sampling_params=sampling, cache_salt=salt)
+        return server.statistics().cached_tokens - before
+
+    client.post("/reset_prefix_cache")
+    prompt = [7] * 200
+    one_engine_or_both = {0, 192}
+    assert positions_found("a") in one_engine_or_both
+    assert positions_found("b") in one_engine_or_both  # nothing of the first two
+    assert positions_found("a") >= 192
+    assert positions_found(None) in one_engine_or_both
+    for bad in ("", "x" * 257):
+        body = {"token_ids": [5], "sampling_params": {}, "cache_salt": bad}
+        assert client.refusal("/inference/v1/generate", body)["param"] == "cache_salt"
+
+
+def test_a_prompts_own_tokens_are_ranked_among_all(client: Client) -> None:
+    prompt = [30, 41, 52, 63]
+    body = {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 3}
+    (choice,) = client.post("/v1/completions", body)["choices"]
+    assert choice["prompt_logprobs"][0] is None
+    for token, told in zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True):
+        ranks = sorted(one["rank"] for one in told.values())  # TRL's client sorts by them
+        assert ranks[:3] == [1, 2, 3]
+        is_likely = told[str(token)]["rank"] <= 3
+        assert len(told) == (3 if is_likely else 4)

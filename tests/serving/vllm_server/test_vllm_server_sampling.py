@@ -1,0 +1,163 @@
+"""Sampling fields of vLLM's API: seeds, what is refused by name, and the model's own defaults."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tidegate
+from tests.serving.vllm_server.vllm_serving import PROMPT, Client
+from tidegate.errors import ModelError
+from tidegate.serving.gateway.requests import _NEUTRAL
+from tidegate.serving.vllm_server.model_info import read_sampling_defaults
+
+pytestmark = pytest.mark.wire
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": PROMPT},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/chat/completions/batch": {"messages": [MESSAGES]},
+}
+
+
+def ids(client: Client, **fields: Any) -> list[list[int]]:
+    body = {"max_tokens": 8, "return_token_ids": True, "ignore_eos": True, **fields}
+    choices = client.post("/v1/completions", {"prompt": PROMPT, **body})["choices"]
+    return [choice["token_ids"] for choice in choices]
+
+
+# ---------------------------------------------------------------- seeds
+
+
+def test_a_seed_of_minus_one_is_none_so_requests_of_a_group_differ(client: Client) -> None:
+    drawn = [ids(client, seed=-1)[0] for _ in range(4)]
+    assert len({tuple(each) for each in drawn}) > 1
+    sampling = {"max_tokens": 8, "seed": -1, "ignore_eos": True}
+    generated = [client.generate(token_ids=PROMPT, sampling_params=sampling) for _ in range(4)]
+    assert len({tuple(each["choices"][0]["token_ids"]) for each in generated}) > 1
+
+
+def test_a_request_with_a_seed_says_the_same_again(client: Client) -> None:
+    assert ids(client, seed=7) == ids(client, seed=7)
+    assert ids(client, seed=7) != ids(client, seed=8)
+
+
+def test_each_prompt_of_a_request_begins_with_the_requests_seed(client: Client) -> None:
+    one, two = ids(client, prompt=[PROMPT, PROMPT], seed=7)
+    assert one == two == ids(client, seed=7)[0]
+    first, second = ids(client, seed=7, n=2)
+    assert first != second
+    assert ids(client, prompt=[PROMPT, PROMPT], seed=7, n=2) == [first, second] * 2
+    talks = client.post(
+        "/v1/chat/completions/batch",
+        {"messages": [MESSAGES] * 2, "seed": 7, "max_tokens": 8, "return_token_ids": True},
+    )["choices"]
+    assert talks[0]["token_ids"] == talks[1]["token_ids"]
+
+
+# ---------------------------------------------------------------- what is not served
+
+ASKED: dict[str, Any] = {
+    "use_beam_search": True,
+    "best_of": 4,
+    "length_penalty": 2.0,
+    "bad_words": ["x"],
+    "logits_processors": ["m.P"],
+    "prompt_embeds": "AAAA",
+    "truncate_prompt_tokens": 4,
+    "thinking_token_budget": 16,
+    "chat_template_kwargs": {"a": 1},
+    "continue_final_message": True,
+    "priority": 1,
+}
+
+
+@pytest.mark.parametrize("name", _NEUTRAL)
+def test_a_field_that_would_change_the_output_is_refused_by_name(client: Client, name: str) -> None:
+    asked = ASKED.get(name, {"x": 1})
+    for path, body in PATHS.items():
+        if name == "chat_template_kwargs" and "chat" in path:
+            continue  # honoured there
+        told = client.refusal(path, {**body, "max_tokens": 1, name: asked})
+        assert (told["code"], told["param"]) == (400, name)
+        assert name in told["message"]
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, name: asked}}
+    assert client.refusal("/inference/v1/generate", body)["param"] == name
+
+
+@pytest.mark.parametrize("name", _NEUTRAL)
+def test_a_field_that_changes_nothing_is_passed_over(client: Client, name: str) -> None:
+    for value in (None, *_NEUTRAL[name]):
+        for path, body in PATHS.items():
+            client.post(path, {**body, "max_tokens": 1, name: value})
+
+
+def test_a_completion_keeps_to_a_response_format(client: Client) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "boolean"}}}
+    body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "response_format": wanted}
+    (choice,) = client.post("/v1/completions", body)["choices"]
+    assert choice["text"].strip() in ("true", "false")
+
+
+def test_further_names_for_the_chat_template_reach_it(client: Client, model: Path) -> None:
+    body = {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}
+    told = client.refusal("/v1/chat/completions", body)
+    assert "multiple values for keyword argument 'messages'" in told["message"]
+    client.post("/v1/chat/completions", {**body, "max_tokens": 1, "chat_template_kwargs": {"a": 1}})
+
+
+# ---------------------------------------------------------------- the model's own defaults
+
+
+def test_the_models_generation_config_says_how_to_sample_what_a_request_leaves_open(
+    model: Path, tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(model, tmp_path / "model"))
+    defaults = {"temperature": 0.5, "top_k": 1, "max_new_tokens": 5, "repetition_penalty": 1.1}
+    (directory / "generation_config.json").write_text(json.dumps(defaults))
+    with tidegate.vllm_server(model=directory) as server:
+        client = Client(server)
+        greedy = ids(client, temperature=0, repetition_penalty=1.1)
+        assert ids(client) == ids(client, seed=3) == greedy  # top_k is 1
+        assert ids(client, top_k=0, seed=3) != greedy
+        chat = {"messages": MESSAGES, "ignore_eos": True}
+        usage = client.post("/v1/chat/completions", chat)["usage"]
+        assert usage["completion_tokens"] == 5
+        usage = client.post("/v1/chat/completions", chat | {"max_tokens": 9})["usage"]
+        assert usage["completion_tokens"] == 9
+        # As vLLM: of tokens in and out only max_tokens is filled in.
+        drawn = [
+            tuple(client.generate(token_ids=PROMPT, sampling_params={"ignore_eos": True})["choices"]
+                  [0]["token_ids"]) for _ in range(4)
+        ]  # fmt: skip
+        assert {len(each) for each in drawn} == {5}
+        assert len(set(drawn)) > 1
+        client.http.close()
+
+
+def test_the_models_generation_config_can_be_left_alone(model: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(model, tmp_path / "model"))
+    (directory / "generation_config.json").write_text(json.dumps({"top_k": 1}))
+    with tidegate.vllm_server(model=directory, generation_config="vllm") as server:
+        client = Client(server)
+        assert len({tuple(ids(client)[0]) for _ in range(4)}) > 1
+        client.http.close()
+
+
+@pytest.mark.parametrize(
+    "content", ["[", "[]", '{"temperature": "hot"}', '{"top_k": 1.5}', '{"top_p": true}']
+)
+def test_a_generation_config_that_says_no_numbers_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        read_sampling_defaults(tmp_path)
+
+
+def test_null_and_other_fields_of_a_generation_config_say_nothing(tmp_path: Path) -> None:
+    assert read_sampling_defaults(tmp_path) == {}
+    content = {"temperature": None, "top_p": 0.9, "do_sample": True, "eos_token_id": [1, 2]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    assert read_sampling_defaults(tmp_path) == {"top_p": 0.9}

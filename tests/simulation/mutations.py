@@ -1,0 +1,385 @@
+"""Bugs that were made before, by us or by others: planted to see whether the simulation notices.
+
+Each changes one decision of the real orchestrator, as a wrong line in its code would. The seed at
+each is the first that notices it, when it was last looked for.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from tidegate.orchestrator.batches.tasks import TaskSource
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core import filing, groups, left_out
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.filing import SteadySteps, StepOutcome
+from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.groups import GroupBook
+from tidegate.orchestrator.core.handed_batches import HandedBatches
+from tidegate.orchestrator.core.ledger import Ledger
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.core.turns import TurnBook
+from tidegate.orchestrator.episodes.runner import EpisodeRunner
+from tidegate.orchestrator.scheduler.batch_desk import BatchDesk
+from tidegate.policies import asynchrony, consumption
+from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy
+from tidegate.policies.consumption import Window
+from tidegate.policies.filters import DynamicSampling
+from tidegate.transport.messages import (
+    FINISH_REASONS,
+    LENGTH,
+    STOP,
+    Prefill,
+)
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """A bug, and where it is found."""
+
+    plant: Plant
+    seed: int
+
+
+MUTATIONS: dict[str, Mutation] = {}
+"""By name."""
+
+
+def mutation(*, seed: int) -> Callable[[Plant], Plant]:
+    """List a planted bug under its name."""
+
+    def listed(plant: Plant) -> Plant:
+        MUTATIONS[plant.__name__] = Mutation(plant, seed)
+        return plant
+
+    return listed
+
+
+# ---------------------------------------------------------------- admission and consumption
+
+
+@mutation(seed=2)
+def one_group_too_many_is_admitted(patch: pytest.MonkeyPatch) -> None:
+    def outstanding(self: BoundedStaleness) -> int:
+        return (self.max_staleness + 1) * self.groups_per_batch + 1
+
+    patch.setattr(BoundedStaleness, "outstanding_groups_max", property(outstanding))
+
+
+@mutation(seed=2)
+def groups_in_training_are_not_outstanding(patch: pytest.MonkeyPatch) -> None:
+    right = BoundedStaleness.admit
+
+    def admit(self: BoundedStaleness, waiting: GroupBook, *, training_groups: int) -> int:
+        return right(self, waiting, training_groups=0)
+
+    patch.setattr(BoundedStaleness, "admit", admit)
+
+
+@mutation(seed=3)
+def places_are_free_before_the_version_is_live(patch: pytest.MonkeyPatch) -> None:
+    def release(self: Core, commands: list[ev.Command]) -> list[ev.Command]:
+        while self.handed.holding and self.handed.holding[0].version is not None:
+            self.handed.holding.popleft()
+        return commands + self._hand_over()
+
+    patch.setattr(Core, "_release", release)
+
+
+@mutation(seed=3)
+def places_are_free_once_the_first_engine_is_live(patch: pytest.MonkeyPatch) -> None:
+    def raise_live_version(self: TurnBook) -> None:
+        newest = max((engine.weight_version for engine in self.engines.values()), default=0)
+        self.live_version = max(self.live_version, newest)
+
+    patch.setattr(TurnBook, "_raise_live_version", raise_live_version)
+
+
+@mutation(seed=0)
+def groups_are_trained_in_the_order_of_completion(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(asynchrony, "in_admission_order", consumption.in_completion_order)
+
+
+@mutation(seed=413)
+def a_group_overtakes_one_that_has_no_time_left(patch: pytest.MonkeyPatch) -> None:
+    def by_deadline(waiting: GroupBook, groups: int, **times: int) -> list[Group] | None:
+        return consumption.in_completion_order(waiting, groups)
+
+    patch.setattr(asynchrony, "by_deadline", by_deadline)
+
+
+@mutation(seed=29)
+def a_window_is_one_group_too_wide(patch: pytest.MonkeyPatch) -> None:
+    right = consumption.in_window
+
+    def in_window(waiting: GroupBook, groups: int, window: Window) -> list[Group] | None:
+        return right(waiting, groups, Window(window.groups + 1))
+
+    patch.setattr(asynchrony, "in_window", in_window)
+
+
+@mutation(seed=29)
+def masked_tokens_count_as_trained(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Rollout, "masked_tokens", property(lambda self: 0))
+
+
+@mutation(seed=1)
+def rows_that_the_trainer_left_out_stay_trained(patch: pytest.MonkeyPatch) -> None:
+    right = Ledger.leave_out
+
+    def leave_out(self: Ledger, tokens: int, reason: str) -> None:
+        if reason == groups.TOO_OLD:
+            right(self, tokens, reason)
+
+    patch.setattr(Ledger, "leave_out", leave_out)
+
+
+@mutation(seed=30)
+def a_rollout_is_left_out_with_the_first_of_its_rows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(left_out, "_is_trained", lambda root: root.discard_reason is None)
+
+
+@mutation(seed=2)
+def tokens_are_masked_one_version_too_late(patch: pytest.MonkeyPatch) -> None:
+    right = BoundedStaleness.oldest_trainable
+
+    def oldest_trainable(self: BoundedStaleness, trainer_version: int) -> int:
+        return right(self, trainer_version - self.masks_old_tokens)
+
+    patch.setattr(BoundedStaleness, "oldest_trainable", oldest_trainable)
+
+
+@mutation(seed=212)
+def a_pipeline_of_one_step_starts_a_batch_early(patch: pytest.MonkeyPatch) -> None:
+    def allowed_groups(self: OneStepOffPolicy) -> int:
+        return 3 * self.groups_per_batch
+
+    patch.setattr(OneStepOffPolicy, "allowed_groups", property(allowed_groups))
+
+
+@mutation(seed=0)
+def a_batch_is_trained_twice(patch: pytest.MonkeyPatch) -> None:
+    right = Core._train
+
+    def train(self: Core, head: list[Group]) -> list[ev.Command]:
+        commands = right(self, head)
+        if head and self.trained.batches == 2:
+            self.groups.take_back([head[-1]])
+        return commands
+
+    patch.setattr(Core, "_train", train)
+
+
+@mutation(seed=0)
+def a_dropped_group_keeps_its_tokens_buffered(patch: pytest.MonkeyPatch) -> None:
+    def drop(self: GroupBook, group: Group, reason: str) -> list[ev.Command]:
+        self._forget(group)
+        return [self._discard(rollout, group, reason) for rollout in group.kept]
+
+    patch.setattr(GroupBook, "drop", drop)
+
+
+@mutation(seed=1)
+def a_group_that_is_just_fresh_enough_is_dropped(patch: pytest.MonkeyPatch) -> None:
+    right = BoundedStaleness.oldest_trainable
+
+    def oldest_trainable(self: BoundedStaleness, trainer_version: int) -> int:
+        return right(self, trainer_version) + 1
+
+    patch.setattr(BoundedStaleness, "oldest_trainable", oldest_trainable)
+
+
+@mutation(seed=29)
+def age_is_not_checked_when_a_batch_is_handed_over(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BoundedStaleness, "oldest_trainable", lambda self, trainer_version: 0)
+
+
+@mutation(seed=0)
+def a_group_with_one_rollout_left_is_trained(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(groups, "KEPT_ROLLOUTS_MIN", 1)
+
+
+@mutation(seed=1)
+def a_batch_that_nobody_waited_for_is_lost(patch: pytest.MonkeyPatch) -> None:
+    def undo_offer(self: BatchDesk) -> None:
+        self._offer = None
+
+    patch.setattr(BatchDesk, "_undo_offer", undo_offer)
+
+
+@mutation(seed=13)
+def batches_that_the_trainer_holds_count_no_version(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Core, "consumption_version", property(lambda self: self.trainer_version))
+
+
+@mutation(seed=78)
+def a_publish_counts_for_every_batch_that_the_trainer_holds(patch: pytest.MonkeyPatch) -> None:
+    right = HandedBatches._count_trained
+
+    def count_trained(self: HandedBatches, batches: int, version: int) -> None:
+        right(self, self.count, version)
+
+    patch.setattr(HandedBatches, "_count_trained", count_trained)
+
+
+@mutation(seed=362)
+def a_short_batch_holds_no_more_places_than_it_has_groups(patch: pytest.MonkeyPatch) -> None:
+    def places_of(self: Core, batch: list[Group]) -> int:
+        return sum(group.split_from is None for group in batch)
+
+    patch.setattr(Core, "_places_of", places_of)
+
+
+@mutation(seed=39)
+def late_tokens_of_evaluations_are_trainings(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(filing, "EVALUATION_HANDLES_FROM", 1 << 32)
+
+
+@mutation(seed=9)
+def a_task_that_was_looked_at_is_lost_with_the_next_offer(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TaskSource, "inherit", lambda self, before, next_key: None)
+    patch.setattr(TaskSource, "goes_on_with", lambda self, tasks: False)
+
+
+@mutation(seed=9)
+def episodes_of_a_group_that_is_given_up_go_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EpisodeRunner, "stop", lambda self, rollout: None)
+
+
+@mutation(seed=9)
+def a_group_that_teaches_nothing_is_trained(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DynamicSampling, "reject", lambda self, rewards, *, running: None)
+
+
+# ---------------------------------------------------------------- turns
+
+
+@mutation(seed=1)
+def a_lost_engines_turns_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    def leave(self: TurnBook, engine: str, *, is_crash: bool) -> list[ev.Command]:
+        self.engines.pop(engine, None)
+        self._raise_live_version()
+        return []
+
+    patch.setattr(TurnBook, "leave", leave)
+
+
+@mutation(seed=9)
+def turns_sent_before_a_reconnect_are_believed_to_have_arrived(patch: pytest.MonkeyPatch) -> None:
+    right = TurnBook.join
+
+    def join(self: TurnBook, event: ev.EngineJoined) -> list[ev.Command]:
+        known = self.engines.get(event.engine)
+        if known is not None and known.epoch == event.epoch:
+            return self.swap(event.engine, event.weight_version)
+        return right(self, event)
+
+    patch.setattr(TurnBook, "join", join)
+
+
+@mutation(seed=13)
+def an_aborted_turn_is_taken_for_finished(patch: pytest.MonkeyPatch) -> None:
+    def finish(turn: Turn, code: int) -> bool:
+        turn.finish_reason = FINISH_REASONS[STOP if code == STOP else LENGTH]
+        return True
+
+    patch.setattr(TurnBook, "_finish", staticmethod(finish))
+
+
+@mutation(seed=6)
+def a_late_joiner_with_old_weights_gets_turns(patch: pytest.MonkeyPatch) -> None:
+    right = TurnBook.submit
+
+    def submit(self: TurnBook, turn: Turn, priority: int) -> list[ev.Command]:
+        live, self.live_version = self.live_version, 0
+        commands = right(self, turn, priority)
+        self.live_version = live
+        return commands
+
+    patch.setattr(TurnBook, "submit", submit)
+
+
+@mutation(seed=20)
+def a_turn_sent_again_counts_its_tokens_from_0(patch: pytest.MonkeyPatch) -> None:
+    right = TurnBook.submit
+
+    def submit(self: TurnBook, turn: Turn, priority: int) -> list[ev.Command]:
+        commands = right(self, turn, priority)
+        for command in commands:
+            if isinstance(command, ev.Submit):
+                submissions = self.engines[command.engine].submissions
+                submissions[command.message.turn].sampled_before = 0
+        return commands
+
+    patch.setattr(TurnBook, "submit", submit)
+
+
+@mutation(seed=9)
+def tokens_are_tagged_with_the_version_at_their_arrival(patch: pytest.MonkeyPatch) -> None:
+    right = Core._on_step
+
+    def on_step(self: Core, event: ev.StepArrived) -> list[ev.Command]:
+        fields = {name: getattr(event, name) for name in ev.StepArrived.__struct_fields__}
+        return right(self, ev.StepArrived(**(fields | {"version": self.trainer_version})))
+
+    patch.setattr(Core, "_on_step", on_step)
+
+
+@mutation(seed=13)
+def an_abort_is_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TurnBook, "_go_on", lambda self, turn: [])
+
+
+@mutation(seed=0)
+def a_turn_given_up_goes_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TurnBook, "cancel", lambda self, rollout: [])
+
+
+@mutation(seed=45)
+def kv_computed_again_is_taken_for_the_old(patch: pytest.MonkeyPatch) -> None:
+    right = TurnBook._file_prefill
+
+    def file_prefill(turn: Turn | None, prefill: Prefill) -> None:
+        if prefill.at == 0:
+            right(turn, prefill)
+
+    patch.setattr(TurnBook, "_file_prefill", staticmethod(file_prefill))
+
+
+@mutation(seed=0)
+def the_rows_of_a_step_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
+    right = filing._file_each
+
+    def file_each(rows: list[Turn], event: ev.StepArrived, tokens_each: int) -> StepOutcome:
+        return right(rows[::-1], event, tokens_each)
+
+    patch.setattr(filing, "_file_each", file_each)
+
+
+@mutation(seed=185)
+def steps_of_two_versions_are_taken_for_steps_of_one(patch: pytest.MonkeyPatch) -> None:
+    right = SteadySteps.takes
+
+    def takes(
+        self: SteadySteps,
+        step: ev.StepArrived,
+        tokens_each: int,
+        submissions: dict[int, Turn],
+    ) -> bool:
+        self._version = step.version
+        return right(self, step, tokens_each, submissions)
+
+    patch.setattr(SteadySteps, "takes", takes)
+
+
+@mutation(seed=29)
+def a_turn_that_ends_engines_is_sent_to_the_next(patch: pytest.MonkeyPatch) -> None:
+    right = TurnBook.leave
+
+    def leave(self: TurnBook, engine: str, *, is_crash: bool) -> list[ev.Command]:
+        return right(self, engine, is_crash=False)
+
+    patch.setattr(TurnBook, "leave", leave)

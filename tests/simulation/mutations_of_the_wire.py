@@ -1,0 +1,220 @@
+"""Bugs in streams and weights; see :mod:`mutations`."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from tests.simulation.mutations import MUTATIONS, mutation
+from tidegate.errors import WeightsRefused
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core import provenance, rollout
+from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionRun, VersionSpan
+from tidegate.orchestrator.core.step_checks import step_arrived
+from tidegate.orchestrator.core.weight_content import Change, anew
+from tidegate.orchestrator.core.weight_control import (
+    Outgoing,
+    PublishWait,
+    WeightControl,
+    WeightUpdate,
+    _Engine,
+)
+from tidegate.orchestrator.fleet.engine_record import Engine
+from tidegate.orchestrator.fleet.fleet import Fleet, Heard
+from tidegate.orchestrator.weight_sync.control import EngineControl
+from tidegate.transport.messages import Ack, Hello, Step, UpdateWeights
+from tidegate.transport.streams import ReceiveWindow, Verdict
+
+__all__ = ["MUTATIONS"]
+
+# ---------------------------------------------------------------- streams
+
+
+@mutation(seed=0)
+def a_step_counts_as_received_before_it_is_checked(patch: pytest.MonkeyPatch) -> None:
+    def hear_step(self: Fleet, name: str, engine: Engine, step: Step, heard: Heard) -> None:
+        verdict = engine.window.accept(engine.hello.epoch, step.seq)
+        if (seq := engine.window.acknowledgement()) is not None:
+            self.send(name, Ack(seq=seq))
+        if verdict is Verdict.NEW:
+            heard.append(step_arrived(name, step, engine.hello.epoch))
+
+    patch.setattr(Fleet, "_hear_step", hear_step)
+
+
+@mutation(seed=9)
+def a_replayed_step_is_taken_in_twice(patch: pytest.MonkeyPatch) -> None:
+    right = ReceiveWindow.accept
+
+    def accept(self: ReceiveWindow, epoch: int, seq: int) -> Verdict:
+        verdict = right(self, epoch, seq)
+        return Verdict.NEW if verdict is Verdict.DUPLICATE else verdict
+
+    patch.setattr(ReceiveWindow, "accept", accept)
+
+
+@mutation(seed=9)
+def a_gap_in_a_stream_is_overlooked(patch: pytest.MonkeyPatch) -> None:
+    right = ReceiveWindow.accept
+
+    def accept(self: ReceiveWindow, epoch: int, seq: int) -> Verdict:
+        if right(self, epoch, seq) is not Verdict.GAP:
+            return Verdict.DUPLICATE if seq < self._next_seq - 1 else Verdict.NEW
+        self._next_seq = seq + 1
+        return Verdict.NEW
+
+    patch.setattr(ReceiveWindow, "accept", accept)
+
+
+@mutation(seed=90)
+def a_gap_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
+    right = ReceiveWindow.accept
+
+    def accept(self: ReceiveWindow, epoch: int, seq: int) -> Verdict:
+        verdict = right(self, epoch, seq)
+        if verdict is Verdict.GAP:
+            patch.setattr(self, "acknowledgement", lambda: seq)
+        return verdict
+
+    patch.setattr(ReceiveWindow, "accept", accept)
+
+
+@mutation(seed=0)
+def credit_is_not_given_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Fleet, "take_acks", lambda self: [])
+
+
+@mutation(seed=69)
+def a_stream_begins_anew_with_each_reconnect(patch: pytest.MonkeyPatch) -> None:
+    right = Fleet._welcome
+
+    def welcome(self: Fleet, peer: bytes, hello: Hello, now_s: float, heard: Heard) -> None:
+        self._given_up.clear()
+        self.engines.pop(hello.engine, None)
+        right(self, peer, msgspec.structs.replace(hello, first_seq=0), now_s, heard)
+
+    patch.setattr(Fleet, "_welcome", welcome)
+
+
+# ---------------------------------------------------------------- weights
+
+
+@mutation(seed=9)
+def a_late_joiner_gets_no_weights(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WeightControl, "_catch_up", lambda self, engine=None: [])
+
+
+@mutation(seed=9)
+def a_lost_engine_is_waited_for(patch: pytest.MonkeyPatch) -> None:
+    def remove(self: WeightControl, engine: str) -> None:
+        self._engines.pop(engine, None)
+        self._unsettled_pauses.discard(engine)
+
+    patch.setattr(WeightControl, "_remove", remove)
+
+
+@mutation(seed=104)
+def weights_that_late_joiners_need_are_overwritten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WeightControl, "kept_buffers", frozenset())
+
+
+@mutation(seed=19)
+def a_withdrawn_version_is_swapped_in_all_the_same(patch: pytest.MonkeyPatch) -> None:
+    right = WeightControl._withdraw
+
+    def withdraw(self: WeightControl) -> None:
+        right(self)
+        if self.update is not None:
+            self.update.is_released, self.update.is_withdrawn = True, False
+
+    patch.setattr(WeightControl, "_withdraw", withdraw)
+
+
+@mutation(seed=3)
+def engines_swap_before_every_engine_has_staged(patch: pytest.MonkeyPatch) -> None:
+    right = WeightControl._stage
+
+    def stage(self: WeightControl, name: str, update: WeightUpdate) -> Outgoing:
+        update.is_released = True
+        return right(self, name, update)
+
+    patch.setattr(WeightControl, "_stage", stage)
+
+
+@mutation(seed=122)
+def refused_weights_are_published_all_the_same(patch: pytest.MonkeyPatch) -> None:
+    def on_refused(self: WeightControl, name: str, version: int, why: str) -> bool:
+        if (update := self._update_of(version)) is not None:
+            update.strike(name)
+            self._engines[name].version = version  # so it is not asked again
+        return False
+
+    patch.setattr(WeightControl, "_on_refused", on_refused)
+
+
+@mutation(seed=122)
+def a_failed_version_gives_its_number_to_nobody(patch: pytest.MonkeyPatch) -> None:
+    right = EngineControl.publish
+
+    async def publish(
+        self: EngineControl,
+        version: int,
+        chunks: list[UpdateWeights],
+        wait: PublishWait = "live",
+        change: Change = anew,
+    ) -> None:
+        try:
+            await right(self, version, chunks, wait, change)
+        except WeightsRefused:
+            self._shell.handle([ev.VersionPublished(version)])
+            raise
+
+    patch.setattr(EngineControl, "publish", publish)
+
+
+@mutation(seed=2)
+def an_engine_is_told_to_swap_before_it_has_staged(patch: pytest.MonkeyPatch) -> None:
+    right = WeightControl._stage
+
+    def stage(self: WeightControl, name: str, update: WeightUpdate) -> Outgoing:
+        outgoing = right(self, name, update)
+        update.is_released = True
+        update.staging.discard(name)
+        update.staged.add(name)
+        return outgoing
+
+    patch.setattr(WeightControl, "_stage", stage)
+
+
+@mutation(seed=2009556)
+def weights_that_come_to_nothing_are_not_sent_again_while_engines_wake(
+    patch: pytest.MonkeyPatch,
+) -> None:
+    is_awaited = property(lambda self: self._sleeping_mode is not None)
+    patch.setattr(WeightControl, "_is_publish_awaited", is_awaited)
+    patch.setattr(WeightControl, "_in_vain", [])
+
+
+@mutation(seed=2012476)
+def an_answer_to_an_earlier_start_of_a_version_counts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Engine, "has_outdated", lambda self, version: False)
+
+
+@mutation(seed=158)
+def the_kv_of_a_turn_that_moves_is_guessed_from_where_it_was(patch: pytest.MonkeyPatch) -> None:
+    right = provenance.spans_of
+
+    def spans_of(
+        runs: Sequence[VersionRun], prefills: Sequence[TurnPrefill], length: int
+    ) -> Iterator[VersionSpan]:
+        kv: KvRange | None = None
+        for span in right(runs, prefills, length):
+            if span.kv is None and kv is not None:
+                kv = KvRange(min(kv.oldest, span.version), max(kv.newest, span.version))
+                yield replace(span, kv=kv)
+            else:
+                kv = span.kv
+                yield span
+
+    patch.setattr(rollout, "spans_of", spans_of)

@@ -1,0 +1,283 @@
+"""Would the simulation of crashes notice a run that loses something with its process?"""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.cli.test_cli import status_of
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core import left_out, state, turns
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.groups import GroupBook
+from tidegate.orchestrator.core.handed_batches import HandedBatch, HandedBatches
+from tidegate.orchestrator.core.rollout import RolloutState
+from tidegate.orchestrator.core.state import SavedTurns
+from tidegate.orchestrator.core.taken_tasks import TakenTasks
+from tidegate.orchestrator.core.trained import TrainedCounts
+from tidegate.orchestrator.core.turns import TurnBook
+from tidegate.orchestrator.episodes.episode import Episode
+from tidegate.orchestrator.fleet.fleet import Fleet
+from tidegate.orchestrator.journal.run_journal import RunJournal
+from tidegate.orchestrator.scheduler.batch_desk import BatchDesk
+from tidegate.orchestrator.scheduler.engine_side import EngineSide
+from tidegate.orchestrator.scheduler.scheduler import Scheduler
+from tidegate.orchestrator.scheduler.task_feed import TaskFeed
+from tidegate.simulation.lives import LivesReport, simulate_lives
+from tidegate.simulation.scenario import read_scenario
+from tidegate.simulation.shrinking import run_any
+from tidegate.transport.messages import Hello
+from tidegate.transport.streams import ReceiveWindow
+
+SEEDS = 30
+SEEDS_TO_CATCH = 500
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+MUTATIONS: list[Mutation] = []
+
+
+def mutation(function: Mutation) -> Mutation:
+    """A fault, planted."""
+    MUTATIONS.append(function)
+    return function
+
+
+@mutation
+def steps_are_acknowledged_before_they_are_safe(patch: pytest.MonkeyPatch) -> None:
+    right = EngineSide.on_frames
+
+    def on_frames(self: EngineSide, frames: list[tuple[bytes, bytes]]) -> None:
+        right(self, frames)
+        self.fleet.acknowledge(self.fleet.take_acks())
+
+    def when_safe(self: Scheduler, action: Callable[[], None]) -> None:
+        action()
+
+    patch.setattr(EngineSide, "on_frames", on_frames)
+    patch.setattr(Scheduler, "when_safe", when_safe)
+
+
+@mutation
+def handles_are_given_out_again_after_a_resume(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(turns, "HANDLES_PER_PROCESS", 0)
+
+
+@mutation
+def engines_are_sent_turns_before_a_resume_is_committed(patch: pytest.MonkeyPatch) -> None:
+    async def at_once(self: Scheduler) -> None:
+        return
+
+    patch.setattr(Scheduler, "_resumption_safe", at_once)
+
+
+@mutation
+def turns_that_were_lost_on_the_way_are_not_sent_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TurnBook, "_send_missing", lambda self, name, engine: [])
+
+
+@mutation
+def the_task_of_a_group_that_is_given_up_is_skipped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TakenTasks, "put_back", lambda self, key, task, body: None)
+
+
+@mutation
+def unfinished_tasks_of_an_earlier_iterator_are_dropped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TakenTasks, "is_known", lambda self, key, body: False)
+
+
+@mutation
+def returned_tasks_of_an_earlier_iterator_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    right = TakenTasks.resume
+
+    def resume(self: TakenTasks, offer: int) -> None:
+        right(self, offer)
+        self.requeued = {key: task for key, task in self.requeued.items() if key.offer == offer}
+
+    patch.setattr(TakenTasks, "resume", resume)
+
+
+@mutation
+def new_weights_get_the_number_of_the_restored_ones(patch: pytest.MonkeyPatch) -> None:
+    def next_version(self: Core) -> int:
+        return self.trainer_version + (not self.is_restoring)
+
+    patch.setattr(Core, "next_version", property(next_version))
+
+
+@mutation
+def lost_weights_are_taken_for_the_checkpoints(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HandedBatches, "first_lost_version", lambda self, batches: None)
+
+
+@mutation
+def an_engines_replay_is_taken_for_heard(patch: pytest.MonkeyPatch) -> None:
+    def window(self: Fleet, hello: Hello) -> ReceiveWindow:
+        credit_steps = self._times.credit_steps
+        return ReceiveWindow(credit_steps, epoch=hello.epoch, next_seq=hello.next_seq)
+
+    patch.setattr(Fleet, "_window", window)
+
+
+@mutation
+def a_resumed_run_takes_its_tasks_from_the_start(patch: pytest.MonkeyPatch) -> None:
+    async def pass_by_none(self: TaskFeed) -> None:
+        return
+
+    patch.setattr(TaskFeed, "_pass_by_the_taken", pass_by_none)
+
+
+@mutation
+def what_a_cut_rollout_had_sampled_stays_in_flight(patch: pytest.MonkeyPatch) -> None:
+    def cut(self: GroupBook, event: ev.RolloutCut) -> list[ev.Command]:
+        rollout, _ = self.running[event.rollout_id]
+        commands = self._turns.cancel(rollout)
+        rollout.cut(turns=event.turns)
+        return commands
+
+    patch.setattr(GroupBook, "cut", cut)
+
+
+@mutation
+def a_cut_keeps_given_tokens_that_no_event_has_told(patch: pytest.MonkeyPatch) -> None:
+    right = GroupBook.cut
+
+    def cut(self: GroupBook, event: ev.RolloutCut) -> list[ev.Command]:
+        rollout, _ = self.running[event.rollout_id]
+        context = rollout.token_ids[: event.tokens]
+        commands = right(self, event)
+        rollout.extend(context[rollout.sampled_end :])
+        return commands
+
+    def forget_the_past(self: Episode) -> None:
+        past, self._past = self._past, None
+        if past is not None:
+            self._generating.cut(self._rollout, turns=past.turns, tokens=past.tokens)
+
+    patch.setattr(GroupBook, "cut", cut)
+    patch.setattr(Episode, "_forget_the_past", forget_the_past)
+
+
+@mutation
+def batches_to_be_handed_over_again_go_to_the_end(patch: pytest.MonkeyPatch) -> None:
+    def take_back(self: GroupBook, groups: list[Group]) -> None:
+        self._waiting.update({group.group_id: group for group in groups})
+        self._ended.update({group.group_id: group for group in groups})
+        for rollout in (rollout for group in groups for rollout in group.kept):
+            rollout.state = RolloutState.FINISHED
+            self.ledger.take_back(rollout.sampled_tokens)
+
+    patch.setattr(GroupBook, "take_back", take_back)
+
+
+@mutation
+def batches_to_be_handed_over_again_are_selected_anew(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Core, "_undone_batch", lambda self: None)
+
+
+@mutation
+def rows_left_out_of_a_batch_that_is_undone_stay_discarded(patch: pytest.MonkeyPatch) -> None:
+    def take_back(batch: HandedBatch, groups: GroupBook, trained: TrainedCounts) -> None:
+        trained.count(batch.rows, batch.trainer_version, -1)
+        groups.take_back(batch.groups)
+
+    patch.setattr(left_out, "take_back", take_back)
+
+
+@mutation
+def what_was_left_out_is_not_written_down(patch: pytest.MonkeyPatch) -> None:
+    right = RunJournal.log
+
+    def log(self: RunJournal, event: ev.Event) -> None:
+        if not isinstance(event, ev.RowsDiscarded):
+            right(self, event)
+
+    patch.setattr(RunJournal, "log", log)
+
+
+@mutation
+def a_batch_that_nobody_waited_for_is_lost(patch: pytest.MonkeyPatch) -> None:
+    def undo_offer(self: BatchDesk) -> None:
+        self._offer = None
+
+    patch.setattr(BatchDesk, "_undo_offer", undo_offer)
+
+
+@mutation
+def batches_that_the_trainer_holds_count_no_version(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Core, "consumption_version", property(lambda self: self.trainer_version))
+
+
+@mutation
+def engines_are_restored_in_the_order_of_their_names(patch: pytest.MonkeyPatch) -> None:
+    right = state._turns
+
+    def turns_in_order(core: Core) -> SavedTurns:
+        saved = right(core)
+        saved.engines.sort(key=lambda engine: engine.name)
+        return saved
+
+    patch.setattr(state, "_turns", turns_in_order)
+
+
+def test_a_run_goes_on_whenever_its_process_dies() -> None:
+    reports = [simulate_lives(seed) for seed in range(SEEDS)]
+    assert [(r.seed, r.failure) for r in reports if r.failure] == []
+    assert sum(report.lives for report in reports) > 2 * SEEDS
+    assert sum(report.batches_again for report in reports) > 0
+    assert sum(report.rollbacks for report in reports) > 0
+    assert sum(report.left_out_tokens for report in reports) > 0
+    assert sum(report.batches_returned for report in reports) > 0
+
+
+def test_a_seed_goes_the_same_way_each_time() -> None:
+    assert simulate_lives(5).digest == simulate_lives(5).digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_a_planted_fault_is_caught(mutate: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    assert any(simulate_lives(seed).failure for seed in range(SEEDS_TO_CATCH))
+
+
+# ---------------------------------------------------------------- what is said of a failure
+
+
+@pytest.mark.parametrize("seed", [900035, 913686, 914062, 917716, 918593, 919485])
+def test_turns_that_are_recalled_are_sent_in_the_same_order_by_whoever_resumes(seed: int) -> None:
+    """The order in which engines joined decides it, so a saved core has to keep that order."""
+    assert simulate_lives(seed).failure is None
+
+
+def test_a_scenario_that_dies_is_replayed_from_its_json_as_from_its_seed() -> None:
+    drawn = simulate_lives(5)
+    again = run_any(read_scenario(drawn.scenario.to_json()))
+    assert isinstance(again, LivesReport)
+    assert again.digest == drawn.digest
+    assert drawn.replay_command == "tidegate simulate --first-seed 5 --seeds 0 --lives 1"
+    assert again.replay_command == f"tidegate simulate --replay '{drawn.scenario.to_json()}'"
+
+
+def test_a_run_that_dies_and_fails_is_printed_with_its_smallest_replay(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    the_task_of_a_group_that_is_given_up_is_skipped(monkeypatch)
+    seed = next(seed for seed in range(SEEDS_TO_CATCH) if simulate_lives(seed).failure)
+    failed = simulate_lives(seed)
+    one = ["simulate", "--seeds", "0", "--lives", "1", "--first-seed", str(seed)]
+    assert status_of(one, monkeypatch) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"seed {seed}, with deaths: {failed.failure}"
+    assert said[1] == f"  replay: {failed.replay_command}"
+    smallest = said[3].removeprefix("  replay: tidegate simulate --replay '").removesuffix("'")
+    assert len(smallest) < len(failed.scenario.to_json()) / 2
+    again = run_any(read_scenario(smallest))
+    assert failed.failure is not None
+    assert again.failure is not None
+    assert again.failure.kind == failed.failure.kind
+    assert status_of(["simulate", "--replay", smallest], monkeypatch) == 1
+    assert f"failed: {again.failure}" in capsys.readouterr().out
+
+
+def test_a_sweep_of_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert status_of(["simulate", "--seeds", "0"], monkeypatch) == 2

@@ -1,0 +1,263 @@
+"""Does the simulation keep the promises, and would it notice if they were broken?"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from tests.cli.test_cli import status_of
+from tests.simulation.mutations_of_episodes import MUTATIONS
+from tidegate.errors import ConfigError
+from tidegate.simulation.faults import (
+    ALL_FAULTS,
+    NO_FAULTS,
+    Fault,
+    FaultKind,
+    parse_faults,
+)
+from tidegate.simulation.hardships import Hardship
+from tidegate.simulation.scenario import Scenario, draw_scenario, read_scenario
+from tidegate.simulation.shrinking import shrink
+from tidegate.simulation.simulation import SimulationReport, run_scenario, simulate
+from tidegate.simulation.sweep import SweepSummary, sweep
+
+pytestmark = pytest.mark.wire
+
+SEEDS = 60
+"""`make test` runs 2,000 beside these; these are for who runs only the tests."""
+
+MUTANT_SEEDS_MAX = 1000
+"""Each planted bug has to be caught within so many."""
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[SimulationReport]:
+    return [simulate(seed) for seed in range(SEEDS)]
+
+
+@pytest.mark.slow
+def test_every_promise_is_kept_whatever_goes_wrong(reports: list[SimulationReport]) -> None:
+    failed = [f"{report.failure}; {report.replay_command}" for report in reports if report.failure]
+    assert failed == []
+
+
+@pytest.mark.slow
+def test_the_runs_reach_what_is_hard(reports: list[SimulationReport]) -> None:
+    """Or nothing that goes wrong would be noticed. A sweep of 1,000 seeds has to reach all."""
+    reached = {hardship for report in reports for hardship in report.hardships}
+    assert len(reached) > 0.7 * len(Hardship)
+    assert max(report.oldest_staleness for report in reports) >= 2
+    assert sum(report.trained_tokens for report in reports) > 10 * SEEDS
+    assert len({report.digest for report in reports}) == SEEDS
+
+
+# ---------------------------------------------------------------- the same each time
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_same_seed_is_the_same_run_bit_for_bit(seed: int) -> None:
+    assert simulate(seed) == simulate(seed)
+
+
+def test_a_run_does_not_depend_on_how_python_hashes_strings() -> None:
+    code = (
+        "from tidegate.simulation.simulation import simulate\n"
+        "print([simulate(seed).digest for seed in range(5)])"
+    )
+    digests = {str([simulate(seed).digest for seed in range(5)])}
+    for hash_seed in ("1", "2"):
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        digests.add(run.stdout.strip())
+    assert len(digests) == 1
+
+
+def test_a_scenario_written_down_and_read_again_is_the_same_run() -> None:
+    for seed in range(4):
+        report = simulate(seed)
+        again = run_scenario(read_scenario(report.scenario.to_json()))
+        assert again.digest == report.digest
+
+
+def test_many_processes_report_what_one_does() -> None:
+    """In a process of their own: a pool's tracker lives as long as whoever has used a pool."""
+    program = (
+        "from tidegate.simulation.faults import ALL_FAULTS\n"
+        "from tidegate.simulation.sweep import sweep\n"
+        "if __name__ == '__main__':\n"
+        "    runs = (sweep(range(40, 65), ALL_FAULTS, workers=w) for w in (1, 2))\n"
+        "    one, two = map(list, runs)\n"
+        "    assert one == two\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_sweep_that_is_killed_leaves_no_process_behind() -> None:
+    command = [sys.executable, "-m", "tidegate.cli", "simulate", "--workers", "2"]
+    with subprocess.Popen([*command, "--seeds", "5000"], stderr=subprocess.DEVNULL) as sweeping:
+        process = psutil.Process(sweeping.pid)
+        while len(workers := process.children()) < 2:
+            assert sweeping.poll() is None
+        sweeping.kill()
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    assert alive == []
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def test_without_faults_every_task_is_trained_and_nothing_is_thrown_away() -> None:
+    for seed in range(30):
+        report, scenario = simulate(seed, faults=NO_FAULTS), draw_scenario(seed, NO_FAULTS)
+        assert report.failure is None
+        assert Hardship.CAME_BACK not in report.hardships
+        is_dropping = scenario.on_deadline == "drop" or scenario.policy == "tail-packing"
+        if not scenario.filters_groups:
+            assert report.trained_tasks == scenario.tasks
+        if not scenario.filters_groups and not is_dropping:
+            assert not report.hardships & {Hardship.DROPPED, Hardship.STALE}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FaultKind)
+def test_each_kind_of_fault_alone_is_survived(kind: FaultKind) -> None:
+    failed = [
+        report.replay_command
+        for seed in range(200, 206)
+        if (report := simulate(seed, faults=frozenset({kind}))).failure
+    ]
+    assert failed == []
+
+
+def test_faults_are_read_from_a_list() -> None:
+    assert parse_faults("all") == ALL_FAULTS
+    assert parse_faults("none") == NO_FAULTS
+    assert parse_faults("crash,cut") == {FaultKind.CRASH, FaultKind.CUT}
+    with pytest.raises(ConfigError, match="'rain' is not a valid FaultKind; faults are all, none"):
+        parse_faults("crash,rain")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation = MUTATIONS[name]
+    mutation.plant(monkeypatch)
+    for seed in (mutation.seed, *range(MUTANT_SEEDS_MAX)):
+        if simulate(seed).failure is not None:
+            return
+    pytest.fail(f"{MUTANT_SEEDS_MAX} seeds did not catch it")
+
+
+# ---------------------------------------------------------------- what is said of a failure
+
+
+def failing(name: str, monkeypatch: pytest.MonkeyPatch) -> SimulationReport:
+    MUTATIONS[name].plant(monkeypatch)
+    return next(report for seed in range(100) if (report := simulate(seed)).failure)
+
+
+def test_a_failed_run_says_what_was_planned_what_waits_and_how_to_run_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    report = failing("a_late_joiner_gets_no_weights", monkeypatch)
+    seed = report.scenario.seed
+    assert report.replay_command == f"tidegate simulate --first-seed {seed} --seeds 1 --faults all"
+    assert report == simulate(seed)
+    said = "\n".join(report.story)
+    assert 'scenario: {"' in said
+    assert "planned: " in said
+    assert "waiting: engine-0: " in said
+    assert "engine-0 <- " in said
+
+
+def test_a_failure_is_shrunken_to_a_smaller_run_that_fails_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    report = failing("a_lost_engines_turns_are_forgotten", monkeypatch)
+    smallest = shrink(report)
+    assert smallest.failure is not None
+    assert report.failure is not None
+    assert smallest.failure.kind == report.failure.kind
+    assert len(smallest.scenario.to_json()) < len(report.scenario.to_json()) / 2
+    assert len(smallest.scenario.faults) <= 1
+    assert run_scenario(read_scenario(smallest.scenario.to_json())) == smallest
+
+
+def test_what_did_not_fail_is_not_shrunken() -> None:
+    with pytest.raises(ValueError, match="kept every promise"):
+        shrink(simulate(0, faults=NO_FAULTS))
+
+
+def test_the_smallest_scenario_is_the_shortest_and_runs() -> None:
+    assert Scenario().to_json() == "{}"
+    report = run_scenario(Scenario())
+    assert report.failure is None
+    assert report.trained_tasks == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"rain": 1}', '{"engines": "two"}', '{"max_staleness": -1}']
+)
+def test_what_is_no_scenario_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        read_scenario(text)
+
+
+def test_faults_of_engines_that_a_smaller_scenario_lacks_are_left_out() -> None:
+    crash = Fault(kind=FaultKind.CRASH, engine=2, at_s=0.1)
+    assert run_scenario(Scenario(engines=1, faults=[crash])).failure is None
+
+
+def test_a_sweep_counts_what_its_runs_went_through() -> None:
+    summary = SweepSummary()
+    for report in sweep(range(30), frozenset({FaultKind.CRASH}), workers=1):
+        assert summary.add(report) == []
+    said = "\n".join(summary.lines())
+    assert said.startswith("30 of 30 seeds kept every promise")
+    assert f"{1000 * summary.hardships[Hardship.CRASHED] / 30:6.0f}  an engine crashed" in said
+    assert "     0  a connection broke" in said
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_prints_a_failing_seed_with_its_smallest_replay_and_has_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(["simulate", "--seeds", "3", "--faults", "none"], monkeypatch) == 0
+    assert capsys.readouterr().out.startswith("3 of 3 seeds kept every promise")
+    MUTATIONS["a_batch_is_trained_twice"].plant(monkeypatch)
+    assert status_of(["simulate", "--seeds", "2", "--workers", "1"], monkeypatch) == 1
+    said = capsys.readouterr().out
+    assert "replay: tidegate simulate --first-seed 0 --seeds 1" in said
+    assert "replay: tidegate simulate --replay '{" in said
+
+
+def test_the_command_replays_a_scenario_from_a_file_or_as_it_stands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    scenario = msgspec.structs.replace(draw_scenario(3), tasks=2)
+    file = tmp_path / "scenario.json"
+    file.write_text(scenario.to_json())
+    said = []
+    for replay in (str(file), scenario.to_json()):
+        assert status_of(["simulate", "--replay", replay], monkeypatch) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] == f"digest {run_scenario(scenario).digest}\nit kept every promise\n"
+
+
+@pytest.mark.parametrize("arguments", [["--faults", "rain"], ["--replay", "no/such.json"]])
+def test_what_can_not_be_simulated_is_refused_with_status_2(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert status_of(["simulate", *arguments], monkeypatch) == 2

@@ -1,0 +1,120 @@
+"""Does time cost nothing, and is it told when nothing will ever happen?"""
+
+import asyncio
+import contextlib
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tidegate.errors import NothingLeftToHappen, VirtualTimeUp
+from tidegate.simulation.virtual_time import (
+    VirtualLoop,
+    VirtualTime,
+    run_in_virtual_time,
+)
+
+
+def test_a_day_passes_at_once_and_timers_fire_in_the_order_of_their_times() -> None:
+    fired: list[tuple[float, str]] = []
+
+    async def sleeper(name: str, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        fired.append((asyncio.get_running_loop().time(), name))
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            for name, delay_s in (("day", 86400.0), ("first", 1.0), ("second", 1.0)):
+                group.create_task(sleeper(name, delay_s))
+
+    run_in_virtual_time(main())
+    assert fired == [(1.0, "first"), (1.0, "second"), (86400.0, "day")]
+
+
+def test_a_timeout_ends_a_wait_at_its_virtual_time() -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(30.0):
+                await loop.create_future()
+        return loop.time()
+
+    assert run_in_virtual_time(main()) == 30.0
+
+
+def test_who_waits_for_ever_is_named_and_where() -> None:
+    async def wait_for_godot() -> None:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        await asyncio.create_task(wait_for_godot(), name="estragon")
+
+    with pytest.raises(NothingLeftToHappen, match=r"2 tasks wait for ever: estragon in .*Event"):
+        run_in_virtual_time(main())
+
+
+def test_what_is_given_to_a_thread_runs_at_once_and_takes_no_time() -> None:
+    async def main() -> float:
+        assert await asyncio.to_thread(sum, (1, 2)) == 3
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.to_thread(divmod, 1, 0)
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(main()) == 0.0
+
+
+def test_other_threads_are_refused_for_virtual_time_does_not_wait_for_them() -> None:
+    with (
+        contextlib.closing(VirtualLoop()) as loop,
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(RuntimeError, match="virtual time waits for no thread"),
+    ):
+        pool.submit(loop.call_soon_threadsafe, print).result()
+
+
+def test_time_stands_still_between_two_runs_and_passes_when_told_to() -> None:
+    async def tick(times: list[float]) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            times.append(asyncio.get_running_loop().time())
+
+    time, times = VirtualTime(), list[float]()
+    with contextlib.closing(time):
+        time.loop.create_task(tick(times))
+        assert times == []
+        time.sleep(2.5)
+        assert (times, time.now_s) == ([1.0, 2.0], 2.5)
+
+
+def test_a_program_that_takes_for_ever_is_ended_at_the_limit_and_names_who_waits() -> None:
+    async def beat_for_ever() -> None:
+        for seconds in itertools.repeat(1.0):
+            await asyncio.sleep(seconds)
+
+    time = VirtualTime(limit_s=60.0)
+    with contextlib.closing(time), pytest.raises(VirtualTimeUp) as ended:
+        time.run(beat_for_ever())
+    assert "60 virtual seconds have passed without an end, and 1 tasks wait: main" in str(
+        ended.value
+    )
+
+
+def test_with_ticks_what_is_due_at_nearly_the_same_time_happens_at_once() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(asyncio.sleep(0.001), asyncio.sleep(0.124))
+        assert loop.time() == 0.125
+
+    time = VirtualTime(tick_s=0.125)
+    with contextlib.closing(time):
+        time.run(main())
+
+
+def test_a_cancelled_timer_does_not_move_the_clock() -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        loop.call_later(5.0, print).cancel()
+        await asyncio.sleep(1.0)
+        return loop.time()
+
+    assert run_in_virtual_time(main()) == 1.0

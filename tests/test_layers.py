@@ -1,0 +1,106 @@
+"""The layers of docs/architecture.md, read off the source: who may import whom."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.layers import ROOMS, ROOT, cycles, folders, imported_names, sources, upward_imports
+
+pytestmark = pytest.mark.wire
+
+THIRD_PARTY: dict[str, set[str]] = {
+    "policies": {"torch"},
+    "transport": {"msgspec", "numpy", "safetensors", "torch", "zmq"},
+    "kernels": {"torch", "triton", "numpy"},
+}
+"""What the lowest layer may import from outside the standard library."""
+
+FORBIDDEN = {"asyncio", "time", "random", "socket", "threading"}
+"""No I/O, no clock and no randomness in policies."""
+
+
+def imports(path: Path) -> list[str]:
+    return imported_names(ast.walk(ast.parse(path.read_text())))
+
+
+def test_every_import_between_rooms_points_downward() -> None:
+    upward = [str(each) for each in upward_imports()]
+    assert not upward, "\n".join(upward)
+
+
+def test_no_modules_import_each_other() -> None:
+    assert cycles() == []
+
+
+def test_every_folder_and_room_is_in_the_table_of_layers() -> None:
+    for folder, rooms in ROOMS.items():
+        there = {path.parent.name for path in (ROOT / folder).glob("*/__init__.py")}
+        assert there == set(rooms) - {""}, folder
+    linked = {path.name for path in (ROOT / "src" / "tidegate").iterdir() if path.is_symlink()}
+    assert linked == set(folders())
+
+
+@pytest.mark.parametrize("folder", THIRD_PARTY)
+def test_the_lowest_layer_depends_on_nothing_it_was_not_given(folder: str) -> None:
+    for path in sources(folder):
+        roots = {module.split(".")[0] for module in imports(path)}
+        strangers = roots - sys.stdlib_module_names - THIRD_PARTY[folder] - {"tidegate"}
+        assert not strangers, f"{path.relative_to(ROOT)} must not import {sorted(strangers)}"
+
+
+def test_only_the_channels_that_torch_carries_import_torch_and_only_once_they_are_used() -> None:
+    for path in sources("transport"):
+        tree = ast.parse(path.read_text())
+        at_import = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        at_once = imported_names(at_import)
+        assert not any(name.split(".")[0] == "torch" for name in at_once), path
+        if any(name.split(".")[0] == "torch" for name in imports(path)):
+            assert path.name.startswith(("collective", "cuda_")), path
+
+
+def test_policies_have_no_clock_no_randomness_and_no_io() -> None:
+    for path in sources("policies"):
+        assert not {m.split(".")[0] for m in imports(path)} & FORBIDDEN, path
+
+
+def test_kernels_is_no_package_of_its_own() -> None:
+    """A root package `kernels` would shadow Hugging Face's, which transformers probes for."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("tidegate", "torch"),
+        ("tidegate.orchestrator.trainer.rollouts", "torch"),
+        ("tidegate.cli", "torch"),
+        ("tidegate.orchestrator.core.core", "zmq"),
+        ("tidegate.orchestrator.core.core", "asyncio"),
+        ("tidegate.engine.worker", "tidegate.orchestrator"),
+        ("tidegate.orchestrator.trainer.rollouts", "tidegate.engine"),
+        ("tidegate.orchestrator.trainer.rollouts", "tidegate.observability"),
+        ("tidegate.orchestrator.trainer.rollouts", "pyarrow"),
+    ],
+)
+def test_importing_one_thing_does_not_load_another(module: str, unwanted: str) -> None:
+    code = f"import {module}, sys; sys.exit({unwanted!r} in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, f"{module} loads {unwanted}: {done.stderr.decode()[-500:]}"
+
+
+def test_no_folder_of_tests_hides_a_package_that_tests_ask_for() -> None:
+    """pytest puts test folders on the path: a folder there is a package of its name."""
+    asked = {
+        name
+        for path in (ROOT / "tests").rglob("*.py")
+        for name in re.findall(r"importorskip\(\s*\"(\w+)", path.read_text())
+    }
+    assert "ray" in asked
+    hiding = {path.name for path in (ROOT / "tests").rglob("*") if path.is_dir()}
+    assert asked & hiding == set()
