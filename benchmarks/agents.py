@@ -32,8 +32,9 @@ from benchmarks.sessions import rows as session_rows
 from benchmarks.table import Row, compared, show
 from tests.orchestrator.episodes.chat_templates import ENDS, add_chat_template
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.model_files import ModelFiles, read_tokenizer
+from tidegate.orchestrator.settings.config import SamplingSettings
 from tidegate.serving.gateway.gateway import Gateway
 
 SESSIONS = (100, 2000)
@@ -98,7 +99,7 @@ async def cpu_ms_per_request(port: int, keys: list[str]) -> float:
 
 async def through_gateway(model: ModelFiles, sessions: int) -> float:
     """Every session an episode of its own."""
-    gateway, defaults = Gateway(), SamplingDefaults(max_tokens=64, temperature=1.0, seed=0)
+    gateway, defaults = Gateway(), SamplingSettings(max_tokens=64, temperature=1.0, seed=0)
     engine, over = FixedEngine(model, WORDS, LATENCY_S), asyncio.Event()
     keys: asyncio.Queue[str] = asyncio.Queue()
 

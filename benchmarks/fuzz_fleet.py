@@ -12,7 +12,8 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules
-from tidegate.orchestrator.fleet.fleet import REMEMBERED_MAX, Answer, Fleet, FleetTimes
+from tidegate.orchestrator.fleet.fleet import REMEMBERED_MAX, Answer, Fleet
+from tidegate.orchestrator.settings.config import FleetSettings
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.transport.messages import (
     CancelTurn,
@@ -44,8 +45,13 @@ class FuzzedFleet:
     """A run's core and fleet, and what happened to them."""
 
     def __init__(self, seed: int) -> None:
-        times = FleetTimes(1.0, 5.0, 60.0, credit_steps=64)
-        self.fleet = Fleet(times, self._send)
+        settings = FleetSettings(
+            heartbeat_interval_s=1.0,
+            engine_timeout_s=5.0,
+            orchestrator_timeout_s=60.0,
+            credit_steps=64,
+        )
+        self.fleet = Fleet(settings, self._send)
         self.core = Core(
             Rules(policy=BoundedStaleness(max_staleness=1, groups_per_batch=2), group_size=4)
         )

@@ -19,8 +19,9 @@ import tidegate
 from tests.models import make_model_directory
 from tests.orchestrator.episodes.chat_templates import ENDS, add_chat_template, chat_tokenizer
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.model_files import ModelFiles, read_tokenizer
+from tidegate.orchestrator.settings.config import SamplingSettings
 from tidegate.serving.gateway.app import BODY_BYTES_MAX
 from tidegate.serving.gateway.gateway import Endpoint, Gateway
 from tidegate.serving.vllm_server.paths import BODY_BYTES_MAX as SERVER_BODY_BYTES_MAX
@@ -317,7 +318,10 @@ class FuzzedGateway:
         tokenizer = read_tokenizer(path / "tokenizer.json")
         stop = tokenizer.token_to_id(ENDS["chatml"]) or 0
         model = ModelFiles(path, tokenizer, (0, stop))
-        engine, defaults = FixedEngine(model, WORDS), SamplingDefaults(64, 1.0, 0)
+        engine, defaults = (
+            FixedEngine(model, WORDS),
+            SamplingSettings(max_tokens=64, temperature=1.0, seed=0),
+        )
         gateway, done = Gateway(), 0
         client = Client(int(gateway.url.rpartition(":")[2]))
 

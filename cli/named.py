@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.settings.nearest import did_you_mean
+from tidegate.orchestrator.settings.suggestions import did_you_mean
 
 
 def find(name: str, where: str) -> Any:

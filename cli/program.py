@@ -25,8 +25,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tidegate.cli.named import check_arguments, find
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.settings.config import RunSettings, run_settings
-from tidegate.orchestrator.settings.nearest import did_you_mean
+from tidegate.orchestrator.settings.config import RECORDS, RunSettings, run_settings
+from tidegate.orchestrator.settings.suggestions import did_you_mean
 
 
 class Part(BaseModel):
@@ -121,8 +121,8 @@ def _checked(said: Mapping[str, Any], path: Path) -> RunFile:
 
 
 def _program(file: RunFile, path: Path) -> Program:
-    values = {name: _built(f"run.{name}", value) for name, value in file.run.items()}
-    if "run_directory" not in values:
+    values = _run_values(file.run)
+    if "run_directory" not in values and "run_directory" not in values.get("records", ()):
         values["run_directory"] = Path("runs") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     settings = run_settings(**values)
     tasks = find(file.tasks.use, "tasks.use")
@@ -136,8 +136,19 @@ def _program(file: RunFile, path: Path) -> Program:
     )
 
 
+def _run_values(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``run`` section with its objects made; its tables may be settings' records."""
+    values: dict[str, Any] = {}
+    for name, value in section.items():
+        if name in RECORDS and isinstance(value, dict):
+            values[name] = {key: _built(f"run.{name}.{key}", each) for key, each in value.items()}
+        else:
+            values[name] = _built(f"run.{name}", value)
+    return values
+
+
 def _built(where: str, value: Any) -> Any:
-    """A table with ``use`` stands for an object, such as a policy or a routing."""
+    """Return the object that a table with ``use`` stands for, such as a policy or a routing."""
     if not isinstance(value, dict) or "use" not in value:
         return value
     arguments = {name: each for name, each in value.items() if name != "use"}

@@ -90,8 +90,8 @@ def overrides(arguments: list[str]) -> list[str]:
 
 def _settings_lines(program: "Program") -> list[str]:
     settings = program.settings
-    lines = [f"run.{name} = {getattr(settings, name)!r}" for name in type(settings).model_fields]
-    return [*lines, f"all is well; it would be run in {settings.run_directory}"]
+    lines = [f"run.{name} = {value!r}" for name, value in settings.by_flat_name().items()]
+    return [*lines, f"all is well; it would be run in {settings.records.run_directory}"]
 
 
 def _run(program: "Program") -> None:
@@ -122,6 +122,6 @@ def _note(rollouts: Any, facts: object) -> None:
 def _report(program: "Program") -> Path:
     from tidegate.observability.report import write_report
 
-    directory = program.settings.run_directory
+    directory = program.settings.records.run_directory
     assert directory is not None, "a program's settings have one"
     return write_report(directory)

@@ -33,7 +33,7 @@ async def train(
         rollouts,
         episode,
         model=settings.model,
-        training=itertools.islice(tasks, batches * settings.groups_per_batch),
+        training=itertools.islice(tasks, batches * settings.staleness.groups_per_batch),
         held_out=list(itertools.islice(long_tailed_tasks("held_out", HELD_OUT_SEED), held_out)),
         batches=batches,
         learning_rate=learning_rate,

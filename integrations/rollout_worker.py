@@ -66,8 +66,8 @@ class RolloutWorker:
             ConfigError: a setting is unknown, out of range or impossible.
             EngineStartFailed: an engine did not start.
         """
-        self._seed = int(settings.get("seed", 0))
         self._run = tidegate.serve_sync(model=model, engines=engines, **settings)
+        self._seed = self._run.settings.sampling.seed
         self._run.__enter__()
         self._asked = itertools.count()
         self._responses: list[list[Sample]] = []

@@ -63,10 +63,11 @@ class TRLRollouts:
                 "start no run there"
             )
         settings = getattr(run, "settings", None)  # a remote run's are elsewhere
-        if settings is not None and settings.policy is None and settings.max_staleness < 1:
+        staleness = settings.staleness if settings is not None else None
+        if staleness is not None and staleness.policy is None and staleness.max_staleness < 1:
             raise ConfigError(
                 "TRL asks for a micro-batch before it has trained on the one in hand, so its run "
-                f"needs max_staleness of at least 1, got {settings.max_staleness}"
+                f"needs max_staleness of at least 1, got {staleness.max_staleness}"
             )
         if settings is not None and (tasks is None or episode is None):
             raise ConfigError(
@@ -74,7 +75,7 @@ class TRLRollouts:
                 "TRLRollouts(run, tasks, episode=…)"
             )
         self._model_tensors = frozenset(
-            read_model_info(settings.model, name=None, dtype=settings.dtype).tensors
+            read_model_info(settings.model, name=None, dtype=settings.engine.dtype).tensors
             if settings is not None
             else ()
         )

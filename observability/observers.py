@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import to_jsonable_python
 from tokenizers import Tokenizer
 from typing_extensions import override
 
@@ -169,10 +170,10 @@ class Observers:
         self._settings = settings
         self._dashboard: Dashboard | None = None
         self._live: LiveNotes | None = None
-        if settings.dashboard is not None:
+        if settings.records.dashboard is not None:
             from tidegate.observability.dashboard import dashboard
 
-            address, directory = settings.dashboard, settings.run_directory
+            address, directory = settings.records.dashboard, settings.records.run_directory
             self._dashboard = dashboard.Dashboard(address, directory=directory)
 
     @property
@@ -226,7 +227,7 @@ class Observers:
         self, resumed: Resumed | None, on_failure: Callable[[RecordingFailed], None]
     ) -> "RunRecorder | None":
         """A resumed run's records go into a directory of their own, inside the run's."""
-        directory = self._settings.run_directory
+        directory = self._settings.records.run_directory
         if directory is None:
             return None
         if resumed is not None:
@@ -249,14 +250,17 @@ class Observers:
         from tidegate.observability.dashboard.live import LiveNotes
 
         notes = LiveNotes()
-        if resumed is not None and self._settings.run_directory is not None:
-            notes.recall(earlier_batches(self._settings.run_directory, batches=resumed.batches))
+        if resumed is not None and self._settings.records.run_directory is not None:
+            notes.recall(
+                earlier_batches(self._settings.records.run_directory, batches=resumed.batches)
+            )
         return notes
 
 
 def _settings_said(settings: RunSettings) -> dict[str, Any]:
-    """All settings as JSON values, the policies in words."""
-    said = settings.model_dump(mode="json", exclude=POLICIES)
+    """Return all settings as JSON values by flat name, the policies in words."""
+    values = settings.by_flat_name().items()
+    said = {name: to_jsonable_python(value) for name, value in values if name not in POLICIES}
     try:
         said["rules"] = say(record_of(settings.rules()))
     except ConfigError:  # without a journal they need not be written down
@@ -266,7 +270,7 @@ def _settings_said(settings: RunSettings) -> dict[str, Any]:
 
 def _about(settings: RunSettings) -> dict[str, object]:
     """What the dashboard shows of a run that does not change."""
-    directory = settings.run_directory
+    directory = settings.records.run_directory
     return {
         "name": directory.resolve().name if directory is not None else settings.model.name,
         "model": str(settings.model),

@@ -542,7 +542,7 @@ class Lives:
             is_left = is_left and task not in self._checkpoint.taken_before
             scripts = [
                 self._scenario.script(task, index)
-                for index in range(self._scenario.settings.group_size)
+                for index in range(self._scenario.settings.staleness.group_size)
             ]
             must = all(script.failure is None for script in scripts)
             must = must and task not in self._refused_tasks

@@ -38,9 +38,6 @@ from tidegate.transport.weight_messages import TensorSpec
 
 Result = TypeVar("Result")
 
-UNSIMULATED = ("journal", "resume")
-"""Refused, for what they promise can't be had; a run directory, keys or an address are ignored."""
-
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
@@ -54,18 +51,19 @@ class RunPlan:
 def run_plan(
     *, model: Path | str, engines: int | Sequence[ScriptedEngine], says: Says, **settings: Any
 ) -> RunPlan:
-    """Check what a test asks for.
+    """Check what a test asks for. A run directory, keys and an address are ignored.
 
     Raises:
-        ConfigError: a setting is unknown, out of range, or of what isn't simulated.
+        ConfigError: a setting is unknown or out of range; or is ``journal`` or ``resume``, whose
+            promises a simulated run can't keep.
     """
-    for name in UNSIMULATED:
-        if settings.get(name):
-            raise ConfigError(f"{name} is not there in a simulated run; leave it out in tests")
-        settings.pop(name, None)
+    resume = settings.pop("resume", None)
     if isinstance(engines, int):
         engines = [ScriptedEngine() for _ in range(engines)]
     checked = run_settings(model=Path(model), engines=len(engines), **settings)
+    for name, value in (("journal", checked.records.journal), ("resume", resume)):
+        if value:
+            raise ConfigError(f"{name} is not there in a simulated run; leave it out in tests")
     return RunPlan(checked, tuple(engines), says)
 
 
@@ -224,7 +222,7 @@ class SimulatedRun:
         scheduler = Scheduler(settings, files, world.router, init, recorder=None)
         self.scheduler = scheduler
         for number, engine in enumerate(plan.engines):
-            chance = random.Random(f"{settings.seed}/{number}")
+            chance = random.Random(f"{settings.sampling.seed}/{number}")
             on_exit = self._engine_ended
             host = ScriptedHost(engine, number, world=world, chance=chance, on_exit=on_exit)
             self._hosts.append(host)

@@ -242,11 +242,13 @@ async def _main(
     engines = MACHINES if variant.is_colocated else ROLLOUT_MACHINES
     for number in range(engines):
         name = f"engine-{number:02}"
-        link = router.link(name, latency_s=WIRE_S, chance=random.Random(f"{settings.seed}/{name}"))
+        link = router.link(
+            name, latency_s=WIRE_S, chance=random.Random(f"{settings.sampling.seed}/{name}")
+        )
         StretchEngine(name, costs, loop=loop, link=link, stopwatch=stopwatch).start()
     serving = loop.create_task(scheduler.run(), name="scheduler")
     await scheduler.wait_for_engines(engines)
-    scheduler.offer(workload.tasks(settings.seed), episode)
+    scheduler.offer(workload.tasks(settings.sampling.seed), episode)
     training = loop.create_task(
         Trainer(workload, variant, scheduler, stopwatch).run(workload.versions), name="trainer"
     )
@@ -269,7 +271,7 @@ def _outcome(workload: Workload, settings: RunSettings, tallies: list[Tally], se
         steps=steps,
         mean_tokens=sum(lengths) / len(lengths),
         tail_share=sum(2 * n > workload.cap_tokens for n in lengths) / len(lengths),
-        bound=settings.staleness_policy().guaranteed_bound,
+        bound=settings.staleness.staleness_policy().guaranteed_bound,
         oldest_ever=max(tallies[-1].staleness, default=0),
     )
 

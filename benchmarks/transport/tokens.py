@@ -26,7 +26,8 @@ from benchmarks.transport.rows import Row, by_turns, row, skipped
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rules import Rules
-from tidegate.orchestrator.fleet.fleet import Fleet, FleetTimes
+from tidegate.orchestrator.fleet.fleet import Fleet
+from tidegate.orchestrator.settings.config import FleetSettings
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.transport.messages import Message, SamplingParams, encode
 from tidegate.transport.sockets import RouterSocket
@@ -70,7 +71,15 @@ class Subject:
 
     def __init__(self, work: Work, send: Callable[[bytes, Message], bool]) -> None:
         self._work = work
-        self._fleet = Fleet(FleetTimes(1.0, 30.0, 30.0, CREDIT_STEPS), send)
+        self._fleet = Fleet(
+            FleetSettings(
+                heartbeat_interval_s=1.0,
+                engine_timeout_s=30.0,
+                orchestrator_timeout_s=30.0,
+                credit_steps=CREDIT_STEPS,
+            ),
+            send,
+        )
         self._fleet.newest_version = work.waves * work.steps_per_wave
         self._steps_left = self._waves_left = 0
         self._started_s = self._started_cpu_s = 0.0

@@ -115,12 +115,12 @@ class RayCluster:
         self.ray = connected_ray()
         self.settings = settings
         self.room = RayRoom(self.ray, _places(settings))
-        self.address = settings.address or own_address(self.ray)
+        self.address = settings.fleet.address or own_address(self.ray)
         self.keys: OrchestratorKeys | None
         self.engine_keys: EngineKeys | None
-        if settings.keys is not None:
-            self.keys = read_orchestrator_keys(settings.keys)
-            self.engine_keys = read_engine_keys(settings.keys / ENGINE_DEFAULT)
+        if settings.fleet.keys is not None:
+            self.keys = read_orchestrator_keys(settings.fleet.keys)
+            self.engine_keys = read_engine_keys(settings.fleet.keys / ENGINE_DEFAULT)
         else:
             self.keys, self.engine_keys = passing_keys()
 
@@ -161,7 +161,7 @@ class RayEngines:
 
     def start(self) -> None:
         """Ask Ray for a place for each; it may be long in coming."""
-        for index in range(self._settings.engines):
+        for index in range(self._settings.fleet.engines):
             name = f"engine-{index}"
             actor = self._ray.remote(RayEngine).options(
                 max_restarts=-1,
@@ -169,7 +169,9 @@ class RayEngines:
                 max_concurrency=2,  # so that it answers while it serves, outside the main thread
                 **self._room.options(index),
             )
-            arguments = engine_options(self._settings, name, self._address)
+            arguments = engine_options(
+                self._settings.model, self._settings.engine, name, self._address
+            )
             self._actors[name] = actor.remote(arguments, self._keys)
             self._serve(name)
 
@@ -242,7 +244,7 @@ class RayEngines:
 
 def _places(settings: RunSettings) -> RayPlaces:
     return RayPlaces(
-        cpus=(settings.threads_per_engine or 1) * settings.tensor_parallel,
-        gpus=settings.gpus_per_engine,
-        placement_group=settings.placement_group,
+        cpus=(settings.engine.threads_per_engine or 1) * settings.engine.tensor_parallel,
+        gpus=settings.fleet.gpus_per_engine,
+        placement_group=settings.fleet.placement_group,
     )

@@ -14,7 +14,6 @@ import asyncio
 from array import array
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol, Unpack, cast
 
 import msgspec
@@ -38,6 +37,7 @@ from tidegate.orchestrator.fleet.scores import (
     ask_logprobs,
     ask_rewards,
 )
+from tidegate.orchestrator.settings.config import SamplingSettings
 from tidegate.transport.limits import CONTEXT_TOKENS_MAX, TURN_BYTES_MAX
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams, SubmitTurn, encode
@@ -297,17 +297,6 @@ def refuse_too_large(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """What ``generate`` uses where it isn't told."""
-
-    max_tokens: int
-    temperature: float
-    seed: int
-    """Of the run."""
-    adapter: str = ""
-
-
 _replace = msgspec.structs.replace
 
 
@@ -334,7 +323,7 @@ class Episode(ScoringEpisode):
         rollout: Rollout,
         model: ModelFiles,
         generating: Generating,
-        defaults: SamplingDefaults,
+        defaults: SamplingSettings,
         *,
         parent: "Episode | None" = None,
     ) -> None:

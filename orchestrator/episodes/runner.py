@@ -22,7 +22,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.activities import Activities
 from tidegate.orchestrator.episodes.diary import EpisodeDiary
-from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults, refuse_too_large
+from tidegate.orchestrator.episodes.episode import Episode, refuse_too_large
 from tidegate.orchestrator.episodes.generated_turn import REWARD_MAX, checked_reward
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.parking import Parking
@@ -35,7 +35,7 @@ from tidegate.orchestrator.episodes.stepped_tasks import (
 )
 from tidegate.orchestrator.fleet.scores import Asked, Score
 from tidegate.orchestrator.fleet.waiting import Waiting, fail
-from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.orchestrator.settings.config import EpisodeSettings, SamplingSettings
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
@@ -266,7 +266,8 @@ class EpisodeRunner:
 
     def __init__(
         self,
-        settings: RunSettings,
+        settings: EpisodeSettings,
+        sampling: SamplingSettings,
         model: ModelFiles,
         waiting: Waiting,
         handle: Callable[[ev.Event], None],
@@ -286,9 +287,7 @@ class EpisodeRunner:
         self.rounds = Rounds(self._loop, on_error)
         self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up)
         self._budget_s = settings.episode_budget_s
-        self._defaults = SamplingDefaults(
-            settings.max_tokens, settings.temperature, settings.seed, settings.adapter
-        )
+        self._defaults = sampling
         self._model = model
         self._waiting = waiting
         self._handle = handle

@@ -12,7 +12,7 @@ from tidegate.errors import BadFrame
 from tidegate.orchestrator.core.events import EngineJoined, EngineLeft, Event, TurnRejected
 from tidegate.orchestrator.core.step_checks import are_tokens_fine, check_step, step_arrived
 from tidegate.orchestrator.fleet.engine_record import Engine
-from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.orchestrator.settings.config import FleetSettings
 from tidegate.orchestrator.telemetry.statistics import EngineStatistics, EngineWork
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import (
@@ -169,26 +169,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class FleetTimes:
-    """Intervals the fleet works by."""
-
-    heartbeat_interval_s: float
-    engine_timeout_s: float
-    orchestrator_timeout_s: float
-    credit_steps: int
-
-    @classmethod
-    def of(cls, settings: RunSettings) -> "FleetTimes":
-        """Those that a run was given."""
-        return cls(
-            heartbeat_interval_s=settings.heartbeat_interval_s,
-            engine_timeout_s=settings.engine_timeout_s,
-            orchestrator_timeout_s=settings.orchestrator_timeout_s,
-            credit_steps=settings.credit_steps,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
     """What an engine says of weights, pauses, sleep and scores, which the fleet only passes on."""
 
@@ -214,7 +194,7 @@ class Fleet:
 
     def __init__(
         self,
-        times: FleetTimes,
+        settings: FleetSettings,
         send: Callable[[bytes, Message], bool],
         *,
         is_deterministic: bool = False,
@@ -224,7 +204,7 @@ class Fleet:
     ) -> None:
         """An ``is_deterministic`` one takes only engines that are, and only such as round weights
         to ``quantization``; with a ``kv_policy`` or ``weight_channel``, only those that have it."""
-        self._times = times
+        self._settings = settings
         self._demands = Demands(is_deterministic, quantization, kv_policy, weight_channel)
         self._send = send
         self.engines: dict[str, Engine] = {}
@@ -261,7 +241,7 @@ class Fleet:
     def resume(self, streams: Mapping[str, tuple[int, int]], away: list[str], now_s: float) -> None:
         """Go on for a process that has crashed: its engines are to come back, with their steps."""
         self._streams = dict(streams)
-        self._expected = dict.fromkeys(away, now_s + self._times.engine_timeout_s)
+        self._expected = dict.fromkeys(away, now_s + self._settings.engine_timeout_s)
 
     def take_acks(self) -> list[DueAck]:
         """What to tell engines once all that was heard so far is safe."""
@@ -293,10 +273,10 @@ class Fleet:
         for name, engine in list(self.engines.items()):
             engine.heard_s += deaf_s
             silent_s = now_s - engine.heard_s
-            if silent_s > self._times.engine_timeout_s:
+            if silent_s > self._settings.engine_timeout_s:
                 engine.may_return = True
                 events += self.lose(name, f"said nothing for {silent_s:.0f} s")
-            elif now_s - (engine.stuck_since_s or now_s) > self._times.engine_timeout_s:
+            elif now_s - (engine.stuck_since_s or now_s) > self._settings.engine_timeout_s:
                 events += self.lose(name, "its steps can't be read, or one of them is missing")
             else:
                 self.send(name, OrchestratorHeartbeat())
@@ -309,7 +289,7 @@ class Fleet:
     def _deaf_s(self, now_s: float) -> float:
         """How long the user's code has kept this loop from listening: that is nobody's silence."""
         due_s = self._next_tick_s if self._next_tick_s is not None else now_s
-        self._next_tick_s = now_s + self._times.heartbeat_interval_s
+        self._next_tick_s = now_s + self._settings.heartbeat_interval_s
         return max(0.0, now_s - due_s)
 
     def lose(self, name: str, why: str, *, is_crash: bool = True) -> list[Event]:
@@ -440,9 +420,9 @@ class Fleet:
         self.engines[hello.engine] = Engine(hello, window, now_s, hello.weight_version)
         self.departed.pop(hello.engine, None)
         welcome = Welcome(
-            heartbeat_interval_s=self._times.heartbeat_interval_s,
-            orchestrator_timeout_s=self._times.orchestrator_timeout_s,
-            credit_steps=self._times.credit_steps,
+            heartbeat_interval_s=self._settings.heartbeat_interval_s,
+            orchestrator_timeout_s=self._settings.orchestrator_timeout_s,
+            credit_steps=self._settings.credit_steps,
         )
         self._send(peer, welcome)
         joined = EngineJoined(
@@ -462,7 +442,7 @@ class Fleet:
         if epoch != hello.epoch:
             next_seq = 0
         start = max(next_seq, hello.first_seq)  # what was acknowledged will not come again
-        return ReceiveWindow(self._times.credit_steps, epoch=hello.epoch, next_seq=start)
+        return ReceiveWindow(self._settings.credit_steps, epoch=hello.epoch, next_seq=start)
 
     def statistics(self) -> tuple[EngineStatistics, ...]:
         """A snapshot of every engine."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.orchestrator.settings.config import EngineSettings, RunSettings
 from tidegate.transport.private_directory import make_private_directory, make_private_file
 from tidegate.transport.security import ENGINE_DEFAULT
 
@@ -138,16 +138,16 @@ class LocalEngines:
     def start(self) -> None:
         """Start all of them; they join when they have loaded the model."""
         make_private_directory(self._logs)
-        for index in range(self._settings.engines_started):
+        for index in range(self._settings.fleet.engines_started):
             self._start(f"engine-{index}")
 
     def _command(self, name: str) -> list[str]:
         """Engines come first, then an adapter for each of ``engine_urls``."""
         settings = self._settings
-        number = int(name.removeprefix("engine-")) - settings.engines
+        number = int(name.removeprefix("engine-")) - settings.fleet.engines
         if number < 0:
             return engine_command(settings, name, self._address)
-        return adapter_command(settings, name, self._address, settings.engine_urls[number])
+        return adapter_command(settings, name, self._address, settings.fleet.engine_urls[number])
 
     @property
     def are_gone(self) -> bool:
@@ -199,19 +199,20 @@ class LocalEngines:
 def engine_command(settings: RunSettings, name: str, address: str) -> list[str]:
     """The command line of a worker that serves ``settings.model``."""
     command = [sys.executable, "-m", WORKER, "--die-with-parent", str(os.getpid())]
-    if settings.keys is not None:
-        command += ["--keys", str(settings.keys / ENGINE_DEFAULT)]
-    return [*command, *engine_options(settings, name, address, threads=settings.engine_threads)]
+    if settings.fleet.keys is not None:
+        command += ["--keys", str(settings.fleet.keys / ENGINE_DEFAULT)]
+    threads = settings.engine_threads
+    return [*command, *engine_options(settings.model, settings.engine, name, address, threads)]
 
 
 def engine_options(
-    settings: RunSettings, name: str, address: str, *, threads: int | None = None
+    model: Path, settings: EngineSettings, name: str, address: str, threads: int | None = None
 ) -> list[str]:
     """Return a worker's options; ``threads`` if it runs on this host, whose cores are known."""
     command: list[str] = []
     options: dict[str, object] = {
         "connect": address,
-        "model": settings.model,
+        "model": model,
         "engine": name,
         "dtype": settings.dtype,
         "max-running-turns": settings.max_running_turns,
@@ -247,12 +248,16 @@ def adapter_command(settings: RunSettings, name: str, address: str, url: str) ->
         "url": url,
         "model": settings.model,
         "engine": name,
-        "max-running-turns": settings.max_running_turns,
+        "max-running-turns": settings.engine.max_running_turns,
     }
-    if settings.keys is not None:
-        options["keys"] = settings.keys / ENGINE_DEFAULT
-    if settings.run_directory is not None:  # which the server is more likely to see than /tmp
-        options["weights-directory"] = (settings.run_directory / "published" / name).resolve()
+    if settings.fleet.keys is not None:
+        options["keys"] = settings.fleet.keys / ENGINE_DEFAULT
+    if (
+        settings.records.run_directory is not None
+    ):  # which the server is more likely to see than /tmp
+        options["weights-directory"] = (
+            settings.records.run_directory / "published" / name
+        ).resolve()
     for option, value in options.items():
         command += [f"--{option}", str(value)]
     return command

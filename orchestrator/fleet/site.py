@@ -72,8 +72,10 @@ class ThisMachine:
             ConfigError: they can't be read.
         """
         self._settings = settings
-        self.address = settings.address
-        self.keys = None if settings.keys is None else read_orchestrator_keys(settings.keys)
+        self.address = settings.fleet.address
+        self.keys = (
+            None if settings.fleet.keys is None else read_orchestrator_keys(settings.fleet.keys)
+        )
 
     def engines(self, address: str, logs: Path, *, on_exit: OnExit) -> Engines:
         """Started by command line."""

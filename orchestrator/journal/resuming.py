@@ -72,16 +72,16 @@ def open_for(settings: RunSettings, resume: Resume) -> OpenedRun:
         JournalError: it can't be used; or there is one, and a new run was asked for.
         ResumeMismatch: the checkpoint, the settings and the journal don't belong together.
     """
-    if not settings.journal:
+    if not settings.records.journal:
         if resume is not None:
             raise ConfigError("resume= goes on from a journal; give journal=True and its directory")
         return OpenedRun()
     token = None if resume is None or resume is True else resume_token(resume)
-    assert settings.run_directory is not None
-    path = settings.run_directory / JOURNAL_FILE
+    assert settings.records.run_directory is not None
+    path = settings.records.run_directory / JOURNAL_FILE
     if resume is None or (resume is True and not path.exists()):
         check_can_be_made_again(settings.rules())
-        make_private_directory(settings.run_directory)
+        make_private_directory(settings.records.run_directory)
         header = new_header(settings, uuid.uuid4().hex)
         file = Journal.create(path, header=msgspec.json.encode(header))
         return OpenedRun(RunJournal(file, new_core(header, settings), header), file=file)
@@ -160,7 +160,7 @@ def new_header(settings: RunSettings, run_id: str) -> JournalHeader:
     return JournalHeader(
         run_id=run_id,
         rules=record_of(settings.rules()),
-        seed=settings.seed,
+        seed=settings.sampling.seed,
     )
 
 

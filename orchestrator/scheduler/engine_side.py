@@ -14,7 +14,7 @@ from tidegate.errors import BadFrame
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.outbox import Outbox
-from tidegate.orchestrator.fleet.fleet import Answer, Fleet, FleetTimes
+from tidegate.orchestrator.fleet.fleet import Answer, Fleet
 from tidegate.orchestrator.fleet.heartbeats import Heartbeats
 from tidegate.orchestrator.fleet.open_sessions import OpenSessions
 from tidegate.orchestrator.fleet.score_desk import ScoreDesk
@@ -80,14 +80,20 @@ class EngineSide:
         self.handle, self.when_safe = shell.handle, shell.when_safe
         self.hold_batches, self.stand_still = shell.hold_batches, shell.stand_still
         self.fleet = Fleet(
-            FleetTimes.of(settings),
+            settings.fleet,
             send,
-            is_deterministic=settings.deterministic,
-            quantization=settings.quantize or "",
-            kv_policy=settings.kv_policy,
+            is_deterministic=settings.engine.deterministic,
+            quantization=settings.engine.quantize or "",
+            kv_policy=settings.weights.kv_policy,
             weight_channel=init_weights.channel,
         )
-        self.control = EngineControl(settings, init_weights, waiting, self)
+        self.control = EngineControl(
+            settings.weights,
+            init_weights,
+            waiting,
+            self,
+            pause_timeout_s=settings.fleet.engine_timeout_s,
+        )
         self.outbox = Outbox(
             self.fleet.send,
             takes_turns_together=self.fleet.takes_turns_together,
@@ -115,8 +121,8 @@ class EngineSide:
             self.fleet,
             self.handle,
             lambda engine: self.on_silent(engine),  # whoever it is by then
-            interval_s=self._settings.heartbeat_interval_s,
-            patience_s=self._settings.engine_start_timeout_s,
+            interval_s=self._settings.fleet.heartbeat_interval_s,
+            patience_s=self._settings.fleet.engine_start_timeout_s,
         )
 
     def send(self, outgoing: Sequence[tuple[str, Message]]) -> None:
@@ -210,7 +216,7 @@ class EngineSide:
             return
         if self._recorder is not None:
             self._recorder.engine_dtype(engine, hello.dtype)
-        asked = self._settings.dtype
+        asked = self._settings.engine.dtype
         wanted = self._weights_dtype if asked == "auto" else asked
         if hello.dtype and wanted and hello.dtype != wanted:
             log.warning(

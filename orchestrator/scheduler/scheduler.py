@@ -172,7 +172,8 @@ class Scheduler:
 
     def _new_episodes(self, model: ModelFiles, diary: EpisodeDiary | None) -> EpisodeRunner:
         return EpisodeRunner(
-            self._settings,
+            self._settings.episodes,
+            self._settings.sampling,
             model,
             self._waiting,
             self.handle_one,
@@ -206,7 +207,7 @@ class Scheduler:
         """
         loop = asyncio.get_running_loop()
         if self._journal is not None:
-            self._journal.start(keeps_events=self._settings.keep_events, on_error=self.fail)
+            self._journal.start(keeps_events=self._settings.records.keep_events, on_error=self.fail)
         self._go_on()
         if self._resume is not None:
             await self._resumption_safe()
@@ -234,7 +235,7 @@ class Scheduler:
             self._episodes.left,
             parked=self._parking.rows,
             is_paused=lambda: self.control.state.pause_mode is not None,
-            patience_s=self._settings.stuck_after_s,
+            patience_s=self._settings.records.stuck_after_s,
         )
         return self._watch
 
@@ -261,7 +262,7 @@ class Scheduler:
         self.fleet.newest_version = self.core.trainer_version
         now_s = asyncio.get_running_loop().time()
         self.fleet.resume(self.core.turns.streams, list(self.core.turns.engines), now_s)
-        if self._settings.resume_partial_rollouts:
+        if self._settings.records.resume_partial_rollouts:
             return
         for rollout in self.core.running_rollouts:
             self.handle_one(ev.RolloutCut(rollout.rollout_id, 0, 0, "restarted"))

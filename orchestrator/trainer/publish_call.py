@@ -86,7 +86,7 @@ class PublishCall:
             EngineLagging, WeightsRefused, PublishDropped: as :meth:`EngineControl.publish`.
         """
         control = scheduler.control
-        has_deltas = self._run.settings.weight_deltas and self._change is anew
+        has_deltas = self._run.settings.weights.weight_deltas and self._change is anew
         reserved = await control.reserve(
             is_part=self._is_part, has_deltas=has_deltas, first_bad=self._first_bad
         )
@@ -131,7 +131,7 @@ class PublishCall:
 
     def _write(self, reserved: Reserved) -> list[UpdateWeights]:
         version, keep = reserved.version, reserved.keep
-        written, settings = self._run.written, self._run.settings
+        written, settings = self._run.written, self._run.settings.weights
         written.forget(version)
         if self._is_part and not self.state_dict:
             return []

@@ -175,7 +175,7 @@ class Scorer(RunHandle):
     @property
     def run_directory(self) -> Path | None:
         """Directory of the run's records; None if it keeps none."""
-        return self.settings.run_directory
+        return self.settings.records.run_directory
 
     def statistics(self) -> RunStatistics:
         """Return a snapshot of the run; after it has ended, the one of its end."""
@@ -877,7 +877,7 @@ def warn_if_oversubscribed(settings: RunSettings) -> None:
     """
     import torch
 
-    if not settings.engine_processes or settings.device != "cpu":
+    if not settings.engine_processes or settings.engine.device != "cpu":
         return
     in_engines = settings.engine_processes * settings.engine_threads
     left = max(1, cores() - in_engines)

@@ -82,7 +82,12 @@ class Run:
             # The journal after all that settings can spoil: once made, it stays on disk.
             self._opened = open_for(settings, resume)
             undo.callback(self._opened.close)
-            self.channel = open_channel(settings, self._site)
+            self.channel = open_channel(
+                settings.weights,
+                self._site,
+                device=settings.engine.device,
+                run_directory=settings.records.run_directory,
+            )
             undo.callback(self.channel.close)
             self.written = WrittenTensors()
             """By that channel. Used by one publish at a time, which has the buffer reserved."""
@@ -99,7 +104,9 @@ class Run:
         self._lock = threading.Lock()
         self._is_ending = False
         self._asked: set[concurrent.futures.Future[Any]] = set()
-        self.loop_watch = LoopWatch(limit_s=settings.episode_timeout_s, on_dead=self._abandon)
+        self.loop_watch = LoopWatch(
+            limit_s=settings.episodes.episode_timeout_s, on_dead=self._abandon
+        )
         self._is_up = threading.Event()
         """The thread can be told to stop, or has ended."""
         self._thread = threading.Thread(target=self._run, name="tidegate", daemon=True)
@@ -231,8 +238,9 @@ class Run:
 
     def _run(self) -> None:
         try:
-            groups = self.settings.staleness_policy().outstanding_groups_ceiling
-            with RARE_LOOKS.during(young_objects_max(groups * self.settings.group_size)):
+            staleness = self.settings.staleness
+            groups = staleness.staleness_policy().outstanding_groups_ceiling
+            with RARE_LOOKS.during(young_objects_max(groups * staleness.group_size)):
                 uvloop.run(self._serve())
         except asyncio.CancelledError:
             pass
@@ -288,7 +296,7 @@ class Run:
         router = RouterSocket(self._site.address, name="orchestrator", keys=self._site.keys)
         private = PrivateDirectory("logs")
         try:
-            directory = self.settings.run_directory or private.path
+            directory = self.settings.records.run_directory or private.path
             await self._serve_on(router, directory / "logs")
         finally:
             private.remove()
@@ -344,8 +352,8 @@ class Run:
                 engines.stop()
 
     async def _engines_joined(self, scheduler: Scheduler) -> None:
-        wanted = max(1, self.settings.engines_started)
-        timeout_s = self.settings.engine_start_timeout_s
+        wanted = max(1, self.settings.fleet.engines_started)
+        timeout_s = self.settings.fleet.engine_start_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 await scheduler.wait_for_engines(wanted)

@@ -4,11 +4,12 @@ It knows neither engines nor what a version is laid over.
 """
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.orchestrator.fleet.site import Site
-from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.orchestrator.settings.config import WeightSettings
 from tidegate.orchestrator.weight_sync.state_dict import distinct_tensors
 from tidegate.transport.messages import UpdateWeights
 from tidegate.transport.weight_channels import WeightSender, cuda_ipc, sender
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def open_channel(settings: RunSettings, site: Site) -> WeightSender | CudaIpcSender:
+def open_channel(
+    settings: WeightSettings, site: Site, *, device: str, run_directory: Path | None
+) -> WeightSender | CudaIpcSender:
     """The run's end of its weight channel.
 
     Raises:
@@ -28,12 +31,10 @@ def open_channel(settings: RunSettings, site: Site) -> WeightSender | CudaIpcSen
     """
     if settings.weight_channel == cuda_ipc.NAME:
         try:
-            return CudaIpcSender(find_gpu(settings.device))
+            return CudaIpcSender(find_gpu(device))
         except WeightsRefused as error:
             raise ConfigError(f"weight_channel='cuda_ipc': {error}") from error
-    return sender(
-        settings.weight_channel, settings.run_directory, address=site.address, keys=site.keys
-    )
+    return sender(settings.weight_channel, run_directory, address=site.address, keys=site.keys)
 
 
 def write_on_gpu(

@@ -16,7 +16,7 @@ from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.weight_content import Change, anew
 from tidegate.orchestrator.core.weight_control import PublishWait, Reserved, WeightControl
 from tidegate.orchestrator.fleet.waiting import Waiting, resolve
-from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.orchestrator.settings.config import WeightSettings
 from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
 from tidegate.transport.messages import (
     FromEngine,
@@ -81,8 +81,15 @@ class EngineControl:
     """Weights, pauses and sleep of every engine, for trainers' coroutines."""
 
     def __init__(
-        self, settings: RunSettings, init_weights: InitWeights, waiting: Waiting, shell: Shell
+        self,
+        settings: WeightSettings,
+        init_weights: InitWeights,
+        waiting: Waiting,
+        shell: Shell,
+        *,
+        pause_timeout_s: float,
     ) -> None:
+        """``pause_timeout_s``: time for an engine to confirm a pause."""
         self._shell = shell
         self._waiting = waiting
         self._numbers = itertools.count()
@@ -95,7 +102,7 @@ class EngineControl:
             kv_policy=settings.kv_policy,
             wave_engines=settings.update_wave,
             weights_timeout_s=settings.weights_timeout_s,
-            pause_timeout_s=settings.engine_timeout_s,
+            pause_timeout_s=pause_timeout_s,
         )
         """What is so; read it, and change nothing."""
 

@@ -183,7 +183,7 @@ class VLLMServer(SyncRollouts):
         from tidegate.serving.vllm_server.weight_desk import WeightDesk
 
         run, settings = self._rollouts._running, self.settings
-        info = read_model_info(settings.model, name=self._model_name, dtype=settings.dtype)
+        info = read_model_info(settings.model, name=self._model_name, dtype=settings.engine.dtype)
         requests = RequestDesk(scheduler)
         is_auto = self._generation_config == "auto"
         defaults = read_sampling_defaults(settings.model) if is_auto else {}

@@ -47,7 +47,9 @@ def _config(desks: "Desks") -> dict[str, Any]:
             "world_size": 1,
         },
         "lora_config": {"max_lora_rank": LORA_RANK_MAX, "max_loras": LORAS_MAX},
-        "scheduler_config": {"max_num_seqs": settings.max_running_turns * settings.engines},
+        "scheduler_config": {
+            "max_num_seqs": settings.engine.max_running_turns * settings.fleet.engines
+        },
         "cache_config": {"enable_prefix_caching": True},
         "weight_transfer_config": {"backend": desks.weight_backend},
         "instance_id": desks.instance_id,

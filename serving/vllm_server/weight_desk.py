@@ -119,7 +119,7 @@ class WeightDesk:
     def _receive(self, session: _Session, info: Mapping[str, Any]) -> None:
         tensors = self._fitted(self._receiver.receive(info))
         session.tensors |= tensors
-        if self._run.settings.weight_checksums:
+        if self._run.settings.weights.weight_checksums:
             session.checksums |= self._checksums_of(tensors)
 
     async def finish(self, label: str | None) -> None:
@@ -143,7 +143,7 @@ class WeightDesk:
 
     def _read(self, session: _Session, path: Path) -> None:
         session.tensors = self._fitted(read_tensors(path))
-        if self._run.settings.weight_checksums:
+        if self._run.settings.weights.weight_checksums:
             session.checksums = self._checksums_of(session.tensors)
 
     def _checksums_of(self, tensors: "Mapping[str, torch.Tensor]") -> dict[str, str]:
@@ -186,7 +186,7 @@ class WeightDesk:
         if action not in ("checksum", "compare"):
             told = f"action is checksum or compare, got {action}; weights can't be reset"
             raise ServerError(501 if action == "reset" else 400, told, param="action")
-        if not self._run.settings.weight_checksums:
+        if not self._run.settings.weights.weight_checksums:
             raise ServerError(501, "start the server with --weight-checksums")
         if not self._checksums:
             facts = await asyncio.to_thread(read_tensors, self._info.path)
@@ -239,7 +239,7 @@ class WeightDesk:
         import torch
 
         fitted = {}
-        dtype = self._run.settings.dtype
+        dtype = self._run.settings.engine.dtype
         for name, tensor in tensors.items():
             facts = self._info.facts_of(name)
             if facts is None:

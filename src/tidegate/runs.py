@@ -25,6 +25,9 @@ def serve(
 ) -> Rollouts:
     """Start a run for an async trainer; see :class:`~tidegate.RunSettings` for the settings.
 
+    A setting is given by its flat name, ``pause_mode="abort"``, or in the record of its component,
+    ``weights=WeightSettings(pause_mode="abort")``.
+
     ``resume`` continues the run whose journal is in ``run_directory``: from a ``state_dict()`` of
     the trainer's checkpoint; or, if True, from what was acknowledged last, and from the start where
     there is no journal yet. Give the same tasks in the same order as before, and publish the
@@ -93,7 +96,8 @@ def vllm_server(
     """
     from tidegate.serving.vllm_server.server import REQUEST_TIMEOUT_S, VLLMServer
 
-    settings.setdefault("episode_timeout_s", REQUEST_TIMEOUT_S)
+    if "episode_timeout_s" not in run_settings(**settings).episodes.model_fields_set:
+        settings["episode_timeout_s"] = REQUEST_TIMEOUT_S
     return VLLMServer(
         serve(**settings),
         host=host,
@@ -128,7 +132,7 @@ def run_parts(settings: RunSettings) -> RunParts:
 
 
 def _site_of(settings: RunSettings) -> Site:
-    if settings.cluster == "ray":
+    if settings.fleet.cluster == "ray":
         from tidegate.integrations.ray.on_ray import RayCluster
 
         return RayCluster(settings)

@@ -114,9 +114,9 @@ def test_check_runs_nothing_and_shows_every_setting(
 def test_the_example_is_well() -> None:
     program = read_program(ROOT / "examples" / "run.toml", ["run.max_staleness=4"])
     assert program.is_async
-    assert program.settings.max_staleness == 4
-    assert program.settings.run_directory is not None
-    assert program.settings.run_directory.name.startswith("run-")
+    assert program.settings.staleness.max_staleness == 4
+    assert program.settings.records.run_directory is not None
+    assert program.settings.records.run_directory.name.startswith("run-")
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,10 @@ def test_the_example_is_well() -> None:
         ("engines=4", "must be SECTION.KEY=VALUE"),
         ("run.engines", "must be SECTION.KEY=VALUE"),
         ("run.engines.more=1", "engines={'more': 1}"),
+        ("run.weights.puase_mode=keep", "no such setting; did you mean 'pause_mode'?"),
+        ("run.staleness.group_size=3", "group_size is set twice, by itself and in staleness"),
+        ("run.records.run_directory=runs", "run_directory is set twice, by itself and in records"),
+        ("run.placement.routing.use=tidegate.policies.routing:NoAffinity", "'SessionAffinity'?"),
         ("tasks.furst=1", "tasks.furst: no such argument; did you mean 'first'?"),
         ("tasks.first=[]", "tasks.first = []: Input should be a valid integer"),
         ("episode.word=2", "episode.word: no such argument; did you mean 'words'?"),
@@ -162,9 +166,24 @@ def test_a_table_with_a_class_becomes_an_object_and_a_list_can_be_the_tasks(conf
     config.write_text(text.replace(":train", ":train_async").replace("batches = 2", ""))
     routing = "run.routing={use='tidegate.policies.routing:SessionAffinity', margin_turns=3}"
     program = read_program(config, [routing, "run.seed=1"])
-    assert program.settings.routing == SessionAffinity(margin_turns=3)
+    assert program.settings.placement.routing == SessionAffinity(margin_turns=3)
     assert list(program.make_tasks()) == [0, 2, 4]
     assert program.is_async
+
+
+def test_settings_can_stand_in_tables_of_their_records(config: Path) -> None:
+    text = config.read_text().replace('run_directory = "', 'records.run_directory = "')
+    tables = """
+[run.weights]
+pause_mode = "abort"
+[run.placement]
+routing = {use = "tidegate.policies.routing:SessionAffinity", margin_turns = 3}
+[tasks]"""
+    config.write_text(text.replace("[tasks]", tables))
+    settings = read_program(config, ["run.weights.update_wave=2"]).settings
+    assert (settings.weights.pause_mode, settings.weights.update_wave) == ("abort", 2)
+    assert settings.placement.routing == SessionAffinity(margin_turns=3)
+    assert settings.records.run_directory == config.parent / "run"
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ from tidegate.environments.environment import chat
 from tidegate.environments.environment_episode import Chat, TurnLimits, group_seed
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 from tidegate.orchestrator.episodes.model_files import read_model_files
+from tidegate.orchestrator.settings.config import SamplingSettings
 from tidegate.testing import ServeInTests, TurnRequest
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
@@ -248,7 +249,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def test_an_episode_that_is_run_again_after_a_resume_gets_what_it_got(model: Path) -> None:
     files = read_model_files(model)
-    defaults = SamplingDefaults(max_tokens=1, temperature=1.0, seed=7)
+    defaults = SamplingSettings(max_tokens=1, temperature=1.0, seed=7)
     rollout, rewards = Rollout(0, 3, 0), []
     engines = [Engines(), Engines()]
     for life in engines:

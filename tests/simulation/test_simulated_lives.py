@@ -112,7 +112,7 @@ def lost_weights_are_taken_for_the_checkpoints(patch: pytest.MonkeyPatch) -> Non
 @mutation
 def an_engines_replay_is_taken_for_heard(patch: pytest.MonkeyPatch) -> None:
     def window(self: Fleet, hello: Hello) -> ReceiveWindow:
-        credit_steps = self._times.credit_steps
+        credit_steps = self._settings.credit_steps
         return ReceiveWindow(credit_steps, epoch=hello.epoch, next_seq=hello.next_seq)
 
     patch.setattr(Fleet, "_window", window)

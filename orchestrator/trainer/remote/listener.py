@@ -103,8 +103,8 @@ async def listen(
             f"trainer_timeout_s={trainer_timeout_s} not less"
         )
     patience = Patience(trainer_timeout_s, rank_timeout_s)
-    if keys is None and rollouts.settings.keys is not None:
-        keys = read_orchestrator_keys(rollouts.settings.keys)
+    if keys is None and rollouts.settings.fleet.keys is not None:
+        keys = read_orchestrator_keys(rollouts.settings.fleet.keys)
     router = TrainerRouter(address, keys)
     try:
         if on_bound is not None:
@@ -135,7 +135,7 @@ class _Listener:
         self._loop = asyncio.get_running_loop()
         self._seats = Seats()
         self._barrier = Barrier(self._seats, patience)
-        journal = rollouts.state_dict() if rollouts.settings.journal else {}
+        journal = rollouts.state_dict() if rollouts.settings.records.journal else {}
         self._run_id = str(journal.get("run_id") or uuid.uuid4().hex)
         self._service = TrainerService(
             rollouts,

@@ -190,7 +190,7 @@ class TrainerService:
             self._barrier.notify()
 
     def _journal(self) -> dict[str, Any] | None:
-        return self._rollouts.state_dict() if self._rollouts.settings.journal else None
+        return self._rollouts.state_dict() if self._rollouts.settings.records.journal else None
 
     # ------------------------------------------------------------ tasks
 
@@ -201,7 +201,7 @@ class TrainerService:
             )
         if rank:
             raise ConfigError(f"rank {rank} gives tasks; those of rank 0 are for all ranks")
-        if self._rollouts.settings.journal:
+        if self._rollouts.settings.records.journal:
             raise ConfigError(
                 "a run with a journal needs its tasks again when it is resumed, and a trainer's "
                 "may be another's by then; give them to listen(tasks=…)"

@@ -35,6 +35,7 @@ from tidegate.transport.messages import (
     decode_from_orchestrator,
     encode,
 )
+from tidegate.transport.security import make_keys
 from tidegate.transport.weight_channels import Home, cuda_ipc, sender
 from tidegate.transport.weight_channels.checksums import with_checksums
 from tidegate.transport.weight_channels.cuda_ipc import CudaIpcSender, NamedTensor
@@ -249,6 +250,9 @@ def test_settings_by_which_no_engine_shares_the_gpu_are_refused(
     directories: list[Path], tmp_path: Path, values: dict[str, Any], why: str
 ) -> None:
     values = {"device": "cuda", "weight_channel": "cuda_ipc"} | values
+    if "address" in values:  # of other hosts, which would be refused without keys
+        make_keys(tmp_path / "keys")
+        values["keys"] = tmp_path / "keys"
     with pytest.raises(ConfigError, match=why):
         run_settings(model=directories[0], **values)
 

@@ -9,12 +9,13 @@ from typing import Any, NoReturn
 
 from tests.orchestrator.episodes.chat_templates import ENDS, add_chat_template
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.model_files import ModelFiles, read_tokenizer
+from tidegate.orchestrator.settings.config import SamplingSettings
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
-DEFAULTS = SamplingDefaults(max_tokens=400, temperature=1.0, seed=7)
+DEFAULTS = SamplingSettings(max_tokens=400, temperature=1.0, seed=7)
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 ]

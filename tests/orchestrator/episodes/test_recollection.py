@@ -9,13 +9,14 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.model_files import ModelFiles
+from tidegate.orchestrator.settings.config import SamplingSettings
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
 MODEL = ModelFiles(Path("none"), Tokenizer(models.WordLevel({"?": 0}, unk_token="?")), (0,))
-DEFAULTS = SamplingDefaults(max_tokens=4, temperature=1.0, seed=7)
+DEFAULTS = SamplingSettings(max_tokens=4, temperature=1.0, seed=7)
 
 
 class Engines:

@@ -6,7 +6,8 @@ import pytest
 from tidegate.errors import BadFrame
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.step_checks import step_arrived
-from tidegate.orchestrator.fleet.fleet import Answer, Fleet, FleetTimes
+from tidegate.orchestrator.fleet.fleet import Answer, Fleet
+from tidegate.orchestrator.settings.config import FleetSettings
 from tidegate.transport.messages import (
     PROTOCOL,
     Ack,
@@ -26,7 +27,7 @@ from tidegate.transport.messages import (
     encode,
 )
 
-TIMES = FleetTimes(
+SETTINGS = FleetSettings(
     heartbeat_interval_s=1.0, engine_timeout_s=10.0, orchestrator_timeout_s=10.0, credit_steps=8
 )
 
@@ -65,7 +66,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[tuple[bytes, Message]] = []
-        self.fleet = Fleet(TIMES, self.send)
+        self.fleet = Fleet(SETTINGS, self.send)
         self.now_s = 100.0
 
     def send(self, peer: bytes, message: Message) -> bool:
@@ -100,7 +101,7 @@ def test_an_engine_of_another_protocol_is_refused_with_both_numbers() -> None:
 
 def test_an_engine_that_is_not_deterministic_is_refused_by_a_run_that_is() -> None:
     wire = Wire()
-    wire.fleet = Fleet(TIMES, wire.send, is_deterministic=True)
+    wire.fleet = Fleet(SETTINGS, wire.send, is_deterministic=True)
     assert wire.hear(hello()) == []
     assert "gives a turn other bits in other batches" in str(wire.last())
     same = msgspec.structs.replace(hello(), is_deterministic=True)
@@ -109,7 +110,7 @@ def test_an_engine_that_is_not_deterministic_is_refused_by_a_run_that_is() -> No
 
 def test_engines_of_a_deterministic_run_have_blocks_of_one_size() -> None:
     wire = Wire()
-    wire.fleet = Fleet(TIMES, wire.send, is_deterministic=True)
+    wire.fleet = Fleet(SETTINGS, wire.send, is_deterministic=True)
     same = msgspec.structs.replace(hello("a"), is_deterministic=True)
     other = msgspec.structs.replace(hello("b"), is_deterministic=True, block_tokens=32)
     assert wire.hear(same) == [ev.EngineJoined("a", 0, 4, epoch=1)]
@@ -119,14 +120,14 @@ def test_engines_of_a_deterministic_run_have_blocks_of_one_size() -> None:
 
 def test_an_engine_without_the_runs_weight_channel_is_refused_by_name() -> None:
     wire = Wire()
-    wire.fleet = Fleet(TIMES, wire.send, weight_channel="relay")
+    wire.fleet = Fleet(SETTINGS, wire.send, weight_channel="relay")
     assert wire.hear(hello()) == []
     assert "no weight channel 'relay'" in str(wire.last())
 
 
 def test_an_engine_that_cannot_do_the_runs_kv_policy_is_refused_with_what_it_can() -> None:
     wire = Wire()
-    wire.fleet = Fleet(TIMES, wire.send, kv_policy="keep")
+    wire.fleet = Fleet(SETTINGS, wire.send, kv_policy="keep")
     assert wire.hear(msgspec.structs.replace(hello(), kv_policies=["recompute"])) == []
     assert "can't do kv_policy='keep'" in str(wire.last())
     assert "it can do 'recompute'" in str(wire.last())

@@ -4,7 +4,8 @@ from array import array
 
 from tests.orchestrator.core.driver import Driver
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.fleet.fleet import Fleet, FleetTimes
+from tidegate.orchestrator.fleet.fleet import Fleet
+from tidegate.orchestrator.settings.config import FleetSettings
 from tidegate.simulation.traits import EngineTraits, hello_of
 from tidegate.transport.messages import Message, Step, encode
 
@@ -40,7 +41,15 @@ def test_an_engine_that_was_given_up_and_says_hello_again_goes_on_in_its_stream(
         sent.append(message)
         return True
 
-    fleet = Fleet(FleetTimes(1.0, 5.0, 5.0, 8), send)
+    fleet = Fleet(
+        FleetSettings(
+            heartbeat_interval_s=1.0,
+            engine_timeout_s=5.0,
+            orchestrator_timeout_s=5.0,
+            credit_steps=8,
+        ),
+        send,
+    )
     hello = encode(hello_of("engine-0", 1, COSTS))
     fleet.hear([(b"engine-0", hello), (b"engine-0", a_step(0)), (b"engine-0", a_step(1))], 0.0)
     assert len(fleet.tick(6.0)) == 1  # silent for too long

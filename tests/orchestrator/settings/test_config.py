@@ -1,18 +1,111 @@
-from typing import Annotated, get_args, get_origin, get_type_hints
+"""Settings by flat name and by record, and what refuses them."""
 
-from tidegate.orchestrator.settings.config import RunOptions, RunSettings
+import re
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import pytest
+from pydantic import ValidationError
+
+from tidegate.errors import ConfigError
+from tidegate.orchestrator.settings.config import (
+    RECORD_OF,
+    RECORDS,
+    FleetSettings,
+    RunOptions,
+    RunSettings,
+    StalenessSettings,
+    WeightSettings,
+    run_settings,
+)
+
+MODEL = Path("model")
+
+
+def test_each_flat_name_belongs_to_one_record_and_no_record_has_the_name_of_a_setting() -> None:
+    fields = [name for record in RECORDS.values() for name in record.model_fields]
+    assert sorted(fields) == sorted(RECORD_OF)
+    assert not set(RunSettings.model_fields) & set(fields)
+    assert set(RunSettings.model_fields) == {"model", *RECORDS}
 
 
 def test_type_checkers_know_every_setting_and_no_other() -> None:
-    assert set(get_type_hints(RunOptions)) == set(RunSettings.model_fields)
+    assert set(get_type_hints(RunOptions)) == {"model", *RECORDS, *RECORD_OF}
 
 
 def test_plain_settings_have_the_same_type_for_type_checkers_and_at_run_time() -> None:
     hints = get_type_hints(RunOptions)
-    declared = get_type_hints(RunSettings)
-    for name in RunSettings.model_fields:
-        kind = declared[name]
+    for name, record in RECORD_OF.items():
+        kind = get_type_hints(RECORDS[record])[name]
         if get_origin(kind) is Annotated:
             kind = get_args(kind)[0]
         if kind in (int, float, bool, str):
             assert hints[name] == kind, name
+    assert {name: hints[name] for name in RECORDS} == RECORDS
+
+
+def test_flat_names_records_and_tables_give_equal_settings() -> None:
+    flat = run_settings(model=MODEL, pause_mode="abort", update_wave=2, max_staleness=1)
+    weights = WeightSettings(pause_mode="abort", update_wave=2)
+    staleness = StalenessSettings(max_staleness=1)
+    table = {"pause_mode": "abort", "update_wave": 2}
+    assert run_settings(model=MODEL, weights=weights, staleness=staleness) == flat
+    assert run_settings(model=MODEL, weights=table, max_staleness=1) == flat
+    assert RunSettings(model=MODEL, weights=weights, staleness=staleness) == flat
+
+
+def test_a_flat_name_beside_its_record_sets_what_the_record_leaves_out() -> None:
+    weights = WeightSettings(pause_mode="abort")
+    both = run_settings(model=MODEL, weights=weights, weight_checksums=True)
+    assert both.weights == WeightSettings(pause_mode="abort", weight_checksums=True)
+
+
+def test_settings_by_flat_name_make_equal_settings() -> None:
+    settings = run_settings(model=MODEL, group_size=3, device="cuda:1")
+    by_name = settings.by_flat_name()
+    assert set(by_name) == {"model", *RECORD_OF}
+    assert run_settings(**by_name) == settings
+
+
+def test_ray_carries_weights_by_relay_unless_told_otherwise() -> None:
+    assert run_settings(model=MODEL, cluster="ray").weights.weight_channel == "relay"
+    by_record = RunSettings(model=MODEL, fleet=FleetSettings(cluster="ray"))
+    assert by_record.weights.weight_channel == "relay"
+    told = run_settings(model=MODEL, cluster="ray", weights={"weight_channel": "zmq"})
+    assert told.weights.weight_channel == "zmq"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"weights": {"update_wave": 0}}, "update_wave=0: Input should be greater than or equal"),
+        ({"weights": {"puase_mode": "keep"}}, "no such setting; did you mean 'pause_mode'?"),
+        ({"weights": {"seed": 1}}, "seed=1: no setting of weights, but of sampling"),
+        ({"wieghts": {"pause_mode": "keep"}}, "no such setting; did you mean 'weights'?"),
+        ({"weights": 7}, "weights=7: Input should be"),
+        (
+            {"weights": WeightSettings(pause_mode="keep"), "pause_mode": "abort"},
+            "pause_mode is set twice, by itself and in weights",
+        ),
+        ({"group_size": 0, "max_tokens": 0}, "group_size=0: .*; max_tokens=0: "),
+        ({"group_size": 0, "journal": True}, "group_size=0: .*; journal=True keeps it in"),
+        ({"engine_urls": ["vllm+http://h:1", 2]}, r"engine_urls\.1=2"),
+    ],
+)
+def test_what_is_wrong_is_named_by_its_flat_name(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        run_settings(model=MODEL, **values)
+    assert re.match(f"(.*: )?{said}", str(refused.value)), str(refused.value)
+
+
+def test_a_record_alone_refuses_what_contradicts_itself() -> None:
+    with pytest.raises(ValidationError, match="must be at least twice heartbeat_interval_s"):
+        FleetSettings(engine_timeout_s=1.0)
+    with pytest.raises(ValidationError, match="can never fill"):
+        StalenessSettings(groups_per_batch=8, outstanding_groups_limit=4)
+
+
+def test_settings_do_not_change() -> None:
+    settings = run_settings(model=MODEL)
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.weights.pause_mode = "abort"

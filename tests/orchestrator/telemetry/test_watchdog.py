@@ -16,12 +16,13 @@ from tests.orchestrator.core.driver import Driver
 from tidegate.errors import RunBlocked
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults
+from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.runner import ENDED_REMEMBERED, LeftBehind
-from tidegate.orchestrator.fleet.fleet import Fleet, FleetTimes
+from tidegate.orchestrator.fleet.fleet import Fleet
 from tidegate.orchestrator.scheduler import loop_watch
 from tidegate.orchestrator.scheduler.run_watch import RunWatch
+from tidegate.orchestrator.settings.config import FleetSettings, SamplingSettings
 from tidegate.orchestrator.telemetry.watchdog import STUCK_MAX, Stuck, Watchdog
 from tidegate.simulation.traits import EngineTraits, hello_of
 from tidegate.simulation.virtual_time import run_in_virtual_time
@@ -101,7 +102,15 @@ class Watched:
 
     def __init__(self) -> None:
         self.driver = Driver(max_staleness=1, groups_per_batch=1, group_size=1)
-        self.fleet = Fleet(FleetTimes(1.0, 1e9, 1e9, 8), lambda peer, message: True)
+        self.fleet = Fleet(
+            FleetSettings(
+                heartbeat_interval_s=1.0,
+                engine_timeout_s=1e9,
+                orchestrator_timeout_s=1e9,
+                credit_steps=8,
+            ),
+            lambda peer, message: True,
+        )
         self.weights = ControlDriver()
         self.left = LeftBehind()
         self.watch = RunWatch(
@@ -319,7 +328,7 @@ def test_episodes_that_are_let_go_are_not() -> None:
 def an_episode(index: int) -> Episode:
     tokenizer = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     model = ModelFiles(Path("nowhere"), tokenizer, ())
-    defaults = SamplingDefaults(max_tokens=1, temperature=1.0, seed=0)
+    defaults = SamplingSettings(max_tokens=1, temperature=1.0, seed=0)
     return Episode(Rollout(index, 0, index), model, cast(Any, None), defaults)
 
 

@@ -67,5 +67,5 @@ def test_a_pace_is_refused_for_servers_which_a_run_cannot_slow(model: Path) -> N
 
 def test_servers_alone_serve_a_run_unless_it_asks_for_engines_beside_them(model: Path) -> None:
     urls = ["vllm+http://127.0.0.1:8000"]
-    assert run_settings(model=model, engine_urls=urls).engines_started == 1
-    assert run_settings(model=model, engine_urls=urls, engines=2).engines_started == 3
+    assert run_settings(model=model, engine_urls=urls).fleet.engines_started == 1
+    assert run_settings(model=model, engine_urls=urls, engines=2).fleet.engines_started == 3

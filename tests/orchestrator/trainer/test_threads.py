@@ -53,7 +53,8 @@ def test_omp_num_threads_is_heeded_and_another_host_gets_one_thread(
     assert settings(threads_per_engine=2).engine_threads == 2
     on_cores.setenv("OMP_NUM_THREADS", "none")
     assert settings().engine_threads == 6
-    elsewhere = engine_options(settings(), "engine-0", "tcp://x")
+    asked = settings()
+    elsewhere = engine_options(asked.model, asked.engine, "engine-0", "tcp://x")
     assert elsewhere[elsewhere.index("--threads") + 1] == "1"
 
 

@@ -1,11 +1,11 @@
-"""Which known name was probably meant by an unknown one? For errors; it knows no names itself."""
+"""Suggestions for unknown names in error messages, by ``difflib``'s edit similarity."""
 
 import difflib
 from collections.abc import Iterable
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Say the nearest known name, or all of them where none is near."""
+    """Return the most similar known name as a question, or list all if none is similar."""
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if near:
