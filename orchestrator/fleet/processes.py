@@ -252,12 +252,9 @@ def adapter_command(settings: RunSettings, name: str, address: str, url: str) ->
     }
     if settings.fleet.keys is not None:
         options["keys"] = settings.fleet.keys / ENGINE_DEFAULT
-    if (
-        settings.records.run_directory is not None
-    ):  # which the server is more likely to see than /tmp
-        options["weights-directory"] = (
-            settings.records.run_directory / "published" / name
-        ).resolve()
+    directory = settings.records.run_directory
+    if directory is not None:  # which the server is more likely to see than /tmp
+        options["weights-directory"] = (directory / "published" / name).resolve()
     for option, value in options.items():
         command += [f"--{option}", str(value)]
     return command
