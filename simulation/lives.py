@@ -24,7 +24,7 @@ from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.journal.reading import Snapshot
 from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
-from tidegate.orchestrator.trainer.left_out_rows import left_out_rows
+from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
 from tidegate.simulation.episodes import SimulatedEpisodes
 from tidegate.simulation.faults import ALL_FAULTS, FaultKind
 from tidegate.simulation.host import EngineHost
@@ -654,7 +654,7 @@ class Lives:
         rows = [row for group in batch.groups for row in group.kept]
         share = self._scenario.leaving_out
         chosen = [place for place in range(len(rows)) if share and self._chance.random() < share]
-        await left_out_rows(batch.number, chosen, LEFT_OUT).tell(scheduler)
+        await discarded_rows(batch.number, chosen, LEFT_OUT).report(scheduler)
         return sum(rows[place].sampled_tokens - rows[place].masked_tokens for place in chosen)
 
     async def _publish(self, scheduler: Scheduler) -> None:

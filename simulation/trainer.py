@@ -23,7 +23,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.fleet.waiting import BatchRequest
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
-from tidegate.orchestrator.trainer.left_out_rows import left_out_rows
+from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
 from tidegate.simulation.hardships import Hardship
 from tidegate.simulation.scenario import Scenario
 from tidegate.simulation.world import World
@@ -273,7 +273,7 @@ class SimulatedTrainer:
         if share and (left_out := [row for row in rows if chance.random() < share]):
             self._world.hardships.note(Hardship.LEFT_OUT)
             reason = chance.choice(REASONS)
-            await left_out_rows(batch.number, left_out, reason).tell(scheduler)
+            await discarded_rows(batch.number, left_out, reason).report(scheduler)
 
     # ------------------------------------------------------------ weights
 

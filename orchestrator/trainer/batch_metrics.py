@@ -1,7 +1,6 @@
-"""How does a run come to be watched? By what serve() was given: an address, a callback, or neither.
+"""Metrics of a batch, as ``metrics.jsonl`` and the user's ``on_batch`` callback get them.
 
-Joins a run's face to its dashboard and to the user's callback. It knows what a batch is told as;
-where that is drawn is others' business.
+The local handle computes them for each batch that it hands to the trainer.
 """
 
 import inspect
@@ -19,15 +18,16 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.batches.batches import Batch
 
 OnBatch = Callable[[Mapping[str, float]], object]
-"""A user's: told of each batch, in figures, on the trainer's own thread before it gets the batch.
-What it raises is logged and counted, and costs no batch."""
+"""User's callback, called with each batch's metrics on the trainer's thread, before the trainer
+gets the batch. An exception in it is logged and counted; the trainer gets the batch all the same.
+"""
 
 
 def refuse_unless_called(on_batch: object) -> None:
-    """At the start: what it raises later costs no batch, so a log would be all that says so.
+    """Check a callback when the run starts, because later exceptions in it are only logged.
 
     Raises:
-        ConfigError: it can't be called, or would have to be awaited.
+        ConfigError: the callback can't be called, or is async.
     """
     if not callable(on_batch) or inspect.iscoroutinefunction(on_batch):
         raise ConfigError(
@@ -37,7 +37,7 @@ def refuse_unless_called(on_batch: object) -> None:
 
 
 def batch_metrics(batch: "Batch", usage: Usage) -> dict[str, float]:
-    """A batch in figures: the line of metrics.jsonl, and what a callback is told."""
+    """Return a batch's metrics: its line of metrics.jsonl, and the callback's argument."""
     staleness = batch.staleness.numpy()
     versions, is_trained = batch.weight_versions.numpy(), batch.loss_mask.numpy()
     lags = batch.trainer_version - versions[is_trained]
@@ -70,7 +70,7 @@ def batch_metrics(batch: "Batch", usage: Usage) -> dict[str, float]:
 
 
 def tokens_by_lag(batch: "Batch") -> dict[int, int]:
-    """Trained tokens of a batch, by how many versions each is behind."""
+    """Return the number of trained tokens of a batch for each lag, in versions."""
     packed = batch.packed
     versions = packed.weight_versions.numpy()[packed.loss_mask.numpy()]
     if not versions.size:
@@ -86,6 +86,6 @@ def _mean(values: "np.ndarray[tuple[int, ...], np.dtype[Any]]") -> float:
 
 
 def _quantile(values: "np.ndarray[tuple[int, ...], np.dtype[Any]]", share: float) -> float:
-    """The smallest of them that so many are not above."""
+    """Return the smallest value that at least this share of the values does not exceed."""
     ordered = np.sort(values)
     return float(ordered[max(0, math.ceil(share * len(ordered)) - 1)]) if values.size else 0.0

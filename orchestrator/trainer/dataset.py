@@ -1,6 +1,6 @@
-"""How does a training loop built around torch's DataLoader read a run? As an endless dataset.
+"""A run as a ``torch.utils.data.IterableDataset``, for training loops built around ``DataLoader``.
 
-It asks a run for batches, and gives them whole or row by row; what becomes of them it doesn't know.
+It yields the run's batches, whole or row by row.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.trainer.rollouts import SyncRollouts
 
 Row = dict[str, Any]
-"""A rollout: [T] ``token_ids``, ``loss_mask``, ``logprobs``, ``weight_versions``; and what a batch
-has for each row, as scalars, and its ``task``."""
+"""One rollout: [T] ``token_ids``, ``loss_mask``, ``logprobs``, ``weight_versions``; the batch's
+per-row columns as scalars; and its ``task``."""
 
 PADDING: dict[str, int] = {"weight_versions": NOT_SAMPLED}
-"""In place of 0."""
+"""Padding values of columns that are not padded with 0."""
 
 
 class RolloutDataset(IterableDataset[Any]):
@@ -34,8 +34,8 @@ class RolloutDataset(IterableDataset[Any]):
                 train_step(batch)
                 rollouts.publish(model.state_dict() if rank == 0 else None)
 
-    Of several ranks each gets its part. ``per="rollout"`` gives rows instead, to be collated by
-    :meth:`collate`; publish when ``row["is_last"]``, the last of its batch.
+    Each of several ranks gets its part. ``per="rollout"`` yields rows instead, to be collated by
+    :meth:`collate`; publish after the row with ``row["is_last"]``, the last of its batch.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RolloutDataset(IterableDataset[Any]):
         """``tasks`` and ``episode`` are those of the run's own ``batches()``.
 
         Raises:
-            ConfigError: there is no such thing to give.
+            ConfigError: ``per`` has no such value.
         """
         super().__init__()
         if per not in ("batch", "rollout"):
@@ -60,10 +60,10 @@ class RolloutDataset(IterableDataset[Any]):
         self._per = per
 
     def __iter__(self) -> Iterator[Any]:
-        """Ask for batches, until the tasks are used up.
+        """Yield batches or rows until the tasks are used up.
 
         Raises:
-            ConfigError: in a DataLoader's worker process, which can't share the connection.
+            ConfigError: called in a DataLoader's worker process, which can't share the connection.
         """
         if get_worker_info() is not None:
             raise ConfigError(
@@ -79,12 +79,12 @@ class RolloutDataset(IterableDataset[Any]):
                 yield from _rows(batch)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A DataLoader with workers that are spawned sends its dataset there."""
+        """Refuse to be sent to a DataLoader's spawned worker."""
         raise ConfigError("a RolloutDataset holds a connection: use num_workers=0")
 
     @staticmethod
     def collate(rows: Sequence[Row]) -> dict[str, Any]:
-        """Rows side by side, padded on the right to the longest; tasks as a list."""
+        """Stack rows, padded on the right to the longest; tasks become a list."""
         together: dict[str, Any] = {}
         for name, first in rows[0].items():
             values = [row[name] for row in rows]

@@ -1,4 +1,4 @@
-"""Client handles of a run: what every trainer can ask for, async; and the portal that blocks.
+"""Base classes of a run's client handles, async and sync, local and remote.
 
 :class:`RunHandle` is written once, against :class:`RunRequests`: a run in this process answers them
 on its event loop (``rollouts.py``), a run in another process over ZeroMQ (``remote/rollouts.py``).
@@ -166,6 +166,24 @@ class RunHandle(ABC):
         await self._requests.wake(None if tags is None else _checked_tags(tags))
 
 
+class TrainerHandle(RunHandle):
+    """A run as its trainer holds it: also the trainer's weight version and checkpoint state."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """The newest weight version that this trainer knows of; 0 is the model directory's."""
+
+    @property
+    @abstractmethod
+    def is_resumed(self) -> bool:
+        """Whether the trainer must publish its checkpoint's weights first."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the trainer's position in the run, to be saved in its checkpoint."""
+
+
 def checked_mode(mode: PauseMode) -> PauseMode:
     """Return a pause mode.
 
@@ -247,13 +265,6 @@ def run_blocking(coroutine: Coroutine[Any, Any, Result]) -> Result:
 HandleT = TypeVar("HandleT", bound=RunHandle)
 
 
-class SyncHandle(Generic[HandleT]):
-    """An async handle, for code that is not async: each call returns once the work is done."""
-
-    def __init__(self, handle: HandleT) -> None:
-        self._handle = handle
-
-
 def blocking(
     method: Callable[Concatenate[HandleT, P], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Any, P], Result]:
@@ -265,3 +276,38 @@ def blocking(
         return run_blocking(method(self._handle, *args, **kwargs))
 
     return cast("Callable[Concatenate[Any, P], Result]", call)
+
+
+class SyncHandle(Generic[HandleT]):
+    """An async handle, for code that is not async: each call returns once the work is done."""
+
+    def __init__(self, handle: HandleT) -> None:
+        self._handle = handle
+
+    score = blocking(RunHandle.score)
+    embed = blocking(RunHandle.embed)
+    reward = blocking(RunHandle.reward)
+    pause = blocking(RunHandle.pause)
+    resume = blocking(RunHandle.resume)
+    sleep = blocking(RunHandle.sleep)
+    wake = blocking(RunHandle.wake)
+
+
+class SyncTrainerHandle:
+    """Mixin of sync handles: the version and state of the trainer's async handle."""
+
+    _handle: TrainerHandle
+
+    @property
+    def version(self) -> int:
+        """The newest weight version that this trainer knows of; 0 is the model directory's."""
+        return self._handle.version
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the trainer must publish its checkpoint's weights first."""
+        return self._handle.is_resumed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the trainer's position in the run, to be saved in its checkpoint."""
+        return self._handle.state_dict()

@@ -53,22 +53,24 @@ from tidegate.orchestrator.trainer.batch_metrics import (
     refuse_unless_called,
     tokens_by_lag,
 )
+from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows
 from tidegate.orchestrator.trainer.handle import (
     RunHandle,
     RunRequests,
     SyncHandle,
+    SyncTrainerHandle,
+    TrainerHandle,
     blocking,
     in_thread,
     result_of,
 )
-from tidegate.orchestrator.trainer.left_out_rows import NOT_TRAINED, left_out_rows
-from tidegate.orchestrator.trainer.publish_call import (
-    AdapterCall,
-    PublishCall,
-    RollbackCall,
-    UnloadCall,
-)
 from tidegate.orchestrator.trainer.run import Run, RunParts
+from tidegate.orchestrator.trainer.weight_updates import (
+    AdapterRemoval,
+    AdapterUpdate,
+    WeightRollback,
+    WeightUpdate,
+)
 from tidegate.policies.staleness import OffPolicyness
 from tidegate.transport.messages import PauseMode
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
@@ -339,7 +341,7 @@ class Scorer(RunHandle):
         )
 
 
-class Rollouts(Scorer):
+class Rollouts(Scorer, TrainerHandle):
     """A run, for a trainer that is async. Use it in ``async with``."""
 
     def __init__(
@@ -366,6 +368,7 @@ class Rollouts(Scorer):
         self._has_checked_threads = False
 
     @property
+    @override
     def version(self) -> int:
         """The newest weight version published; 0 is the model directory's."""
         return self._version
@@ -376,10 +379,12 @@ class Rollouts(Scorer):
         return self._batches
 
     @property
+    @override
     def is_resumed(self) -> bool:
         """Whether this continues an earlier run; then publish the checkpoint's weights first."""
         return self._running.resumed is not None
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's position in the run, to be saved in its checkpoint.
 
@@ -419,7 +424,10 @@ class Rollouts(Scorer):
             yield batch
 
     async def offer(self, tasks: Tasks, *, episode: EpisodeFunction) -> None:
-        """Take tasks from here from now on: the first half of :meth:`batches`."""
+        """Replace the run's tasks and episode; :meth:`next_batch` then returns the batches made.
+
+        :meth:`batches` does both.
+        """
 
         async def work(scheduler: Scheduler) -> None:
             scheduler.offer(tasks, episode)
@@ -475,7 +483,7 @@ class Rollouts(Scorer):
         Raises:
             ConfigError: it is too late, or there are no such rows.
         """
-        await self._requests.do(left_out_rows(batch, rows, reason).tell)
+        await self._requests.do(discarded_rows(batch, rows, reason).report)
 
     async def observe(
         self,
@@ -544,7 +552,7 @@ class Rollouts(Scorer):
         wait: PublishWait = "live",
         partial: bool = False,
     ) -> int:
-        """Bring new weights to the engines, in flight; return their version.
+        """Bring new weights to the engines while they decode; return the weights' version.
 
         With ``partial`` only the tensors in it change, and the rest is that of the version before:
         the newest published that didn't fail.
@@ -562,7 +570,7 @@ class Rollouts(Scorer):
             EngineLagging: an engine did not take them in time.
             PublishDropped: they gave way to newer ones, whose writing failed.
         """
-        return await self._publish(PublishCall(self._running, state_dict, wait, partial=partial))
+        return await self._publish(WeightUpdate(self._running, state_dict, wait, partial=partial))
 
     async def rollback(
         self, state_dict: "Mapping[str, torch.Tensor]", *, first_bad: int | None = None
@@ -578,7 +586,7 @@ class Rollouts(Scorer):
             WeightsRefused, EngineLagging, PublishDropped: as :meth:`publish`.
         """
         first_bad = self._version if first_bad is None else first_bad
-        return await self._publish(RollbackCall(self._running, state_dict, first_bad=first_bad))
+        return await self._publish(WeightRollback(self._running, state_dict, first_bad=first_bad))
 
     async def publish_adapter(
         self,
@@ -600,7 +608,7 @@ class Rollouts(Scorer):
             ConfigError: it is no LoRA adapter, or asks for more than engines have.
             WeightsRefused, EngineLagging, PublishDropped: as :meth:`publish`.
         """
-        return await self._publish(AdapterCall(self._running, name, adapter, config, wait))
+        return await self._publish(AdapterUpdate(self._running, name, adapter, config, wait))
 
     async def unload_adapter(self, name: str, *, wait: PublishWait = "live") -> int:
         """Have engines drop an adapter; return the version without it.
@@ -610,9 +618,9 @@ class Rollouts(Scorer):
         Raises:
             WeightsRefused: there is none of this name; else as :meth:`publish`.
         """
-        return await self._publish(UnloadCall(self._running, name, wait))
+        return await self._publish(AdapterRemoval(self._running, name, wait))
 
-    async def _publish(self, call: PublishCall) -> int:
+    async def _publish(self, call: WeightUpdate) -> int:
         self._mark("train")
         try:
             return await self._requests.do(call.run)
@@ -634,7 +642,7 @@ class Rollouts(Scorer):
         engines = scheduler.fleet.work() if scheduler is not None else {}
         self._keeper.mark(ended, self._version, engines)
 
-    def _published(self, call: PublishCall) -> None:
+    def _published(self, call: WeightUpdate) -> None:
         """Note the end of a publish, whether it succeeded or not."""
         if not call.may_be_served:
             return  # it failed before any engine swapped
@@ -810,16 +818,8 @@ class SyncScorer(SyncHandle[Scorer]):
         """As :meth:`RunHandle.ask_scores`, which code on any event loop may await."""
         return await self._handle.ask_scores(asked)
 
-    score = blocking(Scorer.score)
-    embed = blocking(Scorer.embed)
-    reward = blocking(Scorer.reward)
-    pause = blocking(Scorer.pause)
-    resume = blocking(Scorer.resume)
-    sleep = blocking(Scorer.sleep)
-    wake = blocking(Scorer.wake)
 
-
-class SyncRollouts(SyncScorer):
+class SyncRollouts(SyncTrainerHandle, SyncScorer):
     """A run, for a trainer that is not async: :class:`Rollouts`, whose calls block.
 
     Use it in ``with``.
@@ -831,23 +831,9 @@ class SyncRollouts(SyncScorer):
         super().__init__(handle)
 
     @property
-    def version(self) -> int:
-        """As :attr:`Rollouts.version`."""
-        return self._handle.version
-
-    @property
     def batches_received(self) -> int:
         """As :attr:`Rollouts.batches_received`."""
         return self._handle.batches_received
-
-    @property
-    def is_resumed(self) -> bool:
-        """As :attr:`Rollouts.is_resumed`."""
-        return self._handle.is_resumed
-
-    def state_dict(self) -> dict[str, Any]:
-        """As :meth:`Rollouts.state_dict`."""
-        return self._handle.state_dict()
 
     def batches(self, tasks: Tasks, *, episode: EpisodeFunction) -> Iterator["Batch"]:
         """As :meth:`Rollouts.batches`."""

@@ -1,7 +1,7 @@
-"""Who starts a run's parts, and ends them? A thread with its own event loop, and the engines.
+"""A run's thread, with its own event loop, and the start and end of everything that runs on it.
 
-The loop runs beside the trainer, so a train step that blocks its thread stalls no rollout. The
-users' episodes run on it too.
+The local handle starts one. The loop runs beside the trainer, so a train step that blocks its
+thread stalls no rollout. Users' episodes run on this loop, too.
 """
 
 import asyncio
@@ -49,17 +49,17 @@ from tidegate.transport.sockets import RouterSocket
 Result = TypeVar("Result")
 
 EPISODES_END_TIMEOUT_S = 15.0
-"""An episode that was cancelled has so long to clean up; then the run ends without it."""
+"""Time that cancelled episodes have to clean up; then the run ends without them."""
 
 log = logging.getLogger("tidegate")
 
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """What a run is composed of beside its settings."""
+    """Parts of a run that its settings choose: where engines run, and its observers."""
 
     site: Site
-    """Where its engines run."""
+    """Place where the run's engines are started."""
     observers: RunObservers | None = None
     """Recorder and dashboard; None: nobody observes the run."""
 
@@ -70,11 +70,11 @@ class Run:
     def __init__(self, settings: RunSettings, parts: RunParts, resume: Resume = None) -> None:
         self.settings = settings
         self.owner_pid = os.getpid()
-        """The process that has the run's thread, sockets and engines. Forked ones don't."""
+        """Process that has the run's thread, sockets and engines; a forked child has none."""
         self.observers = parts.observers
         self._site = parts.site
         self.recorder: Recorder | None = None
-        """Receives what happens; None: nobody records it."""
+        """Recorder of the run's events; None: nothing is recorded."""
         with contextlib.ExitStack() as undo:
             if parts.observers is not None:
                 undo.callback(parts.observers.close)
@@ -90,14 +90,14 @@ class Run:
             )
             undo.callback(self.channel.close)
             self.written = WrittenTensors()
-            """By that channel. Used by one publish at a time, which has the buffer reserved."""
+            """Tensors written to that channel. Only the publish that has the buffer uses it."""
             self._scheduler: Scheduler | None = None
             self._loop: asyncio.AbstractEventLoop | None = None
             if parts.observers is not None:
                 self.recorder = parts.observers.open(self._opened.resumed, self._records_failed)
             undo.pop_all()
         self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
-        """Done once every engine has joined; or failed, with the reason."""
+        """Done once every engine has joined; failed, with the reason, if the run can't start."""
         self._main: asyncio.Task[None] | None = None
         self._engines: Engines | None = None
         self._failure: BaseException | None = None
@@ -108,13 +108,13 @@ class Run:
             limit_s=settings.episodes.episode_timeout_s, on_dead=self._abandon
         )
         self._is_up = threading.Event()
-        """The thread can be told to stop, or has ended."""
+        """Set once the thread can be stopped, or has ended."""
         self._thread = threading.Thread(target=self._run, name="tidegate", daemon=True)
 
     # ------------------------------------------------------------ from the trainer's threads
 
     def start(self) -> None:
-        """Start the thread; :attr:`ready` tells how it went."""
+        """Start the thread; :attr:`ready` has the outcome."""
         self._thread.start()
 
     def show(
@@ -135,7 +135,7 @@ class Run:
     def stop(self) -> None:
         """End engines, episodes and the thread; wait for all of it. Harmless if repeated.
 
-        Does nothing in a process that was forked from the run's: all of it belongs to the parent.
+        Does nothing in a forked child, because thread, sockets and engines are the parent's.
         """
         if self.owner_pid != os.getpid():
             return
@@ -166,7 +166,7 @@ class Run:
         """Run ``work`` on the run's loop.
 
         Raises:
-            RunClosed: the run has ended; or, if it failed, what it failed of.
+            RunClosed: the run has ended; if it failed, its failure is raised instead.
             RunForked: this process was forked from the run's.
         """
         check_not_forked(self.owner_pid)
@@ -205,33 +205,33 @@ class Run:
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """The run's shell, once started; read its statistics, change nothing from outside."""
+        """The run's scheduler, once started. Other threads may read its statistics only."""
         return self._scheduler
 
     @property
     def resumed(self) -> Resumed | None:
-        """From where the run goes on after a crash; None if it is a new one."""
+        """Position from which the run continues after a crash; None for a new run."""
         return self._opened.resumed
 
     @property
     def run_id(self) -> str:
-        """The same in every process that the run goes on in; empty without a journal."""
+        """Id of the run, the same after each resume; empty without a journal."""
         journal = self._opened.journal
         return journal.header.run_id if journal is not None else ""
 
     @property
     def newest_version(self) -> int:
-        """Of the weights published before this process, by what the journal knows."""
+        """Newest weight version that the journal knows of, from before this process."""
         journal = self._opened.journal
         return journal.core.trainer_version if journal is not None else 0
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more can be asked of it; :meth:`failure` says why."""
+        """Whether the run accepts no more requests; :meth:`failure` returns the reason."""
         return self._is_ending
 
     def failure(self) -> BaseException:
-        """Why nothing more can be asked of this run."""
+        """Return the error that ended the run; ``RunClosed`` if it ended normally."""
         return self._failure or RunClosed("the run has ended; start another one with serve()")
 
     # ------------------------------------------------------------ the run's own thread
@@ -259,14 +259,14 @@ class Run:
                 self.ready.set_exception(self.failure())
 
     def _records_failed(self, failure: RecordingFailed) -> None:
-        """End the run: what it does from now on would not be in its records."""
+        """End the run, because its further events could not be recorded."""
         loop, scheduler = self._loop, self._scheduler
         if loop is not None and scheduler is not None:
             with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
                 loop.call_soon_threadsafe(scheduler.fail, failure)
 
     def _abandon(self, error: RunBlocked) -> None:
-        """The loop is lost in somebody's code: end all that can be ended without it."""
+        """End what can be ended without the event loop, which is blocked in some code for good."""
         log.error("run=failed why=%r", str(error))
         with self._lock:
             self._failure, self._is_ending = error, True
@@ -369,7 +369,7 @@ class Run:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The error that a group of them is about."""
+    """Return the first error of a group, through nested groups; any other error as it is."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, asyncio.CancelledError):

@@ -169,19 +169,23 @@ class EngineControl:
         *,
         is_rollback: bool = False,
     ) -> None:
-        """Bring new weights to every engine; return once they, or newer ones, are there.
+        """Have every engine stage and swap to version ``version``, which ``chunks`` describe.
 
-        ``change`` makes them of the version before, and of what was written for them. With
-        ``is_rollback`` engines, paused by :meth:`reserve`, go on under them.
+        Call it after :meth:`reserve` and the write. It returns when ``wait`` is reached: ``live``,
+        once every engine serves this version or a newer one; ``staged``, once every engine holds it
+        beside its live weights; ``none``, at once. ``change`` computes the version's content from
+        the version before and ``chunks``. With ``is_rollback``, engines that :meth:`reserve` has
+        paused resume under this version.
 
-        If it fails or is cancelled before every engine has staged them, none will swap; unless an
-        earlier call waits for them too: then a cancelled one goes on without its caller.
+        A publish that fails, or is cancelled, before every engine has staged the version leaves the
+        old weights live on all engines. If an earlier publish also waits for this version, a
+        cancelled one continues without its caller.
 
         Raises:
-            EngineLagging: some engine did not, within ``weights_timeout_s``. It is given up.
-            WeightsRefused: the weights don't fit the model, or their names and places don't fit a
-                message; the old ones serve on.
-            PublishDropped: they gave way to newer ones, whose writing failed.
+            EngineLagging: an engine took longer than ``weights_timeout_s``. It is given up.
+            WeightsRefused: the weights don't fit the model, or their names and offsets don't fit
+                into a message; the old weights stay live.
+            PublishDropped: a newer publish replaced this one, and its write failed.
         """
         try:
             for chunk in chunks:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import TidegateError
-from tidegate.orchestrator.trainer.publish_call import AdapterCall, PublishCall, UnloadCall
+from tidegate.orchestrator.trainer.weight_updates import AdapterRemoval, AdapterUpdate, WeightUpdate
 from tidegate.serving.vllm_server.failures import ServerError, UpdateError
 from tidegate.serving.vllm_server.labels import VersionLabels
 from tidegate.serving.vllm_server.model_info import HEAD, ModelInfo
@@ -54,7 +54,7 @@ class WeightDesk:
         scheduler: "Scheduler",
         info: ModelInfo,
         receiver: Receiver,
-        published: Callable[[PublishCall], None],
+        published: Callable[[WeightUpdate], None],
         *,
         directories: Sequence[Path] = (),
     ) -> None:
@@ -216,7 +216,7 @@ class WeightDesk:
             told = f"No adapter found for '{path}'; {_ONLY_BELOW}"
             raise ServerError(404, told, param="lora_path")
         async with self._one_at_a_time:
-            call = await asyncio.to_thread(AdapterCall, self._run, name, str(real), None, "live")
+            call = await asyncio.to_thread(AdapterUpdate, self._run, name, str(real), None, "live")
             await self._publish(call, None)
             self._info.adapters[name] = path
 
@@ -227,7 +227,7 @@ class WeightDesk:
         async with self._one_at_a_time:
             path = self._info.adapters.pop(name)
             try:
-                await self._publish(UnloadCall(self._run, name, "live"), None)
+                await self._publish(AdapterRemoval(self._run, name, "live"), None)
             except BaseException:
                 self._info.adapters[name] = path
                 raise
@@ -256,7 +256,7 @@ class WeightDesk:
 
     async def _bring(self, session: _Session, label: str | None) -> None:
         is_partial = bool(await asyncio.to_thread(self._info.lacking, list(session.tensors)))
-        call = PublishCall(self._run, session.tensors, "live", partial=is_partial)
+        call = WeightUpdate(self._run, session.tensors, "live", partial=is_partial)
         await self._publish(call, label)
         if session.checksums:
             sums = {**self._checksums, **session.checksums}
@@ -266,7 +266,7 @@ class WeightDesk:
                 sums = {name: told for name, told in sums.items() if name not in stale}
             self._checksums = sums
 
-    async def _publish(self, call: PublishCall, label: str | None) -> None:
+    async def _publish(self, call: WeightUpdate, label: str | None) -> None:
         expected = self._scheduler.core.next_version
         if label is not None:
             self.labels.name(expected, label)  # its first tokens may be told of before it is done

@@ -1,6 +1,6 @@
-"""How does a batch get to a trainer in another process? As a header and columns, and back.
+"""Encoding of a batch for a trainer in another process: a header message and column frames.
 
-Bit for bit what the run laid out, padding made anew. It knows no ranks' turns, and no socket.
+The decoded batch equals the run's bit for bit; padding is not sent, and made anew.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,9 @@ from tidegate.transport.trainer_messages import BatchIs
 def batch_to_wire(
     batch: Batch, journal: Mapping[str, Any] | None = None, *, version: int = 0
 ) -> tuple[BatchIs, list[bytes]]:
-    """A message, and its frames. Tasks that are no plain data arrive as None.
+    """Return the header message and its frames. Tasks that are no plain data arrive as None.
 
-    ``version`` is the newest that was published.
+    ``version`` is the newest published weight version.
     """
     columns, frames = to_frames(
         (name, column.numpy()) for name, column in batch_columns(batch).items()
@@ -50,7 +50,7 @@ def batch_to_wire(
 
 
 def batch_from_wire(message: BatchIs, frames: Sequence[bytes]) -> Batch:
-    """The batch.
+    """Return the batch that was sent.
 
     Raises:
         BadFrame: header and frames don't fit each other.

@@ -1,6 +1,6 @@
-"""How do arrays travel beside a header? One after the other, cut into frames of a limited size.
+"""Encoding of named arrays as bytes, one after the other, cut into frames of limited size.
 
-It knows bytes and numbers; which arrays, and what they mean, is for others.
+Batches and scores travel to remote trainers in this form, beside a header message.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     import torch
 
 NUMPY_DTYPES = ("float32", "int32", "int64", "bool", "uint8")
-"""Those that numpy and torch call by the same name, and that are sent."""
+"""Dtypes that may be sent; numpy and torch have the same names for them."""
 
 Array = npt.NDArray[np.generic]
 
 
 def to_frames(arrays: Iterable[tuple[str, Array]]) -> tuple[list[Column], list[bytes]]:
-    """Where each array is, and the frames."""
+    """Return a description of each array, and the frames that hold their bytes."""
     columns, pieces = [], []
     for name, array in arrays:
         columns.append(Column(name, str(array.dtype), array.size))
@@ -36,10 +36,10 @@ def to_frames(arrays: Iterable[tuple[str, Array]]) -> tuple[list[Column], list[b
 
 
 def from_frames(columns: Sequence[Column], frames: Sequence[bytes]) -> list[Array]:
-    """The arrays, which may be written to.
+    """Return the arrays, which are writable.
 
     Raises:
-        BadFrame: they are not what the columns say.
+        BadFrame: the frames don't have the bytes that the columns describe.
     """
     stream = bytearray().join(frames)
     arrays, start = [], 0
@@ -58,7 +58,7 @@ def from_frames(columns: Sequence[Column], frames: Sequence[bytes]) -> list[Arra
 
 
 def tensors_of(columns: Sequence[Column], frames: Sequence[bytes]) -> "Mapping[str, torch.Tensor]":
-    """The same as tensors, by name.
+    """Return the arrays as tensors, by name.
 
     Raises:
         BadFrame: as :func:`from_frames`.

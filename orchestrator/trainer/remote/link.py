@@ -1,8 +1,7 @@
-"""How does a trainer in another process keep in touch with its run? A thread with the socket.
+"""Connection of a remote trainer to its run: a ZeroMQ DEALER on a thread, with futures for replies.
 
-Wishes become numbered requests and their answers futures. The thread says that the trainer lives
-while a train step computes, sends again what was lost, and gives up a run that is silent. What is
-wished for is for others.
+The remote handle sends numbered requests through it. The thread sends heartbeats while a train step
+computes, repeats lost requests, and gives up a run that is silent.
 """
 
 import concurrent.futures
@@ -31,20 +30,21 @@ from tidegate.transport.trainer_sockets import TrainerDealer
 from tidegate.transport.wakeup import Wakeup
 
 HEARTBEAT_INTERVAL_S = 1.0
+"""Time between two heartbeats to the run."""
 
 CLOSE_TIMEOUT_S = 5.0
-"""For the thread to say farewell."""
+"""Time that :meth:`TrainerLink.close` waits for the thread, which sends a last message."""
 
 log = logging.getLogger("tidegate")
 
 
 class MayRetry(Exception):
-    """The run says no for now; its reason is the cause."""
+    """The run refuses a request for now, for the reason in the message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer, and the frames after it."""
+    """An answer, and the frames that follow it."""
 
     answer: wire.AnyAnswer
     frames: Sequence[bytes]
@@ -55,23 +55,23 @@ AnswerFuture = concurrent.futures.Future[Answered]
 
 @dataclass(slots=True)
 class _Pending:
-    """A request without an answer."""
+    """A request that has no answer yet."""
 
     future: AnswerFuture
     frames: Sequence[bytes]
 
 
 class TrainerLink:
-    """One connection; may be used by any thread."""
+    """One connection to a run. Any thread may use it."""
 
     def __init__(self, address: str, keys: EngineKeys | None, *, run_timeout_s: float) -> None:
         """Connect; the run need not be there yet.
 
         Raises:
-            ConfigError: nobody can connect there, or so.
+            ConfigError: the address or the keys are wrong.
         """
         self.owner_pid = os.getpid()
-        """The process that has the link's thread and socket: none that is forked from it."""
+        """Process that has the link's thread and socket; a forked child has neither."""
         self._address = address
         self._run_timeout_s = run_timeout_s
         identity = f"trainer-{uuid.uuid4().hex}".encode()
@@ -81,22 +81,22 @@ class TrainerLink:
         self._pending: dict[int, _Pending] = {}
         self._newest = 0
         self._failure: TidegateError | None = None
-        """Why nothing may be asked any more."""
+        """Error that ended the link; every later request raises it."""
         self._heard_s = self._pending_since_s = time.monotonic()
         self._wakeup = Wakeup()
-        self.is_seated = False
-        """Whether the run knows this trainer: before that, a sign of life would be a stranger's."""
+        self.has_joined = False
+        """Whether the run has accepted this trainer. Heartbeats are sent only after that."""
         self._is_closing = False
         self._farewell: bytes | None = None
         self._thread = threading.Thread(target=self._run, name="tidegate trainer", daemon=True)
         self._thread.start()
 
     def ask(self, ask: wire.AnyAsk, frames: Sequence[bytes] = ()) -> AnswerFuture:
-        """Have the run do this; the future is its answer, or fails with the run's error.
+        """Send a request; the future has the answer, or the run's error.
 
         Raises:
-            RunLost, RunClosed: nothing may be asked any more.
-            BadFrame: it can't be sent.
+            RunLost, RunClosed: the link has ended.
+            BadFrame: the request can't be encoded.
             RunForked: this process was forked from the one that connected.
         """
         check_not_forked(self.owner_pid)
@@ -115,7 +115,7 @@ class TrainerLink:
         return future
 
     def close(self, *, is_done: bool) -> None:
-        """Say farewell. Harmless if repeated."""
+        """Leave the run and close the socket. Harmless if repeated."""
         with self._lock:
             if self._is_closing:
                 return
@@ -156,7 +156,7 @@ class TrainerLink:
             pending = sorted(self._pending)
             newest = self._newest
             silent_s = now_s - max(self._heard_s, self._pending_since_s)
-        if self.is_seated:
+        if self.has_joined:
             self._socket.send((wire.encode(wire.TrainerAlive(newest=newest, pending=pending)),))
         if pending and silent_s > self._run_timeout_s:
             self._fail(
@@ -231,7 +231,7 @@ class TrainerLink:
 
 
 def _error(name: str, message: str) -> TidegateError:
-    """The run's error, as its own class; what it knew besides the message stays there."""
+    """Return the run's error as its own class, with the message only, not its other fields."""
     kind = getattr(errors, name, TidegateError)
     if not (isinstance(kind, type) and issubclass(kind, TidegateError)):
         kind = TidegateError

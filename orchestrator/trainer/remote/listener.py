@@ -1,7 +1,7 @@
-"""How does a run hear a trainer in another process? A socket, and a task for each wish.
+"""Listener for a trainer in another process: a ZeroMQ ROUTER socket, and a task for each request.
 
-What is lost on the way is asked for again by number, and no wish is done twice; what is done for
-one is the service's. It ends when the trainer has done, or is gone for too long.
+Lost messages are requested again by number, and no request is carried out twice. `service.py`
+carries requests out. The listener ends when the trainer is done, or is gone for too long.
 """
 
 import asyncio
@@ -15,10 +15,14 @@ from typing import Any
 from tidegate.errors import BadFrame, ConfigError, ResumeMismatch, TidegateError, TrainerLost
 from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
-from tidegate.orchestrator.trainer.remote.barrier import Barrier, Patience
-from tidegate.orchestrator.trainer.remote.seats import Seats, SeatTaken
+from tidegate.orchestrator.trainer.remote.ranks import (
+    Barrier,
+    RankRegistry,
+    RankTaken,
+    TrainerTimeouts,
+)
 from tidegate.orchestrator.trainer.remote.service import TrainerService
-from tidegate.orchestrator.trainer.remote.weights_in import TrainersWeights
+from tidegate.orchestrator.trainer.remote.weight_transfer import ReceivedWeights
 from tidegate.orchestrator.trainer.rollouts import Rollouts
 from tidegate.transport import trainer_messages as wire
 from tidegate.transport.addresses import is_on_this_host
@@ -28,32 +32,32 @@ from tidegate.transport.security import OrchestratorKeys, read_orchestrator_keys
 from tidegate.transport.trainer_sockets import TrainerRouter
 
 LOOK_INTERVAL_S = 0.5
-"""Between two looks at whether anybody is still there."""
+"""Time between two checks whether the trainer is still there."""
 
 MESSAGES_PER_TURN = 64
-"""Read before others on the loop get a turn: pieces of weights take a millisecond each."""
+"""Messages read before other tasks of the loop run: a chunk of weights takes a millisecond."""
 
 REQUESTS_AT_ONCE_MAX = 64
-"""Of one trainer; honest ones have a dozen."""
+"""Requests of one rank that may run at once; a well-behaved trainer has a dozen."""
 
 log = logging.getLogger("tidegate")
 
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """A rank's process."""
+    """The process of one rank, as the socket knows it."""
 
     peer: bytes
     rank: int
-    weights: TrainersWeights
+    weights: ReceivedWeights
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     replies: dict[int, Sequence[bytes]] = field(default_factory=dict)
-    """Sent, and perhaps not received."""
+    """Replies that were sent and may not have been received, by request number."""
     settled: int = 0
-    """It has the answers to all requests up to this one, but for those above."""
+    """Number up to which the client has all replies, except those in ``replies``."""
 
     def close(self) -> None:
-        """Nobody waits for anything any more. A publish that has begun goes on."""
+        """Cancel the client's requests, but for a publish that has begun."""
         for task in self.running.values():
             if not task.get_name().startswith("Publish"):
                 task.cancel()
@@ -72,24 +76,24 @@ async def listen(
     keys: OrchestratorKeys | None = None,
     on_bound: Callable[[str], None] | None = None,
 ) -> None:
-    """Give a run to a trainer in another process; return once that trainer is done.
+    """Serve a run to a trainer in another process; return once that trainer is done.
 
     The trainer calls ``tidegate.connect(address)``, as one process or as several ranks. A trainer
-    that vanishes may come again within ``trainer_timeout_s``; of several ranks, one that is silent
-    for ``rank_timeout_s`` fails the calls of those that wait for it.
+    that vanishes may reconnect within ``trainer_timeout_s``. If one of several ranks is silent for
+    ``rank_timeout_s``, the calls of ranks that wait for it fail.
 
     Args:
         rollouts: the run, entered.
         address: of ZeroMQ, e.g. ``tcp://0.0.0.0:5600``. One that other hosts can reach needs keys.
-        tasks: the run's tasks; without, the trainer brings its own, as plain data.
+        tasks: the run's tasks; without them, the trainer sends its own, as plain data.
         episode: runs the tasks; a string ``"module:function"`` is imported.
-        episodes: others that the trainer may ask for by name.
-        keys: whom to let in; left out, those whom the run's ``keys`` let in.
+        episodes: further episodes that the trainer may name.
+        keys: keys that trainers need; by default those in the run's ``keys``.
         on_bound: called with the address once trainers can connect to it.
 
     Raises:
-        TrainerLost: no trainer came, or came again.
-        AddressInUse, ConfigError: nobody can listen there, or with these arguments.
+        TrainerLost: no trainer connected, or reconnected, in time.
+        AddressInUse, ConfigError: the address is taken, or an argument is wrong.
         EngineLost, EpisodeError: the run has failed.
     """
     functions = {name: _imported(function) for name, function in (episodes or {}).items()}
@@ -102,7 +106,7 @@ async def listen(
             f"rank_timeout_s={rank_timeout_s} must be at least 3 s, three heartbeats, and "
             f"trainer_timeout_s={trainer_timeout_s} not less"
         )
-    patience = Patience(trainer_timeout_s, rank_timeout_s)
+    timeouts = TrainerTimeouts(trainer_timeout_s, rank_timeout_s)
     if keys is None and rollouts.settings.fleet.keys is not None:
         keys = read_orchestrator_keys(rollouts.settings.fleet.keys)
     router = TrainerRouter(address, keys)
@@ -111,35 +115,35 @@ async def listen(
             on_bound(router.address)
         if tasks is not None:
             await rollouts.offer(tasks, episode=functions[""])
-        listener = _Listener(rollouts, router, functions, patience, has_tasks=tasks is not None)
+        listener = _Listener(rollouts, router, functions, timeouts, has_tasks=tasks is not None)
         await listener.run()
     finally:
         router.close()
 
 
 class _Listener:
-    """The socket's side of it."""
+    """The socket, its clients and their running requests."""
 
     def __init__(
         self,
         rollouts: Rollouts,
         router: TrainerRouter,
         episodes: Mapping[str, EpisodeFunction],
-        patience: Patience,
+        timeouts: TrainerTimeouts,
         *,
         has_tasks: bool,
     ) -> None:
         self._rollouts = rollouts
         self._router = router
-        self._patience = patience
+        self._timeouts = timeouts
         self._loop = asyncio.get_running_loop()
-        self._seats = Seats()
-        self._barrier = Barrier(self._seats, patience)
+        self._ranks = RankRegistry()
+        self._barrier = Barrier(self._ranks, timeouts)
         journal = rollouts.state_dict() if rollouts.settings.records.journal else {}
         self._run_id = str(journal.get("run_id") or uuid.uuid4().hex)
         self._service = TrainerService(
             rollouts,
-            self._seats,
+            self._ranks,
             self._barrier,
             run_id=self._run_id,
             episodes=episodes,
@@ -150,7 +154,7 @@ class _Listener:
         self._silent: set[bytes] = set()
 
     async def run(self) -> None:
-        """Until the trainer has done."""
+        """Serve until the trainer is done."""
         why = f"the run does not listen at {self._router.address} any more"
         over = wire.RunOver(error="RunClosed", message=why)
         self._loop.add_reader(self._router.descriptor, self._drain)
@@ -174,34 +178,38 @@ class _Listener:
             await self._service.close()
 
     async def _watch(self) -> None:
-        """Return once the trainer has done."""
+        """Return once the trainer is done.
+
+        Raises:
+            TrainerLost: no rank was heard for too long.
+        """
         heard_s = self._loop.time()
-        while not self._seats.has_left_done:
+        while not self._ranks.has_left_done:
             await asyncio.sleep(LOOK_INTERVAL_S)
             now_s = self._loop.time()
             self._rollouts.raise_if_over()
             self._tell_silent(now_s)
-            if self._seats.has_anybody(now_s, self._patience.rank_s):
+            if self._ranks.has_anybody(now_s, self._timeouts.rank_s):
                 heard_s = now_s
-            elif now_s - heard_s > self._patience.trainer_s:
+            elif now_s - heard_s > self._timeouts.trainer_s:
                 raise TrainerLost(
-                    ranks=list(range(max(1, self._seats.world_size))),
-                    world_size=max(1, self._seats.world_size),
+                    ranks=list(range(max(1, self._ranks.world_size))),
+                    world_size=max(1, self._ranks.world_size),
                     doing=f"waiting for a trainer at {self._router.address}",
                     why=f"was not heard for {now_s - heard_s:.0f} s",
                 )
 
     def _tell_silent(self, now_s: float) -> None:
         for peer, client in self._clients.items():
-            silent_s = self._seats.silent_s(client.rank, now_s) or 0.0
-            if silent_s > self._patience.rank_s and peer not in self._silent:
+            silent_s = self._ranks.silent_s(client.rank, now_s) or 0.0
+            if silent_s > self._timeouts.rank_s and peer not in self._silent:
                 self._silent.add(peer)
                 log.warning("trainer rank=%d not heard for %.0f s", client.rank, silent_s)
 
     # ------------------------------------------------------------ the socket
 
     def _drain(self) -> None:
-        """Read what is there; ZeroMQ's descriptor signals changes, not state."""
+        """Read all waiting messages, because ZeroMQ's descriptor signals changes, not state."""
         for _ in range(MESSAGES_PER_TURN):
             received = self._router.receive()
             if received is None:
@@ -228,12 +236,12 @@ class _Listener:
 
     def _hear(self, peer: bytes, frames: list[bytes]) -> None:
         message = wire.decode_from_trainer(frames[0])
-        seat = self._seats.heard(peer, self._loop.time())
+        process = self._ranks.heard(peer, self._loop.time())
         self._silent.discard(peer)
         client = self._clients.get(peer)
         if isinstance(message, wire.Request) and isinstance(message.ask, wire.Join):
             self._begin(peer, message, b"")
-        elif seat is None or client is None:
+        elif process is None or client is None:
             self._send(peer, wire.Stranger())
         elif isinstance(message, wire.Request):
             self._begin(peer, message, frames[1] if len(frames) > 1 else b"")
@@ -243,7 +251,7 @@ class _Listener:
             self._part(client, is_done=message.is_done)
 
     def _compare(self, client: _Client, alive: wire.TrainerAlive) -> None:
-        """Answer again what was lost on its way, and ask for what never came."""
+        """Repeat replies that were lost, and request what never arrived."""
         pending = set(alive.pending)
         client.settled = max(client.settled, min(pending, default=alive.newest + 1) - 1)
         for number in [n for n in client.replies if n <= alive.newest and n not in pending]:
@@ -253,10 +261,10 @@ class _Listener:
         missing = sorted(pending - client.replies.keys() - client.running.keys())
         self._send(client.peer, wire.RunAlive(missing=missing))
 
-    # ------------------------------------------------------------ seats
+    # ------------------------------------------------------------ ranks
 
     def _begin(self, peer: bytes, request: wire.Request, data: bytes) -> None:
-        """Have a task answer a request, unless one does, or has."""
+        """Start a task for a request, unless the request is running or answered."""
         client = self._clients.get(peer)
         number = request.request
         if client is not None:
@@ -267,25 +275,25 @@ class _Listener:
             if len(client.running) >= REQUESTS_AT_ONCE_MAX:
                 raise BadFrame(f"more than {REQUESTS_AT_ONCE_MAX} requests at once")
         elif isinstance(request.ask, wire.Join):
-            client = self._seated(peer, number, request.ask)
+            client = self._joined(peer, number, request.ask)
         if client is not None:
             name = f"{type(request.ask).__name__} of rank {client.rank}"
             task = self._group.create_task(self._answer(client, request, data), name=name)
             client.running[number] = task
 
-    def _seated(self, peer: bytes, number: int, join: wire.Join) -> _Client | None:
-        """Give a process its seat; None if it can't have it, which it is told."""
+    def _joined(self, peer: bytes, number: int, join: wire.Join) -> _Client | None:
+        """Return the client of a process that joins; None if it is refused, with a reply."""
         try:
             self._check(join)
-            is_new = self._seats.sit(peer, join.rank, join.world_size, self._loop.time())
-        except (TidegateError, SeatTaken) as error:
+            is_new = self._ranks.join(peer, join.rank, join.world_size, self._loop.time())
+        except (TidegateError, RankTaken) as error:
             self._refuse(peer, number, error)
             return None
         for other in [c for c in self._clients.values() if is_new or c.rank == join.rank]:
             other.close()
             del self._clients[other.peer]
         is_near = is_on_this_host(self._router.address)
-        client = _Client(peer, join.rank, TrainersWeights(join.shared_memory if is_near else None))
+        client = _Client(peer, join.rank, ReceivedWeights(join.shared_memory if is_near else None))
         client.settled = number - 1
         self._clients[peer] = client
         if is_new:
@@ -305,14 +313,14 @@ class _Listener:
             )
 
     def _part(self, client: _Client, *, is_done: bool) -> None:
-        rank = self._seats.leave(client.peer, is_done=is_done)
+        rank = self._ranks.leave(client.peer, is_done=is_done)
         client.close()
         del self._clients[client.peer]
         if rank is not None:
             log.info("trainer rank=%d left, having done: %s", rank, is_done)
             self._service.left(rank)
 
-    # ------------------------------------------------------------ wishes
+    # ------------------------------------------------------------ replies
 
     async def _answer(self, client: _Client, request: wire.Request, data: bytes) -> None:
         frames: Sequence[bytes] = ()
@@ -345,7 +353,7 @@ def _failed(number: int, error: Exception) -> wire.Failed:
         request=number,
         error=_name(error),
         message=_say(error),
-        may_retry=isinstance(error, SeatTaken),
+        may_retry=isinstance(error, RankTaken),
     )
 
 
@@ -354,7 +362,7 @@ def _name(error: BaseException) -> str:
 
 
 def _say(error: BaseException) -> str:
-    return cut(str(error) if isinstance(error, TidegateError | SeatTaken) else repr(error))
+    return cut(str(error) if isinstance(error, TidegateError | RankTaken) else repr(error))
 
 
 def _first(error: BaseException) -> BaseException:
@@ -364,10 +372,10 @@ def _first(error: BaseException) -> BaseException:
 
 
 def _imported(episode: Any) -> EpisodeFunction:
-    """A function, or one by its place ``module:function``.
+    """Return an episode function, imported if it is given as ``module:function``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such function.
     """
     if not isinstance(episode, str):
         return episode  # type: ignore[no-any-return]

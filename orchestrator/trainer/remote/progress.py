@@ -1,6 +1,6 @@
-"""How far is each rank of a remote trainer with the run's batches? Says who waits for whom.
+"""Progress of a remote trainer's ranks through the run's batches, and the batches kept for replay.
 
-It holds numbers and the batches that may be asked for again; it awaits nothing.
+`service.py` asks it which ranks others must wait for. Does no I/O and awaits nothing.
 """
 
 from collections.abc import Sequence
@@ -12,45 +12,45 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.batches.batches import Batch
 
 BATCHES_KEPT_MAX = 8
-"""Handed over and not acknowledged: what a trainer that went back to its checkpoint may ask for
-again. A run with a journal, resumed from that checkpoint, has them all."""
+"""Number of batches kept that are handed over and not acknowledged. A trainer that has gone back to
+its checkpoint may request them again; a run resumed from its journal at that checkpoint has all."""
 
 PublishKey = tuple[int, int]
-"""After which batch, and of several there which one."""
+"""Number of the batch that a publish follows, and its index among the publishes there."""
 
 
 class TrainerProgress:
-    """Which batch each rank has done with, and what was published after which."""
+    """Batch up to which each rank is done, and batches that weights were published after."""
 
     def __init__(self) -> None:
         self.world_size = 1
         self.newest = 0
-        """The number of the last batch that the run handed over."""
+        """Number of the last batch that the run handed over."""
         self.done = 0
-        """All have done with the batches up to this one, or weights were made from it."""
+        """Batch up to which every rank is done, or from which weights were published."""
         self._acked = 0
-        """Those up to this one are in a checkpoint."""
+        """Batch up to which all are in a checkpoint on disk."""
         self.consumed: dict[int, int] = {}
-        """Rank -> the last batch that it has done with."""
+        """Last batch that each rank is done with."""
         self.wanted: dict[int, int] = {}
-        """Rank -> the batch that it waits for."""
+        """Batch that each waiting rank has requested."""
         self._ready: dict[int, int] = {}
-        """Rank -> the batch after which it calls publish; only done with once that succeeds."""
+        """Batch after which each rank calls publish, and is done with once that succeeds."""
         self._holders: set[int] = set()
-        """Ranks whose present process was given the newest batch."""
+        """Ranks whose present process has received the newest batch."""
         self._kept: dict[int, Batch] = {}
         self._shards: tuple[int, Sequence[Batch]] = (0, ())
-        """Of one batch, by rank."""
+        """Number of the batch last sharded, and its parts by rank."""
 
     # ------------------------------------------------------------ ranks
 
     def begin(self, world_size: int) -> None:
-        """Another trainer has come."""
+        """Start over with a new trainer of this many ranks."""
         self.world_size = world_size
         self.consumed, self.wanted, self._ready, self._shards = {}, {}, {}, (0, ())
 
     def join(self, rank: int, resumed_after: int | None) -> int:
-        """A rank's process has come; the batch after which it goes on."""
+        """Note that a rank's process has joined; return the batch after which it continues."""
         self.leave(rank)
         if resumed_after is not None:
             self.consumed[rank] = resumed_after
@@ -59,28 +59,28 @@ class TrainerProgress:
         return self.consumed[rank]
 
     def leave(self, rank: int) -> None:
-        """It waits for nothing any more."""
+        """Note that a rank's process has left, and waits for nothing any more."""
         self.wanted.pop(rank, None)
         self._ready.pop(rank, None)
         self._holders.discard(rank)
 
     def note_ready(self, rank: int, number: int) -> None:
-        """A rank has trained on this batch, and calls publish."""
+        """Note that a rank has trained on this batch and calls publish."""
         self._ready[rank] = number
 
     def note_consumed(self, rank: int, number: int) -> None:
-        """A rank has done with this batch, and those before it."""
+        """Note that a rank is done with this batch and all before it."""
         self.consumed[rank] = max(number, self.consumed.get(rank, 0))
         if len(self.consumed) == self.world_size:
             self.done = max(self.done, min(min(self.consumed.values()), self.newest))
 
     def behind(self, number: int) -> list[int]:
-        """Ranks that have neither done with this batch nor call publish after it."""
+        """Return the ranks that are not done with this batch and do not call publish after it."""
         far = {r: max(self.consumed.get(r, -1), self._ready.get(r, -1)) for r in self._ranks}
         return [rank for rank, reached in far.items() if reached < number]
 
     def not_asking(self, number: int) -> list[int]:
-        """Ranks that don't want this batch yet."""
+        """Return the ranks that have not requested this batch yet."""
         return [r for r in self._ranks if self.wanted.get(r, 0) < number]
 
     @property
@@ -90,7 +90,7 @@ class TrainerProgress:
     # ------------------------------------------------------------ batches
 
     def handed_over(self, batch: "Batch") -> None:
-        """The run has given the next one."""
+        """Keep the next batch, which the run has handed over."""
         self.newest = batch.number
         self._holders.clear()
         self._kept[batch.number] = batch
@@ -98,35 +98,35 @@ class TrainerProgress:
             del self._kept[next(iter(self._kept))]
 
     def begin_after(self, batches: int) -> None:
-        """The run goes on after this batch: it handed over those before to another process."""
+        """Start after this batch: the run handed over those before to an earlier process."""
         self.newest = self.done = self._acked = batches
 
     def orphan_after(self, number: int) -> int | None:
-        """The newest batch, if it comes after this one and no living process was given it."""
+        """Return the newest batch if it follows this one and no living process has received it."""
         is_orphan = self.newest > number and self.newest > self.done and not self._holders
         return self.newest if is_orphan and self.newest in self._kept else None
 
     def gave_back(self, number: int) -> None:
-        """The newest batch is the run's again."""
+        """Forget the newest batch, which was given back to the run."""
         self.newest = number - 1
         self._shards = (0, ())
         del self._kept[number]
 
     def published_after(self, number: int) -> None:
-        """Weights were made from this batch: nobody is given it again unasked."""
+        """Note that weights were made from this batch, so no new process starts with it."""
         self.done = max(self.done, min(number, self.newest))
 
     def acknowledge(self, number: int) -> None:
-        """These are in a checkpoint that is on disk."""
+        """Drop the batches up to this one, which are in a checkpoint on disk."""
         self._acked = max(self._acked, number)
         for kept in [kept for kept in self._kept if kept <= self._acked]:
             del self._kept[kept]
 
     def shard(self, number: int, rank: int) -> "Batch":
-        """A rank's part of a batch that was handed over.
+        """Return a rank's part of a batch that was handed over.
 
         Raises:
-            ResumeMismatch: it is not kept any more.
+            ResumeMismatch: the batch is not kept any more.
         """
         batch = self._kept.get(number)
         if batch is None:

@@ -31,18 +31,19 @@ from tidegate.orchestrator.batches.tasks import NO_MORE
 from tidegate.orchestrator.core.weight_control import PublishWait
 from tidegate.orchestrator.fleet.scores import Asked, Readout, Score, TokenScores
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
+from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows
 from tidegate.orchestrator.trainer.handle import (
-    RunHandle,
     RunRequests,
     SyncHandle,
+    SyncTrainerHandle,
+    TrainerHandle,
     blocking,
     in_thread,
     result_of,
 )
-from tidegate.orchestrator.trainer.left_out_rows import NOT_TRAINED, left_out_rows
 from tidegate.orchestrator.trainer.remote.columns import from_frames
 from tidegate.orchestrator.trainer.remote.link import Answered, MayRetry, TrainerLink
-from tidegate.orchestrator.trainer.remote.weights_out import WeightsOut
+from tidegate.orchestrator.trainer.remote.weight_transfer import WeightUpload
 from tidegate.orchestrator.trainer.rollouts import Evaluation
 from tidegate.transport import trainer_messages as wire
 from tidegate.transport.messages import PauseMode
@@ -55,20 +56,20 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.batches.batches import Batch
 
 RETRY_INTERVAL_S = 0.5
-"""Time between two attempts to take a seat that is held."""
+"""Time between two attempts to join as a rank that another process holds."""
 
 JOIN_INTERVAL_S = 5.0
-"""Time between two attempts that nobody answers."""
+"""Time after which a join request without an answer is sent again."""
 
 
 class RemoteState(msgspec.Struct, frozen=True):
-    """What a trainer's checkpoint holds of a remote run."""
+    """Position in a remote run, as a trainer's checkpoint holds it."""
 
     run_id: str
     batches: int
-    """The last that the checkpoint's weights were made from."""
+    """Number of the last batch that the checkpoint's weights were made from."""
     journal: dict[str, Any] | None = None
-    """For ``serve(resume=…)``, where the run itself must be started again."""
+    """State for ``serve(resume=…)``, if the run itself must be started again."""
 
 
 class RemoteRequests(RunRequests):
@@ -104,7 +105,7 @@ class RemoteRequests(RunRequests):
         await self.control("wake", tags=None if tags is None else list(tags))
 
 
-class RemoteRollouts(RunHandle):
+class RemoteRollouts(TrainerHandle):
     """A run in another process, for a trainer that is async. Use it in ``async with``."""
 
     def __init__(
@@ -126,29 +127,32 @@ class RemoteRollouts(RunHandle):
         self._connect_timeout_s = connect_timeout_s
         self._run_timeout_s = run_timeout_s
         self._link_or_none: TrainerLink | None = None
-        self._weights = WeightsOut()
+        self._weights = WeightUpload()
         self._welcome: wire.Welcome | None = None
         self._number = 0
-        """The batch received last."""
+        """Number of the batch received last."""
         self._ordinal = 0
-        """Weights published since."""
+        """Number of publishes since that batch."""
         self._version = 0
         self._journal: dict[str, Any] | None = None
 
     @property
+    @override
     def version(self) -> int:
         """The newest weight version that this trainer knows of."""
         return self._version
 
     @property
+    @override
     def is_resumed(self) -> bool:
         """Whether to publish the checkpoint's weights first: ``resume`` was given, or the run
-        itself goes on with an earlier one."""
+        itself continues an earlier one."""
         welcome = self._welcomed
         return self._resume is not None or welcome.is_resumed
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """How far this trainer has come, for its checkpoint; ``connect(resume=…)`` takes it.
+        """Return this trainer's position, for its checkpoint; ``connect(resume=…)`` takes it.
 
         Take it when the batch last received is trained. Its ``journal`` is what ``serve(resume=…)``
         takes, should the run itself have to be started again.
@@ -171,11 +175,11 @@ class RemoteRollouts(RunHandle):
         return self._welcome
 
     def _open(self) -> None:
-        """Take the rank's seat, waiting for the run and for a dead process before. Blocks.
+        """Join the run as this rank. Blocks until the run is there and no dead process holds it.
 
         Raises:
-            RunLost: there is no run, or the seat did not get free.
-            ConfigError, ResumeMismatch: it can't be had.
+            RunLost: there is no run, or another process holds the rank, until the timeout.
+            ConfigError, ResumeMismatch: the run refuses this trainer.
         """
         if self._link_or_none is not None:
             raise RuntimeError("a connection is used once; call connect() again for another")
@@ -202,8 +206,8 @@ class RemoteRollouts(RunHandle):
                 time.sleep(min(RETRY_INTERVAL_S, left_s))
                 continue
             except TimeoutError:
-                continue  # a run that was started anew in between knows of nothing
-            link.is_seated = True
+                continue  # a run that was restarted in between has not heard of it
+            link.has_joined = True
             self._take_welcome(answered.answer)
             return
         raise RunLost(
@@ -248,7 +252,7 @@ class RemoteRollouts(RunHandle):
         is_rollback: bool = False,
         first_bad: int | None = None,
     ) -> "concurrent.futures.Future[Answered]":
-        """Bring the weights to the run, which blocks, and ask for their publish."""
+        """Bring the weights to the run, which blocks, and request their publish."""
         publish = wire.Publish(
             number=self._number,
             ordinal=self._ordinal,
@@ -314,7 +318,11 @@ class RemoteRollouts(RunHandle):
             feeder.raise_failure()
 
     async def offer(self, tasks: Iterable[Any], episode: str | None) -> "TaskFeeder":
-        """Have the run take its tasks from here: the first half of :meth:`batches`."""
+        """Give the run this trainer's tasks, for the episode of that name; return their feeder.
+
+        The feeder's thread sends a task whenever the run has room for one. :meth:`next_batch`
+        returns the batches made from them; :meth:`batches` does both.
+        """
         feeder = TaskFeeder(self._link, tasks, episode)
         await result_of(feeder.offered)
         feeder.start()
@@ -328,7 +336,7 @@ class RemoteRollouts(RunHandle):
         self, batch: "Batch | int", rows: Sequence[SupportsIndex], *, reason: str = NOT_TRAINED
     ) -> None:
         """As :meth:`~tidegate.Rollouts.discard`; each rank reports rows of its own part."""
-        chosen = left_out_rows(batch, rows, reason)
+        chosen = discarded_rows(batch, rows, reason)
         await self._requests.control(
             "discard", batch=chosen.batch, rows=chosen.rows, reason=chosen.reason
         )
@@ -368,7 +376,7 @@ class RemoteRollouts(RunHandle):
         wait: PublishWait = "live",
         partial: bool = False,
     ) -> int:
-        """Bring new weights to the engines, once every rank is done with its part; the version.
+        """Bring new weights to the engines once every rank is done; return the weights' version.
 
         Rank 0's are published. The others either call this too, as often, without weights, and get
         the same version; or they ask for the next batch, which says as much. Otherwise as
@@ -392,11 +400,13 @@ class RemoteRollouts(RunHandle):
         return self._published(await result_of(asked))
 
 
-class SyncRemoteRollouts(SyncHandle[RemoteRollouts]):
+class SyncRemoteRollouts(SyncTrainerHandle, SyncHandle[RemoteRollouts]):
     """A run in another process, for a trainer that is not async: :class:`RemoteRollouts`, blocking.
 
     Use it in ``with``.
     """
+
+    _handle: RemoteRollouts
 
     def __enter__(self) -> Self:
         try:
@@ -424,20 +434,6 @@ class SyncRemoteRollouts(SyncHandle[RemoteRollouts]):
         """Number of ranks of the trainer."""
         return self._handle.world_size
 
-    @property
-    def version(self) -> int:
-        """As :attr:`RemoteRollouts.version`."""
-        return self._handle.version
-
-    @property
-    def is_resumed(self) -> bool:
-        """As :attr:`RemoteRollouts.is_resumed`."""
-        return self._handle.is_resumed
-
-    def state_dict(self) -> dict[str, Any]:
-        """As :meth:`RemoteRollouts.state_dict`."""
-        return self._handle.state_dict()
-
     def batches(
         self, tasks: Iterable[Any] | None = None, *, episode: str | None = None
     ) -> Iterator["Batch"]:
@@ -457,33 +453,26 @@ class SyncRemoteRollouts(SyncHandle[RemoteRollouts]):
     statistics = blocking(RemoteRollouts.statistics)
     publish = blocking(RemoteRollouts.publish)
     rollback = blocking(RemoteRollouts.rollback)
-    score = blocking(RemoteRollouts.score)
-    embed = blocking(RemoteRollouts.embed)
-    reward = blocking(RemoteRollouts.reward)
-    pause = blocking(RemoteRollouts.pause)
-    resume = blocking(RemoteRollouts.resume)
-    sleep = blocking(RemoteRollouts.sleep)
-    wake = blocking(RemoteRollouts.wake)
 
 
 class TaskFeeder:
-    """Brings a trainer's own tasks to the run, on a thread, as there is room for them."""
+    """Thread that sends a trainer's own tasks to the run, as there is room for them."""
 
     def __init__(self, link: TrainerLink, tasks: Iterable[Any], episode: str | None) -> None:
         self._link = link
         self._tasks = iter(tasks)
         self._offer = uuid.uuid4().hex
         self.offered = link.ask(wire.OfferTasks(offer=self._offer, episode=episode or ""))
-        """Done once the run takes them."""
+        """Done once the run has accepted the offer."""
         self.failure: BaseException | None = None
-        """What the iterator raised, or that a task can't be sent."""
+        """Error that the iterator raised, or of a task that can't be sent."""
 
     def start(self) -> None:
-        """Begin; the thread ends with the tasks, the connection, or the next such feeder."""
+        """Start the thread. It ends with the tasks, the connection, or the next offer."""
         threading.Thread(target=self._run, name="tidegate tasks", daemon=True).start()
 
     def raise_failure(self) -> None:
-        """Tell the trainer what its tasks failed of."""
+        """Raise the error that ended the tasks, if one did."""
         if self.failure is not None:
             raise self.failure
 
@@ -508,7 +497,7 @@ class TaskFeeder:
         return isinstance(answer, wire.Done) and bool(answer.value)
 
     def _end_with(self, error: Exception) -> None:
-        """No more tasks: what has begun is trained, then the trainer is told why."""
+        """End the tasks. Those sent are trained, then ``batches()`` raises ``error``."""
         self.failure = error
         with contextlib.suppress(TidegateError):  # the run is gone, too
             self._give([], is_end=True)
@@ -524,7 +513,7 @@ def _state(state: Mapping[str, Any]) -> RemoteState:
 
 
 def _scores_of(answered: Answered) -> list[Score]:
-    """Of sequences."""
+    """Return the scores in an answer, in the order of the request."""
     message = answered.answer
     assert isinstance(message, wire.Scores)
     arrays = iter(from_frames(message.columns, answered.frames))
@@ -557,18 +546,18 @@ def connect(
     connect_timeout_s: float = 60.0,
     run_timeout_s: float = 60.0,
 ) -> RemoteRollouts:
-    """Be the trainer of a run in another process, which calls ``listen(address)``; for async code.
+    """Connect as the trainer of a run in another process, which calls ``listen(address)``.
 
     ``keys`` is a directory that ``tidegate keys`` made, for addresses on other hosts. Each of
     ``world_size`` data-parallel processes connects with its own ``rank`` and gets its part of each
-    batch. ``resume`` goes on from a ``state_dict()`` of the trainer's checkpoint: what was handed
-    over after it comes again, as long as the run keeps it.
+    batch. ``resume`` continues from a ``state_dict()`` of the trainer's checkpoint: later batches
+    are handed over again, as long as the run keeps them.
 
-    The run need not be there yet: it, and the seat of a process that has died, are waited for
-    ``connect_timeout_s``. A run that is silent for ``run_timeout_s`` is given up.
+    The run need not be there yet, and a process that has died may still hold the rank: both are
+    waited for, up to ``connect_timeout_s``. A run that is silent for ``run_timeout_s`` is given up.
 
     Raises:
-        ConfigError: nobody can connect there, or so.
+        ConfigError: the address, the keys or the rank are wrong.
     """
     return RemoteRollouts(
         address,

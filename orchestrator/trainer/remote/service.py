@@ -1,7 +1,7 @@
-"""What does a run do for a trainer in another process? Each of its wishes, and in which order.
+"""Handler of a remote trainer's requests: acts as the run's one trainer for all of its ranks.
 
-To the run it is the trainer: it asks for batches and publishes, once for all ranks. It knows no
-socket; who a rank's process is, and when it was heard, is for the seats.
+The listener calls it for each request. It requests batches and publishes once for all ranks, and
+makes ranks wait for each other; `ranks.py` knows which process holds a rank.
 """
 
 import asyncio
@@ -15,12 +15,11 @@ from tidegate.errors import ConfigError
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.fleet.scores import Asked, TokenScores
 from tidegate.orchestrator.fleet.scores import Score as Scored
-from tidegate.orchestrator.trainer.remote.barrier import Barrier
 from tidegate.orchestrator.trainer.remote.columns import to_frames
 from tidegate.orchestrator.trainer.remote.progress import PublishKey, TrainerProgress
-from tidegate.orchestrator.trainer.remote.seats import Seats
+from tidegate.orchestrator.trainer.remote.ranks import Barrier, RankRegistry
 from tidegate.orchestrator.trainer.remote.task_pipe import TaskPipe
-from tidegate.orchestrator.trainer.remote.weights_in import TrainersWeights
+from tidegate.orchestrator.trainer.remote.weight_transfer import ReceivedWeights
 from tidegate.orchestrator.trainer.rollouts import Rollouts
 from tidegate.transport import trainer_messages as wire
 
@@ -32,29 +31,29 @@ Answered = tuple[wire.AnyAnswer, Sequence[bytes]]
 
 @dataclass(slots=True)
 class _Publish:
-    """What became of one, or will."""
+    """Outcome of one publish, now or later."""
 
     version: "asyncio.Future[int]"
     told: set[int] = field(default_factory=set)
-    """Ranks that know already that it failed: what they call next is another attempt."""
+    """Ranks that were told that it failed: their next call is another attempt."""
 
 
 class TrainerService:
-    """Answers wishes; one for each run that listens."""
+    """Handles the requests of all ranks of one trainer."""
 
     def __init__(
         self,
         rollouts: Rollouts,
-        seats: Seats,
+        ranks: RankRegistry,
         barrier: Barrier,
         *,
         run_id: str,
         episodes: Mapping[str, EpisodeFunction],
         has_own_tasks: bool,
     ) -> None:
-        """``episodes`` by the names that a trainer calls them; the nameless one is for all else."""
+        """``episodes`` by the names that a trainer gives; the empty name is the default."""
         self._rollouts = rollouts
-        self._seats = seats
+        self._ranks = ranks
         self._barrier = barrier
         self._run_id = run_id
         self._episodes = episodes
@@ -64,23 +63,23 @@ class TrainerService:
         self._published: dict[PublishKey, _Publish] = {}
         self._fetching: asyncio.Task[Batch | None] | None = None
         self._has_ended = not has_own_tasks
-        """Whether the tasks are used up, or there are none yet."""
+        """Whether there are no tasks: they are used up, or not offered yet."""
         self._pipe: tuple[str, TaskPipe] | None = None
         self._publishing = asyncio.Lock()
 
     async def close(self) -> None:
-        """Stop what goes on without anybody waiting for it."""
+        """Cancel the pending request for a batch."""
         if self._fetching is not None:
             self._fetching.cancel()
             await asyncio.gather(self._fetching, return_exceptions=True)
 
     async def answer(
-        self, rank: int, weights: TrainersWeights, ask: wire.Ask, data: bytes
+        self, rank: int, weights: ReceivedWeights, ask: wire.Ask, data: bytes
     ) -> Answered:
-        """Do as a rank wishes.
+        """Carry out a request of a rank; return the answer and its frames.
 
         Raises:
-            TidegateError: it can't be done, and why.
+            TidegateError: the request is refused, or failed.
         """
         match ask:
             case wire.NextBatch():
@@ -107,16 +106,16 @@ class TrainerService:
                 )
             case wire.Control():
                 return wire.Done(value=await self._control(ask)), ()
-        raise ConfigError(f"no such wish: {type(ask).__name__}")
+        raise ConfigError(f"no such request: {type(ask).__name__}")
 
-    # ------------------------------------------------------------ seats
+    # ------------------------------------------------------------ ranks
 
     def begin(self, world_size: int) -> None:
-        """Another trainer has come, with so many ranks."""
+        """Start over with a new trainer of this many ranks."""
         self.progress.begin(world_size)
 
-    async def join(self, rank: int, ask: wire.Join, weights: TrainersWeights) -> wire.Welcome:
-        """A rank's process has taken its seat; where it goes on."""
+    async def join(self, rank: int, ask: wire.Join, weights: ReceivedWeights) -> wire.Welcome:
+        """Answer a process that has joined as a rank: where it continues."""
         if rank == 0:
             async with self._publishing:  # one that a process before it began
                 self._published.clear()
@@ -134,7 +133,7 @@ class TrainerService:
         )
 
     def left(self, rank: int) -> None:
-        """A rank's process has said farewell."""
+        """Note that a rank's process has left."""
         self.progress.leave(rank)
         self._barrier.notify()
 
@@ -171,7 +170,7 @@ class TrainerService:
         return batch_to_wire(shard, self._journal(), version=self._rollouts.version)
 
     def _fetch(self) -> "asyncio.Task[Batch | None]":
-        """Ask the run for its next batch, once for all ranks. It is kept if all of them vanish."""
+        """Request the run's next batch, once for all ranks. It is kept even if all ranks vanish."""
         if self._fetching is None:
             self._fetching = asyncio.create_task(self._fetched(), name="next batch")
             self._fetching.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -231,7 +230,7 @@ class TrainerService:
 
     # ------------------------------------------------------------ weights
 
-    async def _publish(self, rank: int, weights: TrainersWeights, ask: wire.Publish) -> int:
+    async def _publish(self, rank: int, weights: ReceivedWeights, ask: wire.Publish) -> int:
         self.progress.note_ready(rank, ask.number)
         self._barrier.notify()
         key = (ask.number, ask.ordinal)
@@ -244,12 +243,12 @@ class TrainerService:
         return version
 
     async def _publish_once(
-        self, key: PublishKey, weights: TrainersWeights, ask: wire.Publish
+        self, key: PublishKey, weights: ReceivedWeights, ask: wire.Publish
     ) -> int:
         progress, number = self.progress, ask.number
 
         def behind() -> list[int]:
-            return [r for r in progress.behind(number) if not self._seats.is_done(r)]
+            return [r for r in progress.behind(number) if not self._ranks.is_done(r)]
 
         version: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         version.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -276,21 +275,21 @@ class TrainerService:
                 return
             self.progress.gave_back(orphan)
 
-    async def _bring(self, weights: TrainersWeights, ask: wire.Publish) -> int:
+    async def _bring(self, weights: ReceivedWeights, ask: wire.Publish) -> int:
         state_dict = weights.state_dict(ask)
         if ask.is_rollback:
             return await self._rollouts.rollback(state_dict, first_bad=ask.first_bad)
         return await self._rollouts.publish(state_dict, wait=ask.wait, partial=ask.partial)
 
     async def _published_by_others(self, key: PublishKey, rank: int) -> int:
-        """What rank 0 publishes is everybody's; each rank is told once of what failed."""
+        """Wait for rank 0's publish; return its version, or raise its failure, once per rank."""
 
         def is_there() -> bool:
             publish = self._published.get(key)
             return publish is not None and rank not in publish.told
 
         def has_passed() -> bool:
-            return self.progress.wanted.get(0, 0) > key[0] or self._seats.is_done(0)
+            return self.progress.wanted.get(0, 0) > key[0] or self._ranks.is_done(0)
 
         await self._barrier.until(
             lambda: is_there() or has_passed(),
@@ -309,7 +308,7 @@ class TrainerService:
             publish.told.add(rank)
             raise
 
-    # ------------------------------------------------------------ the smaller wishes
+    # ------------------------------------------------------------ small requests
 
     async def _control(self, ask: wire.Control) -> Any:
         run, values = self._rollouts, ask.values
@@ -337,7 +336,7 @@ class TrainerService:
 
 
 def _scores(scores: Sequence[Scored]) -> Answered:
-    """What is not an array in the message, and the arrays beside it."""
+    """Return an answer with the scores: their arrays as frames, all else in the message."""
     about: list[Any] = []
     arrays: list[tuple[str, np.ndarray[Any, Any]]] = []
     for score in scores:

@@ -1,6 +1,6 @@
-"""How do a remote trainer's tasks reach the run? Through a queue that holds a few of them.
+"""Bounded queue that brings a remote trainer's tasks to the run, as an async iterator.
 
-The run's own loop takes, the listener's loop puts. Whose tasks they are is for others.
+The listener's event loop puts tasks, the run's event loop takes them.
 """
 
 import asyncio
@@ -8,11 +8,12 @@ from collections import deque
 from typing import Self
 
 TASKS_WAITING_MAX = 4
-"""Read ahead of need, to hide the way: few, for a trainer's iterator may follow its training."""
+"""Tasks read ahead, to hide the network's latency: few, because the iterator may depend on what the
+trainer has trained so far."""
 
 
 class TaskPipe:
-    """An async iterator over tasks that come piece by piece."""
+    """An async iterator over the tasks that were put, across two event loops."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -21,7 +22,7 @@ class TaskPipe:
         self._is_over = False
 
     async def put(self, tasks: list[object], *, is_end: bool) -> bool:
-        """Take these in; return once there is room for more, with whether they are wanted."""
+        """Add tasks and wait until there is room for more; return False once none are wanted."""
         async with self._changed:
             if self._is_over:
                 return False
@@ -34,7 +35,7 @@ class TaskPipe:
             return not self._is_over
 
     async def close(self) -> None:
-        """Others take their place: what waits is still taken, and nothing follows."""
+        """End the tasks: those that wait are still taken, and none is accepted any more."""
         async with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -43,7 +44,7 @@ class TaskPipe:
         return self
 
     async def __anext__(self) -> object:
-        """The next one; called on any loop."""
+        """Return the next task. May be called on any event loop."""
         taking = asyncio.run_coroutine_threadsafe(self._take(), self._loop)
         tasks = await asyncio.wrap_future(taking)
         if not tasks:

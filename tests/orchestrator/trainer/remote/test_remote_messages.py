@@ -79,7 +79,7 @@ def test_a_trainer_sends_again_what_the_run_says_it_never_got() -> None:
 
         asked = link.ask(wire.Chunk(upload="a", start=0, nbytes_total=4), (b"data",))
         peer, request, frames = received()
-        link.is_seated = True
+        link.has_joined = True
         alive = received()[1]
         while not alive.pending:
             alive = received()[1]

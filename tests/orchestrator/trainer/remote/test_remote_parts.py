@@ -1,4 +1,4 @@
-"""How a batch is split and sent, who sits where, who waits for whom: all that needs no socket."""
+"""Parts of a remote run that need no socket: batches on the wire, ranks, barriers, progress."""
 
 import asyncio
 import dataclasses
@@ -14,11 +14,16 @@ from tidegate.errors import BadFrame, ConfigError, ResumeMismatch, TrainerLost
 from tidegate.orchestrator.batches.batch_rows import rows_of, shards
 from tidegate.orchestrator.batches.batches import Batch, build_batch
 from tidegate.orchestrator.core.group import Group
-from tidegate.orchestrator.trainer.remote.barrier import Barrier, Patience
 from tidegate.orchestrator.trainer.remote.batch_wire import batch_from_wire, batch_to_wire
 from tidegate.orchestrator.trainer.remote.columns import from_frames, to_frames
 from tidegate.orchestrator.trainer.remote.progress import BATCHES_KEPT_MAX, TrainerProgress
-from tidegate.orchestrator.trainer.remote.seats import TAKEOVER_SILENCE_S, Seats, SeatTaken
+from tidegate.orchestrator.trainer.remote.ranks import (
+    TAKEOVER_SILENCE_S,
+    Barrier,
+    RankRegistry,
+    RankTaken,
+    TrainerTimeouts,
+)
 from tidegate.transport import trainer_messages
 from tidegate.transport.trainer_messages import Column
 
@@ -105,48 +110,48 @@ def test_arrays_that_are_not_what_their_columns_say_are_refused() -> None:
         batch_from_wire(message, frames[:-1])
 
 
-# ---------------------------------------------------------------- seats
+# ---------------------------------------------------------------- ranks
 
 
-def test_a_seat_is_its_process_own_until_that_is_silent_or_leaves() -> None:
-    seats = Seats()
-    assert seats.sit(b"a", 0, 2, now_s=0.0)
-    assert not seats.sit(b"b", 1, 2, now_s=1.0)
-    assert not seats.sit(b"a", 0, 2, now_s=1.0)  # asked twice
-    with pytest.raises(SeatTaken, match="rank 0 of 2 is held"):
-        seats.sit(b"c", 0, 2, now_s=2.0)
-    with pytest.raises(SeatTaken, match=r"is still here.*world_size=1"):
-        seats.sit(b"c", 0, 1, now_s=2.0)
-    assert seats.heard(b"b", TAKEOVER_SILENCE_S) is not None
-    assert not seats.sit(b"c", 0, 2, now_s=1.0 + TAKEOVER_SILENCE_S)
-    assert seats.heard(b"a", 9.0) is None
-    assert seats.leave(b"b", is_done=False) == 1
-    assert not seats.sit(b"d", 1, 2, now_s=7.0)
+def test_a_rank_is_its_process_own_until_that_is_silent_or_leaves() -> None:
+    ranks = RankRegistry()
+    assert ranks.join(b"a", 0, 2, now_s=0.0)
+    assert not ranks.join(b"b", 1, 2, now_s=1.0)
+    assert not ranks.join(b"a", 0, 2, now_s=1.0)  # asked twice
+    with pytest.raises(RankTaken, match="rank 0 of 2 is held"):
+        ranks.join(b"c", 0, 2, now_s=2.0)
+    with pytest.raises(RankTaken, match=r"is still here.*world_size=1"):
+        ranks.join(b"c", 0, 1, now_s=2.0)
+    assert ranks.heard(b"b", TAKEOVER_SILENCE_S) is not None
+    assert not ranks.join(b"c", 0, 2, now_s=1.0 + TAKEOVER_SILENCE_S)
+    assert ranks.heard(b"a", 9.0) is None
+    assert ranks.leave(b"b", is_done=False) == 1
+    assert not ranks.join(b"d", 1, 2, now_s=7.0)
 
 
 def test_another_world_begins_once_all_of_the_one_before_are_gone() -> None:
-    seats = Seats()
-    seats.sit(b"a", 0, 2, now_s=0.0)
-    seats.sit(b"b", 1, 2, now_s=0.0)
-    seats.leave(b"a", is_done=False)
-    assert seats.sit(b"c", 2, 3, now_s=100.0)
-    assert (seats.world_size, seats.peers) == (3, [b"c"])
+    ranks = RankRegistry()
+    ranks.join(b"a", 0, 2, now_s=0.0)
+    ranks.join(b"b", 1, 2, now_s=0.0)
+    ranks.leave(b"a", is_done=False)
+    assert ranks.join(b"c", 2, 3, now_s=100.0)
+    assert (ranks.world_size, ranks.peers) == (3, [b"c"])
     for rank, size in ((3, 3), (-1, 3), (0, 0), (0, 5000)):
         with pytest.raises(ConfigError, match="ranks count from 0"):
-            seats.sit(b"x", rank, size, now_s=0.0)
+            ranks.join(b"x", rank, size, now_s=0.0)
 
 
 def test_a_trainer_has_done_when_every_rank_of_it_has() -> None:
-    seats = Seats()
-    seats.sit(b"a", 0, 2, now_s=0.0)
-    assert seats.leave(b"a", is_done=True) == 0
-    assert not seats.has_left_done  # of two
-    seats.sit(b"b", 1, 2, now_s=0.0)
-    seats.leave(b"b", is_done=False)
-    assert not seats.has_left_done
-    seats.sit(b"b", 1, 2, now_s=0.0)
-    seats.leave(b"b", is_done=True)
-    assert seats.has_left_done
+    ranks = RankRegistry()
+    ranks.join(b"a", 0, 2, now_s=0.0)
+    assert ranks.leave(b"a", is_done=True) == 0
+    assert not ranks.has_left_done  # of two
+    ranks.join(b"b", 1, 2, now_s=0.0)
+    ranks.leave(b"b", is_done=False)
+    assert not ranks.has_left_done
+    ranks.join(b"b", 1, 2, now_s=0.0)
+    ranks.leave(b"b", is_done=True)
+    assert ranks.has_left_done
 
 
 # ---------------------------------------------------------------- progress
@@ -209,17 +214,17 @@ def test_a_rank_that_cant_be_is_refused_before_any_run_is_waited_for(
 
 
 async def test_a_rank_is_waited_for_as_long_as_it_may_come_and_named_then() -> None:
-    seats = Seats()
+    ranks = RankRegistry()
     now_s = asyncio.get_running_loop().time()
     for rank in range(2):
-        seats.sit(bytes([65 + rank]), rank, 3, now_s)
-    barrier = Barrier(seats, Patience(trainer_s=0.02, rank_s=0.01))
+        ranks.join(bytes([65 + rank]), rank, 3, now_s)
+    barrier = Barrier(ranks, TrainerTimeouts(trainer_s=0.02, rank_s=0.01))
     with pytest.raises(TrainerLost, match="rank 2 of 3 has not come") as lost:
         await barrier.until(lambda: False, lambda: [2], doing="waiting")
     assert lost.value.ranks == [2]
     with pytest.raises(TrainerLost, match="rank 0, rank 1 of 3 was not heard"):
         await barrier.until(lambda: False, lambda: [0, 1], doing="waiting")
-    seats.leave(b"B", is_done=True)
+    ranks.leave(b"B", is_done=True)
     with pytest.raises(TrainerLost, match="rank 1 of 3 has done and left"):
         await barrier.until(lambda: False, lambda: [1], doing="waiting")
     await barrier.until(lambda: True, lambda: [0], doing="waiting")

@@ -1,8 +1,9 @@
-"""Calls to publish weights or LoRA adapters, run on the run's event loop: reserve, write, bring.
+"""Weight updates that a trainer requests: publish, rollback, and LoRA adapters added or removed.
 
-Trainers' handles and the vLLM-compatible server run them. A caller that gives up at any instant
-leaves nothing reserved; and what is being written then is written to its end, for nobody else may
-write there before. :mod:`tidegate.orchestrator.core.weight_control` decides all else.
+Trainers' handles and the vLLM-compatible server run them on the run's event loop: reserve the
+weight channel, write the tensors in a thread, publish the version. A cancelled update leaves
+nothing reserved; a write that has begun is finished first, because nobody else may write until
+then. :mod:`tidegate.orchestrator.core.weight_control` decides everything else.
 """
 
 import asyncio
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     import torch
 
 
-class PublishCall:
-    """One set of weights on its way."""
+class WeightUpdate:
+    """One publish of a state dict."""
 
     def __init__(
         self,
@@ -49,10 +50,10 @@ class PublishCall:
         *,
         partial: bool = False,
     ) -> None:
-        """Checks what is asked for. A ``partial`` state dict has only what changes.
+        """Check the arguments. A ``partial`` state dict has only the tensors that change.
 
         Raises:
-            ConfigError: there is no such thing to wait for.
+            ConfigError: ``wait`` has no such value.
         """
         if wait not in get_args(PublishWait):
             raise ConfigError(f"publish waits until 'live', 'staged' or 'none', got wait={wait!r}")
@@ -61,26 +62,26 @@ class PublishCall:
         self._wait: PublishWait = wait
         self._change: Change = laid_over if partial else anew
         self._is_part = partial
-        """Whether the version has more than these tensors."""
+        """Whether the version has tensors besides these, of the version before."""
         self._reserved: Reserved | None = None
         self.version = -1
-        """-1 until one is reserved."""
+        """Version of the weights; -1 until one is reserved."""
         self.parts = WHOLE
-        """What the version is made of beside these tensors."""
+        """Parts of the version besides these tensors, for the run's record."""
         self._has_returned = False
         self._first_bad: int | None = None
-        """Of a rollback: the first version that is bad."""
+        """First bad version of a rollback; None: this is none."""
 
     @property
     def may_be_served(self) -> bool:
-        """Whether an engine may serve it, or will unless that fails behind the caller's back."""
+        """Whether engines may serve the version, now or after the call has returned."""
         scheduler = self._run.scheduler
         if scheduler is None or self.version < 0:
             return False
         return self._has_returned or scheduler.control.state.newest_version >= self.version
 
     async def run(self, scheduler: Scheduler) -> int:
-        """Bring the weights to the engines; their version.
+        """Bring the weights to the engines; return their version.
 
         Raises:
             EngineLagging, WeightsRefused, PublishDropped: as :meth:`EngineControl.publish`.
@@ -119,7 +120,7 @@ class PublishCall:
         return content
 
     async def _written(self, reserved: Reserved) -> list[UpdateWeights]:
-        """Have a thread put the weights where engines can read them."""
+        """Write the weights to the channel, in a thread; return the messages that say where."""
         loop = asyncio.get_running_loop()
         writing = loop.run_in_executor(None, self._write, reserved)
         try:
@@ -157,13 +158,13 @@ class PublishCall:
         return with_checksums(chunks, sums) if sums else chunks
 
 
-class RollbackCall(PublishCall):
-    """Good weights that take the place of bad ones. Engines are paused meanwhile."""
+class WeightRollback(WeightUpdate):
+    """A publish of good weights in place of bad ones. Engines are paused meanwhile."""
 
     def __init__(
         self, run: Run, state_dict: "Mapping[str, torch.Tensor]", *, first_bad: int
     ) -> None:
-        """``first_bad``: from this version on, what was published is bad."""
+        """``first_bad``: oldest of the bad versions; all newer ones are bad too."""
         super().__init__(run, state_dict, "live")
         if first_bad < 1:
             raise ConfigError(
@@ -173,8 +174,8 @@ class RollbackCall(PublishCall):
         self._first_bad = first_bad
 
 
-class AdapterCall(PublishCall):
-    """An adapter on its way, new or with new tensors."""
+class AdapterUpdate(WeightUpdate):
+    """A publish of a LoRA adapter, new or with new tensors."""
 
     def __init__(
         self,
@@ -184,10 +185,10 @@ class AdapterCall(PublishCall):
         config: object,
         wait: PublishWait,
     ) -> None:
-        """Read it.
+        """Read the adapter.
 
         Raises:
-            ConfigError: it is no LoRA adapter that engines could serve.
+            ConfigError: engines could not serve it as a LoRA adapter.
         """
         loaded = load_adapter(adapter, config)
         super().__init__(run, loaded.tensors, wait, partial=True)
@@ -195,8 +196,8 @@ class AdapterCall(PublishCall):
         self.parts = WeightParts(is_adapter=True)
 
 
-class UnloadCall(PublishCall):
-    """An adapter that is to go."""
+class AdapterRemoval(WeightUpdate):
+    """A publish of a version without one LoRA adapter."""
 
     def __init__(self, run: Run, name: str, wait: PublishWait) -> None:
         super().__init__(run, {}, wait, partial=True)
@@ -204,10 +205,10 @@ class UnloadCall(PublishCall):
         self._change = partial(without_adapter, name)
 
     async def run(self, scheduler: Scheduler) -> int:
-        """Bring the version without it to the engines.
+        """Bring the version without the adapter to the engines; return it.
 
         Raises:
-            WeightsRefused: there is no such adapter; else as :meth:`PublishCall.run`.
+            WeightsRefused: no adapter of this name is published; else as :meth:`WeightUpdate.run`.
         """
         known = scheduler.control.state.adapters_before
         if self._name not in known:

@@ -1,6 +1,6 @@
-"""How does a trainer say which rows of a batch it has not trained on? Checked here, then an event.
+"""Rows of a batch that the trainer did not train on, for ``Rollouts.discard``.
 
-It knows batches by their numbers, and nothing of what the core makes of it.
+Local and remote handles check the rows here and report them to the core as one event.
 """
 
 import operator
@@ -17,25 +17,26 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.batches.batches import Batch
 
 REASON = re.compile("[a-z][a-z0-9_]{0,39}")
-"""What names an account of the ledger, and is a label in Prometheus."""
+"""Form of a reason: it names an account of the ledger, and is a label in Prometheus."""
 
 NOT_TRAINED = "not_trained"
+"""Reason of rows that are discarded without another."""
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOutRows:
-    """Some rows of a batch, by their places in the whole of it."""
+class DiscardedRows:
+    """Some rows of a batch, by their positions in the whole batch."""
 
     batch: int
-    """Its number."""
+    """Number of the batch."""
     rows: tuple[int, ...]
     reason: str
 
-    async def tell(self, scheduler: Scheduler) -> None:
-        """Have the run count them; return once no crash can undo that.
+    async def report(self, scheduler: Scheduler) -> None:
+        """Count the rows as discarded; return once no crash can undo that.
 
         Raises:
-            ConfigError: the run doesn't keep this batch any more, or it has no such rows.
+            ConfigError: the run doesn't keep this batch any more, or the batch has no such rows.
         """
         handed = scheduler.core.handed
         if self.batch not in handed:
@@ -53,13 +54,13 @@ class LeftOutRows:
         await scheduler.wait_until_safe()
 
 
-def left_out_rows(
+def discarded_rows(
     batch: "Batch | int", rows: Sequence[SupportsIndex], reason: str = NOT_TRAINED
-) -> LeftOutRows:
-    """Those of a batch, or of a rank's part of one; of a number, places in the whole batch.
+) -> DiscardedRows:
+    """Return checked rows of a batch, or of a rank's part; of a number, of the whole batch.
 
     Raises:
-        ConfigError: the reason is no name, the rows are no numbers, or the part has none such.
+        ConfigError: the reason is no name, a row is no number, or the part has no such row.
     """
     if not REASON.fullmatch(reason):
         raise ConfigError(
@@ -68,24 +69,24 @@ def left_out_rows(
         )
     places = tuple(map(_place, rows))
     if isinstance(batch, int):
-        return LeftOutRows(batch, places, reason)
+        return DiscardedRows(batch, places, reason)
     count = len(batch.rewards)
     if places and not 0 <= min(places) <= max(places) < count:
         raise ConfigError(
             f"batch {batch.number} has {count} rows here, from 0; left out: {list(places)}"
         )
     if batch.shard is None:
-        return LeftOutRows(batch.number, places, reason)
+        return DiscardedRows(batch.number, places, reason)
     if len(batch.shard.rows) != count:
         raise ConfigError(
             f"batch {batch.number} has {count} rows here, and says of {len(batch.shard.rows)} "
             "where they are in the whole batch: give the part that the run gave, and its own rows"
         )
-    return LeftOutRows(batch.number, tuple(batch.shard.rows[place] for place in places), reason)
+    return DiscardedRows(batch.number, tuple(batch.shard.rows[place] for place in places), reason)
 
 
 def _place(row: SupportsIndex) -> int:
-    """A row's number. A mask's True would be taken for 1."""
+    """Return a row's number. A boolean mask is refused, because True would count as row 1."""
     dtype = getattr(row, "dtype", None)
     if isinstance(row, bool) or (dtype is not None and str(dtype).endswith("bool")):
         raise ConfigError(f"rows to leave out are numbers from 0, not a mask; got {row}")

@@ -1,4 +1,4 @@
-"""Is what a trainer had and did not train on counted so, whatever it was, whenever that is said?"""
+"""Rows that a trainer received and did not train on are counted as discarded, at any instant."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.discards import Discards
 from tidegate.orchestrator.core.handed_batches import KEPT_BATCHES
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.trainer.left_out_rows import left_out_rows
+from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.simulation.serve import ServeInTests
 
@@ -241,7 +241,7 @@ async def test_what_can_not_be_left_out_is_refused_and_counts_nothing(
 def test_of_a_part_the_places_are_those_in_the_whole_batch(driver: Driver) -> None:
     one_batch(driver)
     parts = shards(build_batch(driver.batches[0].groups, 0, 1), 2)
-    told = [left_out_rows(part, [1]).rows[0] for part in parts]
+    told = [discarded_rows(part, [1]).rows[0] for part in parts]
     places = [part.shard.rows[1] for part in parts if part.shard is not None]
     assert told == places
     assert len(set(told)) == 2
@@ -250,12 +250,12 @@ def test_of_a_part_the_places_are_those_in_the_whole_batch(driver: Driver) -> No
 @pytest.mark.parametrize("mask", [[False, True], torch.tensor([False, True]), np.ones(2, bool)])
 def test_a_mask_is_not_taken_for_rows(mask: Any) -> None:
     with pytest.raises(ConfigError, match="numbers from 0, not a mask"):
-        left_out_rows(1, mask)
+        discarded_rows(1, mask)
 
 
 @pytest.mark.parametrize("rows", [[3, 1], torch.tensor([3, 1]), np.array([3, 1])])
 def test_rows_are_numbers_of_any_kind(rows: Any) -> None:
-    assert left_out_rows(1, rows).rows == (3, 1)
+    assert discarded_rows(1, rows).rows == (3, 1)
 
 
 def test_of_a_part_that_does_not_tell_where_its_rows_are_none_is_left_out(driver: Driver) -> None:
@@ -263,4 +263,4 @@ def test_of_a_part_that_does_not_tell_where_its_rows_are_none_is_left_out(driver
     one_batch(driver)
     part, _ = shards(build_batch(driver.batches[0].groups, 0, 1), 2)
     with pytest.raises(ConfigError, match="has 1 rows here, and says of 2 where they are"):
-        left_out_rows(rows_of(part, [1]), [0])
+        discarded_rows(rows_of(part, [1]), [0])
