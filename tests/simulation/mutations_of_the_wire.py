@@ -196,7 +196,7 @@ def weights_that_come_to_nothing_are_not_sent_again_while_engines_wake(
     patch.setattr(WeightControl, "_in_vain", [])
 
 
-@mutation(seed=2012476)
+@mutation(seed=451)
 def an_answer_to_an_earlier_start_of_a_version_counts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_Engine, "has_outdated", lambda self, version: False)
 
