@@ -191,9 +191,6 @@ class LivesReport:
         return f"tidegate simulate --replay '{self.scenario.to_json()}'"
 
 
-LONGEST_RUN_S = 600.0
-"""Virtual; several times as long as the longest honest runs."""
-
 LIVES_MAX = 8
 """Of a scenario that is drawn."""
 
@@ -302,7 +299,7 @@ class Lives:
             with silent_log():
                 run_in_virtual_time(self._main())
         except TimeoutError:
-            said = f"no end after {LONGEST_RUN_S:.0f} s of virtual time"
+            said = f"no end after {self._scenario.longest_run_s:.0f} s of virtual time"
             self.report.failure = Failure(kind="stuck", message=said)
         except Exception as error:  # noqa: BLE001 - whatever it is, a promise is broken
             self.report.failure = failure_of(error)
@@ -334,7 +331,7 @@ class Lives:
         self._hosts = engine_hosts(self._scenario, world, self._engine_ended)
         for host in self._hosts:
             host.start()
-        async with asyncio.timeout(LONGEST_RUN_S):
+        async with asyncio.timeout(self._scenario.longest_run_s):
             while not self._done:
                 self.report.lives += 1
                 await self._live(router, store, broken, on_broken)
