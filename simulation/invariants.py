@@ -157,6 +157,10 @@ class Watch:
         """Batches that the trainer has had and not published."""
         self._begun = 0
         """Of those, the ones that it has begun to train on."""
+        self._holds_too_many = False
+        """Whether the trainer asked for more batches than it may hold. It is refused, but where
+        tasks have ended it is told that instead, and may have looked ahead too far unnoticed. The
+        bound is promised to trainers that hold no more than they may: docs/architecture.md."""
         self._fruitless_versions = 0
         """Versions beyond one for each batch trained: they age what the trainer holds."""
         self._departed: set[str] = set()
@@ -211,6 +215,9 @@ class Watch:
                     self._hardships.note(Hardship.STOPPED)
                 case ev.HandOver():
                     self._check_batch(command)
+                case ev.EndBatches():
+                    held = self._unpublished * self._scenario.groups_per_batch
+                    self._holds_too_many |= held >= self._outstanding_max
                 case ev.Record(rollout=rollout, task=task):
                     self._check_record(rollout, task)
         if isinstance(event, ev.RowsDiscarded):
@@ -419,7 +426,7 @@ class Watch:
         bound = self._scenario.staleness_bound
         trained = [span for row in _rows(batch) for turn in row.turns for span in turn.spans()]
         versions = [s.version for s in trained if s.version >= batch.oldest_trainable]
-        if bound is None or not versions:
+        if bound is None or not versions or self._holds_too_many:
             return
         staleness = self._published - min(versions)
         staleness -= self._fruitless_versions - self._fruitless_before[batch.number]

@@ -73,14 +73,16 @@ class HandedBatches:
         self.covered = 0
         """Batches that the newest version is known to have been made from."""
         self.taken_before = 0
-        """Batches handed over between the last two publishes; 0 if a batch was being asked for at
-        the later one, because such a trainer catches up in the next interval."""
+        """Batches handed over between the last two publishes; 0 if the trainer asked for one more
+        that it did not get, because such a trainer catches up in the next interval."""
         self.tried = 0
         """Batches handed over by the publish tried last, if it failed; else 0."""
         self.failed = 0
         """Publishes that failed since the newest, each with a batch taken before it."""
         self.is_asked_ahead = False
         """Whether a batch was being asked for at the newest publish."""
+        self.is_short = False
+        """Whether a batch was asked for since the newest publish and the tasks had ended."""
 
     @property
     def num_groups(self) -> int:
@@ -144,18 +146,19 @@ class HandedBatches:
 
         It was made from more if the trainer took more in this interval and in the one before:
         a trainer with a fixed look-ahead takes as many between two publishes as it trains on. That
-        is not so while it catches up after a publish at which it was waiting (``is_asked``). Each
-        earlier publish that came to nothing adds one: those whose place this one takes
-        (``replaced``), and failed ones after which a batch was taken; others may be tried again.
+        is not so while it catches up after a publish at which it was waiting (``is_asked``), or
+        before which the tasks had ended (:meth:`note_ended`). Each earlier publish that came to
+        nothing adds one: those whose place this one takes (``replaced``), and failed ones after
+        which a batch was taken; others may be tried again.
         Restored weights (``is_restored``) are made from everything that the trainer has had.
         """
         taken = self.taken
         again = self.failed > 0 and self.tried == self.count
         self.covered = max(min(self.taken_before, taken), 1 + self.failed - again) + replaced
         self._count_trained(self.count if is_restored else self.covered, version)
-        self.taken_before = 0 if is_asked else taken
+        self.taken_before = 0 if is_asked or self.is_short else taken
         self.tried = self.failed = 0
-        self.is_asked_ahead = is_asked
+        self.is_asked_ahead, self.is_short = is_asked, False
         self.versions.append((version, self.count))
         self._forget_versions()
 
@@ -164,6 +167,11 @@ class HandedBatches:
         if not is_asked and self.count > max(self.tried, self.versions[-1][1]):
             self.tried = self.count
             self.failed += 1
+
+    def note_ended(self) -> None:
+        """A batch was asked for, and there are no more tasks: a trainer that looks ahead holds one
+        batch fewer than it wants."""
+        self.is_short = True
 
     def note_asked(self) -> bool:
         """A batch is asked for: if the trainer has taken more than one since the newest publish,
@@ -247,7 +255,7 @@ class HandedBatches:
     def begin_anew(self) -> None:
         """Another process of the trainer goes on: nothing is known of its rhythm."""
         self.covered = self.taken_before = self.tried = self.failed = 0
-        self.is_asked_ahead = False
+        self.is_asked_ahead = self.is_short = False
 
     def roll_back(self, version: int) -> None:
         """The checkpoint's weights go on as ``version``; those made from more are no more."""

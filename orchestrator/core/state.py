@@ -170,6 +170,7 @@ class SavedTraining(Saved):
     tried: int = 0
     failed: int = 0
     is_asked_ahead: bool = False
+    is_short: bool = False
 
 
 class SavedCore(Saved):
@@ -389,6 +390,7 @@ def _training(core: Core) -> SavedTraining:
         tried=handed.tried,
         failed=handed.failed,
         is_asked_ahead=handed.is_asked_ahead,
+        is_short=handed.is_short,
     )
 
 
@@ -538,7 +540,7 @@ def _load_training(saved: SavedTraining, core: Core) -> None:
     handed.again = deque(saved.again)
     handed.covered, handed.taken_before = saved.covered, saved.taken_before
     handed.tried, handed.failed = saved.tried, saved.failed
-    handed.is_asked_ahead = saved.is_asked_ahead
+    handed.is_asked_ahead, handed.is_short = saved.is_asked_ahead, saved.is_short
     trained.batches = saved.trained_batches
     trained.rollouts = saved.trained_rollouts
     trained.mixed_version = saved.mixed_version

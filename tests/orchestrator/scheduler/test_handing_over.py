@@ -129,6 +129,42 @@ def test_who_asks_ahead_of_a_publish_is_refused_rather_than_given_what_would_get
     assert len(driver.refused) == 1
 
 
+def take_tasks_in_batches_of_one(driver: Driver, tasks: int) -> None:
+    """Take all batches of an iterator of so many tasks, and ask once more."""
+    driver.do(ev.TasksOffered())
+    for _ in range(tasks):
+        driver.do(ev.BatchAsked())
+        driver.do(ev.TaskArrived(driver.next_task))
+        driver.next_task += 1
+        for rollout in list(driver.running.values()):
+            driver.solve(rollout)
+    driver.do(ev.TasksExhausted())
+    driver.do(ev.BatchAsked())
+
+
+def test_who_was_told_during_its_step_that_tasks_had_ended_catches_up_after_its_publish() -> None:
+    """With two batches ahead, it lacks one; a publish counts for one batch all the same."""
+    driver = Driver(max_staleness=2, groups_per_batch=1)
+    driver.join("a")
+    take_tasks_in_batches_of_one(driver, 2)
+    assert driver.ended == 1
+    driver.publish_and_swap()  # made from the first
+    driver.do(ev.TasksOffered())
+    ask(driver, 1)
+    ask(driver, 1)
+    assert [batch.trainer_version for batch in driver.batches] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 3])
+def test_who_publishes_once_the_tasks_of_an_iterator_have_ended_is_not_held_up(tasks: int) -> None:
+    driver = Driver(max_staleness=tasks - 1, groups_per_batch=1)
+    driver.join("a")
+    for _ in range(4):
+        take_tasks_in_batches_of_one(driver, tasks)
+        driver.publish_and_swap()
+    assert (driver.refused, driver.ended, len(driver.batches)) == ([], 4, 4 * tasks)
+
+
 def test_a_publish_that_failed_counts_for_its_batch_once_another_was_taken() -> None:
     handed = HandedBatches(is_kept=False)
     handed.hand([], 0, places=1)
