@@ -302,6 +302,11 @@ class StopTimer:
 
 
 @dataclass(frozen=True, slots=True)
+class WhenSafe:
+    """Tell (:class:`SwapsSafe`) once no crash can undo what was decided so far."""
+
+
+@dataclass(frozen=True, slots=True)
 class GiveUp:
     """Strike an engine that does not do as it was told."""
 
@@ -315,6 +320,14 @@ class RefuseEngine:
 
     engine: str
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoteSwap:
+    """An engine serves other weights from now on."""
+
+    engine: str
+    message: WeightsLive
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,19 +349,6 @@ class RetractVersions:
     """From this version on, what was published is bad: give up what it has sampled."""
 
     first_bad: int
-
-
-@dataclass(frozen=True, slots=True)
-class NoteSwap:
-    """An engine serves other weights from now on."""
-
-    engine: str
-    message: WeightsLive
-
-
-@dataclass(frozen=True, slots=True)
-class WhenSafe:
-    """Tell (:class:`SwapsSafe`) once no crash can undo what was decided so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,13 +374,13 @@ Command = (
     | WakeCall
     | SetTimer
     | StopTimer
+    | WhenSafe
     | GiveUp
     | RefuseEngine
+    | NoteSwap
     | ReleaseVersion
     | NoteFailure
     | RetractVersions
-    | NoteSwap
-    | WhenSafe
     | StandStill
     | HoldBatches
 )
