@@ -171,8 +171,7 @@ class Driver:
         self.do(ev.TurnAsked(rollout.rollout_id, SamplingParams(max_tokens=max_tokens)))
 
     def begin_turn(self) -> tuple[Rollout, int]:
-        """Have a first engine, "a", take a turn of the only rollout, which is returned with the
-        turn's handle."""
+        """Have engine "a" join and take a turn of the only rollout; return it and the handle."""
         self.join("a")
         self.fill()
         [rollout] = self.running.values()
