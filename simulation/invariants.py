@@ -177,6 +177,8 @@ class Watch:
         """Engine -> handle -> rollout, of the turns that it has, as far as it was heard."""
         self._losses: Counter[int] = Counter()
         """Rollout -> engines that were lost with its turn that is going on."""
+        self.stopped: set[int] = set()
+        """Rollouts whose episode was cancelled because their group was given up."""
         self._lost_out: set[int] = set()
         """Rollouts with a turn, of them or of a branch, that was refused for its losses."""
         self._excused: set[int] = set()
@@ -211,7 +213,8 @@ class Watch:
                     self._evaluation_rollouts.add(rollout.rollout_id)
                 case ev.StartBranch(rollout=rollout) if rollout.group_id < 0:
                     self._evaluation_rollouts.add(rollout.rollout_id)
-                case ev.StopEpisode():
+                case ev.StopEpisode(rollout=rollout):
+                    self.stopped.add(rollout.rollout_id)
                     self._hardships.note(Hardship.STOPPED)
                 case ev.HandOver():
                     self._check_batch(command)

@@ -262,6 +262,8 @@ class Lives:
         """Batches after which the trainer breaks out of the first iterator, if there are two."""
         self._begun: set[int] = set()
         """Tasks that an episode of this life was begun for."""
+        self._stopped: set[int] = set()
+        """Rollouts of this life whose episode was cancelled because their group was given up."""
         self._made_of: dict[int, tuple[Trained, ...]] = {}
         """Version -> what its publisher had trained."""
         self._served: dict[int, tuple[Trained, ...]] = {}
@@ -323,7 +325,9 @@ class Lives:
             lambda _, context: on_broken(context.get("exception", AssertionError(str(context))))
         )
         world = World(loop, self._tape, buffer=self._buffer)
-        self._episodes = SimulatedEpisodes(self._scenario, world, is_patient=True)
+        self._episodes = SimulatedEpisodes(
+            self._scenario, world, stopped=self._stopped, is_patient=True
+        )
         router = world.router
         store = SimulatedStore(
             commit_s=self._chance.choice((0.0001, 0.002, 0.02)), chance=self._chance
@@ -353,6 +357,7 @@ class Lives:
         on_broken: Callable[[BaseException], None],
     ) -> None:
         loop = asyncio.get_running_loop()
+        self._stopped.clear()
         resume = None
         if self.report.lives > 1:
             resume = ev.Resumed(self._checkpoint.batches, offer=self._checkpoint.offer)
@@ -475,6 +480,8 @@ class Lives:
             match command:
                 case ev.Submit(engine=engine, message=message):
                     self._sent[message.turn] = (engine, message.session)
+                case ev.StopEpisode(rollout=rollout):
+                    self._stopped.add(rollout.rollout_id)
                 case ev.HandOver():
                     self._check_batch(command)
                     self.report.batches_handed += 1

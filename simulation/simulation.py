@@ -163,7 +163,12 @@ class Simulation:
         self._world = World(self._loop, Tape())
         self._watch = Watch(scenario, self._world.truth, self._world.hardships)
         watch = self._watch
-        episodes = SimulatedEpisodes(scenario, self._world, live_version=lambda: watch.live_version)
+        episodes = SimulatedEpisodes(
+            scenario,
+            self._world,
+            stopped=watch.stopped,
+            live_version=lambda: watch.live_version,
+        )
         self._trainer = SimulatedTrainer(
             scenario, self._world, episodes.play, self._watch.begins_training
         )
