@@ -201,6 +201,13 @@ def an_answer_to_an_earlier_start_of_a_version_counts(patch: pytest.MonkeyPatch)
     patch.setattr(_Engine, "has_outdated", lambda self, version: False)
 
 
+@mutation(seed=2000126)
+def a_publish_that_is_told_of_an_earlier_failure_does_not_count_as_failed(
+    patch: pytest.MonkeyPatch,
+) -> None:
+    patch.setattr(WeightControl, "_refuse_publish", lambda self, c, e: self._end(c, error=e))
+
+
 @mutation(seed=158)
 def the_kv_of_a_turn_that_moves_is_guessed_from_where_it_was(patch: pytest.MonkeyPatch) -> None:
     right = provenance.spans_of
