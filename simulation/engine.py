@@ -17,7 +17,7 @@ from tidegate.simulation.faults import LONGEST_FAULT_S
 from tidegate.simulation.hardships import Hardship
 from tidegate.simulation.scores import SimulatedScores
 from tidegate.simulation.sleep import SimulatedSleep
-from tidegate.simulation.staging import SimulatedStaging
+from tidegate.simulation.staging import SimulatedStaging, check_refusal
 from tidegate.simulation.traits import EngineTraits
 from tidegate.simulation.turns import DEADLY_TOKEN, SimulatedTurns, StepRows, StepWork
 from tidegate.simulation.wire import Link
@@ -354,6 +354,7 @@ class SimulatedEngine:
             self._heartbeat_due_s = self._loop.time()
         match message:
             case Refused(message=why):
+                check_refusal(why)
                 self.end(f"refused: {why}")
             case Shutdown():
                 self.end("asked to shut down")

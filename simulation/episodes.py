@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from weakref import WeakKeyDictionary
 
 from tidegate.errors import EngineLost, RunClosed, TurnRefused
@@ -37,13 +37,16 @@ class SimulatedEpisodes:
         scenario: Scenario,
         world: World,
         *,
+        stopped: Set[int],
         live_version: Callable[[], int] = lambda: 0,
         is_patient: bool = False,
     ) -> None:
-        """``live_version``: what a score that is asked for now may not be older than.
+        """``stopped``: rollouts whose episode the run has cancelled; it changes during the run.
+        ``live_version``: what a score that is asked for now may not be older than.
 
-        One that ``is_patient`` gives up no turn, whatever its script says.
+        With ``is_patient``, episodes give up no turn, whatever their script says.
         """
+        self._stopped = stopped
         self._is_patient = is_patient
         self._scenario = scenario
         self._world = world
@@ -83,6 +86,8 @@ class SimulatedEpisodes:
         async def go() -> None:
             with contextlib.suppress(RunClosed):  # the rollout was given up, or is over
                 for turn in turns:
+                    if episode.rollout_id in self._stopped:
+                        return  # its context was cut back; it is cancelled in the loop's next turn
                     await self._take(row, turn, mood)
 
         return asyncio.get_running_loop().create_task(go(), name=f"branch {row.rollout_id}")

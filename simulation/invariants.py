@@ -157,6 +157,10 @@ class Watch:
         """Batches that the trainer has had and not published."""
         self._begun = 0
         """Of those, the ones that it has begun to train on."""
+        self._holds_too_many = False
+        """Whether the trainer asked for more batches than it may hold. It is refused, but where
+        tasks have ended it is told that instead, and may have looked ahead too far unnoticed. The
+        bound is promised to trainers that hold no more than they may: docs/architecture.md."""
         self._fruitless_versions = 0
         """Versions beyond one for each batch trained: they age what the trainer holds."""
         self._departed: set[str] = set()
@@ -173,6 +177,8 @@ class Watch:
         """Engine -> handle -> rollout, of the turns that it has, as far as it was heard."""
         self._losses: Counter[int] = Counter()
         """Rollout -> engines that were lost with its turn that is going on."""
+        self.stopped: set[int] = set()
+        """Rollouts whose episode was cancelled because their group was given up."""
         self._lost_out: set[int] = set()
         """Rollouts with a turn, of them or of a branch, that was refused for its losses."""
         self._excused: set[int] = set()
@@ -207,10 +213,14 @@ class Watch:
                     self._evaluation_rollouts.add(rollout.rollout_id)
                 case ev.StartBranch(rollout=rollout) if rollout.group_id < 0:
                     self._evaluation_rollouts.add(rollout.rollout_id)
-                case ev.StopEpisode():
+                case ev.StopEpisode(rollout=rollout):
+                    self.stopped.add(rollout.rollout_id)
                     self._hardships.note(Hardship.STOPPED)
                 case ev.HandOver():
                     self._check_batch(command)
+                case ev.EndBatches():
+                    held = self._unpublished * self._scenario.groups_per_batch
+                    self._holds_too_many |= held >= self._outstanding_max
                 case ev.Record(rollout=rollout, task=task):
                     self._check_record(rollout, task)
         if isinstance(event, ev.RowsDiscarded):
@@ -419,7 +429,7 @@ class Watch:
         bound = self._scenario.staleness_bound
         trained = [span for row in _rows(batch) for turn in row.turns for span in turn.spans()]
         versions = [s.version for s in trained if s.version >= batch.oldest_trainable]
-        if bound is None or not versions:
+        if bound is None or not versions or self._holds_too_many:
             return
         staleness = self._published - min(versions)
         staleness -= self._fruitless_versions - self._fruitless_before[batch.number]

@@ -191,9 +191,6 @@ class LivesReport:
         return f"tidegate simulate --replay '{self.scenario.to_json()}'"
 
 
-LONGEST_RUN_S = 600.0
-"""Virtual; several times as long as the longest honest runs."""
-
 LIVES_MAX = 8
 """Of a scenario that is drawn."""
 
@@ -265,6 +262,8 @@ class Lives:
         """Batches after which the trainer breaks out of the first iterator, if there are two."""
         self._begun: set[int] = set()
         """Tasks that an episode of this life was begun for."""
+        self._stopped: set[int] = set()
+        """Rollouts of this life whose episode was cancelled because their group was given up."""
         self._made_of: dict[int, tuple[Trained, ...]] = {}
         """Version -> what its publisher had trained."""
         self._served: dict[int, tuple[Trained, ...]] = {}
@@ -302,7 +301,7 @@ class Lives:
             with silent_log():
                 run_in_virtual_time(self._main())
         except TimeoutError:
-            said = f"no end after {LONGEST_RUN_S:.0f} s of virtual time"
+            said = f"no end after {self._scenario.longest_run_s:.0f} s of virtual time"
             self.report.failure = Failure(kind="stuck", message=said)
         except Exception as error:  # noqa: BLE001 - whatever it is, a promise is broken
             self.report.failure = failure_of(error)
@@ -326,7 +325,9 @@ class Lives:
             lambda _, context: on_broken(context.get("exception", AssertionError(str(context))))
         )
         world = World(loop, self._tape, buffer=self._buffer)
-        self._episodes = SimulatedEpisodes(self._scenario, world, is_patient=True)
+        self._episodes = SimulatedEpisodes(
+            self._scenario, world, stopped=self._stopped, is_patient=True
+        )
         router = world.router
         store = SimulatedStore(
             commit_s=self._chance.choice((0.0001, 0.002, 0.02)), chance=self._chance
@@ -334,7 +335,7 @@ class Lives:
         self._hosts = engine_hosts(self._scenario, world, self._engine_ended)
         for host in self._hosts:
             host.start()
-        async with asyncio.timeout(LONGEST_RUN_S):
+        async with asyncio.timeout(self._scenario.longest_run_s):
             while not self._done:
                 self.report.lives += 1
                 await self._live(router, store, broken, on_broken)
@@ -356,6 +357,7 @@ class Lives:
         on_broken: Callable[[BaseException], None],
     ) -> None:
         loop = asyncio.get_running_loop()
+        self._stopped.clear()
         resume = None
         if self.report.lives > 1:
             resume = ev.Resumed(self._checkpoint.batches, offer=self._checkpoint.offer)
@@ -478,6 +480,8 @@ class Lives:
             match command:
                 case ev.Submit(engine=engine, message=message):
                     self._sent[message.turn] = (engine, message.session)
+                case ev.StopEpisode(rollout=rollout):
+                    self._stopped.add(rollout.rollout_id)
                 case ev.HandOver():
                     self._check_batch(command)
                     self.report.batches_handed += 1

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 
 from tidegate.errors import ConfigError
+from tidegate.orchestrator.core.turns import LOSSES_MAX
 from tidegate.orchestrator.core.weight_control import PublishWait
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
 from tidegate.policies.asynchrony import BoundedStaleness, OnDeadline, OneStepOffPolicy, Unbounded
@@ -24,6 +25,8 @@ from tidegate.policies.staleness import StalenessPolicy
 from tidegate.policies.stragglers import EvenOut, LongTailLane
 from tidegate.simulation.faults import (
     ALL_FAULTS,
+    FAULTS_MAX,
+    LONGEST_FAULT_S,
     WEIGHT_FAULTS,
     Fault,
     FaultKind,
@@ -176,8 +179,21 @@ def draw_rules(plain: ScenarioRules) -> dict[str, object]:
     }
 
 
-EPISODE_TIMEOUT_S = 40.0
-"""Longer than all faults of a run take together, so only what hangs for ever is timed out."""
+EPISODE_TIMEOUT_MIN_S = 40.0
+"""Time that an episode may take, where neither its engines' work nor deadly turns need more."""
+
+FAULTS_S = FAULTS_MAX * LONGEST_FAULT_S
+"""Time that the planned faults of a run take together, at most."""
+
+DEADLY_TURN_S = LOSSES_MAX * (LONGEST_FAULT_S + 1.0)
+"""Time that one deadly turn costs the engine of a one-engine run: the turn is refused after so many
+losses, and after each of them the engine needs about a second to join again and take weights."""
+
+TURN_TOKENS = 10
+"""Mean of what a turn samples; see :func:`tidegate.simulation.model.output_tokens`."""
+
+CONTEXT_TOKENS = 25
+"""Mean context of a turn, which an engine prefills before it samples."""
 
 FAULTS_UNTIL_S = 3.0
 """About as long as a run takes without any."""
@@ -300,6 +316,32 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
         names = [engine_name(number) for number in range(self.engines)]
         return tuple(names[max(0, self.engines - self.engines_without_prefills) :])
 
+    @cached_property
+    def episode_timeout_s(self) -> float:
+        """Longer than an episode takes that does not hang, so that only one that does is timed out.
+
+        An episode's turns wait for those of all others, if engines are slow and have few slots, and
+        for engines that deadly turns have ended.
+        """
+        rollouts = self.outstanding_groups_max * self.group_size + self.evaluation_tasks
+        rows = rollouts * (1 + self.forking_episodes)
+        steps = TURN_TOKENS / self.tokens_per_step + CONTEXT_TOKENS / self.chunk_tokens
+        acknowledged_s = 2 * self.latency_s / self.credit_steps
+        turn_s = steps * (self.step_s + acknowledged_s)
+        work_s = rows * self.turns_max * turn_s / (self.engines * self.max_running_turns)
+        deadly_s = rollouts * self.deadly_turns * DEADLY_TURN_S / self.engines
+        return max(EPISODE_TIMEOUT_MIN_S, FAULTS_S + work_s + deadly_s)
+
+    @property
+    def quiet_max_s(self) -> float:
+        """Time without any progress after which a run is stuck: longer than two timeouts."""
+        return 2 * self.episode_timeout_s + 5.0
+
+    @property
+    def longest_run_s(self) -> float:
+        """Time after which a run gets nowhere; several times as long as the longest honest runs."""
+        return 15 * self.episode_timeout_s
+
     def chance(self, *name: object) -> random.Random:
         """Random numbers for one purpose, the same in each run of this scenario."""
         return random.Random(f"{self.seed}/{name}")
@@ -326,7 +368,7 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
             heartbeat_interval_s=0.25,
             engine_timeout_s=1.0,
             weights_timeout_s=self.weights_timeout_s,
-            episode_timeout_s=EPISODE_TIMEOUT_S,
+            episode_timeout_s=self.episode_timeout_s,
             episode_budget_s=self.episode_budget_s,
         )
 

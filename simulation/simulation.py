@@ -39,14 +39,8 @@ from tidegate.simulation.wire import Tape
 from tidegate.simulation.world import World
 from tidegate.transport.messages import InitWeights
 
-QUIET_MAX_S = 85.0
-"""Virtual. Twice as long as an episode may take, which is the longest honest wait for anything."""
-
 TICK_S = 1 / 2048
 """Virtual. What happens within half a millisecond happens at once: that is where races are."""
-
-LONGEST_RUN_S = 600.0
-"""Virtual. Ten times the longest honest runs; one that takes longer gets nowhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +163,12 @@ class Simulation:
         self._world = World(self._loop, Tape())
         self._watch = Watch(scenario, self._world.truth, self._world.hardships)
         watch = self._watch
-        episodes = SimulatedEpisodes(scenario, self._world, live_version=lambda: watch.live_version)
+        episodes = SimulatedEpisodes(
+            scenario,
+            self._world,
+            stopped=watch.stopped,
+            live_version=lambda: watch.live_version,
+        )
         self._trainer = SimulatedTrainer(
             scenario, self._world, episodes.play, self._watch.begins_training
         )
@@ -241,13 +240,13 @@ class Simulation:
 
     async def _wait_for_standstill(self) -> None:
         """Return never, but fail where nothing has come nearer to its end for a long time."""
-        progress = -1
+        quiet_max_s, progress = self._scenario.quiet_max_s, -1
         while progress != self._watch.progress:
             progress = self._watch.progress
-            await asyncio.sleep(QUIET_MAX_S)
-            if self._loop.time() > LONGEST_RUN_S:
+            await asyncio.sleep(quiet_max_s)
+            if self._loop.time() > self._scenario.longest_run_s:
                 break
-        raise Standstill(f"no progress for {QUIET_MAX_S:.0f} s: the trainer {self._trainer.doing}")
+        raise Standstill(f"no progress for {quiet_max_s:.0f} s: the trainer {self._trainer.doing}")
 
     # ------------------------------------------------------------ afterwards
 

@@ -12,6 +12,18 @@ from tidegate.simulation.model import TORN_WEIGHTS
 from tidegate.simulation.truth import Truth
 from tidegate.transport.messages import Message, UpdateWeights, WeightsFailed, WeightsStaged
 
+GIVEN_UP = "given up, for"
+"""In the answer of an engine that began another version before it had staged this one."""
+
+
+def check_refusal(why: str) -> None:
+    """Check that a refusal is no answer to a start that a newer start has replaced.
+
+    Raises:
+        AssertionError: the engine was told to begin another version, and never refused this one.
+    """
+    assert GIVEN_UP not in why, f"counts as a refusal of weights: {why}"
+
 
 @dataclass(slots=True)
 class WeightBuffer:
@@ -99,7 +111,7 @@ class SimulatedStaging:
         if old is not None and old.state == "open":
             old.state = "failed"
             if old.version != version:
-                self.fail(old.version, f"given up, for v{version} was started")
+                self.fail(old.version, f"{GIVEN_UP} v{version} was started")
         self._update = _Update(version)
 
     def abandon(self) -> None:

@@ -26,6 +26,7 @@ from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
 from tidegate.simulation.hardships import Hardship
 from tidegate.simulation.scenario import Scenario
+from tidegate.simulation.staging import check_refusal
 from tidegate.simulation.world import World
 from tidegate.transport.messages import PauseMode
 from tidegate.transport.sleep_messages import MEMORY_TAGS
@@ -253,7 +254,8 @@ class SimulatedTrainer:
             except TimeoutError:
                 self._world.hardships.note(Hardship.STOPPED_WAITING)
                 continue
-            except (EngineLagging, WeightsRefused, PublishDropped):
+            except (EngineLagging, WeightsRefused, PublishDropped) as error:
+                check_refusal(str(error))
                 self._world.hardships.note(Hardship.TOLD_LATER)
                 continue
             if batch is None:
@@ -303,7 +305,8 @@ class SimulatedTrainer:
                 await self._bring_weights(scheduler)
         except EngineLagging:
             hardships.note(Hardship.LAGGED)
-        except WeightsRefused:
+        except WeightsRefused as error:
+            check_refusal(str(error))
             hardships.note(Hardship.REFUSED)
         except PublishDropped:
             hardships.note(Hardship.TOLD_LATER)

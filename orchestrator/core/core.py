@@ -447,6 +447,7 @@ class Core:
 
     def _train(self, batch: list[Group]) -> list[ev.Command]:
         if not batch:
+            self.handed.note_ended()
             return [ev.EndBatches()]
         version = self.consumption_version
         oldest_trainable = 0

@@ -73,14 +73,19 @@ class HandedBatches:
         self.covered = 0
         """Batches that the newest version is known to have been made from."""
         self.taken_before = 0
-        """Batches handed over between the last two publishes; 0 if a batch was being asked for at
-        the later one, because such a trainer catches up in the next interval."""
+        """Batches handed over between the last two publishes, for each that was tried; 0 if the
+        trainer asked for one more that it did not get, because such a trainer catches up in the
+        next interval."""
         self.tried = 0
         """Batches handed over by the publish tried last, if it failed; else 0."""
         self.failed = 0
         """Publishes that failed since the newest, each with a batch taken before it."""
+        self.failed_counted = 0
+        """Of those, how many have their batch counted as trained; see :meth:`assume_trained`."""
         self.is_asked_ahead = False
         """Whether a batch was being asked for at the newest publish."""
+        self.is_short = False
+        """Whether a batch was asked for since the newest publish and the tasks had ended."""
 
     @property
     def num_groups(self) -> int:
@@ -144,34 +149,46 @@ class HandedBatches:
 
         It was made from more if the trainer took more in this interval and in the one before:
         a trainer with a fixed look-ahead takes as many between two publishes as it trains on. That
-        is not so while it catches up after a publish at which it was waiting (``is_asked``). Each
-        earlier publish that came to nothing adds one: those whose place this one takes
-        (``replaced``), and failed ones after which a batch was taken; others may be tried again.
+        is not so while it catches up after a publish at which it was waiting (``is_asked``), or
+        before which the tasks had ended (:meth:`note_ended`). Each earlier publish that came to
+        nothing adds one: those whose place this one takes (``replaced``), and failed ones after
+        which a batch was taken; others may be tried again.
         Restored weights (``is_restored``) are made from everything that the trainer has had.
         """
         taken = self.taken
-        again = self.failed > 0 and self.tried == self.count
-        self.covered = max(min(self.taken_before, taken), 1 + self.failed - again) + replaced
-        self._count_trained(self.count if is_restored else self.covered, version)
-        self.taken_before = 0 if is_asked else taken
-        self.tried = self.failed = 0
-        self.is_asked_ahead = is_asked
+        failed = self.failed - (self.failed > 0 and self.tried == self.count)
+        known = min(self.taken_before, taken - failed)
+        self.covered = max(known, 1 + failed) + replaced
+        uncounted = self.covered - self.failed_counted
+        self._count_trained(self.count if is_restored else uncounted, version)
+        self.taken_before = 0 if is_asked or self.is_short else taken // (1 + failed)
+        self.tried = self.failed = self.failed_counted = 0
+        self.is_asked_ahead, self.is_short = is_asked, False
         self.versions.append((version, self.count))
         self._forget_versions()
 
     def note_failed(self, *, is_asked: bool) -> None:
-        """A publish has failed; of a trainer that waits for a batch meanwhile, it shows nothing."""
+        """A publish has failed. A trainer that waits for a batch meanwhile, or was told that tasks
+        have ended, catches up after it as it does after one that succeeds."""
+        if is_asked or self.is_short:
+            self.taken_before, self.is_short = 0, False
         if not is_asked and self.count > max(self.tried, self.versions[-1][1]):
             self.tried = self.count
             self.failed += 1
 
+    def note_ended(self) -> None:
+        """A batch was asked for, and there are no more tasks: a trainer that looks ahead holds one
+        batch fewer than it wants."""
+        self.is_short = True
+
     def note_asked(self) -> bool:
         """A batch is asked for: if the trainer has taken more than one since the newest publish,
-        and took more than one before it, that publish was made from as many.
+        and took more than one before it, that publish was made from as many. A publish that failed
+        since explains one of those taken.
 
         Returns whether a batch is known to be trained by this.
         """
-        known = min(self.taken_before, self.taken + 1)
+        known = min(self.taken_before, self.taken + 1 - self.failed)
         if known <= self.covered:
             return False
         before, more = self.untrained, min(known - self.covered, self.untrained - self.taken)
@@ -183,11 +200,13 @@ class HandedBatches:
         """No batch can fill while the trainer holds so many: the oldest one that it had at the
         newest publish must be trained by now, or it would hold more than admission allows.
 
+        It may have been trained for a publish that failed; then the next one was not made from it.
         Returns False where that does not follow: it took all of them since that publish, or it
         asks while it publishes, and so may ask for more than it is allowed to hold.
         """
         if self.is_asked_ahead or self.untrained <= self.taken:
             return False
+        self.failed_counted += self.failed > self.failed_counted
         self._count_trained(1, self.versions[-1][0])
         return True
 
@@ -246,8 +265,8 @@ class HandedBatches:
 
     def begin_anew(self) -> None:
         """Another process of the trainer goes on: nothing is known of its rhythm."""
-        self.covered = self.taken_before = self.tried = self.failed = 0
-        self.is_asked_ahead = False
+        self.covered = self.taken_before = self.tried = self.failed = self.failed_counted = 0
+        self.is_asked_ahead = self.is_short = False
 
     def roll_back(self, version: int) -> None:
         """The checkpoint's weights go on as ``version``; those made from more are no more."""

@@ -170,6 +170,8 @@ class SavedTraining(Saved):
     tried: int = 0
     failed: int = 0
     is_asked_ahead: bool = False
+    is_short: bool = False
+    failed_counted: int = 0
 
 
 class SavedCore(Saved):
@@ -389,6 +391,8 @@ def _training(core: Core) -> SavedTraining:
         tried=handed.tried,
         failed=handed.failed,
         is_asked_ahead=handed.is_asked_ahead,
+        is_short=handed.is_short,
+        failed_counted=handed.failed_counted,
     )
 
 
@@ -538,7 +542,8 @@ def _load_training(saved: SavedTraining, core: Core) -> None:
     handed.again = deque(saved.again)
     handed.covered, handed.taken_before = saved.covered, saved.taken_before
     handed.tried, handed.failed = saved.tried, saved.failed
-    handed.is_asked_ahead = saved.is_asked_ahead
+    handed.is_asked_ahead, handed.is_short = saved.is_asked_ahead, saved.is_short
+    handed.failed_counted = saved.failed_counted
     trained.batches = saved.trained_batches
     trained.rollouts = saved.trained_rollouts
     trained.mixed_version = saved.mixed_version

@@ -302,6 +302,11 @@ class StopTimer:
 
 
 @dataclass(frozen=True, slots=True)
+class WhenSafe:
+    """Tell (:class:`SwapsSafe`) once no crash can undo what was decided so far."""
+
+
+@dataclass(frozen=True, slots=True)
 class GiveUp:
     """Strike an engine that does not do as it was told."""
 
@@ -315,6 +320,14 @@ class RefuseEngine:
 
     engine: str
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoteSwap:
+    """An engine serves other weights from now on."""
+
+    engine: str
+    message: WeightsLive
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,19 +349,6 @@ class RetractVersions:
     """From this version on, what was published is bad: give up what it has sampled."""
 
     first_bad: int
-
-
-@dataclass(frozen=True, slots=True)
-class NoteSwap:
-    """An engine serves other weights from now on."""
-
-    engine: str
-    message: WeightsLive
-
-
-@dataclass(frozen=True, slots=True)
-class WhenSafe:
-    """Tell (:class:`SwapsSafe`) once no crash can undo what was decided so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,13 +374,13 @@ Command = (
     | WakeCall
     | SetTimer
     | StopTimer
+    | WhenSafe
     | GiveUp
     | RefuseEngine
+    | NoteSwap
     | ReleaseVersion
     | NoteFailure
     | RetractVersions
-    | NoteSwap
-    | WhenSafe
     | StandStill
     | HoldBatches
 )
@@ -976,9 +976,9 @@ class WeightControl:
     def _on_reserve(self, event: ReserveAsked) -> None:
         call = self._begin(_Call(event, Phase.RESERVE))
         if event.is_part and not self.knows_before(event.next_version):
-            self._end(call, error=WeightsRefused(UNKNOWN_BEFORE))
+            self._refuse_publish(call, WeightsRefused(UNKNOWN_BEFORE))
         elif (failure := self.take_failure()) is not None:
-            self._end(call, error=failure)
+            self._refuse_publish(call, failure)
         elif event.first_bad is not None:
             self._stands_still = True  # so that no turn goes on from KV that bad weights computed
             self._ask_pause(call)
@@ -986,6 +986,12 @@ class WeightControl:
             self._wait(call)
         else:
             self._reserve(call, event.next_version)
+
+    def _refuse_publish(self, call: _Call, error: TidegateError) -> None:
+        """Fail a publish that has not written anything. Its weights come to nothing as well: the
+        batches that they were made from count for the next version."""
+        self._out.append(NoteFailure())
+        self._end(call, error=error)
 
     def _reserve(self, call: _Call, next_version: int) -> None:
         """Take the buffer for the next version. One that is still being staged is given up."""

@@ -225,6 +225,24 @@ def a_publish_counts_for_every_batch_that_the_trainer_holds(patch: pytest.Monkey
     patch.setattr(HandedBatches, "_count_trained", count_trained)
 
 
+@mutation(seed=2005040)
+def a_trainer_is_not_expected_to_catch_up_after_tasks_have_ended(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HandedBatches, "note_ended", lambda self: None)
+
+
+@mutation(seed=3008926)
+def a_failed_publish_explains_no_batch_that_was_taken(patch: pytest.MonkeyPatch) -> None:
+    right = HandedBatches.note_asked
+
+    def note_asked(self: HandedBatches) -> bool:
+        failed, self.failed = self.failed, 0
+        is_known = right(self)
+        self.failed = failed
+        return is_known
+
+    patch.setattr(HandedBatches, "note_asked", note_asked)
+
+
 @mutation(seed=362)
 def a_short_batch_holds_no_more_places_than_it_has_groups(patch: pytest.MonkeyPatch) -> None:
     def places_of(self: Core, batch: list[Group]) -> int:

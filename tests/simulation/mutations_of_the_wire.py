@@ -196,9 +196,16 @@ def weights_that_come_to_nothing_are_not_sent_again_while_engines_wake(
     patch.setattr(WeightControl, "_in_vain", [])
 
 
-@mutation(seed=2012476)
+@mutation(seed=451)
 def an_answer_to_an_earlier_start_of_a_version_counts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_Engine, "has_outdated", lambda self, version: False)
+
+
+@mutation(seed=2000126)
+def a_publish_that_is_told_of_an_earlier_failure_does_not_count_as_failed(
+    patch: pytest.MonkeyPatch,
+) -> None:
+    patch.setattr(WeightControl, "_refuse_publish", lambda self, c, e: self._end(c, error=e))
 
 
 @mutation(seed=158)

@@ -53,6 +53,8 @@ class ControlDriver:
         self.refused: dict[str, str] = {}
         self.released: list[int] = []
         self.retracted: list[int] = []
+        self.failures = 0
+        """Number of publishes that the core was told have failed."""
         self.is_held = False
         for engine in engines:
             assert self.join(engine) == [(engine, INIT)]
@@ -87,6 +89,8 @@ class ControlDriver:
                     self.released.append(version)
                 case wc.RetractVersions(first_bad=first_bad):
                     self.retracted.append(first_bad)
+                case wc.NoteFailure():
+                    self.failures += 1
                 case wc.HoldBatches(is_held=is_held):
                     self.is_held = is_held
                 case wc.GiveUp(engine=engine, why=why):

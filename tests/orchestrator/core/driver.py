@@ -170,6 +170,15 @@ class Driver:
         rollout.extend(PROMPT)
         self.do(ev.TurnAsked(rollout.rollout_id, SamplingParams(max_tokens=max_tokens)))
 
+    def begin_turn(self) -> tuple[Rollout, int]:
+        """Have engine "a" join and take a turn of the only rollout; return it and the handle."""
+        self.join("a")
+        self.fill()
+        [rollout] = self.running.values()
+        self.ask_turn(rollout)
+        [handle] = self.engines["a"].turns
+        return rollout, handle
+
     def sample(self, engine: str, handle: int, tokens: int, finish: int = RUNNING) -> None:
         """The engine makes tokens for one of its turns, after a prefill if they are its first."""
         state = self.engines[engine]

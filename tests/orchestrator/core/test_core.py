@@ -168,11 +168,7 @@ def test_a_group_with_nothing_left_to_compare_is_dropped_and_its_place_refilled(
 
 def test_tokens_that_arrive_for_a_turn_given_up_are_counted_as_cancelled() -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
-    driver.join("a")
-    driver.fill()
-    (rollout,) = driver.running.values()
-    driver.ask_turn(rollout)
-    (handle,) = driver.engines["a"].turns
+    rollout, handle = driver.begin_turn()
     driver.sample("a", handle, 2)
     late = driver.engines["a"].turns[handle]
     driver.fail(rollout)  # the episode timed out while its turn was going on
@@ -186,11 +182,7 @@ def test_tokens_that_arrive_for_a_turn_given_up_are_counted_as_cancelled() -> No
 
 def test_an_aborted_turn_goes_on_from_its_tokens_with_what_is_left_of_its_budget() -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
-    driver.join("a")
-    driver.fill()
-    (rollout,) = driver.running.values()
-    driver.ask_turn(rollout, max_tokens=8)
-    (handle,) = driver.engines["a"].turns
+    rollout, handle = driver.begin_turn()
     driver.sample("a", handle, 3, ABORT)
     ((again, submitted),) = driver.engines["a"].turns.items()
     assert again != handle
@@ -208,11 +200,7 @@ def test_an_aborted_turn_goes_on_from_its_tokens_with_what_is_left_of_its_budget
 
 def test_turns_of_a_lost_engine_go_on_elsewhere_from_the_tokens_received() -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
-    driver.join("a")
-    driver.fill()
-    (rollout,) = driver.running.values()
-    driver.ask_turn(rollout)
-    (handle,) = driver.engines["a"].turns
+    rollout, handle = driver.begin_turn()
     driver.sample("a", handle, 4)
     driver.join("b")
     driver.leave("a")
@@ -227,11 +215,7 @@ def test_turns_of_a_lost_engine_go_on_elsewhere_from_the_tokens_received() -> No
 
 def test_a_reconnected_engine_is_sent_its_turns_anew_and_drops_the_old_ones() -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
-    driver.join("a")
-    driver.fill()
-    (rollout,) = driver.running.values()
-    driver.ask_turn(rollout)
-    (old,) = driver.engines["a"].turns
+    _, old = driver.begin_turn()
     driver.sample("a", old, 2)
     commands = driver.do(ev.EngineJoined("a", 0, 4))
     assert commands[0] == ev.Cancel("a", old)
@@ -278,11 +262,7 @@ def test_the_oldest_group_has_the_highest_priority_and_evaluation_comes_first() 
 
 def test_a_turn_that_no_engine_can_serve_fails_and_its_rollout_is_discarded() -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
-    driver.join("a")
-    driver.fill()
-    (rollout,) = driver.running.values()
-    driver.ask_turn(rollout)
-    (handle,) = driver.engines["a"].turns
+    rollout, handle = driver.begin_turn()
     commands = driver.do(ev.TurnRejected("a", handle, "too long"))
     assert commands == [ev.FailTurn(rollout.turns[0], "too long")]
 

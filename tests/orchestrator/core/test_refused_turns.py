@@ -6,18 +6,7 @@ import pytest
 
 from tests.orchestrator.core.driver import PROMPT, Driver
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.transport.messages import SamplingParams
-
-
-def begun(driver: Driver) -> tuple[Rollout, int]:
-    """A rollout with a turn on its way, and the turn's handle."""
-    driver.join("a")
-    driver.fill()
-    [rollout] = driver.running.values()
-    driver.ask_turn(rollout)
-    [handle] = driver.engines["a"].turns
-    return rollout, handle
 
 
 def refuse(driver: Driver, handle: int) -> list[ev.Command]:
@@ -30,7 +19,7 @@ def refuse(driver: Driver, handle: int) -> list[ev.Command]:
 def test_its_tokens_leave_the_context_and_are_counted_as_refused(steps: int) -> None:
     """Also those of many like steps, which are filed at once later."""
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
-    rollout, handle = begun(driver)
+    rollout, handle = driver.begin_turn()
     for _ in range(steps):
         driver.sample("a", handle, 1)
     commands = refuse(driver, handle)
@@ -46,7 +35,7 @@ def test_its_tokens_leave_the_context_and_are_counted_as_refused(steps: int) -> 
 
 def test_an_episode_that_goes_on_after_a_refusal_trains_on_what_came_later_only() -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
-    rollout, handle = begun(driver)
+    rollout, handle = driver.begin_turn()
     driver.sample("a", handle, 5)
     refuse(driver, handle)
     driver.solve(rollout, tokens=3)
@@ -62,7 +51,7 @@ def test_an_episode_that_goes_on_after_a_refusal_trains_on_what_came_later_only(
 
 def test_a_resumed_run_knows_of_a_refusal_too() -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
-    _, handle = begun(driver)
+    _, handle = driver.begin_turn()
     driver.sample("a", handle, 5)
     refuse(driver, handle)
     for snapshot in (False, True):

@@ -321,6 +321,27 @@ def test_a_publish_that_fails_behind_its_callers_back_is_told_to_the_next_one_on
     assert run.reserve().version == 2  # 1 was given away
 
 
+def test_a_publish_that_is_told_of_an_earlier_failure_counts_as_failed_too() -> None:
+    """Else the next version would count as made from one batch fewer than it was."""
+    run = ControlDriver("a")
+    run.reserve()
+    run.publish(1, wait="none")
+    run.staged("a", 1)
+    run.fire(wc.WATCH)  # the version is released: only its swap is late
+    assert (run.released, run.failures) == ([1], 0)
+    with pytest.raises(EngineLagging, match="v1 is swapping on a"):
+        run.reserve()
+    assert run.failures == 1
+
+
+def test_a_part_of_unknown_weights_counts_as_a_failed_publish() -> None:
+    run = ControlDriver("a")
+    run.released.append(7)  # by a process before this one
+    with pytest.raises(WeightsRefused, match="goes on with another's weights"):
+        run.reserve(is_part=True)
+    assert run.failures == 1
+
+
 # ---------------------------------------------------------------- a rollback
 
 

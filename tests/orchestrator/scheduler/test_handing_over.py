@@ -129,6 +129,42 @@ def test_who_asks_ahead_of_a_publish_is_refused_rather_than_given_what_would_get
     assert len(driver.refused) == 1
 
 
+def take_tasks_in_batches_of_one(driver: Driver, tasks: int) -> None:
+    """Take all batches of an iterator of so many tasks, and ask once more."""
+    driver.do(ev.TasksOffered())
+    for _ in range(tasks):
+        driver.do(ev.BatchAsked())
+        driver.do(ev.TaskArrived(driver.next_task))
+        driver.next_task += 1
+        for rollout in list(driver.running.values()):
+            driver.solve(rollout)
+    driver.do(ev.TasksExhausted())
+    driver.do(ev.BatchAsked())
+
+
+def test_who_was_told_during_its_step_that_tasks_had_ended_catches_up_after_its_publish() -> None:
+    """With two batches ahead, it lacks one; a publish counts for one batch all the same."""
+    driver = Driver(max_staleness=2, groups_per_batch=1)
+    driver.join("a")
+    take_tasks_in_batches_of_one(driver, 2)
+    assert driver.ended == 1
+    driver.publish_and_swap()  # made from the first
+    driver.do(ev.TasksOffered())
+    ask(driver, 1)
+    ask(driver, 1)
+    assert [batch.trainer_version for batch in driver.batches] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 3])
+def test_who_publishes_once_the_tasks_of_an_iterator_have_ended_is_not_held_up(tasks: int) -> None:
+    driver = Driver(max_staleness=tasks - 1, groups_per_batch=1)
+    driver.join("a")
+    for _ in range(4):
+        take_tasks_in_batches_of_one(driver, tasks)
+        driver.publish_and_swap()
+    assert (driver.refused, driver.ended, len(driver.batches)) == ([], 4, 4 * tasks)
+
+
 def test_a_publish_that_failed_counts_for_its_batch_once_another_was_taken() -> None:
     handed = HandedBatches(is_kept=False)
     handed.hand([], 0, places=1)
@@ -136,6 +172,31 @@ def test_a_publish_that_failed_counts_for_its_batch_once_another_was_taken() -> 
     handed.hand([], 1, places=1)
     handed.publish(1)
     assert handed.untrained == 0
+
+
+def test_a_batch_taken_after_a_failed_publish_shows_nothing_of_the_version_before_it() -> None:
+    """The trainer holds one batch beside the one that it trains on, as it may with a bound of 1."""
+    handed = HandedBatches(is_kept=False)
+    handed.hand([], 0, places=1)
+    handed.hand([], 1, places=1)
+    handed.publish(1)  # made from the first
+    handed.hand([], 2, places=1)
+    handed.note_failed(is_asked=False)  # of the second
+    assert not handed.note_asked()
+    assert handed.assume_trained()  # no batch can fill: the second is trained by now
+    handed.hand([], 2, places=1)
+    handed.publish(2)  # made from the second and the third
+    assert [batch.version for batch in handed.holding] == [1, 1, 2, None]
+
+
+def test_a_trainer_that_waits_for_a_batch_when_its_publish_fails_catches_up() -> None:
+    handed = HandedBatches(is_kept=False)
+    handed.hand([], 0, places=1)
+    handed.hand([], 1, places=1)
+    handed.publish(1)  # made from the first
+    handed.note_failed(is_asked=True)
+    handed.hand([], 2, places=1)
+    assert not handed.note_asked()
 
 
 def test_weights_tried_again_count_for_one_batch() -> None:
@@ -195,13 +256,14 @@ def test_what_is_known_of_a_trainers_rhythm_is_saved() -> None:
         ask(driver, 1)
         ask(driver, 1)
         driver.publish_and_swap()
+    ask(driver, 1)
+    driver.do(ev.PublishFailed())
     driver.do(ev.BatchAsked())
     driver.do(ev.BatchNotWanted(is_held=True))
-    driver.do(ev.PublishFailed())
     again = driver.new_core()
     load(save(driver.core), again)
     assert digest(again) == digest(driver.core)
-    assert (again.was_asked, again.handed.taken_before) == (True, 2)
+    assert (again.was_asked, again.handed.taken_before, again.handed.failed) == (True, 2, 1)
 
 
 def test_other_tasks_after_a_short_batch_do_not_get_too_old() -> None:
