@@ -24,7 +24,7 @@ from tidegate.orchestrator.episodes.model_files import ModelFiles, read_tokenize
 from tidegate.orchestrator.settings.config import SamplingSettings
 from tidegate.serving.gateway.app import BODY_BYTES_MAX
 from tidegate.serving.gateway.gateway import Endpoint, Gateway
-from tidegate.serving.vllm_server.paths import BODY_BYTES_MAX as SERVER_BODY_BYTES_MAX
+from tidegate.serving.vllm_server.app import BODY_BYTES_MAX as SERVER_BODY_BYTES_MAX
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 

@@ -25,7 +25,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tidegate.serving.listening import LOOPBACK_NAMES, HttpRefused, is_loopback
+from tidegate.serving.api_errors import ApiError
+from tidegate.serving.listening import LOOPBACK_NAMES, is_loopback
 
 # ---------------------------------------------------------------- limits
 
@@ -270,8 +271,13 @@ class Headers:
     @property
     def bearer(self) -> str:
         """Return the token of ``Authorization: Bearer``; empty if there is none."""
-        scheme, _, token = self.one("authorization").partition(" ")
-        return token.strip() if scheme.lower() == "bearer" else ""
+        return bearer_token(self.one("authorization"))
+
+
+def bearer_token(authorization: str) -> str:
+    """Return the token of an ``Authorization: Bearer`` header's value; empty if it has none."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,23 +299,23 @@ class AccessPolicy:
     needs_secret: bool = False
     """Whether every request must show it."""
 
-    def refusal(self, method: str, headers: Headers) -> HttpRefused | None:
+    def refusal(self, method: str, headers: Headers) -> ApiError | None:
         """Return why a request is refused; None if the server may answer it."""
         host = headers.one("host").lower()
         origins = headers.values.get("origin", ())
         if origins and not _is_same_origin(origins, host):
-            return HttpRefused(403, f"pages of {origins[0]!r:.200} may not use this server")
+            return ApiError(403, f"pages of {origins[0]!r:.200} may not use this server")
         is_known = self.shows_secret(headers)
         if self.needs_secret and not is_known:
-            return HttpRefused(403, "this server answers requests that show its token only")
+            return ApiError(403, "this server answers requests that show its token only")
         if not is_known and not self._is_own_name(_name_of(host)):
-            return HttpRefused(
+            return ApiError(
                 403,
                 f"this server is not called {host!r:.200}: use its address, or name the host as "
                 f"allowed where the server is started",
             )
         if _has_body(method, headers) and not _is_json(headers):
-            return HttpRefused(415, f"a body must come with the header Content-Type: {JSON_TYPE}")
+            return ApiError(415, f"a body must come with the header Content-Type: {JSON_TYPE}")
         return None
 
     def _is_own_name(self, name: str) -> bool:
@@ -415,7 +421,7 @@ async def read_body(http: HttpRequest, *, bytes_max: int) -> bytes:
     """Read a request's whole JSON body.
 
     Raises:
-        HttpRefused: it has too many bytes, or more values than are parsed without a pause.
+        ApiError: it has too many bytes, or more values than are parsed without a pause.
         ClientDisconnect: the client is gone.
     """
     parts: list[bytes] = []
@@ -423,13 +429,13 @@ async def read_body(http: HttpRequest, *, bytes_max: int) -> bytes:
     async for part in http.stream():
         bytes_left -= len(part)
         if bytes_left < 0:
-            raise HttpRefused(413, f"a body may have {bytes_max} bytes")
+            raise ApiError(413, f"a body may have {bytes_max} bytes")
         parts.append(part)
     body = b"".join(parts)
     if len(body) > JSON_VALUES_MAX:
         values = body.count(b",") + body.count(b"{") + body.count(b"[")
         if values > JSON_VALUES_MAX:
-            raise HttpRefused(413, f"a body may have {JSON_VALUES_MAX} JSON values, got {values}")
+            raise ApiError(413, f"a body may have {JSON_VALUES_MAX} JSON values, got {values}")
     return body
 
 
@@ -500,7 +506,7 @@ class _LargeWork:
         with self.lock:
             if self.pending >= LARGE_WORK_WAITING_MAX:
                 told = f"{LARGE_WORK_WAITING_MAX} large requests are worked on; retry later"
-                raise HttpRefused(503, told)
+                raise ApiError(503, told)
             self.pending += 1
         future = self.pool.submit(work)
         future.add_done_callback(self._note_end)
@@ -520,6 +526,6 @@ async def off_loop(work: Callable[[], Result]) -> Result:
     Cancelled while ``work`` waits for a thread, it is not begun; one that runs goes on to its end.
 
     Raises:
-        HttpRefused: too much is waiting already.
+        ApiError: too much is waiting already.
     """
     return await asyncio.wrap_future(_LARGE_WORK.submit(work))

@@ -1,7 +1,7 @@
-"""Listening sockets of Tidegate's HTTP servers, and what is known of an address without a server.
+"""Listening sockets of Tidegate's HTTP servers, and predicates of their addresses.
 
-The servers bind their sockets before anything else starts. :mod:`http_server` serves on them; this
-module needs no HTTP library.
+The gateway, the vLLM-compatible server and the dashboard bind their sockets before anything else
+starts; :mod:`http_server` serves on them. Needs no HTTP library.
 """
 
 import ipaddress
@@ -12,13 +12,9 @@ from tidegate.errors import ConfigError
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 """Names of this host that only a client on this host uses, as they stand in a Host header."""
 
-
-class HttpRefused(Exception):
-    """A request that a server's limits or access policy refuses, with the HTTP status for it."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+KEEP_ALIVE_S = 3600
+"""Idle time after which a connection is closed. Agents' tools take minutes; a server that closes
+while a client sends a request makes it send the request again, and sample again."""
 
 
 def is_loopback(host: str) -> bool:
@@ -32,10 +28,10 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int, what: str) -> socket.socket:
-    """A listening socket; ``port`` 0 takes a free one. ``what`` is who wants it, for the error.
+    """Open a listening socket; ``port`` 0 takes a free one. ``what`` names the server in the error.
 
     Raises:
-        ConfigError: the address is taken, or not ours.
+        ConfigError: the address is taken, or not of this host.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
@@ -54,7 +50,7 @@ def listen(host: str, port: int, what: str) -> socket.socket:
 
 
 def url_of(listening: socket.socket) -> str:
-    """Under which a client on this host finds it."""
+    """Return the URL of a listening socket for clients on this host."""
     bound = listening.getsockname()
     shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
     return f"http://{shown}:{bound[1]}"

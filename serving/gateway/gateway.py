@@ -23,15 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import ConfigError
 from tidegate.serving.gateway.sessions import Session, Sessions
-from tidegate.serving.listening import listen, url_of
+from tidegate.serving.listening import KEEP_ALIVE_S, listen, url_of
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.episode import Episode
     from tidegate.orchestrator.episodes.runner import EpisodeFunction
-
-KEEP_ALIVE_S = 3600
-"""A connection is closed that was idle for so long. Agents' tools take minutes; a server that
-closes while a client begins to ask makes it ask again, and sample again."""
 
 
 @dataclass(frozen=True, slots=True)

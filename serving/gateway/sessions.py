@@ -1,7 +1,7 @@
-"""Sessions of the gateway: each is one rollout, as the agent that plays it sees it.
+"""Sessions of the gateway: each gives one agent access to its rollout, by an API key.
 
-The gateway opens and ends them, from the episodes of its run; the HTTP application looks them up by
-their API keys.
+The gateway opens and ends sessions from the episodes of its run; :mod:`app` looks them up by their
+keys.
 """
 
 import asyncio
@@ -12,21 +12,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tidegate.orchestrator.episodes.generated_turn import checked_reward
-from tidegate.serving.gateway.replies import GatewayError
+from tidegate.serving.api_errors import ApiError
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.episode import Episode
 
 REQUESTS_PER_SESSION_MAX = 256
-"""At once: an agent with more sub-agents than that has lost count of them."""
+"""Requests of one session at a time: an agent with more sub-agents than that has lost count."""
 
 CLAIM_TIMEOUT_S = 30.0
-"""How long an agent that asks for a task waits for one; proxies cut off what takes a minute."""
+"""Time that an agent waits for a task; proxies cut off what takes a minute."""
 
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One rollout, as its agent sees it."""
+    """One rollout with the key by which its agent uses it."""
 
     session_id: str
     api_key: str
@@ -35,35 +35,35 @@ class Session:
     reward: float | None = None
     is_rewarded: asyncio.Event = field(default_factory=asyncio.Event)
     requests: int = 0
-    """Being answered now."""
+    """Number of requests being answered."""
 
     def refuse_if_busy(self) -> None:
-        """Raises GatewayError if it has as many requests as it may have."""
+        """Raise ApiError if the session has as many requests as it may have."""
         if self.requests >= REQUESTS_PER_SESSION_MAX:
             most = f"a session has {REQUESTS_PER_SESSION_MAX} requests at a time"
-            raise GatewayError(429, "rate_limit_error", most, "too_many_requests")
+            raise ApiError(429, most)
 
 
 class Sessions:
-    """Open sessions by id and by key, and those that no agent has claimed yet."""
+    """Table of open sessions by id and by key, and the queue of sessions that wait for an agent."""
 
     def __init__(self, token: str, *, url: str, host: str, allowed_hosts: frozenset[str]) -> None:
-        """``token`` is what agents that come from outside show to be given a task."""
+        """``token`` is the key by which agents from outside claim a session."""
         self.token = token
         self.url = url
         self.host = host
         self.allowed_hosts = allowed_hosts
-        """Names that requests without a valid key may call the gateway by, in lower case."""
+        """Host names, in lower case, by which requests without a valid key may call the gateway."""
         self._sessions: dict[str, Session] = {}
-        """By id."""
+        """Open sessions by id."""
         self._by_key: dict[str, Session] = {}
         self._unclaimed: deque[Session] = deque()
-        """Sessions whose agent is yet to come, oldest first."""
+        """Sessions that wait for an agent from outside, oldest first."""
         self._has_unclaimed = asyncio.Event()
 
     @property
     def num_sessions(self) -> int:
-        """Open now."""
+        """Number of open sessions."""
         return len(self._sessions)
 
     def knows(self, key: str) -> bool:
@@ -71,10 +71,10 @@ class Sessions:
         return key in self._by_key or secrets.compare_digest(key.encode(), self.token.encode())
 
     def session(self, key: str, session_id: str | None = None) -> Session:
-        """Whose key that is; or, with the gateway's token, the session of that id.
+        """Return the session of a key; or, for the gateway's token, the session of that id.
 
         Raises:
-            GatewayError: nobody's.
+            ApiError: no open session has the key or id.
         """
         if session_id is not None and secrets.compare_digest(key.encode(), self.token.encode()):
             session = self._sessions.get(session_id)
@@ -82,51 +82,51 @@ class Sessions:
             session = self._by_key.get(key)
         if session is None:
             why = "this key is no open session's: its rollout has ended, or never was"
-            raise GatewayError(401, "authentication_error", why, "invalid_api_key")
+            raise ApiError(401, why)
         return session
 
     async def claim(self, key: str) -> Session:
-        """A session whose agent is yet to come, the oldest first.
+        """Wait for a session without an agent, and take the oldest.
 
         Raises:
-            GatewayError: the key is not the gateway's token, or no task has come for a while.
+            ApiError: the key is not the gateway's token, or no task has come for a while.
         """
         if not secrets.compare_digest(key.encode(), self.token.encode()):
             why = "sessions are given to who shows the gateway's token"
-            raise GatewayError(401, "authentication_error", why, "invalid_api_key")
+            raise ApiError(401, why)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLAIM_TIMEOUT_S):
                 while not self._unclaimed:
                     self._has_unclaimed.clear()
                     await self._has_unclaimed.wait()
         if not self._unclaimed:
-            raise GatewayError(404, "not_found_error", "there is no task now; ask again", "no_task")
+            raise ApiError(404, "there is no task now; ask again", code="no_task")
         return self._unclaimed.popleft()
 
     def give_back(self, session: Session) -> None:
-        """Give a claimed session, whose agent is gone, to the next agent that asks."""
+        """Return a claimed session, whose agent is gone, to the head of the queue."""
         if self._sessions.get(session.session_id) is session:
             self._unclaimed.appendleft(session)
             self._has_unclaimed.set()
 
     def reward(self, session: Session, reward: float) -> None:
-        """What an agent's rollout is worth; the last one posted holds.
+        """Set the reward of a session's rollout; a later one replaces it.
 
         Raises:
-            ConfigError: it is not finite.
+            ConfigError: the reward is not finite.
         """
         session.reward = checked_reward(reward)
         session.is_rewarded.set()
 
     def open(self, episode: "Episode", task: object) -> Session:
-        """A rollout may be asked for turns from now on."""
+        """Open a session for a rollout, with a key of its own."""
         key = f"tg-{secrets.token_urlsafe(24)}"
         session = Session(str(episode.rollout_id), key, episode, task)
         self._sessions[session.session_id] = self._by_key[key] = session
         return session
 
     def end(self, session: Session) -> None:
-        """It may be asked for nothing any more."""
+        """End a session: its key is no longer valid."""
         self._by_key.pop(session.api_key, None)
         if self._sessions.get(session.session_id) is session:
             del self._sessions[session.session_id]
@@ -134,7 +134,7 @@ class Sessions:
             self._unclaimed.remove(session)
 
     def offer(self, session: Session) -> None:
-        """Have an agent from outside claim this session."""
+        """Queue a session for an agent from outside."""
         self._unclaimed.append(session)
         self._has_unclaimed.set()
 

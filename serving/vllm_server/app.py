@@ -1,77 +1,143 @@
-"""ASGI application of the vLLM-compatible server: all paths, their keys and the access guard.
+"""ASGI application of the vLLM-compatible server: its routes, the keys they need, their handlers.
 
-Every request gets an answer in vLLM's form.
+Handlers read a request, call a part of the server (:class:`ServerParts`) and answer in vLLM's form;
+parameters of pauses, sleep and caches are in the query, as in vLLM. A handler's docstring is its
+summary in ``/openapi.json``.
 """
 
+import importlib.metadata
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from tidegate.serving.http_server import AccessGuard, AccessPolicy, Headers
-from tidegate.serving.vllm_server import completion_paths, control_paths, info_paths, weight_paths
-from tidegate.serving.vllm_server.failures import ServerError, as_answer
-from tidegate.serving.vllm_server.paths import Answer, Path, Paths, as_json
-from tidegate.serving.vllm_server.server_info import openapi
+from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.serving import api_app
+from tidegate.serving.api_app import (
+    Answer,
+    ApiRoute,
+    Body,
+    decode_json,
+    is_large,
+    key_of,
+    read_json_bytes,
+)
+from tidegate.serving.api_errors import ApiError, VllmErrors
+from tidegate.serving.http_server import AccessPolicy, Headers, off_loop, unless_gone
+from tidegate.serving.openai_requests import CompletionRequest
+from tidegate.serving.vllm_server import requests
+from tidegate.serving.vllm_server.active_requests import ActiveRequests
+from tidegate.serving.vllm_server.completions import Completer, answer
+from tidegate.serving.vllm_server.metrics import RequestCounts, metrics_text
+from tidegate.serving.vllm_server.model_info import ModelInfo, limits_of
+from tidegate.serving.vllm_server.pauses import EnginePauses
+from tidegate.serving.vllm_server.weight_updates import WeightUpdates
+from tidegate.transport.messages import PauseMode
 
 if TYPE_CHECKING:
-    from tidegate.serving.vllm_server.desks import Desks
+    from tidegate.orchestrator.scheduler.scheduler import Scheduler
 
-Handler = Callable[[HttpRequest], Awaitable[Response]]
+BODY_BYTES_MAX = 64 * 1024 * 1024
+"""Bytes of one request's body: prompts of several million tokens, as JSON."""
 
-_OWN = Paths()
+TOKEN_ID_MAX = 2**32 - 1
+"""Largest token id that a tokenizer can be asked for at all."""
+
+VLLM_VERSION = "0.33.0"
+"""Version of vLLM whose API this is."""
+
+LORA_RANK_MAX = 512
+"""Largest rank of an adapter that an engine takes."""
+
+LORAS_MAX = 1024
+"""Adapters served side by side, as ``/server_info`` reports it. Only memory limits them."""
 
 
-@_OWN.on("GET", "/openapi.json")
-async def list_paths(desks: "Desks", http: HttpRequest) -> Answer:
-    """Which paths there are."""
-    return openapi([(one.method, one.path, one.about) for one in PATHS])
+@dataclass(frozen=True, slots=True)
+class ServerParts:
+    """Parts of the server of one run, which the handlers call."""
+
+    settings: RunSettings
+    scheduler: "Scheduler"
+    info: ModelInfo
+    requests: ActiveRequests
+    completer: Completer
+    pauses: EnginePauses
+    weights: WeightUpdates
+    weight_backend: str
+    """How weights are received: ``disk``, ``gloo``, ``nccl`` or ``ipc``."""
+    created_s: int
+    """Unix time of the server's start."""
+    instance_id: str
+    longest_block_s: Callable[[], float]
+    """Longest time for which the run's event loop could do nothing else."""
+    counts: RequestCounts = field(default_factory=RequestCounts)
 
 
-PATHS: list[Path] = [
-    *completion_paths.PATHS,
-    *info_paths.PATHS,
-    *_OWN,
-    *control_paths.PATHS,
-    *weight_paths.PATHS,
-]
-"""All of them."""
+# ---------------------------------------------------------------- routes and keys
+
+
+Handle = Callable[[ServerParts, HttpRequest], Awaitable[Answer]]
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A path of the server, for one HTTP method."""
+
+    method: str
+    path: str
+    handle: Handle
+    is_control: bool = False
+    """Whether the path needs the control token, because it stops engines, changes weights or ends
+    others' requests."""
+
+
+PATHS: list[Path] = []
+"""All paths of the server, in the order of their handlers."""
+
+
+def on(method: str, path: str, *, is_control: bool = False) -> Callable[[Handle], Handle]:
+    """Register the decorated function as the handler of a path."""
+
+    def decorate(handle: Handle) -> Handle:
+        PATHS.append(Path(method, path, handle, is_control))
+        return handle
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Secrets that requests show as ``Authorization: Bearer``; None where none is wanted."""
+    """Secrets that requests show as ``Authorization: Bearer``; None where none is needed."""
 
     api_key: str | None
-    """Wanted by paths under /v1, as by vLLM's."""
+    """Needed by paths under /v1, as by vLLM's."""
     control_token: str | None
-    """Wanted by paths that stop engines or change weights; opens every other path, too."""
+    """Needed by control paths; opens every other path, too."""
 
     def are_shown(self, shown: str) -> bool:
-        """Whether this is one of them."""
+        """Whether ``shown`` is one of the secrets."""
         return any(_is_equal(shown, key) for key in (self.api_key, self.control_token) if key)
 
     def refuse(self, path: Path, shown: str) -> None:
-        """Raise ServerError unless ``shown`` opens a path."""
+        """Raise ApiError unless ``shown`` opens a path."""
         if self.control_token and _is_equal(shown, self.control_token):
             return
         if path.is_control and self.control_token:
-            raise ServerError(
+            raise ApiError(
                 401,
                 f"Unauthorized: {path.path} wants the server's control token, as the header "
                 f"Authorization: Bearer TOKEN. For trainers that send none, start the server with "
                 f"--no-control-token",
             )
         if path.path.startswith("/v1") and self.api_key and not _is_equal(shown, self.api_key):
-            raise ServerError(401, "Unauthorized")
+            raise ApiError(401, "Unauthorized")
 
 
 def _is_equal(shown: str, key: str) -> bool:
@@ -79,48 +145,447 @@ def _is_equal(shown: str, key: str) -> bool:
 
 
 def server_app(
-    desks: "Desks",
+    parts: ServerParts,
     keys: Keys,
     *,
     bound_host: str = "127.0.0.1",
     allowed_hosts: frozenset[str] = frozenset(),
 ) -> ASGIApp:
     """Make the application, behind its access guard."""
-    routes = [Route(one.path, _answered(desks, one, keys), methods=[one.method]) for one in PATHS]
-    app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_found})
+
+    async def handle(path: Path, http: HttpRequest) -> Answer:
+        keys.refuse(path, key_of(http))
+        return await path.handle(parts, http)
 
     def shows_key(headers: Headers) -> bool:
         return keys.are_shown(headers.bearer)
 
+    routes = [ApiRoute(each.method, each.path, partial(handle, each)) for each in PATHS]
     policy = AccessPolicy(bound_host, allowed_hosts, shows_key)
-    return AccessGuard(app, policy, _refusal_body)
+    return api_app.api_app(routes, VllmErrors(), policy)
 
 
-def _refusal_body(status: int, why: str) -> bytes:
-    return msgspec.json.encode(ServerError(status, why).body())
+# ---------------------------------------------------------------- reading requests
 
 
-def _answered(desks: "Desks", one: Path, keys: Keys) -> Handler:
-    """Answer with an error what a handler raises."""
-
-    async def handle(http: HttpRequest) -> Response:
-        try:
-            scheme, _, shown = http.headers.get("authorization", "").partition(" ")
-            keys.refuse(one, shown.strip() if scheme.lower() == "bearer" else "")
-            said = await one.handle(desks, http)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except Exception as error:  # noqa: BLE001 - told to the client, whatever it is
-            failure = as_answer(error)
-            return as_json(failure.body(), status=failure.status)
-        if said is None:
-            return Response()
-        return said if isinstance(said, Response) else as_json(said)
-
-    return handle
+def request_name(http: HttpRequest) -> str:
+    """Return the client's name for its request, or a random one."""
+    return http.headers.get("x-request-id") or secrets.token_hex(8)
 
 
-async def _not_found(http: HttpRequest, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    why = "Method Not Allowed" if status == 405 else "Not Found"
-    return as_json({"detail": why}, status=status)
+def mode_of(http: HttpRequest) -> PauseMode:
+    """Return the pause mode in the query."""
+    mode = http.query_params.get("mode", "abort")
+    for known in get_args(PauseMode):
+        if mode == known:
+            return known  # type: ignore[no-any-return]
+    why = f"mode must be 'abort', 'wait' or 'keep', got '{mode}'"
+    raise ApiError(400, why, param="query.mode")
+
+
+def flag(http: HttpRequest, name: str, *, default: bool) -> bool:
+    """Return a truth value in the query."""
+    value = http.query_params.get(name, str(default)).lower()
+    if value in ("true", "1", "yes", "on"):
+        return True
+    if value in ("false", "0", "no", "off"):
+        return False
+    raise ApiError(400, f"{name} must be true or false, got '{value}'", param=f"query.{name}")
+
+
+async def read(http: HttpRequest, kind: type[Body]) -> Body:
+    """Read the body as a request of this kind."""
+    return await api_app.read_json(http, kind, bytes_max=BODY_BYTES_MAX)
+
+
+# ---------------------------------------------------------------- completions
+
+
+@on("POST", "/v1/completions")
+async def complete(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Continue texts or tokens."""
+    parts.pauses.refuse_if_paused()
+    request = await read(http, CompletionRequest)
+    begins = parts.completer.complete(request, request_name(http))
+    begun, bodies = await unless_gone(http, begins)
+    return await answer(http, parts.counts, request, begun, bodies)
+
+
+@on("POST", "/v1/chat/completions")
+async def chat(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Answer a conversation."""
+    parts.pauses.refuse_if_paused()
+    request = await read(http, requests.ChatRequest)
+    begins = parts.completer.chat(request, request_name(http), is_large=is_large(http))
+    begun, bodies = await unless_gone(http, begins)
+    return await answer(http, parts.counts, request, begun, bodies)
+
+
+@on("POST", "/v1/chat/completions/batch")
+async def chat_batch(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Answer several conversations."""
+    parts.pauses.refuse_if_paused()
+    request = await read(http, requests.BatchChatRequest)
+    begins = parts.completer.chat_batch(request, request_name(http), is_large=is_large(http))
+    begun, bodies = await unless_gone(http, begins)
+    return await answer(http, parts.counts, request, begun, bodies)
+
+
+@on("POST", "/inference/v1/generate")
+async def generate(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Continue tokens; answer with tokens."""
+    parts.pauses.refuse_if_paused()
+    request = await read(http, requests.GenerateRequest)
+    begins = parts.completer.generate(request, request_name(http))
+    begun, bodies = await unless_gone(http, begins)
+    return await answer(http, parts.counts, request, begun, bodies)
+
+
+@on("POST", "/abort_requests", is_control=True)
+async def abort(parts: ServerParts, http: HttpRequest) -> Answer:
+    """End requests by id, or all; each is answered with the tokens that it has."""
+    request = await read(http, requests.AbortRequest)
+    ids, open_now = request.request_ids, len(parts.requests)
+    parts.requests.abort(ids or None)
+    return {"status": "aborted", "aborted": len(ids) if ids else open_now}
+
+
+@on("POST", "/inference/v1/abort_requests", is_control=True)
+async def abort_named(parts: ServerParts, http: HttpRequest) -> Answer:
+    """End requests by id; each is answered with the tokens that it has."""
+    request = await read(http, requests.AbortRequest)
+    if request.request_ids is None:
+        raise ApiError(400, "request_ids is missing", param="body.request_ids")
+    parts.requests.abort(request.request_ids)
+    return None
+
+
+@on("POST", "/tokenize")
+async def tokenize(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Tokenise a text or a conversation."""
+    request = await read(http, requests.TokenizeRequest)
+    parts.info.adapter_of(request.model)
+    completer, tokenizer = parts.completer, parts.completer.tokenizer
+    if request.messages is not None:
+        ids = await unless_gone(
+            http,
+            completer.chat_tokens(
+                request.messages,
+                request.tools,
+                begins=request.add_generation_prompt is not False,
+                options=request.chat_template_kwargs,
+                is_large=is_large(http),
+            ),
+        )
+    else:
+        adds = request.add_special_tokens is not False
+        encoding = tokenizer.encode(request.prompt or "", adds_special_tokens=adds)
+        ids = await unless_gone(http, encoding)
+    body = {
+        "count": len(ids),
+        "max_model_len": limits_of(parts.scheduler).context_tokens_max,
+        "tokens": ids,
+        "token_strs": None,
+    }
+
+    def encode() -> bytes:
+        strings = [tokenizer.token(i) for i in ids] if request.return_token_strs else None
+        return msgspec.json.encode(body | {"token_strs": strings})
+
+    content = await off_loop(encode) if is_large(http) else encode()
+    return Response(content, media_type="application/json")
+
+
+@on("POST", "/detokenize")
+async def detokenize(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Decode tokens."""
+    request = await read(http, requests.DetokenizeRequest)
+    tokenizer = parts.completer.tokenizer
+    if strange := next((i for i in request.tokens if not 0 <= i <= TOKEN_ID_MAX), None):
+        raise ApiError(400, f"Token id {strange} is out of vocabulary", param="tokens")
+
+    def text() -> str:
+        return tokenizer.decode(request.tokens, skips_special_tokens=False)
+
+    return {"prompt": await off_loop(text) if is_large(http) else text()}
+
+
+# ---------------------------------------------------------------- health, models and metrics
+
+
+@on("GET", "/health")
+async def health(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Answer with an empty body while there is an engine."""
+    limits_of(parts.scheduler)
+    return None
+
+
+@on("GET", "/ping")
+async def ping(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Answer with an empty body while there is an engine, as ``/health`` does."""
+    limits_of(parts.scheduler)
+    return None
+
+
+@on("GET", "/version")
+async def version(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Report the version of vLLM whose API this is."""
+    return {"version": VLLM_VERSION}
+
+
+@on("GET", "/v1/models")
+async def models(parts: ServerParts, http: HttpRequest) -> Answer:
+    """List the model and its adapters."""
+    return parts.info.listed(
+        created_s=parts.created_s,
+        context_tokens_max=limits_of(parts.scheduler).context_tokens_max,
+    )
+
+
+@on("GET", "/server_info")
+async def server_info(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Report the parts of vLLM's configuration that clients look for."""
+    config = _config(parts)
+    is_json = http.query_params.get("config_format") == "json"
+    return {
+        "vllm_config": config if is_json else repr(config),
+        "vllm_env": {},
+        "system_env": {"tidegate": importlib.metadata.version("tidegate")},
+    }
+
+
+def _config(parts: ServerParts) -> dict[str, Any]:
+    limits, settings = limits_of(parts.scheduler), parts.settings
+    return {
+        "model_config": {
+            "model": str(parts.info.path),
+            "served_model_name": parts.info.name,
+            "dtype": f"torch.{parts.info.dtype}",
+            "max_model_len": limits.context_tokens_max,
+            "logprobs_mode": "processed_logprobs",
+        },
+        # One server that answers for all engines, so what reaches it reaches them all.
+        "parallel_config": {
+            "data_parallel_size": 1,
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "world_size": 1,
+        },
+        "lora_config": {"max_lora_rank": LORA_RANK_MAX, "max_loras": LORAS_MAX},
+        "scheduler_config": {
+            "max_num_seqs": settings.engine.max_running_turns * settings.fleet.engines
+        },
+        "cache_config": {"enable_prefix_caching": True},
+        "weight_transfer_config": {"backend": parts.weight_backend},
+        "instance_id": parts.instance_id,
+    }
+
+
+@on("GET", "/metrics")
+async def metrics(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Report metrics as Prometheus text."""
+    is_sleeping = parts.pauses.is_sleeping
+    text = metrics_text(
+        parts.counts,
+        parts.scheduler,
+        model=parts.info.name,
+        is_sleeping=is_sleeping,
+        longest_block_s=parts.longest_block_s(),
+    )
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@on("GET", "/load")
+async def load(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Report the number of requests being answered."""
+    return {"server_load": len(parts.requests)}
+
+
+@on("GET", "/openapi.json")
+async def openapi(parts: ServerParts, http: HttpRequest) -> Answer:
+    """List the server's paths."""
+    listed: dict[str, Any] = {}
+    for each in PATHS:
+        summary = each.handle.__doc__ or ""
+        entry = {"summary": summary, "responses": {"200": {"description": "Done"}}}
+        listed.setdefault(each.path, {})[each.method.lower()] = entry
+    about = {"title": "Tidegate, vLLM's API", "version": importlib.metadata.version("tidegate")}
+    return {"openapi": "3.1.0", "info": about, "paths": listed}
+
+
+# ---------------------------------------------------------------- pauses, sleep and caches
+
+
+@on("POST", "/pause", is_control=True)
+async def pause(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Pause generation; ``mode`` and ``clear_cache`` are in the query, a body is not read."""
+    mode = mode_of(http)
+    await parts.pauses.pause(mode, clear_cache=flag(http, "clear_cache", default=True))
+    return {"status": "paused"}
+
+
+@on("POST", "/resume", is_control=True)
+async def resume(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Resume generation."""
+    await parts.pauses.resume()
+    return {"status": "resumed"}
+
+
+@on("GET", "/is_paused")
+async def is_paused(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Report whether generation is paused."""
+    return {"is_paused": parts.pauses.is_paused}
+
+
+@on("POST", "/sleep", is_control=True)
+async def sleep(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Pause and release GPU memory; ``level`` and ``mode`` are in the query."""
+    level = http.query_params.get("level", "1")
+    if not level.isdecimal():
+        raise ApiError(400, f"level must be 0, 1 or 2, got {level}", param="query.level")
+    await parts.pauses.sleep(int(level), mode_of(http))
+    return {"status": "sleeping", "level": int(level)}
+
+
+@on("POST", "/wake_up", is_control=True)
+async def wake_up(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Take memory again; ``tags`` may come several times in the query."""
+    tags = http.query_params.getlist("tags") or None
+    is_awake = await parts.pauses.wake(tags)
+    return {"status": "awake" if is_awake else "sleeping", "tags": tags}
+
+
+@on("GET", "/is_sleeping")
+async def is_sleeping(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Report whether engines sleep or are paused."""
+    return {"is_sleeping": parts.pauses.is_sleeping}
+
+
+@on("POST", "/release_kv_cache_memory", is_control=True)
+async def release_kv_cache_memory(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Release the memory of the KV caches alone."""
+    await parts.pauses.release_kv_cache()
+    return {"status": "kv_cache_released"}
+
+
+@on("POST", "/reset_prefix_cache", is_control=True)
+async def reset_prefix_cache(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Drop the prefix caches."""
+    recomputes = flag(http, "reset_running_requests", default=False)
+    done = await parts.pauses.reset_prefix_cache(recomputes_running=recomputes)
+    return {"success": done}
+
+
+@on("POST", "/reset_mm_cache", is_control=True)
+async def reset_mm_cache(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Do nothing: there is no multimodal cache."""
+    return None
+
+
+@on("POST", "/reset_encoder_cache", is_control=True)
+async def reset_encoder_cache(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Do nothing: there is no encoder cache."""
+    return None
+
+
+# ---------------------------------------------------------------- weights and adapters
+
+
+@on("GET", "/get_world_size")
+async def get_world_size(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Report 1: one process receives weights for all engines."""
+    return {"world_size": 1}
+
+
+@on("POST", "/init_weight_transfer_engine", is_control=True)
+async def init_weight_transfer(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Connect to the trainer."""
+    request = await read(http, requests.InitRequest)
+    await parts.weights.init(request.init_info)
+    return {"message": "Weight transfer initialized"}
+
+
+@on("POST", "/shutdown_weight_transfer_engine", is_control=True)
+async def shut_down_weight_transfer(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Disconnect from the trainer."""
+    await parts.weights.shut_down()
+    return {"message": "Weight transfer shut down"}
+
+
+@on("POST", "/start_weight_update", is_control=True)
+async def start_weight_update(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Begin a weight update; a body, as older clients send it, is not read."""
+    await parts.weights.start()
+    return {"message": "Weight update started"}
+
+
+@on("POST", "/update_weights", is_control=True)
+async def update_weights(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Receive tensors of the update."""
+    request = await read(http, requests.UpdateRequest)
+    await parts.weights.update(request.update_info)
+    return {"message": "Weights updated"}
+
+
+@on("POST", "/finish_weight_update", is_control=True)
+async def finish_weight_update(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Publish the update to all engines."""
+    body = await read_json_bytes(http, bytes_max=BODY_BYTES_MAX)
+    request = requests.FinishRequest()
+    if body.strip():
+        request = decode_json(body, requests.FinishRequest)
+    await parts.weights.finish(request.weight_version)
+    return {"message": "Weight update finished"}
+
+
+@on("POST", "/update_weight_version", is_control=True)
+async def update_weight_version(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Rename the weights that are served."""
+    request = await read(http, requests.VersionRequest)
+    parts.weights.rename(request.new_version)
+    return {"success": True, "new_version": request.new_version}
+
+
+@on("GET", "/weight_info")
+async def weight_info(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Report the name of the weights that are served."""
+    return {"weight_version": parts.weights.labels.newest}
+
+
+@on("POST", "/weight_checker", is_control=True)
+async def weight_checker(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Report or compare checksums of the weights that are served."""
+    request = await read(http, requests.CheckRequest)
+    return await parts.weights.check(request.action, request.baseline)
+
+
+@on("POST", "/collective_rpc", is_control=True)
+async def collective_rpc(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Reload weights from files: ``reload_weights`` is the only method."""
+    request = await read(http, requests.RpcRequest)
+    if request.method != "reload_weights":
+        why = f"collective_rpc does reload_weights alone, got {request.method}"
+        raise ApiError(501, why, param="method")
+    path = request.kwargs.get("weights_path")
+    if not isinstance(path, str | None):
+        raise ApiError(400, f"weights_path must be a directory, got {path!r}", param="kwargs")
+    await parts.weights.reload(path)
+    return {"results": [None]}
+
+
+@on("POST", "/v1/load_lora_adapter", is_control=True)
+async def load_lora_adapter(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Load a LoRA adapter on all engines."""
+    request = await read(http, requests.LoadAdapterRequest)
+    await parts.weights.load_adapter(
+        request.lora_name, request.lora_path, is_in_place=request.load_inplace
+    )
+    return Response(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
+
+
+@on("POST", "/v1/unload_lora_adapter", is_control=True)
+async def unload_lora_adapter(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Unload a LoRA adapter from all engines."""
+    request = await read(http, requests.UnloadAdapterRequest)
+    await parts.weights.unload_adapter(request.lora_name)
+    return Response(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")

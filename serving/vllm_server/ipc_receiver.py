@@ -1,8 +1,8 @@
-"""How do weights come from a trainer on the same GPU? As handles of its memory, which is opened.
+"""Receiver of weights from a trainer on the same GPU: opens CUDA IPC handles of its memory.
 
-vLLM's trainers pickle the handles over HTTP, and vLLM unpickles whatever comes if it is told to;
-here they are read as facts (:mod:`pickled_facts`), and each is checked before memory is opened. It
-knows no engines and no versions.
+vLLM's trainers pickle the handles over HTTP, and vLLM unpickles whatever comes if it is told to.
+Here :mod:`pickled_facts` reads them, and each is checked before memory is opened. Independent of
+engines and versions.
 """
 
 import base64
@@ -10,9 +10,9 @@ import binascii
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tidegate.serving.vllm_server.announced import Announced, announced_tensors, unpacked
-from tidegate.serving.vllm_server.failures import ServerError, UpdateError
+from tidegate.serving.api_errors import ApiError, UpdateError
 from tidegate.serving.vllm_server.pickled_facts import NotFacts, read_facts
+from tidegate.serving.vllm_server.receivers import AnnouncedTensor, announced_tensors, unpacked
 from tidegate.transport.weight_channels.cuda_memory import EVENT_BYTES, flaw_of_counter
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Handle(NamedTuple):
-    """What torch's ``reduce_tensor`` says of a tensor on a GPU, in its order."""
+    """Fields of a GPU tensor's IPC handle, in the order of torch's ``reduce_tensor``."""
 
     tensor_kind: object
     size: tuple[int, ...]
@@ -59,14 +59,17 @@ _KINDS: tuple[type[Any] | tuple[type[Any], ...], ...] = (
 
 
 class IpcReceiver:
-    """Copies what handles of a trainer's GPU memory lead to. ``init_info`` says whether packed."""
+    """Copies tensors from GPU memory that a trainer shares by handles.
+
+    ``init_info`` says whether each tensor has a handle, or all are packed into one buffer.
+    """
 
     def __init__(self) -> None:
         self._is_packed = False
         self._open: tuple[Handle, torch.Tensor] | None = None
 
     def connect(self, info: Mapping[str, Any]) -> None:
-        """There is nobody to meet; but there must be a GPU to open memory on."""
+        """Check that there is a GPU to open memory on; there is no connection to make."""
         if strange := [name for name in info if name != "packed"]:
             raise UpdateError(f"Invalid init_info for ipc: unknown {strange[0]!r}")
         _device_uuid()
@@ -74,39 +77,39 @@ class IpcReceiver:
         self._is_packed = bool(info.get("packed", False))
 
     def receive(self, info: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
-        """Copy it all into the host's memory."""
-        told = announced_tensors(info)
+        """Return copies of the tensors in the host's memory."""
+        announced = announced_tensors(info)
         handles = read_handles(info.get("ipc_handles_pickled"))
         uuid = _device_uuid()
         if not self._is_packed:
-            if not isinstance(handles, list) or len(handles) != len(told):
-                raise UpdateError(f"ipc_handles must be a list of {len(told)}, one per tensor")
+            if not isinstance(handles, list) or len(handles) != len(announced):
+                raise UpdateError(f"ipc_handles must be a list of {len(announced)}, one per tensor")
             return {
                 one.name: self._opened(_own(each, uuid), one).cpu()
-                for one, each in zip(told, handles, strict=True)
+                for one, each in zip(announced, handles, strict=True)
             }
         sizes = info.get("tensor_sizes")
-        if sizes != [one.num_bytes for one in told] or not isinstance(handles, dict):
+        if sizes != [one.num_bytes for one in announced] or not isinstance(handles, dict):
             raise UpdateError("packed tensors come with one handle, and tensor_sizes that fit them")
         handle = _own(handles, uuid)
         total = sum(sizes)
         if handle.dtype != _bytes_dtype() or len(handle.size) != 1 or handle.size[0] < total:
             raise UpdateError(f"the packed buffer is no {total} bytes: {handle.size}")
-        return unpacked(self._buffer(handle), told)
+        return unpacked(self._buffer(handle), announced)
 
     def finished(self) -> None:
-        """The trainer may have its buffer back."""
+        """Close the trainer's buffer."""
         self._open = None
 
     close = finished
 
     def _buffer(self, handle: Handle) -> "torch.Tensor":
-        """Opened once for all pieces of an update, as torch counts one close for each export."""
+        """Open a buffer once for all pieces of an update: torch counts one close per export."""
         if self._open is None or self._open[0] != handle:
             self._open = (handle, _rebuilt(handle))
         return self._open[1]
 
-    def _opened(self, handle: Handle, one: Announced) -> "torch.Tensor":
+    def _opened(self, handle: Handle, one: AnnouncedTensor) -> "torch.Tensor":
         if handle.size != one.shape or handle.dtype != one.dtype:
             raise UpdateError(
                 f"{one.name} was announced as {one.dtype} {one.shape}, and its handle leads to "
@@ -116,20 +119,20 @@ class IpcReceiver:
 
 
 def read_handles(pickled: object) -> "list[dict[str, Handle]] | dict[str, Handle]":
-    """The handles in base64 of a pickle: of each tensor by its GPU's UUID, or of one buffer.
+    """Read handles from base64 of a pickle: of each tensor by its GPU's UUID, or of one buffer.
 
     Raises:
-        ServerError: there is something else in it.
+        ApiError: the pickle holds something else.
     """
     if not isinstance(pickled, str):
-        raise ServerError(400, "update_info must have ipc_handles_pickled, as vLLM's client sends")
+        raise ApiError(400, "update_info must have ipc_handles_pickled, as vLLM's client sends")
     try:
         found = read_facts(base64.b64decode(pickled, validate=True), _named)
         if isinstance(found, list):
             return [_handles(one) for one in found]
         return _handles(found)
     except (NotFacts, binascii.Error, ValueError) as error:
-        raise ServerError(
+        raise ApiError(
             400,
             f"ipc_handles_pickled is read for CUDA handles and nothing else, and refused: {error}",
             param="update_info",
@@ -154,7 +157,7 @@ def _handle(fields: object) -> Handle:
 
 
 def _check_extent(handle: Handle) -> None:
-    """It must lie within the memory that it opens."""
+    """Check that the tensor lies within the memory that its handle opens."""
     import torch
 
     numbers = (*handle.size, *handle.stride, handle.offset, handle.storage_offset_bytes)
@@ -173,11 +176,11 @@ def _check_extent(handle: Handle) -> None:
 
 
 _TENSOR, _STORAGE = object(), object()
-"""Stand for torch's classes: here nothing may call those."""
+"""Stand-ins for torch's classes, which nothing here may call."""
 
 
 def _size(dimensions: object) -> tuple[object, ...]:
-    """What torch would make a ``torch.Size`` of."""
+    """Return the dimensions of a pickled ``torch.Size``."""
     if not isinstance(dimensions, tuple | list):
         raise NotFacts("a size is made of no tuple")
     return tuple(dimensions)
@@ -209,14 +212,14 @@ def _rebuilt(handle: Handle) -> "torch.Tensor":
     import torch
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    told = handle._replace(
+    fields = handle._replace(
         tensor_kind=torch.Tensor,
         storage_kind=torch.storage.TypedStorage,
         device=torch.cuda.current_device(),
         requires_grad=False,
     )
     try:
-        tensor: torch.Tensor = rebuild_cuda_tensor(*told)  # type: ignore[no-untyped-call]
+        tensor: torch.Tensor = rebuild_cuda_tensor(*fields)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise UpdateError(f"the trainer's memory can't be opened: {error}") from None
     return tensor
@@ -232,7 +235,7 @@ def _device_uuid() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        raise ServerError(
+        raise ApiError(
             400,
             "weights by ipc are read from the memory of a GPU that trainer and server share, and "
             "torch sees no CUDA device here: start the server with --weight-transfer gloo or disk",

@@ -1,16 +1,14 @@
 """Prometheus text of the vLLM-compatible server, under vLLM's names.
 
-Counts requests that have ended; the rest is read off the run for each scrape.
+Requests that have ended are counted here; the other figures are read off the run at each scrape.
 """
 
 import time
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-from tidegate.serving.vllm_server.completing import Begun
-from tidegate.serving.vllm_server.outputs import Output
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
@@ -18,39 +16,38 @@ if TYPE_CHECKING:
 FINISH_REASONS = ("stop", "length", "abort")
 
 LATENCY_BOUNDS_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0)
-"""vLLM's own, to a minute."""
+"""Bounds of the latency histogram: vLLM's own, up to a minute."""
 
 
 @dataclass(slots=True)
-class ServerCounts:
-    """Of all requests so far."""
+class RequestCounts:
+    """Counters of the requests that have ended."""
 
     finished: Counter[str] = field(default_factory=Counter)
-    """Choices, by how they ended."""
+    """Number of choices, by finish reason."""
     prompt_tokens: int = 0
     latencies: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
+    """Number of requests by latency, in the intervals between LATENCY_BOUNDS_S."""
     latency_total_s: float = 0.0
 
-    def note(self, begun: Begun, outputs: list[Output]) -> None:
-        """A request has ended."""
-        took_s = time.monotonic() - begun.asking.began_s
-        usage = begun.about.usage(0)
-        self.prompt_tokens += usage["prompt_tokens"]
+    def count(self, *, began_s: float, prompt_tokens: int, finish_reasons: Iterable[str]) -> None:
+        """Count a request that has ended; ``began_s`` is on the monotonic clock."""
+        took_s = time.monotonic() - began_s
+        self.prompt_tokens += prompt_tokens
         self.latencies[bisect_left(LATENCY_BOUNDS_S, took_s)] += 1
         self.latency_total_s += took_s
-        for output in outputs:
-            self.finished[output.finish_reason or "abort"] += 1
+        self.finished.update(finish_reasons)
 
 
 def metrics_text(
-    counts: ServerCounts,
+    counts: RequestCounts,
     scheduler: "Scheduler",
     *,
     model: str,
     is_sleeping: bool,
     longest_block_s: float = 0.0,
 ) -> str:
-    """The body of ``/metrics``."""
+    """Write the body of ``/metrics``."""
     about = f'model_name="{model}"'
     fleet, turns = scheduler.fleet, scheduler.core.turns
     sent = [(len(e.submissions), e.max_running_turns) for e in turns.engines.values()]
@@ -78,11 +75,11 @@ def metrics_text(
 
 
 def _metric(name: str, kind: str, values: dict[str, float]) -> list[str]:
-    told = [f"vllm:{name}{{{labels}}} {float(value)}" for labels, value in values.items()]
-    return [f"# TYPE vllm:{name} {kind}", *told]
+    rows = [f"vllm:{name}{{{labels}}} {float(value)}" for labels, value in values.items()]
+    return [f"# TYPE vllm:{name} {kind}", *rows]
 
 
-def _latency(counts: ServerCounts, about: str) -> list[str]:
+def _latency(counts: RequestCounts, about: str) -> list[str]:
     name, seen = "vllm:e2e_request_latency_seconds", 0
     lines = [f"# TYPE {name} histogram"]
     for bound, count in zip((*LATENCY_BOUNDS_S, "+Inf"), counts.latencies, strict=True):

@@ -4,6 +4,7 @@ What is read here is small: configs and headers. It reads no weights, and import
 a trainer names tensors otherwise than the model directory does.
 """
 
+import bisect
 import json
 import os
 import re
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import ModelError
+from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 from tidegate.orchestrator.weight_sync.tensor_files import read_header
-from tidegate.serving.vllm_server.failures import ServerError
+from tidegate.serving.api_errors import ApiError
 from tidegate.transport.regular_files import open_regular
 from tidegate.transport.weight_names import NameGroup, name_groups
 
@@ -137,13 +139,13 @@ class ModelInfo:
         """The adapter that requests for this model name are sampled with; empty: none.
 
         Raises:
-            ServerError: there is no such model.
+            ApiError: there is no such model.
         """
         if model is None or model in ("", self.name):
             return ""
         if model in self.adapters:
             return model
-        raise ServerError(
+        raise ApiError(
             404,
             f"The model `{model}` does not exist. Valid aliases: "
             f"{', '.join([self.name, *self.adapters])}.",
@@ -284,12 +286,60 @@ def limits_of(scheduler: "Scheduler") -> Limits:
     """Of the engines that are there.
 
     Raises:
-        ServerError: there are none.
+        ApiError: there are none.
     """
     hellos = [engine.hello for engine in scheduler.fleet.engines.values()]
     if not hellos:
-        raise ServerError(503, "no engine is there now; retry later")
+        raise ApiError(503, "no engine is there now; retry later")
     return Limits(
         min(min(h.context_tokens_max, h.num_blocks * h.block_tokens) for h in hellos),
         min(hello.vocab_size for hello in hellos),
     )
+
+
+# ---------------------------------------------------------------- weight versions
+
+FIRST_LABEL = "default"
+"""Name of the model directory's own weights, as in vLLM."""
+
+
+class VersionLabels:
+    """Names that clients give to weight versions.
+
+    The run counts versions; clients name them. A version without a name of its own has that of the
+    version before. A name is of weights, not of a moment: renaming what is served also renames the
+    versions of tokens sampled by it.
+    """
+
+    def __init__(self) -> None:
+        self._named: tuple[tuple[int, str], ...] = ((0, FIRST_LABEL),)
+        """Versions and their labels, in order. Replaced as a whole: threads read it."""
+
+    @property
+    def newest(self) -> str:
+        """Label of the weights that are served, or about to be."""
+        return self._named[-1][1]
+
+    def name(self, version: int, label: str) -> None:
+        """Give a label to this version, and to later ones without their own."""
+        self._named = tuple(sorted({**dict(self._named), version: label}.items()))
+
+    def forget(self, version: int) -> None:
+        """Drop the label of a version that no engine serves, nor ever will."""
+        self._named = tuple(one for one in self._named if one[0] == 0 or one[0] != version)
+
+    def of(self, version: int) -> str:
+        """Return the label of a version."""
+        named = self._named
+        return named[bisect.bisect_right(named, version, key=lambda one: one[0]) - 1][1]
+
+    def spans(self, turn: GeneratedTurn | None) -> list[dict[str, Any]]:
+        """Return the labels of a turn's tokens as spans: gapless, in order, neighbours differ."""
+        spans: list[dict[str, Any]] = []
+        for span in turn.spans if turn is not None else ():
+            label = self.of(span.version)
+            if spans and spans[-1]["version"] == label:
+                spans[-1]["end"] = span.end
+            else:
+                spans.append({"version": label, "start": span.start, "end": span.end})
+        return spans

@@ -1,18 +1,146 @@
-"""What has a choice said since somebody looked last? Tokens, log-probs, text, and how it ended.
+"""Output of a choice since it was read last: tokens, log-probs, text, and how the choice ended.
 
-The same for all bodies that are made of it. It knows no HTTP.
+Response bodies of all kinds are made of these parts. :class:`ModelTokenizer` decodes tokens, and
+cuts an output's text where a stop token or stop string is. Independent of HTTP.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from tidegate.serving.vllm_server.desk import Choice
-from tidegate.serving.vllm_server.labels import VersionLabels
-from tidegate.serving.vllm_server.words import Ending, TextStream, Words
+from tokenizers import Tokenizer
+
+from tidegate.orchestrator.episodes.growing_text import HALF_A_CHARACTER, GrowingText
+from tidegate.orchestrator.episodes.model_files import LONG_CHARACTERS, encode_text
+from tidegate.serving.api_errors import ApiError
+from tidegate.serving.http_server import off_loop
+from tidegate.serving.vllm_server.active_requests import Choice
+from tidegate.serving.vllm_server.model_info import VersionLabels
+
+TEXT_CHARACTERS_MAX = 4 * 1024 * 1024
+"""Characters of one text that is tokenised: a thread takes up to 8 s for so many."""
 
 TopLogprobs = Mapping[int, float]
-"""The likeliest tokens by id, likeliest first; the one that was sampled need not be among them."""
+"""Log-probs of the likeliest tokens by id, likeliest first; the sampled token may be missing."""
+
+
+# ---------------------------------------------------------------- text
+
+
+@dataclass(frozen=True, slots=True)
+class StopConditions:
+    """Tokens and strings that end an output, and how its text is cut there."""
+
+    stop_token_ids: frozenset[int] = frozenset()
+    """All stop tokens: the model's own and the request's."""
+    model_stops: frozenset[int] = frozenset()
+    """The part of ``stop_token_ids`` that only the model names."""
+    stop_strings: tuple[str, ...] = ()
+    includes_stop: bool = False
+    """Whether the stop string or token itself is part of the text."""
+    skips_special_tokens: bool = True
+    """Whether special tokens are left out of the text."""
+
+    def ends_in_stop_token(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last token is a stop token."""
+        return bool(token_ids) and token_ids[-1] in self.stop_token_ids
+
+    def first_stop_string(self, text: str) -> tuple[int, str] | None:
+        """Return where the first stop string of a text begins, and the string."""
+        found = [(start, each) for each in self.stop_strings if (start := text.find(each)) >= 0]
+        return min(found, key=lambda stop: stop[0], default=None)
+
+
+class ModelTokenizer:
+    """Tokenizer of the served model: encodes texts, decodes tokens and whole outputs."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def token(self, token_id: int) -> str:
+        """Return the text of a single token; empty for a part of a character."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self.decode([token_id], skips_special_tokens=False)
+            text = self._texts[token_id] = "" if text.endswith(HALF_A_CHARACTER) else text
+        return text
+
+    def decode(self, token_ids: Sequence[int], *, skips_special_tokens: bool) -> str:
+        """Return the text of any tokens."""
+        ids = list(token_ids)
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=skips_special_tokens)
+        return text
+
+    async def encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
+        """Return the tokens of a text; a long one is tokenised in a thread.
+
+        Raises:
+            ApiError: the text is too long.
+        """
+        if len(text) > TEXT_CHARACTERS_MAX:
+            why = f"a text has at most {TEXT_CHARACTERS_MAX} characters, got {len(text)}"
+            raise ApiError(413, why)
+        encode = partial(encode_text, self.tokenizer, text, adds_special_tokens)
+        return encode() if len(text) < LONG_CHARACTERS else await off_loop(encode)
+
+    def whole(self, token_ids: Sequence[int], stops: StopConditions, *, has_stopped: bool) -> str:
+        """Return the text of an output that has ended, cut where it stopped."""
+        if has_stopped and not stops.includes_stop and stops.ends_in_stop_token(token_ids):
+            token_ids = token_ids[:-1]
+        text = self.decode(token_ids, skips_special_tokens=stops.skips_special_tokens)
+        found = stops.first_stop_string(text) if has_stopped else None
+        if found is None:
+            return text
+        start, string = found
+        return text[: start + len(string) if stops.includes_stop else start]
+
+    def stop_reason(self, token_ids: Sequence[int], stops: StopConditions) -> int | str | None:
+        """Return the stop string or token of an output that stopped; None for the model's own."""
+        if stops.ends_in_stop_token(token_ids):
+            last = token_ids[-1]
+            return None if last in stops.model_stops else last
+        text = self.decode(token_ids, skips_special_tokens=False)
+        found = stops.first_stop_string(text)
+        return None if found is None else found[1]
+
+
+@dataclass(slots=True)
+class IncrementalText:
+    """Text of a growing output, in parts that are never taken back."""
+
+    tokenizer: ModelTokenizer
+    stops: StopConditions
+    _sent: str = ""
+    _growing: GrowingText = field(init=False)
+
+    def __post_init__(self) -> None:
+        skips = self.stops.skips_special_tokens
+        self._growing = GrowingText(partial(self.tokenizer.decode, skips_special_tokens=skips))
+
+    def more(self, token_ids: Sequence[int]) -> str:
+        """Return what may be sent of an output that is not over.
+
+        Holds back half characters, and what a stop string may yet cut off.
+        """
+        self._growing.add(token_ids[self._growing.tokens :])
+        settled = self._growing.text
+        held_back = max((len(s) for s in self.stops.stop_strings), default=1) - 1
+        return self._send(settled[: len(settled) - held_back])
+
+    def last(self, text: str) -> str:
+        """Return what was not sent of the whole text."""
+        return self._send(text)
+
+    def _send(self, text: str) -> str:
+        if not text.startswith(self._sent):
+            return ""
+        more, self._sent = text[len(self._sent) :], text
+        return more
+
+
+# ---------------------------------------------------------------- parts of an output
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,36 +148,38 @@ class Output:
     """A part of a choice's output, or all of it."""
 
     index: int
+    """Place of the choice within its request."""
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     tops: Sequence[TopLogprobs]
-    """For each token; each empty unless asked for."""
+    """Likeliest tokens beside each token; empty mappings unless the request asks for them."""
     text: str
     finish_reason: str | None = None
-    """None while it goes on."""
+    """None unless this part is the last."""
     stop_reason: int | str | None = None
     spans: Sequence[Mapping[str, Any]] = ()
-    """Of the whole output, once it has ended."""
+    """Weight versions of the whole output; only in the last part."""
     is_first: bool = True
 
 
 @dataclass(slots=True, eq=False)
 class OutputReader:
-    """Reads one choice's output, from where it was read last."""
+    """Reads one choice's output, each time from where it was read last."""
 
     choice: Choice
-    ending: Ending
-    words: Words
+    stops: StopConditions
+    tokenizer: ModelTokenizer
     labels: VersionLabels
     _read: int = 0
+    """Number of tokens read so far."""
     _is_first: bool = True
-    _text: TextStream = field(init=False)
+    _text: IncrementalText = field(init=False)
 
     def __post_init__(self) -> None:
-        self._text = TextStream(self.words, self.ending)
+        self._text = IncrementalText(self.tokenizer, self.stops)
 
     def more(self) -> Output | None:
-        """What is new; None if nothing is."""
+        """Return what is new; None if nothing is."""
         if self.choice.ended.done():
             return self.rest()
         if self.choice.num_tokens <= self._read or self.choice.row is None:
@@ -59,27 +189,24 @@ class OutputReader:
             return None
         tops = turn.top_logprobs_from(self._read)
         if self.choice.options.get("top_logprobs") and tops is None:
-            return None  # told with the next step
+            return None  # they come with the next step
         text = self._text.more(turn.token_ids)
         return self._part(turn.token_ids, turn.logprobs, tops, text)
 
     def rest(self) -> Output:
-        """What was not read of an output that has ended, and how it did."""
+        """Return what was not read of an output that has ended, and how it ended."""
         turn = self.choice.turn_so_far()
         if turn is None:
             return self._part([], [], None, "", finish_reason="abort")
-        has_stopped = turn.finish_reason == "stop"
-        whole = self.words.whole(turn.token_ids, self.ending, has_stopped=has_stopped)
-        reason = "abort" if turn.finish_reason == "cancelled" else turn.finish_reason
+        ids, has_stopped = turn.token_ids, turn.finish_reason == "stop"
+        whole = self.tokenizer.whole(ids, self.stops, has_stopped=has_stopped)
         return self._part(
-            turn.token_ids,
+            ids,
             turn.logprobs,
             turn.top_logprobs_from(self._read),
             self._text.last(whole),
-            finish_reason=reason,
-            stop_reason=self.words.stop_reason(turn.token_ids, self.ending)
-            if has_stopped
-            else None,
+            finish_reason="abort" if turn.finish_reason == "cancelled" else turn.finish_reason,
+            stop_reason=self.tokenizer.stop_reason(ids, self.stops) if has_stopped else None,
             spans=self.labels.spans(turn),
         )
 
@@ -89,18 +216,18 @@ class OutputReader:
         logprobs: Sequence[float],
         tops: Sequence[TopLogprobs] | None,
         text: str,
-        **about: Any,
+        **end: Any,
     ) -> Output:
         start, self._read = self._read, len(token_ids)
         is_first, self._is_first = self._is_first, False
-        new = slice(start, None)
-        told = tops if tops is not None else [{}] * len(token_ids[new])
+        new_ids = token_ids[start:]
+        new_tops = tops if tops is not None else [{}] * len(new_ids)
         return Output(
             self.choice.index,
-            token_ids[new],
-            logprobs[new],
-            told,
+            new_ids,
+            logprobs[start:],
+            new_tops,
             text,
             is_first=is_first,
-            **about,
+            **end,
         )

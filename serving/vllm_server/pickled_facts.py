@@ -13,7 +13,7 @@ from typing import Any
 from tidegate.errors import TidegateError
 
 PICKLE_BYTES_MAX = 64 * 2**20
-"""Handles of a hundred thousand tensors are less."""
+"""Size of a pickle; handles of 100,000 tensors have less."""
 
 VALUES_MAX = 8_000_000
 """Values in a pickle, each as often as it is referred to. A handle has 30 of them, so these are the
@@ -28,7 +28,7 @@ class NotFacts(TidegateError):
 
 
 class _Value:
-    """A value on the stack, and how many values it counts for."""
+    """A value on the stack, and the number of values in it."""
 
     __slots__ = ("count", "is_held", "value")
 
@@ -64,7 +64,7 @@ class _Machine:
         self._memory: dict[int, _Value] = {}
 
     def run(self, data: bytes) -> Any:
-        """The value that is pickled."""
+        """Return the value that is pickled."""
         for operation, argument, _ in pickletools.genops(data):
             if operation.name == "STOP":
                 return self._pop().value
@@ -155,7 +155,7 @@ class _Machine:
         self._push(function.value(*arguments.value), 1 + arguments.count)
 
     def _counted(self, items: list[_Value]) -> int:
-        """How many values the items of a container are; no container of them takes any more."""
+        """Count the values in the items of a container, and close these items to further values."""
         count = 0
         for item in items:
             item.is_held = True
@@ -190,7 +190,7 @@ class _Machine:
         return top
 
     def _pop_items(self) -> list[_Value]:
-        """The values down to the newest mark, which goes with them."""
+        """Pop the values above the newest mark, and the mark."""
         items: list[_Value] = []
         while (item := self._stack.pop()) is not _MARK:
             items.append(item)
@@ -198,13 +198,13 @@ class _Machine:
 
 
 def read_facts(data: bytes, named: Callable[[str, str], Any]) -> Any:
-    """What is pickled in ``data``, where ``named`` says what a module's name stands for.
+    """Read the value pickled in ``data``; ``named`` resolves a module and a name to an object.
 
-    What it gives back may be called with whatever is in the pickle: give back nothing that does
-    more than to make a value of it. None refuses the name.
+    The object may be called with anything in the pickle, so ``named`` must return functions that
+    only make a value of their arguments. None refuses the name.
 
     Raises:
-        NotFacts: it names something else, holds too much, or can't be read.
+        NotFacts: the pickle names something else, holds too much, or can't be read.
     """
     if len(data) > PICKLE_BYTES_MAX:
         raise NotFacts(f"it has {len(data)} bytes, {PICKLE_BYTES_MAX} at most are read")

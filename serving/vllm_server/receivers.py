@@ -1,64 +1,102 @@
-"""How do new weights reach the server? From files, or from the trainer, over one of its ways.
+"""Receivers of new weights, from files or from a trainer's process over gloo.
 
-What it receives is one copy, whatever the number of engines: the run brings it to all of them. It
-knows no engines and no versions. A receiver blocks, and is called from a thread.
+:class:`WeightUpdates` calls a receiver from a thread, because its methods block. A receiver returns
+one copy of the weights, whatever the number of engines: the run brings it to all of them. The other
+receivers are in :mod:`nccl_receiver` and :mod:`ipc_receiver`. Independent of engines and versions.
 """
 
 import datetime
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol
 
-from tidegate.errors import ConfigError
 from tidegate.orchestrator.weight_sync.tensor_files import read_tensor_file
-from tidegate.serving.vllm_server.announced import announced_tensors
-from tidegate.serving.vllm_server.failures import ServerError, UpdateError
-from tidegate.serving.vllm_server.ipc_receiver import IpcReceiver
-from tidegate.serving.vllm_server.nccl_receiver import NcclReceiver
+from tidegate.serving.api_errors import ApiError, UpdateError
 
 if TYPE_CHECKING:
     import torch
 
-Backend = Literal["disk", "gloo", "nccl", "ipc"]
-
 RECEIVE_TIMEOUT_S = 300.0
-"""A trainer that has announced tensors, and sends none for so long, sends none."""
+"""Time to wait for a trainer that has announced tensors, or is about to connect; vLLM's store waits
+as long."""
 
 SERVER_RANK = 1
-"""The trainer is 0, and the server one process, whatever stands behind it."""
+"""Rank of the server, which is one process for all engines; the trainer is rank 0."""
 
 
 class Receiver(Protocol):
-    """One way for weights to come."""
+    """A way to receive weights, by vLLM's phases of a weight update."""
 
     def connect(self, info: Mapping[str, Any]) -> None:
-        """Get ready, as ``init_info`` says."""
+        """Connect to the trainer that ``init_info`` describes."""
 
     def receive(self, info: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
-        """The tensors that ``update_info`` announces."""
+        """Return the tensors that ``update_info`` announces, in the host's memory."""
 
     def finished(self) -> None:
-        """The update has ended, well or not: nothing that was received is asked for again."""
+        """Release what the update needed; it has succeeded or failed."""
 
     def close(self) -> None:
-        """Let go of the trainer. Harmless when repeated."""
+        """Disconnect from the trainer. Harmless when repeated."""
 
 
-def receiver(backend: str) -> Receiver:
-    """That of a backend.
+# ---------------------------------------------------------------- announced tensors
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncedTensor:
+    """Name, dtype and shape of a tensor that the trainer is about to send."""
+
+    name: str
+    dtype: "torch.dtype"
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor's values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def announced_tensors(info: Mapping[str, Any]) -> list[AnnouncedTensor]:
+    """Return the tensors that ``update_info`` announces, in the order in which they are sent.
 
     Raises:
-        ConfigError: there is no such backend.
+        UpdateError: columns are missing or differ in length, or an entry describes no tensor.
     """
-    kinds: dict[str, Callable[[], Receiver]] = {
-        "disk": DiskReceiver,
-        "gloo": GlooReceiver,
-        "nccl": NcclReceiver,
-        "ipc": IpcReceiver,
-    }
-    if backend not in kinds:
-        raise ConfigError(f"weights come by {' or '.join(get_args(Backend))}, got {backend!r}")
-    return kinds[backend]()
+    import torch
+
+    try:
+        rows = zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
+        tensors = [
+            AnnouncedTensor(str(name), getattr(torch, dtype), tuple(map(int, shape)))
+            for name, dtype, shape in rows
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UpdateError(
+            f"Invalid update_info: names, dtype_names and shapes must be of one length: {error!r}"
+        ) from None
+    for one in tensors:
+        if not isinstance(one.dtype, torch.dtype) or min(one.shape, default=0) < 0:
+            raise UpdateError(f"Invalid update_info: {one.name} is no tensor: {one!r}")
+    return tensors
+
+
+def unpacked(
+    buffer: "torch.Tensor", tensors: Sequence[AnnouncedTensor]
+) -> "dict[str, torch.Tensor]":
+    """Copy tensors that lie one after another in a buffer of bytes into the host's memory."""
+    copies = {}
+    start = 0
+    for one in tensors:
+        part = buffer[start : start + one.num_bytes].to("cpu", copy=True)
+        copies[one.name] = part.view(one.dtype).view(one.shape)
+        start += one.num_bytes
+    return copies
+
+
+# ---------------------------------------------------------------- from files
 
 
 class DiskReceiver:
@@ -68,11 +106,11 @@ class DiskReceiver:
     """
 
     def connect(self, info: Mapping[str, Any]) -> None:
-        """There is nothing to connect to."""
+        """Check that ``init_info`` is empty: files need no connection."""
         _refuse_unknown(info, (), "init_info")
 
     def receive(self, info: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
-        """Read them."""
+        """Return the tensors of the files that ``update_info`` names."""
         _refuse_unknown(info, ("path", "names"), "update_info")
         path = info.get("path")
         if not isinstance(path, str):
@@ -80,17 +118,17 @@ class DiskReceiver:
         return read_tensors(Path(path), info.get("names"))
 
     def finished(self) -> None:
-        """Files are closed as soon as they are read."""
+        """Do nothing: files are closed as soon as they are read."""
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there is no connection."""
 
 
 def read_tensors(path: Path, names: Any = None) -> "dict[str, torch.Tensor]":
-    """Copies of the tensors of a file or directory; of all, or of these ``names``.
+    """Read the tensors of a safetensors file or directory: all, or these ``names``.
 
     Raises:
-        UpdateError: they can't be read, or some are not there.
+        UpdateError: a file can't be read, or a named tensor is missing.
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not path.exists() or not files:
@@ -108,6 +146,9 @@ def read_tensors(path: Path, names: Any = None) -> "dict[str, torch.Tensor]":
     return {name: tensors[name] for name in names}
 
 
+# ---------------------------------------------------------------- over gloo
+
+
 class GlooReceiver:
     """Takes part in broadcasts of a group of two, whose other process is the trainer.
 
@@ -119,7 +160,7 @@ class GlooReceiver:
         self._group: Any = None
 
     def connect(self, info: Mapping[str, Any]) -> None:
-        """Meet the trainer, which listens already or is about to."""
+        """Connect to the trainer, which listens or is about to."""
         known = ("master_address", "master_port", "rank_offset", "world_size", "packed")
         _refuse_unknown(info, known, "init_info")
         try:
@@ -137,16 +178,16 @@ class GlooReceiver:
         self._group = gloo_group(address, port, SERVER_RANK)
 
     def receive(self, info: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
-        """Take what the trainer broadcasts, tensor after tensor."""
+        """Return the tensors that the trainer broadcasts, one after another."""
         import torch
 
         if self._group is None:
             raise UpdateError("init_weight_transfer_engine must be called before update_weights.")
         _refuse_unknown(info, ("names", "dtype_names", "shapes", "packed"), "update_info")
         _refuse_packed(info)
-        told = announced_tensors(info)
+        announced = announced_tensors(info)
         try:
-            tensors = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in told}
+            tensors = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in announced}
         except RuntimeError as error:
             self.close()  # or the trainer would wait in a broadcast for long
             raise UpdateError(f"there is no room for what was announced: {error}") from None
@@ -159,31 +200,31 @@ class GlooReceiver:
         return tensors
 
     def finished(self) -> None:
-        """The group stays for the next update."""
+        """Keep the group for the next update."""
 
     def close(self) -> None:
-        """The group ends with its last user."""
+        """Leave the group, which ends with its last user."""
         self._group = None
 
 
 def gloo_group(address: str, port: int, rank: int) -> Any:
-    """A group of two processes, apart from whatever groups this one has else; rank 0 listens.
+    """Make a process group of two, apart from other groups of this process; rank 0 listens.
 
     Raises:
-        UpdateError: the other one was not there in time.
+        UpdateError: the other process did not connect in time.
     """
     from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-    patience = datetime.timedelta(seconds=RECEIVE_TIMEOUT_S)
+    timeout = datetime.timedelta(seconds=RECEIVE_TIMEOUT_S)
     try:
-        store = TCPStore(address, port, 2, is_master=rank == 0, timeout=patience)
-        return ProcessGroupGloo(store, rank, 2, patience)
+        store = TCPStore(address, port, 2, is_master=rank == 0, timeout=timeout)
+        return ProcessGroupGloo(store, rank, 2, timeout)
     except RuntimeError as error:
         raise UpdateError(f"no trainer at {address}:{port}: {error}") from None
 
 
 def broadcast(group: Any, tensor: "torch.Tensor") -> None:
-    """From rank 0 to rank 1."""
+    """Send a tensor from rank 0 to rank 1."""
     group.broadcast(tensor, 0).wait()
 
 
@@ -198,7 +239,7 @@ _NO_NCCL = (
 
 def _refuse_packed(info: Mapping[str, Any]) -> None:
     if info.get("packed"):
-        raise ServerError(
+        raise ApiError(
             400,
             "over gloo each tensor is broadcast by itself: send packed=false; packed buffers are "
             "of vLLM's nccl backend",
@@ -208,7 +249,7 @@ def _refuse_packed(info: Mapping[str, Any]) -> None:
 def _refuse_unknown(info: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
     for name in info:
         if name in _OF_NCCL and name not in known:
-            raise ServerError(400, _NO_NCCL, param=what)
+            raise ApiError(400, _NO_NCCL, param=what)
         if name not in known:
             names = ", ".join(known) or "nothing"
             raise UpdateError(f"Invalid {what}: unknown {name!r}; it may have {names}")

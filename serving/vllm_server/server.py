@@ -1,9 +1,7 @@
-"""HTTP server that vLLM's clients take for vLLM: starts it on a run, and ends it.
+"""vLLM-compatible HTTP server over a run's engines: starts, serves on the run's loop, closes.
 
-    with tidegate.vllm_server(model=path, engines=2, port=8000) as server:
-        ...  # clients of vLLM ask server.url
-
-The server runs on the run's own thread.
+with tidegate.vllm_server(model=path, engines=2, port=8000) as server:
+    ...  # point clients of vLLM at server.url
 """
 
 import asyncio
@@ -11,34 +9,41 @@ import concurrent.futures
 import contextlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
-from tidegate.serving.gateway.gateway import KEEP_ALIVE_S
-from tidegate.serving.gateway.requests import TOP_LOGPROBS_MAX
-from tidegate.serving.listening import listen, url_of
-from tidegate.serving.vllm_server.receivers import Backend, receiver
+from tidegate.serving.listening import KEEP_ALIVE_S, listen, url_of
+from tidegate.serving.openai_requests import TOP_LOGPROBS_MAX
+from tidegate.serving.vllm_server.ipc_receiver import IpcReceiver
+from tidegate.serving.vllm_server.nccl_receiver import NcclReceiver
+from tidegate.serving.vllm_server.receivers import DiskReceiver, GlooReceiver, Receiver
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
-    from tidegate.serving.vllm_server.desks import Desks
+    from tidegate.serving.vllm_server.app import ServerParts
+
+Backend = Literal["disk", "gloo", "nccl", "ipc"]
+"""How trainers send new weights: as files, by broadcasts over TCP or NCCL, by CUDA IPC handles."""
 
 REQUEST_TIMEOUT_S = 7 * 24 * 3600.0
-"""vLLM has none: whoever asks goes away when it has waited long enough."""
+"""Time limit of a request. vLLM has none: clients disconnect when they have waited long enough."""
 
 TOKEN_CHARACTERS_MIN = 16
-"""Of a control token: fewer could be guessed."""
+"""Length of a control token; a shorter one could be guessed."""
 
 END_TIMEOUT_S = 10.0
-"""What is being answered when the server ends has so long."""
+"""Time for the requests that are being answered when the server closes."""
 
 
 class VLLMServer(SyncRollouts):
-    """Engines behind vLLM's HTTP API; use it in ``with``, or in ``async with``."""
+    """vLLM-compatible HTTP server of one run, and the run's engines; use it in ``with``.
+
+    Serves on the run's own thread, from entering until :meth:`close`; ``async with`` works, too.
+    """
 
     def __init__(
         self,
@@ -79,7 +84,7 @@ class VLLMServer(SyncRollouts):
         """
         super().__init__(rollouts)
         self._rollouts = rollouts
-        self._receiver = receiver(weight_transfer)
+        self._receiver = _receiver_of(weight_transfer)
         self._backend = weight_transfer
         self._model_name = served_model_name
         if max_logprobs < 0:
@@ -95,7 +100,7 @@ class VLLMServer(SyncRollouts):
         self.control_token = (
             (control_token or secrets.token_urlsafe(24)) if needs_control_token else None
         )
-        """What requests that pause engines or change weights must show; None: nothing."""
+        """Token that requests must show to pause engines or change weights; None: no token."""
         self._weight_directories = weight_directories
         self._host = host
         self._allowed_hosts = frozenset(name.lower() for name in allowed_hosts)
@@ -136,7 +141,7 @@ class VLLMServer(SyncRollouts):
         await asyncio.to_thread(self.close)
 
     def wait(self) -> None:
-        """Serve until the run fails; raises what it failed of."""
+        """Wait until the run fails, and raise its error."""
         if self._serving is None:
             raise RuntimeError("the server has not been started; use it in a `with` statement")
         try:
@@ -158,11 +163,10 @@ class VLLMServer(SyncRollouts):
 
     async def _serve(self, scheduler: "Scheduler") -> None:
         from tidegate.serving.http_server import serve_app
-        from tidegate.serving.vllm_server.app import Keys, server_app
-        from tidegate.serving.vllm_server.paths import BODY_BYTES_MAX
+        from tidegate.serving.vllm_server.app import BODY_BYTES_MAX, Keys, server_app
 
         app = server_app(
-            self._desks(scheduler),
+            self._parts(scheduler),
             Keys(self._api_key, self.control_token),
             bound_host=self._host,
             allowed_hosts=self._allowed_hosts,
@@ -171,27 +175,27 @@ class VLLMServer(SyncRollouts):
             app, self._socket, body_bytes_max=BODY_BYTES_MAX, timeout_keep_alive=KEEP_ALIVE_S
         )
 
-    def _desks(self, scheduler: "Scheduler") -> "Desks":
-        from tidegate.serving.vllm_server.completing import Completer
-        from tidegate.serving.vllm_server.control import ServerControl
-        from tidegate.serving.vllm_server.desk import RequestDesk
-        from tidegate.serving.vllm_server.desks import Desks
+    def _parts(self, scheduler: "Scheduler") -> "ServerParts":
+        from tidegate.serving.vllm_server.active_requests import ActiveRequests
+        from tidegate.serving.vllm_server.app import ServerParts
+        from tidegate.serving.vllm_server.completions import Completer
         from tidegate.serving.vllm_server.model_info import (
             read_model_info,
             read_sampling_defaults,
         )
-        from tidegate.serving.vllm_server.weight_desk import WeightDesk
+        from tidegate.serving.vllm_server.pauses import EnginePauses
+        from tidegate.serving.vllm_server.weight_updates import WeightUpdates
 
         run, settings = self._rollouts._running, self.settings
         info = read_model_info(settings.model, name=self._model_name, dtype=settings.engine.dtype)
-        requests = RequestDesk(scheduler)
+        requests = ActiveRequests(scheduler)
         is_auto = self._generation_config == "auto"
         defaults = read_sampling_defaults(settings.model) if is_auto else {}
         directories = [settings.model, *map(Path, self._weight_directories)]
-        weights = WeightDesk(
+        weights = WeightUpdates(
             run, scheduler, info, self._receiver, self._rollouts._published, directories=directories
         )
-        return Desks(
+        return ServerParts(
             settings=settings,
             scheduler=scheduler,
             info=info,
@@ -205,7 +209,7 @@ class VLLMServer(SyncRollouts):
                 max_logprobs=self._max_logprobs,
                 defaults=defaults,
             ),
-            control=ServerControl(
+            pauses=EnginePauses(
                 scheduler, requests, rejects_while_paused=self._rejects_while_paused
             ),
             weights=weights,
@@ -214,3 +218,20 @@ class VLLMServer(SyncRollouts):
             instance_id=secrets.token_hex(4),
             longest_block_s=lambda: run.loop_watch.longest_block_s,
         )
+
+
+def _receiver_of(backend: str) -> Receiver:
+    """Make the receiver of a weight-transfer backend.
+
+    Raises:
+        ConfigError: there is no such backend.
+    """
+    kinds: dict[str, Callable[[], Receiver]] = {
+        "disk": DiskReceiver,
+        "gloo": GlooReceiver,
+        "nccl": NcclReceiver,
+        "ipc": IpcReceiver,
+    }
+    if backend not in kinds:
+        raise ConfigError(f"weights come by {' or '.join(get_args(Backend))}, got {backend!r}")
+    return kinds[backend]()

@@ -16,8 +16,7 @@ from tidegate.orchestrator.trainer.rollouts import Rollouts, Scorer, SyncRollout
 from tidegate.orchestrator.trainer.run import RunParts
 
 if TYPE_CHECKING:
-    from tidegate.serving.vllm_server.receivers import Backend
-    from tidegate.serving.vllm_server.server import VLLMServer
+    from tidegate.serving.vllm_server.server import Backend, VLLMServer
 
 
 def serve(

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tidegate.serving import http_server
+from tidegate.serving.api_errors import ApiError
 from tidegate.serving.http_server import (
     AccessGuard,
     AccessPolicy,
@@ -24,7 +25,7 @@ from tidegate.serving.http_server import (
     serve_app,
     unless_gone,
 )
-from tidegate.serving.listening import HttpRefused, is_loopback, listen
+from tidegate.serving.listening import is_loopback, listen
 
 pytestmark = pytest.mark.wire
 
@@ -145,7 +146,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     http = HttpRequest(scope, receive)
     try:
         answer = Response(await read_body(http, bytes_max=BODY_BYTES_MAX))
-    except HttpRefused as error:
+    except ApiError as error:
         answer = Response(str(error), error.status)
     except ClientDisconnect:
         return
@@ -416,7 +417,7 @@ async def test_large_work_is_done_in_threads_and_refused_beyond_what_may_wait(
     gate = threading.Event()
     works = [asyncio.create_task(off_loop(lambda: gate.wait(WAIT_S))) for _ in range(3)]
     await asyncio.sleep(0)
-    with pytest.raises(HttpRefused) as error:
+    with pytest.raises(ApiError) as error:
         await off_loop(lambda: None)
     assert error.value.status == 503
     gate.set()

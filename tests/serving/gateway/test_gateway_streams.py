@@ -13,7 +13,7 @@ from tests.orchestrator.episodes.talking import CALL, TOOLS, user
 from tests.serving.gateway.gateway_clients import CHAT, END, events_of, session_of
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.growing_text import GrowingText
-from tidegate.serving.gateway import streaming
+from tidegate.serving.gateway import completions
 from tidegate.serving.gateway.gateway import Gateway
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
@@ -31,7 +31,7 @@ def gateway() -> Iterator[Gateway]:
 async def test_a_stream_says_the_same_in_parts(
     gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "STREAM_INTERVAL_S", 0.0)
+    monkeypatch.setattr(completions, "STREAM_INTERVAL_S", 0.0)
     async with session_of(gateway, tmp_path) as (talk, _, client):
         whole = talk.engine.ask
 

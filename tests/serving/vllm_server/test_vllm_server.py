@@ -20,7 +20,7 @@ from tests.serving.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, PROMPT, C
 from tidegate.errors import EngineLost
 from tidegate.orchestrator.episodes.model_files import LONG_CHARACTERS
 from tidegate.orchestrator.fleet import processes
-from tidegate.serving.vllm_server.words import Words
+from tidegate.serving.vllm_server.outputs import ModelTokenizer
 
 pytestmark = pytest.mark.wire
 
@@ -55,16 +55,16 @@ def test_texts_and_conversations_are_told_as_tokens_and_back(client: Client) -> 
 
 
 async def test_others_go_on_while_a_long_text_becomes_tokens(model: Path) -> None:
-    words = Words(Tokenizer.from_file(str(model / "tokenizer.json")))
+    tokenizer = ModelTokenizer(Tokenizer.from_file(str(model / "tokenizer.json")))
     short = "hello world"
     times = LONG_CHARACTERS // len(short) + 1
-    asked = asyncio.ensure_future(words.encode(short * times, adds_special_tokens=False))
+    asked = asyncio.ensure_future(tokenizer.encode(short * times, adds_special_tokens=False))
     turns = 0
     while not asked.done():
         await asyncio.sleep(0)
         turns += 1
     assert turns > 1  # one is what a task takes that never waits
-    assert await asked == await words.encode(short, adds_special_tokens=False) * times
+    assert await asked == await tokenizer.encode(short, adds_special_tokens=False) * times
 
 
 def test_metrics_have_the_names_that_monitors_read(client: Client) -> None:

@@ -15,8 +15,9 @@ import pytest
 import tidegate
 from tests.serving.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, TIMEOUT_S, Client
 from tidegate.errors import ConfigError
+from tidegate.serving import api_app
 from tidegate.serving.http_server import MESSAGES_MAX
-from tidegate.serving.vllm_server import completing
+from tidegate.serving.vllm_server import completions
 from tidegate.serving.vllm_server.app import PATHS
 from tidegate.transport.server_keys import own_key
 
@@ -243,7 +244,7 @@ def test_as_many_log_probs_as_the_server_was_started_with_are_told(client: Clien
 def test_prompts_of_all_choices_together_are_limited(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(completing, "PROMPT_TOKENS_MAX", 100)
+    monkeypatch.setattr(completions, "PROMPT_TOKENS_MAX", 100)
     sampling = {"max_tokens": 1, "n": 10}
     assert client.generate(token_ids=[5] * 10, sampling_params=sampling)["choices"]
     body = {"token_ids": [5] * 11, "sampling_params": sampling}
@@ -265,8 +266,6 @@ def test_texts_that_no_context_holds_are_refused_before_they_are_tokenised(clien
 def test_a_large_answer_is_that_of_a_small_one(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tidegate.serving.vllm_server import answering
-
     body = {"prompt": [30, 41, 52], "max_tokens": 8, "seed": 3, "n": 2, "logprobs": 2,
             "prompt_logprobs": 1, "return_token_ids": True}  # fmt: skip
 
@@ -275,8 +274,8 @@ def test_a_large_answer_is_that_of_a_small_one(
             "/v1/completions", json=body).text)  # fmt: skip
 
     small = asked()
-    monkeypatch.setattr(answering, "LARGE_ANSWER_TOKENS", 1)
-    monkeypatch.setattr(completing, "LARGE_PROMPT_LOGPROBS", 1)
+    monkeypatch.setattr(api_app, "LARGE_ANSWER_TOKENS", 1)
+    monkeypatch.setattr(completions, "LARGE_PROMPT_LOGPROBS", 1)
     assert asked() == small
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tidegate.serving.vllm_server.failures import ServerError
+from tidegate.serving.api_errors import ApiError
 from tidegate.serving.vllm_server.ipc_receiver import IpcReceiver, read_handles
 
 UUID = "5f0c7d3a-0000-4000-8000-000000000001"
@@ -80,7 +80,7 @@ def test_nothing_in_a_pickle_is_run(
     facts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ServerError, match="read for CUDA handles and nothing else") as told:
+    with pytest.raises(ApiError, match="read for CUDA handles and nothing else") as told:
         read_handles(sent(facts))
     assert told.value.status == 400
     assert list(tmp_path.iterdir()) == []
@@ -102,7 +102,7 @@ def test_nothing_in_a_pickle_is_run(
     ],
 )
 def test_a_handle_must_be_whole_and_within_its_memory(fields: dict[str, Any], why: str) -> None:
-    with pytest.raises(ServerError, match=why):
+    with pytest.raises(ApiError, match=why):
         read_handles(sent([{UUID: handle(**fields)}]))
 
 
@@ -110,7 +110,7 @@ def test_a_handle_must_be_whole_and_within_its_memory(fields: dict[str, Any], wh
     "pickled", [None, 5, "no base64!", "", base64.b64encode(b"garbage").decode(), sent([[1]])]
 )
 def test_what_is_no_pickle_of_handles_is_refused(pickled: Any) -> None:
-    with pytest.raises(ServerError, match="ipc_handles_pickled"):
+    with pytest.raises(ApiError, match="ipc_handles_pickled"):
         read_handles(pickled)
 
 
@@ -136,7 +136,7 @@ LONG_TO_READ = {
 
 @pytest.mark.parametrize("pickled", LONG_TO_READ.values(), ids=LONG_TO_READ)
 def test_a_pickle_that_would_keep_the_process_busy_for_ever_is_refused(pickled: bytes) -> None:
-    with pytest.raises(ServerError, match="read for CUDA handles and nothing else"):
+    with pytest.raises(ApiError, match="read for CUDA handles and nothing else"):
         read_handles(base64.b64encode(pickled).decode())
 
 
@@ -151,7 +151,7 @@ def test_the_handles_of_ten_thousand_tensors_are_read_of_every_protocol(protocol
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without CUDA")
 def test_without_cuda_a_trainer_is_told_so_as_it_comes() -> None:
     receiver = IpcReceiver()
-    with pytest.raises(ServerError, match="--weight-transfer gloo or disk") as told:
+    with pytest.raises(ApiError, match="--weight-transfer gloo or disk") as told:
         receiver.connect({"packed": True})
     assert told.value.status == 400
 

@@ -20,14 +20,14 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.nccl_double import built
-from tidegate.serving.vllm_server.announced import announced_tensors
-from tidegate.serving.vllm_server.failures import ServerError, UpdateError
-from tidegate.serving.vllm_server.nccl_meeting import (
-    read_meeting,
+from tidegate.serving.api_errors import ApiError, UpdateError
+from tidegate.serving.vllm_server.nccl_receiver import (
+    NcclReceiver,
+    read_rendezvous,
     read_unique_id,
     unique_id,
 )
-from tidegate.serving.vllm_server.nccl_receiver import NcclReceiver
+from tidegate.serving.vllm_server.receivers import announced_tensors
 from tidegate.transport.weight_channels.cuda_nccl import packs
 
 pytestmark = pytest.mark.wire
@@ -252,7 +252,7 @@ def test_a_meeting_that_cant_be_is_refused(
     identity: ncclUniqueId, wrong: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(UpdateError, match=why):
-        read_meeting(by_id(identity) | wrong)
+        read_rendezvous(by_id(identity) | wrong)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_tensors_that_cant_be_are_refused(wrong: dict[str, Any], why: str) -> No
 def test_without_cuda_the_trainer_is_told_what_to_start_the_server_with(
     identity: ncclUniqueId,
 ) -> None:
-    with pytest.raises(ServerError, match="--weight-transfer gloo") as told:
+    with pytest.raises(ApiError, match="--weight-transfer gloo") as told:
         NcclReceiver().connect(by_id(identity))
     assert told.value.status == 400
     with pytest.raises(UpdateError, match="init_weight_transfer_engine must be called"):
@@ -308,8 +308,8 @@ def test_the_id_that_vllms_own_group_tells_is_read() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE) as trainer:
         try:
             where = {"master_address": "127.0.0.1", "master_port": port}
-            meeting = read_meeting(where | {"rank_offset": 1, "world_size": 2})
-            known, _ = unique_id(meeting, patience_s=300)
+            rendezvous = read_rendezvous(where | {"rank_offset": 1, "world_size": 2})
+            known, _ = unique_id(rendezvous, timeout_s=300)
         finally:
             trainer.kill()
     assert known == bytes(range(128))

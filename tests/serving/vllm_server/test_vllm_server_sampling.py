@@ -10,7 +10,7 @@ import pytest
 import tidegate
 from tests.serving.vllm_server.vllm_serving import PROMPT, Client
 from tidegate.errors import ModelError
-from tidegate.serving.gateway.requests import _NEUTRAL
+from tidegate.serving.openai_requests import UNSERVED
 from tidegate.serving.vllm_server.model_info import read_sampling_defaults
 
 pytestmark = pytest.mark.wire
@@ -75,7 +75,7 @@ ASKED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", _NEUTRAL)
+@pytest.mark.parametrize("name", UNSERVED)
 def test_a_field_that_would_change_the_output_is_refused_by_name(client: Client, name: str) -> None:
     asked = ASKED.get(name, {"x": 1})
     for path, body in PATHS.items():
@@ -88,9 +88,9 @@ def test_a_field_that_would_change_the_output_is_refused_by_name(client: Client,
     assert client.refusal("/inference/v1/generate", body)["param"] == name
 
 
-@pytest.mark.parametrize("name", _NEUTRAL)
+@pytest.mark.parametrize("name", UNSERVED)
 def test_a_field_that_changes_nothing_is_passed_over(client: Client, name: str) -> None:
-    for value in (None, *_NEUTRAL[name]):
+    for value in (None, *UNSERVED[name]):
         for path, body in PATHS.items():
             client.post(path, {**body, "max_tokens": 1, name: value})
 

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import TidegateError
 from tidegate.orchestrator.trainer.weight_updates import AdapterRemoval, AdapterUpdate, WeightUpdate
-from tidegate.serving.vllm_server.failures import ServerError, UpdateError
-from tidegate.serving.vllm_server.labels import VersionLabels
-from tidegate.serving.vllm_server.model_info import HEAD, ModelInfo
+from tidegate.serving.api_errors import ApiError, UpdateError
+from tidegate.serving.vllm_server.model_info import HEAD, ModelInfo, VersionLabels
 from tidegate.serving.vllm_server.receivers import Receiver, read_tensors
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class _Session:
     checksums: dict[str, str] = field(default_factory=dict)
 
 
-class WeightDesk:
+class WeightUpdates:
     """The weights that the server's engines serve, as clients change them."""
 
     def __init__(
@@ -185,9 +184,9 @@ class WeightDesk:
         """The body of ``/weight_checker``."""
         if action not in ("checksum", "compare"):
             told = f"action is checksum or compare, got {action}; weights can't be reset"
-            raise ServerError(501 if action == "reset" else 400, told, param="action")
+            raise ApiError(501 if action == "reset" else 400, told, param="action")
         if not self._run.settings.weights.weight_checksums:
-            raise ServerError(501, "start the server with --weight-checksums")
+            raise ApiError(501, "start the server with --weight-checksums")
         if not self._checksums:
             facts = await asyncio.to_thread(read_tensors, self._info.path)
             self._checksums = {name: _checksum(tensor) for name, tensor in facts.items()}
@@ -195,7 +194,7 @@ class WeightDesk:
         if action == "checksum":
             return {"checksums": sums}
         if baseline is None:
-            raise ServerError(400, "compare needs a baseline", param="baseline")
+            raise ApiError(400, "compare needs a baseline", param="baseline")
         differ = sorted(n for n in sums.keys() | baseline.keys() if sums.get(n) != baseline.get(n))
         return {"match": not differ, "mismatches": differ}
 
@@ -204,17 +203,17 @@ class WeightDesk:
     async def load_adapter(self, name: str, path: str, *, is_in_place: bool) -> None:
         """Read a LoRA adapter from its directory, and bring it to every engine."""
         if name in self._info.adapters and not is_in_place:
-            raise ServerError(
+            raise ApiError(
                 400,
                 f"The lora adapter '{name}' has already been loaded. If you want to load the "
                 f"adapter in place, set 'load_inplace' to True.",
             )
         if name == self._info.name:
-            raise ServerError(400, f"'{name}' is the model's own name; choose another")
+            raise ApiError(400, f"'{name}' is the model's own name; choose another")
         real = self._adapter_at(path)
         if real is None:
             told = f"No adapter found for '{path}'; {_ONLY_BELOW}"
-            raise ServerError(404, told, param="lora_path")
+            raise ApiError(404, told, param="lora_path")
         async with self._one_at_a_time:
             call = await asyncio.to_thread(AdapterUpdate, self._run, name, str(real), None, "live")
             await self._publish(call, None)
@@ -223,7 +222,7 @@ class WeightDesk:
     async def unload_adapter(self, name: str) -> None:
         """Have every engine forget an adapter; no request may name it any more."""
         if name not in self._info.adapters:
-            raise ServerError(404, f"The lora adapter '{name}' cannot be found.")
+            raise ApiError(404, f"The lora adapter '{name}' cannot be found.")
         async with self._one_at_a_time:
             path = self._info.adapters.pop(name)
             try:

@@ -1,57 +1,68 @@
-"""Turns requests into choices of the run: checks prompts, limits and options, and begins turns.
+"""Completion requests: checks them, begins their choices, and answers them whole or as a stream.
 
-Bodies of answers are :mod:`bodies`' matter.
+Called by the handlers of :mod:`app`. Requests are decoded by :mod:`requests`, and answers written
+by :mod:`response_bodies`.
 """
 
+import asyncio
 import dataclasses
 import functools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from tidegate.errors import ModelError
 from tidegate.orchestrator.episodes.chat_template import read_chat_template
 from tidegate.orchestrator.fleet.scores import Asked, TokenScores
-from tidegate.serving.http_server import MESSAGES_MAX, off_loop
-from tidegate.serving.vllm_server.bodies import (
-    About,
-    Bodies,
+from tidegate.serving.api_app import DONE_EVENT, encoded_response, stream_event
+from tidegate.serving.api_errors import ApiError, VllmErrors
+from tidegate.serving.http_server import MESSAGES_MAX, OwnedStream, off_loop, unless_gone
+from tidegate.serving.openai_requests import CompletionRequest, Sampling
+from tidegate.serving.vllm_server.active_requests import ActiveRequest, ActiveRequests
+from tidegate.serving.vllm_server.metrics import RequestCounts
+from tidegate.serving.vllm_server.model_info import Limits, ModelInfo, VersionLabels, limits_of
+from tidegate.serving.vllm_server.outputs import (
+    ModelTokenizer,
+    Output,
+    OutputReader,
+    StopConditions,
+)
+from tidegate.serving.vllm_server.requests import (
+    CHOICES_MAX,
+    BatchChatRequest,
+    ChatRequest,
+    GenerateRequest,
+    Prompt,
+    cache_salt_of,
+    generate_options,
+)
+from tidegate.serving.vllm_server.response_bodies import (
     ChatBodies,
     CompletionBodies,
     GenerateBodies,
     PromptLogprobs,
+    RequestFacts,
+    ResponseBodies,
 )
-from tidegate.serving.vllm_server.desk import Asking, RequestDesk
-from tidegate.serving.vllm_server.failures import ServerError
-from tidegate.serving.vllm_server.labels import VersionLabels
-from tidegate.serving.vllm_server.model_info import Limits, ModelInfo, limits_of
-from tidegate.serving.vllm_server.outputs import OutputReader
-from tidegate.serving.vllm_server.protocol import (
-    CHOICES_MAX,
-    COMPLETION_TOKENS,
-    BatchChatRequest,
-    ChatRequest,
-    CompletionRequest,
-    GenerateRequest,
-    Prompt,
-    Sampling,
-    cache_salt_of,
-)
-from tidegate.serving.vllm_server.words import Ending, Words
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.model_files import ModelFiles
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
 
+STREAM_INTERVAL_S = 0.02
+"""Time between two reads of a stream's output: tokens that come meanwhile travel together."""
+
 SEED_BITS = 63
 
 LOGPROBS_ENTRIES_MAX = 2 * 2**20
-"""Log-probs of likeliest tokens that one request may be told, for prompts and outputs together.
-Each takes 500 bytes until it is sent: a gigabyte."""
+"""Log-probs of likeliest tokens in one answer, for prompts and outputs together. Each takes 500
+bytes until it is sent: a gigabyte."""
 
 PROMPT_TOKENS_MAX = 8 * 2**20
 """Prompt tokens of all choices of one request: each choice is a row that holds its prompt."""
@@ -60,82 +71,85 @@ LARGE_PROMPT_LOGPROBS = 2048
 """Log-probs of prompts from which on their bodies are made off the event loop."""
 
 CHARACTERS_SLACK = 2
-"""A text that has so many times more characters than fit into a context of the vocabulary's longest
-tokens is refused before it is tokenised. More than 1, for normalizers may remove characters."""
+"""A text is refused before it is tokenised if it has this many times the characters of a context of
+the vocabulary's longest tokens. More than 1, because normalizers may remove characters."""
 
 
 RequestT = TypeVar("RequestT", CompletionRequest, ChatRequest)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A request, whatever its kind."""
+class CheckedRequest:
+    """The parts of a request of any kind that its choices are made of."""
 
     request_id: str
     model: str | None
     prompts: Sequence[Prompt]
     sampling: Sampling
     tokens_max: int | None
-    """None fills the context."""
+    """Output tokens per choice; None fills the context."""
     cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A request that is being answered."""
+class BegunRequest:
+    """A request whose choices are being generated, and how its answer is written."""
 
-    asking: Asking
+    request: ActiveRequest
     readers: Sequence[OutputReader]
-    about: About
+    """One for each choice."""
+    facts: RequestFacts
     top_logprobs: int
 
     @property
-    def told_tokens(self) -> int:
-        """Number of tokens and log-probs that an answer tells, by now."""
-        choices = self.asking.choices
+    def reported_tokens(self) -> int:
+        """Number of tokens and log-probs in an answer that is written now."""
+        choices = self.request.choices
         outputs = sum(choice.num_tokens for choice in choices) * (1 + self.top_logprobs)
         return outputs + sum(len(choice.prompt.token_ids) for choice in choices)
 
 
 class Completer:
-    """Begins requests of all kinds."""
+    """Checks completion requests of all kinds, and begins their choices."""
 
     def __init__(
         self,
         scheduler: "Scheduler",
         model: "ModelFiles",
         info: ModelInfo,
-        desk: RequestDesk,
+        requests: ActiveRequests,
         labels: VersionLabels,
         *,
         max_logprobs: int,
         defaults: Mapping[str, float],
     ) -> None:
-        """``max_logprobs``: log-probs told beside each token. ``defaults``: values of sampling
+        """``max_logprobs``: log-probs reported beside each token. ``defaults``: values of sampling
         fields that a request leaves out, by the names of generation_config.json."""
         self._scheduler = scheduler
         self._model = model
         self._info = info
-        self._desk = desk
+        self._requests = requests
         self._labels = labels
         self._max_logprobs = max_logprobs
         self._tokens_default = defaults.get("max_new_tokens")
         self._defaults = {k: v for k, v in defaults.items() if k != "max_new_tokens"}
-        self.words = Words(model.tokenizer)
+        self.tokenizer = ModelTokenizer(model.tokenizer)
         self._token_characters_max = max(map(len, model.tokenizer.get_vocab()), default=1)
 
-    # ------------------------------------------------------------ the three kinds
+    # ------------------------------------------------------------ by kind
 
-    async def generate(self, request: GenerateRequest, name: str) -> tuple[Begun, Bodies]:
+    async def generate(
+        self, request: GenerateRequest, name: str
+    ) -> tuple[BegunRequest, ResponseBodies]:
         """Begin ``/inference/v1/generate``."""
         if request.output_mode not in ("tokens", "text"):
-            raise ServerError(400, f"output_mode is tokens or text, got {request.output_mode}")
+            raise ApiError(400, f"output_mode is tokens or text, got {request.output_mode}")
         if request.features:
-            raise ServerError(400, "features are not served: leave it out", param="features")
+            raise ApiError(400, "features are not served: leave it out", param="features")
         sampling = request.sampling_params
         prompts = [Prompt(request.token_ids)]
         begun = await self._begin(
-            Wanted(
+            CheckedRequest(
                 f"generate-tokens-{request.request_id or name}",
                 request.model,
                 prompts,
@@ -144,12 +158,14 @@ class Completer:
                 cache_salt_of(request),
             )
         )
-        return begun, GenerateBodies(begun.about, request)
+        return begun, GenerateBodies(begun.facts, request)
 
-    async def complete(self, request: CompletionRequest, name: str) -> tuple[Begun, Bodies]:
+    async def complete(
+        self, request: CompletionRequest, name: str
+    ) -> tuple[BegunRequest, ResponseBodies]:
         """Begin ``/v1/completions``."""
         if request.suffix:
-            raise ServerError(400, "suffix is not currently supported", param="suffix")
+            raise ApiError(400, "suffix is not currently supported", param="suffix")
         adds = request.add_special_tokens is not False
         given = request.prompts
         _refuse_many(len(given), request)
@@ -157,24 +173,25 @@ class Completer:
             if isinstance(one, str):
                 self._refuse_long(one)
         prompts = [
-            Prompt(await self.words.encode(one, adds_special_tokens=adds), one)
+            Prompt(await self.tokenizer.encode(one, adds_special_tokens=adds), one)
             if isinstance(one, str)
             else Prompt(one)
             for one in given
         ]
-        tokens_max = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         name = f"cmpl-{request.request_id or name}"
         salt = cache_salt_of(request)
         sampling = self._with_defaults(request)
-        begun = await self._begin(Wanted(name, request.model, prompts, sampling, tokens_max, salt))
-        return begun, CompletionBodies(begun.about, request)
+        begun = await self._begin(
+            CheckedRequest(name, request.model, prompts, sampling, request.tokens_max, salt)
+        )
+        return begun, CompletionBodies(begun.facts, request)
 
     async def chat(
         self, request: ChatRequest, name: str, *, is_large: bool
-    ) -> tuple[Begun, Bodies]:
+    ) -> tuple[BegunRequest, ResponseBodies]:
         """Begin ``/v1/chat/completions``."""
         if request.tool_choice not in (None, "auto", "none"):
-            raise ServerError(400, "tool_choice must be 'auto' or 'none': no call can be forced")
+            raise ApiError(400, "tool_choice must be 'auto' or 'none': no call can be forced")
         tools = None if request.tool_choice == "none" else request.tools
         ids = await self.chat_tokens(
             request.messages,
@@ -187,9 +204,9 @@ class Completer:
 
     async def chat_batch(
         self, request: BatchChatRequest, name: str, *, is_large: bool
-    ) -> tuple[Begun, Bodies]:
+    ) -> tuple[BegunRequest, ResponseBodies]:
         """Begin ``/v1/chat/completions/batch``."""
-        request.refuse_what_single_ones_may()
+        request.refuse_unserved_in_batches()
         _refuse_many(len(request.messages), request)
         prompts = [
             Prompt(
@@ -207,14 +224,14 @@ class Completer:
 
     async def _begin_chat(
         self, request: ChatRequest, name: str, prompts: list[Prompt]
-    ) -> tuple[Begun, Bodies]:
-        both = (request.max_completion_tokens, request.max_tokens)
-        tokens_max = next((count for count in both if count is not None), None)
+    ) -> tuple[BegunRequest, ResponseBodies]:
         name = f"chatcmpl-{request.request_id or name}"
         salt = cache_salt_of(request)
         sampling = self._with_defaults(request)
-        begun = await self._begin(Wanted(name, request.model, prompts, sampling, tokens_max, salt))
-        return begun, ChatBodies(begun.about, request)
+        begun = await self._begin(
+            CheckedRequest(name, request.model, prompts, sampling, request.tokens_max, salt)
+        )
+        return begun, ChatBodies(begun.facts, request)
 
     async def chat_tokens(
         self,
@@ -225,66 +242,67 @@ class Completer:
         options: Mapping[str, Any] | None = None,
         is_large: bool = False,
     ) -> list[int]:
-        """Return a conversation as a prompt, up to where the model ``begins`` to speak.
+        """Return the tokens of a conversation's prompt, as the model's chat template renders it.
 
-        ``options`` are further names for the chat template. One that ``is_large`` is rendered in a
+        ``begins``: whether the prompt ends with the beginning of the model's message. ``options``
+        are further names for the template. A conversation that ``is_large`` is rendered in a
         thread.
         """
         if not messages:
-            raise ServerError(400, "messages must be a list of at least one message")
+            raise ApiError(400, "messages must be a list of at least one message")
         if len(messages) > MESSAGES_MAX:
-            told = f"a conversation has at most {MESSAGES_MAX} messages, got {len(messages)}"
-            raise ServerError(400, told, param="messages")
+            why = f"a conversation has at most {MESSAGES_MAX} messages, got {len(messages)}"
+            raise ApiError(400, why, param="messages")
         try:
             template = read_chat_template(self._model.path)
         except ModelError as error:
-            raise ServerError(400, str(error)) from None
+            raise ApiError(400, str(error)) from None
         plain = [_plain(message) for message in messages]
         render = functools.partial(
             template.render, plain, tools, add_generation_prompt=begins, options=options
         )
         text = await off_loop(render) if is_large else render()
         self._refuse_long(text)
-        return await self.words.encode(text, adds_special_tokens=False)
+        return await self.tokenizer.encode(text, adds_special_tokens=False)
 
     def _refuse_long(self, text: str) -> None:
         """Refuse a text that no context can hold, before it is tokenised."""
         limits = limits_of(self._scheduler)
         most = CHARACTERS_SLACK * limits.context_tokens_max * self._token_characters_max
         if len(text) > most:
-            raise ServerError(
+            raise ApiError(
                 400,
                 f"The decoder prompt has {len(text)} characters, which is longer than the maximum "
                 f"model length of {limits.context_tokens_max} tokens.",
             )
 
     def _with_defaults(self, request: RequestT) -> RequestT:
-        """Fill in what the model's generation_config.json says of fields that were left out."""
+        """Fill in the fields that were left out from the model's generation_config.json."""
         given = {k: v for k, v in self._defaults.items() if getattr(request, k) is None}
         return msgspec.structs.replace(request, **given) if given else request
 
-    # ------------------------------------------------------------ what they have in common
+    # ------------------------------------------------------------ of all kinds
 
-    async def _begin(self, wanted: Wanted) -> Begun:
+    async def _begin(self, wanted: CheckedRequest) -> BegunRequest:
         limits = limits_of(self._scheduler)
         adapter = self._info.adapter_of(wanted.model)
         sampling, each = wanted.sampling, wanted.sampling.choices_per_prompt
-        options = sampling.options(self._model.stop_token_ids)
+        options = generate_options(sampling, self._model.stop_token_ids)
         for prompt in wanted.prompts:
             _refuse_prompt(prompt, limits)
         _refuse_many(len(wanted.prompts), sampling)
         tokens_max = self._tokens_default if wanted.tokens_max is None else wanted.tokens_max
         rooms = [_room(prompt, tokens_max, limits) for prompt in wanted.prompts]
         self._refuse_large(wanted, rooms)
-        told = await self._prompt_logprobs(wanted, adapter)
+        prompt_logprobs = await self._prompt_logprobs(wanted, adapter)
         prompts = [prompt for prompt in wanted.prompts for _ in range(each)]
-        about = About(
+        facts = RequestFacts(
             wanted.request_id,
             wanted.model or self._info.name,
             0,
-            self.words,
+            self.tokenizer,
             prompts,
-            [one for one in told for _ in range(each)],
+            [one for one in prompt_logprobs for _ in range(each)],
             each,
         )
         if adapter:
@@ -299,14 +317,14 @@ class Completer:
             for prompt, room in zip(wanted.prompts, rooms, strict=True)
             for seed in _seeds(sampling.own_seed, each)
         ]
-        asking = self._desk.ask(wanted.request_id, choices)
-        ending = self._ending(sampling, options)
-        readers = [OutputReader(c, ending, self.words, self._labels) for c in asking.choices]
-        about = dataclasses.replace(about, created_s=asking.created_s)
-        return Begun(asking, readers, about, options.get("top_logprobs", 0))
+        request = self._requests.begin(wanted.request_id, choices)
+        stops = self._stop_conditions(sampling, options)
+        readers = [OutputReader(c, stops, self.tokenizer, self._labels) for c in request.choices]
+        facts = dataclasses.replace(facts, created_s=request.created_s)
+        return BegunRequest(request, readers, facts, options.get("top_logprobs", 0))
 
-    def _refuse_large(self, wanted: Wanted, rooms: Sequence[int]) -> None:
-        """Refuse a request whose answer would take too much memory, by what it may come to."""
+    def _refuse_large(self, wanted: CheckedRequest, rooms: Sequence[int]) -> None:
+        """Refuse a request whose answer could take too much memory."""
         sampling, most = wanted.sampling, self._max_logprobs
         each = sampling.choices_per_prompt
         for name, asked in (
@@ -314,41 +332,39 @@ class Completer:
             ("prompt_logprobs", sampling.prompt_logprobs),
         ):
             if asked is not None and not 0 <= asked <= most:
-                told = (
-                    f"Requested {name} of {asked}, which is not within 0 and max_logprobs: {most}"
-                )
-                raise ServerError(400, told, param=name)
+                why = f"Requested {name} of {asked}, which is not within 0 and max_logprobs: {most}"
+                raise ApiError(400, why, param=name)
         prompt_tokens = sum(len(prompt.token_ids) for prompt in wanted.prompts)
         if prompt_tokens * each > PROMPT_TOKENS_MAX:
-            told = f"prompts of all choices together have at most {PROMPT_TOKENS_MAX} tokens"
-            raise ServerError(400, f"{told}, got {prompt_tokens * each}", param="n")
+            why = f"prompts of all choices together have at most {PROMPT_TOKENS_MAX} tokens"
+            raise ApiError(400, f"{why}, got {prompt_tokens * each}", param="n")
         entries = sum(rooms) * each * (sampling.top_logprobs_asked or 0)
         entries += prompt_tokens * (sampling.prompt_logprobs or 0)
         if entries > LOGPROBS_ENTRIES_MAX:
-            raise ServerError(
+            raise ApiError(
                 400,
                 f"up to {entries} log-probs would be told, and a request may have "
                 f"{LOGPROBS_ENTRIES_MAX}: lower logprobs, prompt_logprobs, n or max_tokens",
                 param="logprobs",
             )
 
-    def _ending(self, sampling: Sampling, options: Mapping[str, Any]) -> Ending:
-        return Ending(
+    def _stop_conditions(self, sampling: Sampling, options: Mapping[str, Any]) -> StopConditions:
+        return StopConditions(
             frozenset(options["stop_token_ids"]),
             frozenset(self._model.stop_token_ids) - frozenset(sampling.stop_token_ids or ()),
             tuple(sampling.stop_strings),
-            is_said=bool(sampling.include_stop_str_in_output),
+            includes_stop=bool(sampling.include_stop_str_in_output),
             skips_special_tokens=sampling.skip_special_tokens is not False,
         )
 
     async def _prompt_logprobs(
-        self, wanted: Wanted, adapter: str
+        self, wanted: CheckedRequest, adapter: str
     ) -> Sequence[PromptLogprobs | None]:
         top = wanted.sampling.prompt_logprobs
         if top is None:
             return [None] * len(wanted.prompts)
         if adapter:
-            raise ServerError(400, "prompt_logprobs are told of the model without adapters only")
+            raise ApiError(400, "prompt_logprobs are told of the model without adapters only")
         asked = [
             self._scheduler.scores.ask(
                 Asked(np.array(p.token_ids, "<i4").tobytes(), "logprobs", 1, top)
@@ -364,18 +380,18 @@ class Completer:
                 if one is not None:
                     one.cancel()
 
-        def told() -> list[PromptLogprobs | None]:
+        def written() -> list[PromptLogprobs | None]:
             rows = zip(wanted.prompts, scores, strict=True)
-            return [self._told(prompt, score) for prompt, score in rows]
+            return [self._logprobs_of(prompt, score) for prompt, score in rows]
 
         tokens = sum(len(prompt.token_ids) for prompt in wanted.prompts)
-        return await off_loop(told) if tokens * (1 + top) >= LARGE_PROMPT_LOGPROBS else told()
+        return await off_loop(written) if tokens * (1 + top) >= LARGE_PROMPT_LOGPROBS else written()
 
-    def _told(self, prompt: Prompt, score: object) -> PromptLogprobs:
-        """For each token of a prompt but the first: its own, and the likeliest."""
-        told: PromptLogprobs = [None]
+    def _logprobs_of(self, prompt: Prompt, score: object) -> PromptLogprobs:
+        """Return log-probs of all prompt tokens but the first, with the likeliest beside each."""
+        logprobs: PromptLogprobs = [None]
         if not isinstance(score, TokenScores):
-            return told
+            return logprobs
         ranks = [None] * len(score.logprobs) if score.ranks is None else score.ranks.tolist()
         columns = (score.logprobs.tolist(), score.top_ids.tolist(), score.top_logprobs.tolist())
         rows = zip(prompt.token_ids[1:], ranks, *columns, strict=True)
@@ -383,36 +399,36 @@ class Completer:
             entry = {str(token): self._logprob(token, logprob, own)}
             for rank, (likely, its) in enumerate(zip(top_ids, top_logprobs, strict=True), 1):
                 entry[str(likely)] = self._logprob(likely, its, rank)
-            told.append(entry)
-        return told
+            logprobs.append(entry)
+        return logprobs
 
     def _logprob(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
-        return {"logprob": logprob, "rank": rank, "decoded_token": self.words.token(token)}
+        return {"logprob": logprob, "rank": rank, "decoded_token": self.tokenizer.token(token)}
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """With a list of text parts as one text, which is what templates take."""
+    """Return a message whose list of text parts is joined to one text, as templates take it."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
     texts = [part.get("text") for part in content if isinstance(part, dict)]
     if not all(isinstance(text, str) for text in texts) or len(texts) < len(content):
-        raise ServerError(400, "a message's content may have text parts only")
+        raise ApiError(400, "a message's content may have text parts only")
     return {**message, "content": "".join(text for text in texts if text is not None)}
 
 
 def _refuse_many(prompts: int, sampling: Sampling) -> None:
     choices = prompts * sampling.choices_per_prompt
     if choices > CHOICES_MAX:
-        raise ServerError(400, f"a request has at most {CHOICES_MAX} choices, got {choices}")
+        raise ApiError(400, f"a request has at most {CHOICES_MAX} choices, got {choices}")
 
 
 def _refuse_prompt(prompt: Prompt, limits: Limits) -> None:
     ids = prompt.token_ids
     if not ids:
-        raise ServerError(400, "the prompt has no token; give at least 1")
+        raise ApiError(400, "the prompt has no token; give at least 1")
     if len(ids) >= limits.context_tokens_max:
-        raise ServerError(
+        raise ApiError(
             400,
             f"The decoder prompt (length {len(ids)}) is longer than the maximum model length of "
             f"{limits.context_tokens_max}. Make sure that `max_model_len` is no smaller than the "
@@ -420,17 +436,111 @@ def _refuse_prompt(prompt: Prompt, limits: Limits) -> None:
         )
     strange = next((i for i in ids if not 0 <= i < limits.vocab_size), None)
     if strange is not None:
-        raise ServerError(400, f"Token id {strange} is out of vocabulary")
+        raise ApiError(400, f"Token id {strange} is out of vocabulary")
 
 
 def _room(prompt: Prompt, tokens_max: float | None, limits: Limits) -> int:
-    """What is asked for beyond the context is cut off, as vLLM does."""
+    """Return the limit of output tokens, cut off at the end of the context as vLLM does."""
     left = limits.context_tokens_max - len(prompt.token_ids)
     return left if tokens_max is None else min(left, int(tokens_max))
 
 
 def _seeds(seed: int | None, choices: int) -> list[int]:
-    """Seeds of one prompt's choices. As in vLLM, each prompt of a request begins with its seed."""
+    """Return seeds of one prompt's choices; each prompt begins with the request's, as in vLLM."""
     if seed is None:
         return [secrets.randbits(SEED_BITS) for _ in range(choices)]
     return [seed + number for number in range(choices)]
+
+
+# ---------------------------------------------------------------- answers
+
+
+class Streamable(Protocol):
+    """Fields of a request that say whether its answer is a stream."""
+
+    stream: bool | None
+    stream_options: dict[str, Any] | None
+
+
+async def answer(
+    http: HttpRequest,
+    counts: RequestCounts,
+    request: Streamable,
+    begun: BegunRequest,
+    bodies: ResponseBodies,
+) -> Response:
+    """Answer a request, whole or as a stream; a client that leaves aborts it.
+
+    Raises:
+        ClientDisconnect: the client is gone.
+    """
+    if request.stream:
+        wants_usage = bool((request.stream_options or {}).get("include_usage"))
+        events = _stream(counts, begun, bodies, wants_usage=wants_usage)
+        return OwnedStream(events, begun.request.abort)
+    try:
+        await unless_gone(http, begun.request.wait())
+    finally:
+        begun.request.abort()
+    outputs: list[Output] = []
+
+    def encode() -> bytes:
+        outputs.extend(reader.rest() for reader in begun.readers)
+        whole = bodies.whole(outputs)
+        # One by one, because the encoder holds the interpreter until it is done.
+        whole["choices"] = [msgspec.Raw(msgspec.json.encode(each)) for each in whole["choices"]]
+        return msgspec.json.encode(whole)
+
+    response = await encoded_response(encode, tokens=begun.reported_tokens)
+    _count(counts, begun, outputs)
+    return response
+
+
+async def _stream(
+    counts: RequestCounts, begun: BegunRequest, bodies: ResponseBodies, *, wants_usage: bool
+) -> AsyncIterator[bytes]:
+    """Yield server-sent events; an error is an event too, because the status is sent already."""
+    outputs: list[Output] = []
+    try:
+        for body in bodies.opening:
+            yield stream_event(body)
+        async for output in _outputs(begun):
+            if output.finish_reason is not None:
+                outputs.append(output)
+            yield stream_event(bodies.chunk(output))
+        await begun.request.wait()
+        if wants_usage:
+            tokens = sum(choice.num_tokens for choice in begun.request.choices)
+            yield stream_event(bodies.usage_chunk(tokens))
+        _count(counts, begun, outputs)
+    except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
+        form = VllmErrors()
+        yield stream_event(form.body(form.answer_to(error)))
+    finally:
+        begun.request.abort()
+    yield DONE_EVENT
+
+
+async def _outputs(begun: BegunRequest) -> AsyncIterator[Output]:
+    """Yield parts of all choices as they come; the last part of each has its finish reason."""
+    running = dict(zip(begun.readers, begun.request.choices, strict=True))
+    while running:
+        ends = [choice.ended for choice in running.values()]
+        await asyncio.wait(ends, timeout=STREAM_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+        for reader, choice in list(running.items()):
+            has_ended = choice.ended.done()
+            if has_ended:
+                del running[reader]
+            if choice.error is not None:
+                continue
+            output = reader.rest() if has_ended else reader.more()
+            if output is not None:
+                yield output
+
+
+def _count(counts: RequestCounts, begun: BegunRequest, outputs: Sequence[Output]) -> None:
+    counts.count(
+        began_s=begun.request.began_s,
+        prompt_tokens=begun.facts.prompt_tokens,
+        finish_reasons=[output.finish_reason or "abort" for output in outputs],
+    )

@@ -1,10 +1,10 @@
-"""Is what a client wants its output kept to a grammar, whatever characters it has?"""
+"""Grammars of `structured_outputs`, whatever characters a client writes in them."""
 
 from typing import Any
 
 import pytest
 
-from tidegate.serving.vllm_server.protocol import TokenSampling
+from tidegate.serving.openai_requests import Sampling
 
 
 @pytest.mark.parametrize(
@@ -20,4 +20,4 @@ from tidegate.serving.vllm_server.protocol import TokenSampling
 def test_what_is_wanted_becomes_a_grammar_that_ends_where_it_ends(
     wanted: dict[str, Any], lark: str
 ) -> None:
-    assert TokenSampling(structured_outputs=wanted).grammar == lark
+    assert Sampling(structured_outputs=wanted).grammar == lark

@@ -1,6 +1,6 @@
-"""What does a client of OpenAI's API get? Completions, chunks of them and errors, in its form.
+"""Response bodies of OpenAI's completions, whole and as chunks of a stream.
 
-Pure: takes turns, gives dicts. Knows no sessions and no sockets.
+Pure functions of turns to dicts, called by :mod:`completions`.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,35 +11,26 @@ from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 from tidegate.serving.gateway.requests import ChatRequest, Request
 
 TokenText = Callable[[int], str]
-"""A token as text of its own."""
-
-
-class GatewayError(Exception):
-    """What a client is told in place of a completion."""
-
-    def __init__(self, status: int, kind: str, message: str, code: str | None = None) -> None:
-        """``kind`` is OpenAI's ``type``."""
-        super().__init__(message)
-        self.status, self.kind, self.code = status, kind, code
-
-    def body(self) -> dict[str, Any]:
-        """As OpenAI's API has it."""
-        about = {"message": str(self), "type": self.kind, "param": None, "code": self.code}
-        return {"error": about}
+"""Returns the text of a single token."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """One choice of an answer."""
+class FinishedChoice:
+    """One choice of an answer: its turn, and the length of the prompt that the turn continued."""
 
     turn: GeneratedTurn
     prompt_tokens: int
 
 
 def completion(
-    request: Request, answers: Sequence[Answered], *, name: str, created_s: int, text_of: TokenText
+    request: Request,
+    answers: Sequence[FinishedChoice],
+    *,
+    name: str,
+    created_s: int,
+    text_of: TokenText,
 ) -> dict[str, Any]:
-    """The whole answer."""
+    """Return the body of the whole answer."""
     choices = [_choice(request, n, answer.turn, text_of) for n, answer in enumerate(answers)]
     return {
         **_head(request, name, created_s),
@@ -48,11 +39,11 @@ def completion(
     }
 
 
-def usage(answers: Sequence[Answered]) -> dict[str, int]:
-    """A prompt is counted once, whatever the choices."""
+def usage(answers: Sequence[FinishedChoice]) -> dict[str, int]:
+    """Return ``usage``; a prompt is counted once, whatever the choices."""
     prompt = max((answer.prompt_tokens for answer in answers), default=0)
-    said = sum(len(answer.turn.token_ids) for answer in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+    output = sum(len(answer.turn.token_ids) for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
 def _head(request: Request, name: str, created_s: int, *, is_chunk: bool = False) -> dict[str, Any]:
@@ -103,12 +94,12 @@ def _chat_logprobs(
         return None
     tops = turn.top_logprobs or [{}] * len(turn.token_ids)
 
-    def told(token_id: int, logprob: float) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
         text = text_of(token_id)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
     content = [
-        {**told(token, logprob), "top_logprobs": [told(*pair) for pair in top.items()]}
+        {**entry(token, logprob), "top_logprobs": [entry(*pair) for pair in top.items()]}
         for token, logprob, top in zip(turn.token_ids, turn.logprobs, tops, strict=True)
     ]
     return {"content": content, "refusal": None}
@@ -138,7 +129,7 @@ def _plain_logprobs(
 def text_chunk(
     request: Request, index: int, text: str, *, name: str, created_s: int, is_first: bool = False
 ) -> dict[str, Any]:
-    """More of one choice's text."""
+    """Return the chunk with more of one choice's text."""
     choice: dict[str, Any] = {"index": index, "finish_reason": None, "logprobs": None}
     if isinstance(request, ChatRequest):
         role = {"role": "assistant"} if is_first else {}
@@ -157,7 +148,7 @@ def last_chunk(
     created_s: int,
     text_of: TokenText,
 ) -> dict[str, Any]:
-    """The end of one choice: tool calls, log-probs and why it ended."""
+    """Return the chunk that ends a choice: tool calls, log-probs and finish reason."""
     whole = _choice(request, index, turn, text_of)
     if isinstance(request, ChatRequest):
         message = whole.pop("message")
@@ -169,8 +160,8 @@ def last_chunk(
 
 
 def usage_chunk(
-    request: Request, answers: Sequence[Answered], *, name: str, created_s: int
+    request: Request, answers: Sequence[FinishedChoice], *, name: str, created_s: int
 ) -> dict[str, Any]:
-    """What all of it cost."""
+    """Return the chunk of a stream that reports its usage."""
     head = _head(request, name, created_s, is_chunk=True)
     return {**head, "choices": [], "usage": usage(answers)}

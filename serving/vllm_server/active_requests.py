@@ -1,7 +1,7 @@
-"""Which requests are being answered, and how does each end? Every choice is a rollout of the run.
+"""Table of the requests being answered; every choice of a request is a rollout of the run.
 
-They are rollouts for measuring, outside training: they wait for no place, and the run's ledger
-counts their tokens apart. It knows no HTTP and no bodies.
+They are evaluation rollouts, outside training: they wait for no admission, and the run's ledger
+counts their tokens apart. Independent of HTTP and of response bodies.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import RunClosed
 from tidegate.orchestrator.core import events as ev
-from tidegate.serving.vllm_server.protocol import Prompt
+from tidegate.serving.vllm_server.requests import Prompt
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.episode import Episode
@@ -20,36 +20,39 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
 
 REWARD = 0.0
-"""Episodes return one, and nobody reads these."""
+"""Reward that these episodes return, because every episode returns one; nobody reads it."""
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One completion in the making."""
+    """One completion of a request, played as an episode of one turn."""
 
     index: int
+    """Place within the request."""
     prompt: Prompt
     options: Mapping[str, Any]
+    """Options of :meth:`Episode.generate`."""
     ended: "asyncio.Future[None]"
-    """Resolved by the choice itself, and never failed: what went wrong is in ``error``. Wait for it
-    by ``asyncio.wait``, which doesn't cancel it when the waiter is cancelled."""
+    """Resolved by the choice itself, and never failed: an exception is in ``error``. Wait for it by
+    ``asyncio.wait``, which doesn't cancel it when the waiter is cancelled."""
     row: "Episode | None" = None
-    """None until its episode has begun."""
+    """The choice's episode; None until it has begun."""
     is_aborted: bool = False
     error: Exception | None = None
+    """Why the choice failed; None if it was aborted."""
     _generating: "asyncio.Task[GeneratedTurn] | None" = None
 
     def turn_so_far(self) -> "GeneratedTurn | None":
-        """Its tokens up to now; None before it has begun to ask for any."""
+        """Return the turn with its tokens up to now; None before it has begun."""
         return None if self.row is None else self.row.turn_so_far()
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens up to now."""
+        """Number of output tokens up to now."""
         return 0 if self.row is None else self.row.num_tokens - len(self.prompt.token_ids)
 
     async def play(self, episode: "Episode") -> float:
-        """Its episode: one turn. Nothing that goes wrong with it is news to the run."""
+        """Play the episode: one turn. Failures are kept in ``error``, and do not reach the run."""
         try:
             episode.append(self.prompt.token_ids)
             self.row = episode
@@ -58,7 +61,7 @@ class Choice:
                 await asyncio.wait([self._generating])
                 if not self._generating.cancelled():
                     self._note(self._generating.exception())
-        except Exception as error:  # noqa: BLE001 - told to the client, whatever it is
+        except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
             self._note(error)
         finally:
             if self._generating is not None and not self._generating.done():
@@ -68,7 +71,7 @@ class Choice:
         return REWARD
 
     def abort(self) -> None:
-        """End it with the tokens that it has; harmless once it has ended."""
+        """End the choice with the tokens that it has; harmless once it has ended."""
         if self.ended.done():
             return
         self.is_aborted = True
@@ -87,14 +90,16 @@ class Choice:
 
 
 @dataclass(slots=True, eq=False)
-class Asking:
-    """A request and all its choices."""
+class ActiveRequest:
+    """A request that is being answered, and all its choices."""
 
     request_id: str
-    """As clients are told it."""
+    """The id that the client is told."""
     choices: list[Choice] = field(default_factory=list)
     created_s: int = field(default_factory=lambda: int(time.time()))
+    """Unix time, for the answer's ``created``."""
     began_s: float = field(default_factory=time.monotonic)
+    """Monotonic time, for latencies."""
 
     async def wait(self) -> None:
         """Wait until every choice has ended; raise the first error of a choice, if there is one.
@@ -109,54 +114,56 @@ class Asking:
                 raise choice.error
 
     def abort(self) -> None:
-        """End all of its choices with the tokens that they have."""
+        """End all choices with the tokens that they have."""
         for choice in self.choices:
             choice.abort()
 
 
-class RequestDesk:
-    """All requests that are being answered."""
+class ActiveRequests:
+    """Begins requests as rollouts of the run, and aborts them by id."""
 
     def __init__(self, scheduler: "Scheduler") -> None:
         self._scheduler = scheduler
-        self._askings: dict[Asking, None] = {}
+        self._requests: dict[ActiveRequest, None] = {}
 
     def __len__(self) -> int:
-        return len(self._askings)
+        return len(self._requests)
 
-    def ask(self, request_id: str, wanted: Sequence[tuple[Prompt, Mapping[str, Any]]]) -> Asking:
-        """Begin a choice for each prompt, drawn by these options."""
+    def begin(
+        self, request_id: str, choices: Sequence[tuple[Prompt, Mapping[str, Any]]]
+    ) -> ActiveRequest:
+        """Begin a choice for each prompt with its options of :meth:`Episode.generate`."""
         loop = asyncio.get_running_loop()
-        asking = Asking(request_id)
-        self._askings[asking] = None
-        for index, (prompt, options) in enumerate(wanted):
+        request = ActiveRequest(request_id)
+        self._requests[request] = None
+        for index, (prompt, options) in enumerate(choices):
             choice = Choice(index, prompt, options, loop.create_future())
-            asking.choices.append(choice)
-            choice.ended.add_done_callback(lambda _: self._forget_if_over(asking))
-        for choice in asking.choices:
-            self._begin(request_id, choice)
-        return asking
+            request.choices.append(choice)
+            choice.ended.add_done_callback(lambda _: self._forget_if_over(request))
+        for choice in request.choices:
+            self._play(request_id, choice)
+        return request
 
     def abort(self, request_ids: Iterable[str] | None) -> None:
-        """End these with the tokens that they have; None: all. Unknown ids are ignored."""
-        names = None if request_ids is None else set(request_ids)
-        for asking in list(self._askings):
-            if names is None or asking.request_id in names:
-                asking.abort()
+        """End these requests with the tokens that they have; None: all. Ignore unknown ids."""
+        ids = None if request_ids is None else set(request_ids)
+        for request in list(self._requests):
+            if ids is None or request.request_id in ids:
+                request.abort()
 
     async def wait_until_aborted(self) -> None:
-        """Until what was told to end has ended."""
-        aborted = [c.ended for a in self._askings for c in a.choices if c.is_aborted]
-        if open_still := [future for future in aborted if not future.done()]:
-            await asyncio.wait(open_still)
+        """Wait until every choice that was aborted has ended."""
+        aborted = [c.ended for request in self._requests for c in request.choices if c.is_aborted]
+        if unended := [future for future in aborted if not future.done()]:
+            await asyncio.wait(unended)
 
-    def _begin(self, request_id: str, choice: Choice) -> None:
+    def _play(self, request_id: str, choice: Choice) -> None:
         async def play(episode: "Episode", task: object) -> float:
             return await choice.play(episode)
 
         task = {"request_id": request_id, "choice": choice.index}
         self._scheduler.handle([ev.EvaluationAsked(task, 0)], play)
 
-    def _forget_if_over(self, asking: Asking) -> None:
-        if all(choice.ended.done() for choice in asking.choices):
-            self._askings.pop(asking, None)
+    def _forget_if_over(self, request: ActiveRequest) -> None:
+        if all(choice.ended.done() for choice in request.choices):
+            self._requests.pop(request, None)

@@ -1,6 +1,6 @@
-"""What does a client of vLLM's API get? Bodies of its three kinds of completion, and their chunks.
+"""Response bodies of vLLM's three kinds of completion, whole and as chunks of a stream.
 
-Pure: takes outputs, gives dicts. It knows no engines and no sockets.
+Pure functions of outputs to dicts, called by :mod:`completions`.
 """
 
 import itertools
@@ -8,38 +8,37 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tidegate.serving.vllm_server.outputs import Output
-from tidegate.serving.vllm_server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    GenerateRequest,
-    Prompt,
-)
-from tidegate.serving.vllm_server.words import Words
+from tidegate.serving.openai_requests import CompletionRequest
+from tidegate.serving.vllm_server.outputs import ModelTokenizer, Output
+from tidegate.serving.vllm_server.requests import ChatRequest, GenerateRequest, Prompt
 
 PromptLogprobs = list[dict[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class About:
-    """What is the same in all parts of an answer."""
+class RequestFacts:
+    """Facts of a request that are the same in all parts of its answer."""
 
     request_id: str
     model: str
     created_s: int
-    words: Words
+    tokenizer: ModelTokenizer
     prompts: Sequence[Prompt]
-    """One for each choice."""
+    """The prompt of each choice."""
     prompt_logprobs: Sequence[PromptLogprobs | None]
-    """Likewise."""
+    """The log-probs of each choice's prompt."""
     choices_per_prompt: int = 1
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of prompt tokens; a prompt is counted once, whatever its choices."""
+        return sum(len(p.token_ids) for p in self.prompts[:: self.choices_per_prompt])
+
     def usage(self, output_tokens: int) -> dict[str, Any]:
-        """A prompt is counted once, whatever its choices."""
-        prompt = sum(len(p.token_ids) for p in self.prompts[:: self.choices_per_prompt])
+        """Return ``usage`` for this number of output tokens."""
         return {
-            "prompt_tokens": prompt,
-            "total_tokens": prompt + output_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens + output_tokens,
             "completion_tokens": output_tokens,
         }
 
@@ -48,52 +47,52 @@ WITHOUT_DETAILS = {"prompt_tokens_details": None, "completion_tokens_details": N
 WITHOUT_TRANSFERS = {"kv_transfer_params": None, "ec_transfer_params": None, "metrics": None}
 
 
-class Bodies:
-    """Of one request."""
+class ResponseBodies:
+    """Bodies of the answer to one request."""
 
-    def __init__(self, about: About) -> None:
-        self.about = about
+    def __init__(self, facts: RequestFacts) -> None:
+        self.facts = facts
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """The answer to a request that is not streamed."""
+        """Return the whole answer, of the outputs of all choices."""
         raise NotImplementedError
 
     def chunk(self, output: Output) -> dict[str, Any]:
-        """A part of one choice."""
+        """Return the chunk of a stream with a part of one choice's output."""
         raise NotImplementedError
 
     def usage_chunk(self, output_tokens: int) -> dict[str, Any]:
-        """What all of a stream cost."""
+        """Return the chunk of a stream that reports its usage."""
         raise NotImplementedError
 
     @property
     def opening(self) -> list[dict[str, Any]]:
-        """What a stream begins with, before any token."""
+        """Chunks that a stream begins with, before any token."""
         return []
 
 
 # ---------------------------------------------------------------- tokens in, tokens out
 
 
-class GenerateBodies(Bodies):
-    """``/inference/v1/generate``."""
+class GenerateBodies(ResponseBodies):
+    """Bodies of ``/inference/v1/generate``."""
 
-    def __init__(self, about: About, request: GenerateRequest) -> None:
-        super().__init__(about)
+    def __init__(self, facts: RequestFacts, request: GenerateRequest) -> None:
+        super().__init__(facts)
         self._request = request
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """All choices."""
-        about, wants_prompt = self.about, self._request.return_token_ids
+        """Return the whole answer."""
+        facts, wants_prompt = self.facts, self._request.return_token_ids
         tokens = sum(len(output.token_ids) for output in outputs)
         return {
-            "request_id": about.request_id,
-            "model": about.model,
-            "created": about.created_s,
-            "usage": about.usage(tokens) | WITHOUT_DETAILS,
-            "prompt_logprobs": about.prompt_logprobs[0],
+            "request_id": facts.request_id,
+            "model": facts.model,
+            "created": facts.created_s,
+            "usage": facts.usage(tokens) | WITHOUT_DETAILS,
+            "prompt_logprobs": facts.prompt_logprobs[0],
             "prompt_token_id_logprobs": None,
-            "prompt_token_ids": about.prompts[0].token_ids if wants_prompt else None,
+            "prompt_token_ids": facts.prompts[0].token_ids if wants_prompt else None,
             "mm_placeholders": None,
             **WITHOUT_TRANSFERS,
             "output_mode": self._request.output_mode,
@@ -101,20 +100,20 @@ class GenerateBodies(Bodies):
         }
 
     def chunk(self, output: Output) -> dict[str, Any]:
-        """The tokens that are new."""
+        """Return the chunk with the tokens of a part."""
         choice = self._choice(output)
         if output.finish_reason is None:
             choice["weight_versions"] = None
         return {**self._head, "usage": None, "choices": [choice]}
 
     def usage_chunk(self, output_tokens: int) -> dict[str, Any]:
-        """Last but ``[DONE]``."""
-        return {**self._head, "usage": self.about.usage(output_tokens), "choices": []}
+        """Return the last chunk but ``[DONE]``."""
+        return {**self._head, "usage": self.facts.usage(output_tokens), "choices": []}
 
     @property
     def _head(self) -> dict[str, Any]:
         mode = self._request.output_mode
-        return {"request_id": self.about.request_id, "output_mode": mode}
+        return {"request_id": self.facts.request_id, "output_mode": mode}
 
     def _choice(self, output: Output) -> dict[str, Any]:
         choice: dict[str, Any] = {
@@ -135,14 +134,14 @@ class GenerateBodies(Bodies):
         if self._request.sampling_params.logprobs is None:
             return None
         if self._request.output_mode == "text":
-            words = self.about.words
-            return {"content": [_as_text(words, *one) for one in _rows(output)]}
+            tokenizer = self.facts.tokenizer
+            return {"content": [_as_text(tokenizer, *one) for one in _rows(output)]}
         rows = zip(_rows(output), output.tops, strict=True)
         return {"content": [_as_ids(*row, likeliest) for row, likeliest in rows]}
 
 
 def _rows(output: Output) -> list[tuple[int, float, dict[int, float]]]:
-    """Each token, its log-prob, and those of the likeliest, the token itself first."""
+    """Return each token, its log-prob, and those of the likeliest, the token itself first."""
     rows = zip(output.token_ids, output.logprobs, output.tops, strict=True)
     return [(token, logprob, {token: logprob, **top}) for token, logprob, top in rows]
 
@@ -152,70 +151,72 @@ def _as_ids(
 ) -> dict[str, Any]:
     ranks = {token: rank for rank, token in enumerate(likeliest, 1)}
 
-    def told(token: int, logprob: float) -> dict[str, Any]:
+    def entry_of(token: int, logprob: float) -> dict[str, Any]:
         return {"token_id": token, "logprob": logprob, "rank": ranks.get(token)}
 
-    return {**told(token, logprob), "top_logprobs": [told(*pair) for pair in top.items()]}
+    return {**entry_of(token, logprob), "top_logprobs": [entry_of(*pair) for pair in top.items()]}
 
 
-def _as_text(words: Words, token: int, logprob: float, top: dict[int, float]) -> dict[str, Any]:
-    def told(token: int, logprob: float) -> dict[str, Any]:
-        text = words.token(token)
+def _as_text(
+    tokenizer: ModelTokenizer, token: int, logprob: float, top: dict[int, float]
+) -> dict[str, Any]:
+    def entry_of(token: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.token(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
-    return {**told(token, logprob), "top_logprobs": [told(*pair) for pair in top.items()]}
+    return {**entry_of(token, logprob), "top_logprobs": [entry_of(*pair) for pair in top.items()]}
 
 
 # ---------------------------------------------------------------- OpenAI's
 
 
-class CompletionBodies(Bodies):
-    """``/v1/completions``."""
+class CompletionBodies(ResponseBodies):
+    """Bodies of ``/v1/completions``."""
 
-    def __init__(self, about: About, request: CompletionRequest) -> None:
-        super().__init__(about)
+    def __init__(self, facts: RequestFacts, request: CompletionRequest) -> None:
+        super().__init__(facts)
         self._request = request
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """All choices of all prompts."""
+        """Return the whole answer, with all choices of all prompts."""
         tokens = sum(len(output.token_ids) for output in outputs)
         return {
             **self._head,
             "choices": [self._whole_choice(output) for output in outputs],
             "service_tier": None,
             "system_fingerprint": None,
-            "usage": self.about.usage(tokens) | WITHOUT_DETAILS,
+            "usage": self.facts.usage(tokens) | WITHOUT_DETAILS,
             **WITHOUT_TRANSFERS,
         }
 
     def chunk(self, output: Output) -> dict[str, Any]:
-        """A part of one choice; the prompt's ids come with the first."""
+        """Return the chunk with a part's text; the prompt's ids come with the first one."""
         choice = self._choice(output)
         if not output.is_first:
             choice["prompt_token_ids"] = None
         return {**self._head, "choices": [choice]}
 
     def usage_chunk(self, output_tokens: int) -> dict[str, Any]:
-        """Last but ``[DONE]``."""
-        return {**self._head, "choices": [], "usage": self.about.usage(output_tokens)}
+        """Return the last chunk but ``[DONE]``."""
+        return {**self._head, "choices": [], "usage": self.facts.usage(output_tokens)}
 
     @property
     def _head(self) -> dict[str, Any]:
-        about = self.about
+        facts = self.facts
         return {
-            "id": about.request_id,
+            "id": facts.request_id,
             "object": "text_completion",
-            "created": about.created_s,
-            "model": about.model,
+            "created": facts.created_s,
+            "model": facts.model,
         }
 
     def _whole_choice(self, output: Output) -> dict[str, Any]:
-        about = self.about
-        told = about.prompt_logprobs[output.index]
-        return {**self._choice(output), "prompt_logprobs": told, "routed_experts": None}
+        facts = self.facts
+        prompt_logprobs = facts.prompt_logprobs[output.index]
+        return {**self._choice(output), "prompt_logprobs": prompt_logprobs, "routed_experts": None}
 
     def _choice(self, output: Output) -> dict[str, Any]:
-        prompt = self.about.prompts[output.index]
+        prompt = self.facts.prompts[output.index]
         wants_ids = self._request.return_token_ids
         choice = {
             "index": output.index,
@@ -235,7 +236,7 @@ class CompletionBodies(Bodies):
             return ""
         if prompt.text is not None:
             return prompt.text
-        return self.about.words.decode(prompt.token_ids, skips_special_tokens=False)
+        return self.facts.tokenizer.decode(prompt.token_ids, skips_special_tokens=False)
 
     def _logprobs(self, output: Output) -> dict[str, Any] | None:
         if self._request.logprobs is None:
@@ -254,21 +255,21 @@ class CompletionBodies(Bodies):
     def _text(self, token: int) -> str:
         if self._request.return_tokens_as_token_ids:
             return f"token_id:{token}"
-        return self.about.words.token(token)
+        return self.facts.tokenizer.token(token)
 
 
-class ChatBodies(Bodies):
-    """``/v1/chat/completions``."""
+class ChatBodies(ResponseBodies):
+    """Bodies of ``/v1/chat/completions``."""
 
-    def __init__(self, about: About, request: ChatRequest) -> None:
-        super().__init__(about)
+    def __init__(self, facts: RequestFacts, request: ChatRequest) -> None:
+        super().__init__(facts)
         self._request = request
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """All choices."""
-        about = self.about
-        # Of several conversations, a batch's, vLLM tells neither.
-        is_one = len(about.prompts) == about.choices_per_prompt
+        """Return the whole answer."""
+        facts = self.facts
+        # For a batch of conversations vLLM reports neither.
+        is_one = len(facts.prompts) == facts.choices_per_prompt
         wants_ids = is_one and self._request.return_token_ids
         tokens = sum(len(output.token_ids) for output in outputs)
         return {
@@ -276,44 +277,44 @@ class ChatBodies(Bodies):
             "choices": [self._whole_choice(output) for output in outputs],
             "service_tier": None,
             "system_fingerprint": None,
-            "usage": about.usage(tokens) | WITHOUT_DETAILS,
-            "prompt_logprobs": about.prompt_logprobs[0] if is_one else None,
-            "prompt_token_ids": about.prompts[0].token_ids if wants_ids else None,
+            "usage": facts.usage(tokens) | WITHOUT_DETAILS,
+            "prompt_logprobs": facts.prompt_logprobs[0] if is_one else None,
+            "prompt_token_ids": facts.prompts[0].token_ids if wants_ids else None,
             "prompt_text": None,
             **WITHOUT_TRANSFERS,
         }
 
     @property
     def opening(self) -> list[dict[str, Any]]:
-        """Who speaks, for each choice."""
+        """Chunks with the role of each choice's message."""
         delta = {"role": "assistant", "content": ""}
-        ids = self.about.prompts[0].token_ids if self._request.return_token_ids else None
+        ids = self.facts.prompts[0].token_ids if self._request.return_token_ids else None
         return [
             {
                 **self._head("chat.completion.chunk"),
                 "choices": [self._about_choice(index) | {"delta": delta, "token_ids": None}],
                 "prompt_token_ids": ids,
             }
-            for index in range(len(self.about.prompts))
+            for index in range(len(self.facts.prompts))
         ]
 
     def chunk(self, output: Output) -> dict[str, Any]:
-        """A part of one choice."""
+        """Return the chunk with a part's text."""
         choice = {"delta": {"content": output.text}, **self._choice(output)}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
     def usage_chunk(self, output_tokens: int) -> dict[str, Any]:
-        """Last but ``[DONE]``."""
+        """Return the last chunk but ``[DONE]``."""
         head = self._head("chat.completion.chunk")
-        return {**head, "choices": [], "usage": self.about.usage(output_tokens)}
+        return {**head, "choices": [], "usage": self.facts.usage(output_tokens)}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        about = self.about
+        facts = self.facts
         return {
-            "id": about.request_id,
+            "id": facts.request_id,
             "object": kind,
-            "created": about.created_s,
-            "model": about.model,
+            "created": facts.created_s,
+            "model": facts.model,
         }
 
     @staticmethod
@@ -350,8 +351,8 @@ class ChatBodies(Bodies):
         return {"content": [self._logprob(*row) for row in _rows(output)]}
 
     def _logprob(self, token: int, logprob: float, top: dict[int, float]) -> dict[str, Any]:
-        told = _as_text(self.about.words, token, logprob, top)
-        told["top_logprobs"] = told["top_logprobs"][: self._request.top_logprobs or 0]
+        entry = _as_text(self.facts.tokenizer, token, logprob, top)
+        entry["top_logprobs"] = entry["top_logprobs"][: self._request.top_logprobs or 0]
         if self._request.return_tokens_as_token_ids:
-            told["token"] = f"token_id:{token}"
-        return told
+            entry["token"] = f"token_id:{token}"
+        return entry

@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-from tidegate.serving.vllm_server.desk import RequestDesk
-from tidegate.serving.vllm_server.failures import ServerError
+from tidegate.serving.api_errors import ApiError
+from tidegate.serving.vllm_server.active_requests import ActiveRequests
 from tidegate.transport.messages import PauseMode
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
 
@@ -22,11 +22,11 @@ SCHEDULING = "scheduling"
 """What else than memory ``/wake_up`` may name."""
 
 
-class ServerControl:
+class EnginePauses:
     """Pauses, sleep and caches of a run's engines, by vLLM's rules."""
 
     def __init__(
-        self, scheduler: "Scheduler", desk: RequestDesk, *, rejects_while_paused: bool
+        self, scheduler: "Scheduler", desk: ActiveRequests, *, rejects_while_paused: bool
     ) -> None:
         """``rejects_while_paused``: whether new requests are refused while engines are paused by
         ``abort`` or ``wait``, as by vLLM from 0.33 on; else they wait."""
@@ -50,9 +50,9 @@ class ServerControl:
         return self.is_paused or bool(self._control.state.asleep)
 
     def refuse_if_paused(self) -> None:
-        """Raise ServerError if no request may come now."""
+        """Raise ApiError if no request may come now."""
         if self._rejects and self.mode in ("abort", "wait"):
-            raise ServerError(503, PAUSED)
+            raise ApiError(503, PAUSED)
 
     # ------------------------------------------------------------ pauses
 
@@ -102,7 +102,7 @@ class ServerControl:
     async def sleep(self, level: int, mode: PauseMode) -> None:
         """Pause by ``mode``; then give memory back, from level 1 on."""
         if not 0 <= level <= 2:
-            raise ServerError(400, f"level must be 0, 1 or 2, got {level}", param="query.level")
+            raise ApiError(400, f"level must be 0, 1 or 2, got {level}", param="query.level")
         await self.pause(mode, clear_cache=level >= 1)
         if level:
             await self._sleep(1 if level == 1 else 2, MEMORY_TAGS)
@@ -110,7 +110,7 @@ class ServerControl:
     async def release_kv_cache(self) -> None:
         """Give the caches' memory back, of engines that are paused."""
         if not self.is_paused:
-            raise ServerError(500, "release_kv_cache_memory requires a completed pause first")
+            raise ApiError(500, "release_kv_cache_memory requires a completed pause first")
         await self._sleep(1, ["kv_cache"])
 
     async def _sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
@@ -125,7 +125,7 @@ class ServerControl:
         known = (*MEMORY_TAGS, SCHEDULING)
         if tags and not set(tags) <= set(known):
             told = f"tags name some of {', '.join(known)}, got {', '.join(tags)}"
-            raise ServerError(400, told, param="query.tags")
+            raise ApiError(400, told, param="query.tags")
         named = [tag for tag in get_args(MemoryTag) if tag in tags] if tags else None
         if named is None or named:
             async with self._one_at_a_time:

@@ -1,0 +1,156 @@
+"""ASGI scaffold of an OpenAI-compatible API: routes, access, error answers and JSON bodies.
+
+The gateway and the vLLM-compatible server construct their Starlette applications with
+:func:`api_app`, and their handlers read requests and write answers with the functions below.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from tidegate.serving.api_errors import ApiError, ErrorForm, MalformedBody
+from tidegate.serving.http_server import (
+    BODY_IS_LARGE_BYTES,
+    JSON_TYPE,
+    AccessGuard,
+    AccessPolicy,
+    bearer_token,
+    off_loop,
+    read_body,
+)
+
+LARGE_ANSWER_TOKENS = 4096
+"""Output tokens and log-probs from which on an answer's body is made off the event loop: 10 ms."""
+
+Answer = dict[str, Any] | Response | None
+"""What a handler returns: a JSON object, a whole response, or None for an empty one."""
+
+Body = TypeVar("Body")
+
+Handler = Callable[[HttpRequest], Awaitable[Answer]]
+
+
+@dataclass(frozen=True, slots=True)
+class ApiRoute:
+    """A path, served for one HTTP method."""
+
+    method: str
+    path: str
+    handler: Handler
+
+
+def api_app(routes: Iterable[ApiRoute], errors: ErrorForm, policy: AccessPolicy) -> ASGIApp:
+    """Make an application that answers every request, an error in the form of ``errors``."""
+
+    async def unknown_path(http: HttpRequest, error: Exception) -> Response:
+        status = getattr(error, "status_code", 404)
+        return as_json(errors.unknown_path(status, http.method, http.url.path), status)
+
+    def refusal_body(status: int, why: str) -> bytes:
+        return msgspec.json.encode(errors.body(ApiError(status, why)))
+
+    app = Starlette(
+        routes=[
+            Route(each.path, _answered(each.handler, errors), methods=[each.method])
+            for each in routes
+        ],
+        exception_handlers={404: unknown_path, 405: unknown_path},
+    )
+    return AccessGuard(app, policy, refusal_body)
+
+
+def _answered(handler: Handler, errors: ErrorForm) -> Callable[[HttpRequest], Awaitable[Response]]:
+    """Answer with what a handler returns, or with an error for what it raises."""
+
+    async def answer(http: HttpRequest) -> Response:
+        try:
+            answered = await handler(http)
+        except ClientDisconnect:
+            return Response(status_code=499)  # as nginx logs it; nobody reads it
+        except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
+            failure = errors.answer_to(error)
+            return as_json(errors.body(failure), failure.status)
+        if answered is None:
+            return Response()
+        return answered if isinstance(answered, Response) else as_json(answered)
+
+    return answer
+
+
+# ---------------------------------------------------------------- requests
+
+
+def key_of(http: HttpRequest) -> str:
+    """Return the key that a request shows as ``Authorization: Bearer``; empty if there is none."""
+    return bearer_token(http.headers.get("authorization", ""))
+
+
+async def read_json_bytes(http: HttpRequest, *, bytes_max: int) -> bytes:
+    """Read the whole body, and note for :func:`is_large` how long it is.
+
+    Raises:
+        ApiError: the body has too many bytes or JSON values.
+        ClientDisconnect: the client is gone.
+    """
+    body = await read_body(http, bytes_max=bytes_max)
+    http.state.is_large = len(body) >= BODY_IS_LARGE_BYTES
+    return body
+
+
+def is_large(http: HttpRequest) -> bool:
+    """Whether the body that was read is so large that work on it belongs off the event loop."""
+    large: bool = http.state.is_large
+    return large
+
+
+async def read_json(http: HttpRequest, kind: type[Body], *, bytes_max: int) -> Body:
+    """Read the whole body as a request of this kind; raises what the two parts of it raise."""
+    return decode_json(await read_json_bytes(http, bytes_max=bytes_max), kind)
+
+
+def decode_json(body: bytes, kind: type[Body]) -> Body:
+    """Decode a body as a request of this kind.
+
+    Raises:
+        MalformedBody: the body is not JSON, or has other fields or types.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise MalformedBody(str(error), is_json=True) from None
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise MalformedBody(str(error), is_json=False) from None
+
+
+# ---------------------------------------------------------------- answers
+
+
+def as_json(body: object, status: int = 200) -> Response:
+    """Make a response with this JSON body."""
+    return Response(msgspec.json.encode(body), status, media_type=JSON_TYPE)
+
+
+async def encoded_response(encode: Callable[[], bytes], *, tokens: int) -> Response:
+    """Make a response of the JSON that ``encode`` returns.
+
+    ``encode`` runs off the event loop if the answer has many ``tokens`` and log-probs.
+    """
+    content = await off_loop(encode) if tokens >= LARGE_ANSWER_TOKENS else encode()
+    return Response(content, media_type=JSON_TYPE)
+
+
+DONE_EVENT = b"data: [DONE]\n\n"
+"""Last server-sent event of a stream of OpenAI's API."""
+
+
+def stream_event(body: object) -> bytes:
+    """Encode a JSON body as one server-sent event."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"

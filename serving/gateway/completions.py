@@ -1,0 +1,233 @@
+"""One completion request of the gateway in progress, and its answer, whole or as a stream.
+
+Each choice is a turn of a row of the session's rollout. Streams poll the turns, because nothing
+reports single tokens.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from tidegate.orchestrator.episodes.conversation import tool_names
+from tidegate.orchestrator.episodes.growing_text import GrowingText
+from tidegate.orchestrator.episodes.tool_calls import settled_words
+from tidegate.serving.api_app import DONE_EVENT, encoded_response, stream_event
+from tidegate.serving.api_errors import OpenAIErrors
+from tidegate.serving.gateway.requests import ChatRequest, Request
+from tidegate.serving.gateway.response_bodies import (
+    FinishedChoice,
+    completion,
+    last_chunk,
+    text_chunk,
+    usage_chunk,
+)
+from tidegate.serving.http_server import OwnedStream, unless_gone
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.episodes.episode import Episode
+    from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
+    from tidegate.serving.gateway.sessions import Session
+
+STREAM_INTERVAL_S = 0.05
+"""Time between two polls of a stream's turns: as fast as people read."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One completion of a request, being generated as a turn of its row."""
+
+    row: "Episode"
+    prompt_tokens: int
+    """Tokens of the row before the turn."""
+    turn: "asyncio.Task[GeneratedTurn]"
+    sent: str = ""
+    """Text that a stream has sent."""
+    growing: GrowingText = field(init=False)
+    """Text of the turn so far; only streams keep it."""
+
+    def __post_init__(self) -> None:
+        self.growing = GrowingText(self.row.decode)
+
+    def settled_text(self, tools: list[str], stops: list[str]) -> str:
+        """Return the text of a running turn that no later token changes.
+
+        Of a turn that has ended, return what was sent: another request may continue its row.
+        """
+        so_far = self.row.turn_so_far()
+        if self.turn.done() or so_far is None or not so_far.goes_on:
+            return self.sent
+        self.growing.add(so_far.token_ids_from(self.growing.tokens))
+        return settled_words(self.growing.text, tools, stops)
+
+
+def choice_of(row: "Episode", turn: "Coroutine[Any, Any, GeneratedTurn]") -> Choice:
+    """Begin a turn that continues a row from its tokens of now."""
+    return Choice(row, row.num_tokens, asyncio.ensure_future(turn))
+
+
+@dataclass(slots=True)
+class ActiveRequest:
+    """A request that is being answered, and all its choices."""
+
+    session: "Session"
+    request: Request
+    choices: list[Choice] = field(default_factory=list)
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    """Unix time, for the answer's ``created``."""
+
+    @property
+    def name(self) -> str:
+        """Id of the answer: row and turn of its first choice."""
+        return f"{self.choices[0].row.rollout_id}-{self.choices[0].prompt_tokens}"
+
+    async def wait(self) -> None:
+        """Wait until every choice has its turn; at the first error, cancel the others."""
+        self.session.requests += 1
+        try:
+            await asyncio.gather(*(choice.turn for choice in self.choices))
+        finally:
+            self.session.requests -= 1
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Cancel the choices that are still generated."""
+        for choice in self.choices:
+            choice.turn.cancel()
+
+    @property
+    def finished(self) -> list[FinishedChoice]:
+        """All choices, once their turns have ended."""
+        return [FinishedChoice(each.turn.result(), each.prompt_tokens) for each in self.choices]
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a single token."""
+        return self.session.episode.decode([token_id])
+
+
+def begin(
+    session: "Session", request: Request, begin_choice: Callable[[], Choice]
+) -> ActiveRequest:
+    """Begin all choices of a request; one that can't begin cancels the others.
+
+    Raises:
+        ApiError: the session has too many requests.
+    """
+    session.refuse_if_busy()
+    active = ActiveRequest(session, request)
+    try:
+        for _ in range(request.choices_per_prompt):
+            active.choices.append(begin_choice())
+    except BaseException:
+        active.cancel()
+        raise
+    return active
+
+
+# ---------------------------------------------------------------- answers
+
+
+async def answer(http: HttpRequest, active: ActiveRequest) -> Response:
+    """Answer a request, whole or as a stream; a client that leaves cancels it.
+
+    Raises:
+        ClientDisconnect: the client is gone.
+    """
+    if active.request.stream:
+        return OwnedStream(_stream(active), active.cancel)
+    try:
+        await unless_gone(http, active.wait())
+    finally:
+        active.cancel()
+    choices = active.finished
+
+    def encode() -> bytes:
+        body = completion(
+            active.request,
+            choices,
+            name=active.name,
+            created_s=active.created_s,
+            text_of=active.token_text,
+        )
+        return msgspec.json.encode(body)
+
+    tokens = sum(len(choice.turn.token_ids) for choice in choices)
+    each = 1 + (active.request.top_logprobs_asked or 0)
+    return await encoded_response(encode, tokens=tokens * each)
+
+
+async def _stream(active: ActiveRequest) -> AsyncIterator[bytes]:
+    """Yield server-sent events; an error is an event too, because the status is sent already."""
+    waiting = asyncio.ensure_future(active.wait())
+    chat = active.request if isinstance(active.request, ChatRequest) else None
+    tools = tool_names(chat and chat.offered_tools)
+    try:
+        for index in range(len(active.choices)):
+            yield stream_event(_text_chunk(active, index, "", is_first=True))
+        while not waiting.done():
+            await asyncio.wait({waiting}, timeout=STREAM_INTERVAL_S)
+            if not waiting.done():
+                for index, choice in enumerate(active.choices):
+                    text = choice.settled_text(tools, active.request.stop_strings)
+                    if more := _unsent(choice, text):
+                        yield stream_event(_text_chunk(active, index, more))
+        await waiting
+        for chunk in _last_chunks(active):
+            yield stream_event(chunk)
+    except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
+        form = OpenAIErrors()
+        yield stream_event(form.body(form.answer_to(error)))
+    finally:
+        waiting.cancel()
+        active.cancel()
+    yield DONE_EVENT
+
+
+def _last_chunks(active: ActiveRequest) -> list[dict[str, Any]]:
+    request, chunks = active.request, []
+    for index, choice in enumerate(active.choices):
+        turn = choice.turn.result()
+        is_chat = isinstance(request, ChatRequest)
+        content = (turn.message or {}).get("content", "") if is_chat else turn.text
+        if more := _unsent(choice, content):
+            chunks.append(_text_chunk(active, index, more))
+        chunks.append(
+            last_chunk(
+                request,
+                index,
+                turn,
+                name=active.name,
+                created_s=active.created_s,
+                text_of=active.token_text,
+            )
+        )
+    if (request.stream_options or {}).get("include_usage"):
+        usage = usage_chunk(request, active.finished, name=active.name, created_s=active.created_s)
+        chunks.append(usage)
+    return chunks
+
+
+def _unsent(choice: Choice, text: str) -> str:
+    """Return what was not sent of a text; empty while a new token changes what was sent."""
+    if not text.startswith(choice.sent):
+        return ""
+    more, choice.sent = text[len(choice.sent) :], text
+    return more
+
+
+def _text_chunk(
+    active: ActiveRequest, index: int, text: str, *, is_first: bool = False
+) -> dict[str, Any]:
+    return text_chunk(
+        active.request,
+        index,
+        text,
+        name=active.name,
+        created_s=active.created_s,
+        is_first=is_first,
+    )

@@ -1,0 +1,344 @@
+"""Request bodies of OpenAI's API with vLLM's extensions, and the options of ``generate`` they mean.
+
+The gateway and the vLLM-compatible server both decode these models. Each adds in its own
+``requests.py`` the limits and fields that it alone has.
+
+Fields that mean nothing to an engine (``user``, ``store``, …) are ignored, as other servers do.
+Fields that would change the output are refused by name if they are not honoured.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from tidegate.serving.api_errors import ApiError
+from tidegate.transport.sampling import Processor
+
+NO_SEED = -1
+"""Value that vLLM's clients write for "no seed"."""
+
+COMPLETION_TOKENS = 16
+"""``max_tokens`` of a completion that names none, as OpenAI has it; chats fill the context."""
+
+TOP_LOGPROBS_MAX = 20
+"""Log-probs of the likeliest tokens beside each token, as in OpenAI's API and vLLM's default. 4,096
+of them cost 96 s and 8 GB for one request of 110 bytes."""
+
+STOP_STRINGS_MAX = 64
+"""Stop strings of one request: an output's text is searched for each of them."""
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+"""JSON schema of ``json_object``."""
+
+UNSERVED: Mapping[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,),
+    "best_of": (1,),
+    "length_penalty": (1, 1.0),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "prompt_embeds": (),
+    "truncate_prompt_tokens": (),
+    "thinking_token_budget": (-1,),
+    "logprob_token_ids": ([],),
+    "prompt_logprob_token_ids": ([],),
+    "trace_decode_token_ids": ([],),
+    "repetition_detection": ({},),
+    "watermarking": (False,),
+    "vllm_xargs": ({},),
+    "extra_args": ({},),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "priority": (0,),
+}
+"""Fields of vLLM's and OpenAI's APIs that change an output and are not honoured, each with the
+values beside null that leave the output as it is."""
+
+
+class Sampling(msgspec.Struct, kw_only=True):
+    """Sampling parameters by vLLM's names, which OpenAI's are a part of.
+
+    The fields of :data:`UNSERVED` are listed so that they can be refused.
+    """
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """-1 and 0 mean all tokens."""
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    use_beam_search: Any = None
+    best_of: Any = None
+    length_penalty: Any = None
+    bad_words: Any = None
+    logits_processors: Any = None
+    prompt_embeds: Any = None
+    truncate_prompt_tokens: Any = None
+    thinking_token_budget: Any = None
+    logprob_token_ids: Any = None
+    prompt_logprob_token_ids: Any = None
+    trace_decode_token_ids: Any = None
+    repetition_detection: Any = None
+    watermarking: Any = None
+    vllm_xargs: Any = None
+    extra_args: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
+    functions: Any = None
+    function_call: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    priority: Any = None
+
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSERVED
+    """Fields that this kind of request refuses, each with the values that are harmless."""
+
+    PASSED_ON: ClassVar[tuple[str, ...]] = (
+        "temperature",
+        "top_p",
+        "min_p",
+        "min_tokens",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+    )
+    """Fields that are options of ``generate`` by the same name."""
+
+    @property
+    def own_seed(self) -> int | None:
+        """The seed; None if there is none, which clients also write as -1."""
+        return None if self.seed == NO_SEED else self.seed
+
+    @property
+    def choices_per_prompt(self) -> int:
+        """Number of completions of each prompt: ``n``, or 1."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """Strings that end the output."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def tokens_max(self) -> int | None:
+        """Limit of output tokens per choice; None fills the context."""
+        return self.max_tokens
+
+    @property
+    def top_logprobs_asked(self) -> int | None:
+        """Number of likeliest tokens reported beside each token; None: no log-probs at all."""
+        raise NotImplementedError
+
+    @property
+    def schema(self) -> Mapping[str, Any] | None:
+        """JSON schema that the output must follow; None for any output."""
+        outputs = self.structured_outputs or {}
+        if outputs.get("json_object"):
+            return ANY_OBJECT
+        wanted = outputs.get("json")
+        return wanted if isinstance(wanted, dict) else None
+
+    @property
+    def grammar(self) -> str | None:
+        """Lark grammar of the ``choice``, ``regex`` or ``grammar`` in ``structured_outputs``."""
+        outputs = self.structured_outputs or {}
+        choices, regex, grammar = (outputs.get(name) for name in ("choice", "regex", "grammar"))
+        if isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
+            # JSON's strings are Lark's, too.
+            return f"start: {' | '.join(json.dumps(choice) for choice in choices)}"
+        if isinstance(regex, str) and regex:
+            # A slash ends it unless a backslash is before it, that isn't one of a pair itself.
+            return "start: /" + re.sub(r"\\.|/", _escaped, regex, flags=re.DOTALL) + "/"
+        return grammar if isinstance(grammar, str) and grammar else None
+
+    def shared_options(self) -> dict[str, Any]:
+        """Return the options of ``generate`` that both servers read alike.
+
+        Seed, number of tokens and stop tokens are left out.
+
+        Raises:
+            ApiError: a field can't be honoured.
+        """
+        self._refuse_unserved()
+        options = {k: v for k in self.PASSED_ON if (v := getattr(self, k)) is not None}
+        if self.top_k is not None and self.top_k > 0:
+            options["top_k"] = self.top_k
+        if self.stop_strings:
+            options["stop_strings"] = self.stop_strings
+        if self.logit_bias:
+            try:
+                options["logit_bias"] = {int(k): bias for k, bias in self.logit_bias.items()}
+            except ValueError:
+                raise ApiError(400, "logit_bias must have token ids for its keys") from None
+        if self.top_logprobs_asked:
+            options["top_logprobs"] = self.top_logprobs_asked
+        if processors := self._processors():
+            options["processors"] = processors
+        return options
+
+    def _refuse_unserved(self) -> None:
+        for name, harmless in self.REFUSED.items():
+            value = getattr(self, name)
+            if value is not None and value not in harmless:
+                why = f"{name} is not served: leave it out, got {value!r:.80}"
+                raise ApiError(400, why, param=name)
+        if len(self.stop_strings) > STOP_STRINGS_MAX:
+            why = f"stop has at most {STOP_STRINGS_MAX} strings, got {len(self.stop_strings)}"
+            raise ApiError(400, why, param="stop")
+        if self.structured_outputs and self.schema is None and self.grammar is None:
+            why = "structured_outputs has one of json (an object), choice, regex, grammar"
+            raise ApiError(400, why, param="structured_outputs")
+
+    def _processors(self) -> list[Processor]:
+        processors = []
+        if self.allowed_token_ids:
+            processors.append(Processor("allowed_tokens", {"token_ids": self.allowed_token_ids}))
+        if self.schema is not None:
+            processors.append(Processor("json_schema", {"schema": dict(self.schema)}))
+        elif self.grammar is not None:
+            processors.append(Processor("grammar", {"lark": self.grammar}))
+        return processors
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return r"\/" if found[0] == "/" else found[0]
+
+
+class OpenAIRequest(Sampling, kw_only=True):
+    """Fields that text and chat completions share beside the sampling parameters."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    """An extension of vLLM's, as are all fields below."""
+    request_id: str | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_weight_versions: bool | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+
+    @property
+    def schema(self) -> Mapping[str, Any] | None:
+        """JSON schema of ``response_format``, or of ``structured_outputs``.
+
+        Raises:
+            ApiError: the format is neither text nor JSON.
+        """
+        wanted = self.response_format or {"type": "text"}
+        if wanted.get("type") == "text":
+            return super().schema
+        if wanted.get("type") == "json_object":
+            return ANY_OBJECT
+        described = wanted.get("json_schema")
+        found = described.get("schema") if isinstance(described, dict) else None
+        if wanted.get("type") != "json_schema" or not isinstance(found, dict):
+            raise ApiError(400, "response_format has type text, json_object or json_schema")
+        return found
+
+
+class CompletionRequest(OpenAIRequest, kw_only=True):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: str | list[Any]
+    """One or several prompts, each a text or a list of token ids."""
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+    @property
+    def tokens_max(self) -> int | None:
+        """Limit of output tokens per choice: 16 if the request names none, as OpenAI has it."""
+        return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def top_logprobs_asked(self) -> int | None:
+        """Number of likeliest tokens reported beside each token; 0: the sampled token alone."""
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """All prompts of the request.
+
+        Raises:
+            ApiError: a prompt is neither text nor token ids, or is empty; or there is none.
+        """
+        prompt = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            prompt = [prompt]
+        for each in prompt:
+            is_ids = isinstance(each, list) and all(isinstance(i, int) for i in each)
+            if not each or not (is_ids or isinstance(each, str)):
+                raise ApiError(400, "prompt must be texts or lists of token ids, none empty")
+        if not prompt:
+            raise ApiError(400, "prompt must not be empty", param="prompt")
+        return prompt
+
+
+class ChatRequest(OpenAIRequest, kw_only=True):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def tokens_max(self) -> int | None:
+        """Limit of output tokens per choice: the newer field's, else the older's."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def top_logprobs_asked(self) -> int | None:
+        """Number of likeliest tokens reported beside each token; None unless ``logprobs``."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """Tools that the prompt describes to the model."""
+        return None if self.tool_choice == "none" else self.tools or None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /tokenize``: a text, or a conversation to be rendered as a prompt."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None

@@ -1,0 +1,215 @@
+"""Request bodies of vLLM's API, and the options of ``generate`` that they mean.
+
+Adds to the models of :mod:`openai_requests` what vLLM's server alone has: token requests, batches
+of chats, and the bodies of paths that pause engines or change weights. Unknown fields are ignored,
+as in vLLM.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+
+from tidegate.serving import openai_requests
+from tidegate.serving.api_errors import ApiError
+from tidegate.serving.openai_requests import UNSERVED, OpenAIRequest, Sampling
+
+CHOICES_MAX = 1024
+"""Choices of one request: ``n`` times its prompts."""
+
+CACHE_SALT_CHARACTERS_MAX = 256
+"""vLLM has no limit; 43 characters are 256 random bits."""
+
+
+class TokenSampling(Sampling, kw_only=True):
+    """``sampling_params`` of ``/inference/v1/generate``."""
+
+    logprobs: int | None = None
+
+    @property
+    def top_logprobs_asked(self) -> int | None:
+        """Number of likeliest tokens reported beside each token; 0: the sampled token alone."""
+        return self.logprobs
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /inference/v1/generate``: tokens in, tokens out."""
+
+    features: Any = None
+    """Images and the like, which are refused."""
+    token_ids: list[int]
+    sampling_params: TokenSampling
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    output_mode: str = "tokens"
+    cache_salt: str | None = None
+
+
+class ChatRequest(openai_requests.ChatRequest, kw_only=True):
+    """Body of ``POST /v1/chat/completions``."""
+
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further names for the chat template, such as ``enable_thinking``."""
+    echo: bool | None = None
+
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **{k: v for k, v in UNSERVED.items() if k != "chat_template_kwargs"},
+        "echo": (False,),
+    }
+
+
+class BatchChatRequest(ChatRequest, kw_only=True):
+    """Body of ``POST /v1/chat/completions/batch``: several conversations, a choice for each."""
+
+    messages: list[list[dict[str, Any]]]  # type: ignore[assignment]
+
+    def refuse_unserved_in_batches(self) -> None:
+        """Check that there are conversations, one choice for each, and neither stream nor tools.
+
+        Raises:
+            ApiError: the batch has something that vLLM refuses in batches, too.
+        """
+        if not self.messages or not all(self.messages):
+            raise ApiError(400, "messages must be conversations, none empty", param="messages")
+        many = self.choices_per_prompt != 1
+        for name, is_asked in (("stream", self.stream), ("tools", self.tools), ("n", many)):
+            if is_asked:
+                raise ApiError(400, f"Batch chat completions do not support {name}.", param=name)
+
+
+class TokenizeRequest(openai_requests.TokenizeRequest, kw_only=True):
+    """Body of ``POST /tokenize``: a text, or a conversation to be rendered as a prompt."""
+
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /detokenize``."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /abort_requests``; without ids, of all."""
+
+    request_ids: list[str] | None = None
+
+
+class LoadAdapterRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /v1/load_lora_adapter``; the server reads the directory."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /v1/unload_lora_adapter``."""
+
+    lora_name: str
+
+
+class UpdateRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /update_weights``: one piece for all, or a list with a piece per rank."""
+
+    update_info: dict[str, Any] | list[dict[str, Any]]
+
+
+class InitRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /init_weight_transfer_engine``."""
+
+    init_info: dict[str, Any]
+
+
+class FinishRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /finish_weight_update``; its body may be empty."""
+
+    weight_version: str | None = None
+
+
+class VersionRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /update_weight_version``: a name for what is served already."""
+
+    new_version: str
+
+
+class CheckRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /weight_checker``."""
+
+    action: str
+    baseline: dict[str, str] | None = None
+
+
+class RpcRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /collective_rpc``."""
+
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
+def generate_options(sampling: Sampling, model_stops: tuple[int, ...]) -> dict[str, Any]:
+    """Return sampling parameters as options of :meth:`Episode.generate`.
+
+    Seed and number of tokens are left out. ``model_stops`` are the model's own stop tokens.
+
+    Raises:
+        ApiError: a field can't be honoured.
+    """
+    _refuse_out_of_range(sampling)
+    options = {"temperature": 1.0, **sampling.shared_options()}
+    own = () if sampling.ignore_eos else model_stops
+    options["stop_token_ids"] = [*own, *(sampling.stop_token_ids or ())]
+    return options
+
+
+def _refuse_out_of_range(sampling: Sampling) -> None:
+    n, temperature, max_tokens = (
+        sampling.choices_per_prompt,
+        sampling.temperature,
+        sampling.max_tokens,
+    )
+    if n < 1:
+        raise ApiError(400, f"n must be at least 1, got {n}.", param="n")
+    if temperature is not None and temperature < 0:
+        why = f"temperature must be non-negative, got {temperature}."
+        raise ApiError(400, why, param="temperature")
+    if n > 1 and temperature == 0:
+        raise ApiError(400, f"n must be 1 when using greedy sampling, got {n}.")
+    if max_tokens is not None and max_tokens < 1:
+        why = f"max_tokens must be at least 1, got {max_tokens}."
+        raise ApiError(400, why, param="max_tokens")
+
+
+def cache_salt_of(request: GenerateRequest | OpenAIRequest) -> str:
+    """Return the salt that keeps a request's cached contexts apart; empty if there is none.
+
+    Raises:
+        ApiError: the salt is empty or too long.
+    """
+    salt = request.cache_salt
+    if salt is None:
+        return ""
+    if not 1 <= len(salt) <= CACHE_SALT_CHARACTERS_MAX:
+        why = f"cache_salt has 1 to {CACHE_SALT_CHARACTERS_MAX} characters, got {len(salt)}"
+        raise ApiError(400, why, param="cache_salt")
+    return salt
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Prompt of one or more choices."""
+
+    token_ids: list[int]
+    text: str | None = None
+    """The client's text; None if it gave token ids."""
