@@ -7,10 +7,11 @@ imports nothing heavy at its top, for `tidegate --help` imports all of them.
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+import tidegate
 from tidegate.cli import checkout, doctor, engines, plan, records, run, simulate, watch
 from tidegate.cli.conventions import (
     PASS_ON,
@@ -41,11 +42,22 @@ def _add(heading: str, function: Callable[..., None], *examples: str, **options:
     app.command(rich_help_panel=heading, epilog=epilog, **options)(function)
 
 
-def version() -> None:
-    """Say which version this is."""
-    import importlib.metadata
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        echo(tidegate.__version__)
+        raise typer.Exit
 
-    echo(importlib.metadata.version("tidegate"))
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 TRAIN, LOOK, ENGINES, CHECK = "Train", "Look at a run", "Engines", "Check and measure"
@@ -81,7 +93,6 @@ _add(
     "tidegate simulate --faults crash,cut",
 )
 _add(CHECK, checkout.bench, **PASS_ON)
-_add(CHECK, version)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ importing this package does not import torch.
 """
 
 import importlib
+import importlib.metadata
 import logging
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,8 @@ if TYPE_CHECKING:
     from tidegate.serving.gateway.gateway import Endpoint, Gateway
     from tidegate.serving.vllm_server.server import VLLMServer
     from tidegate.transport.sampling import Processor
+
+    __version__: str
 
 logging.getLogger("tidegate").addFilter(EscapeControls())
 
@@ -206,6 +209,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return importlib.metadata.version("tidegate")
     if name not in _HOMES:
         raise AttributeError(f"module 'tidegate' has no attribute {name!r}")
     return getattr(importlib.import_module(f"tidegate.{_HOMES[name]}"), name)

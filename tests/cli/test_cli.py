@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.models import CommandInfo
 
+import tidegate
 from tests.observability import sampled_runs
 from tests.observability.test_recording import some_statistics
 from tidegate.cli import command
@@ -111,6 +112,14 @@ def test_the_command_imports_nothing_that_its_help_does_not_need() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_the_version_of_the_command_is_that_of_the_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(["--version"], monkeypatch) == 0
+    assert capsys.readouterr().out.strip() == tidegate.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", tidegate.__version__)
 
 
 def test_help_lists_every_command_under_a_heading_with_its_first_line(
