@@ -26,8 +26,7 @@ SNAPSHOT_AFTER_BYTES = 64 * 1024 * 1024
 """Bytes of events before a snapshot is taken: reading so many takes a resume about ten seconds."""
 
 SNAPSHOT_SHARE = 4
-"""Events must also take this many times the snapshot's size, or snapshots would be most of the
-writing."""
+"""Events must also take this many times the snapshot's size; else snapshots dominate writing."""
 
 
 class Store(Protocol):
@@ -101,7 +100,8 @@ class RunJournal:
             self._appended = self._committed = lsn
 
     def start(self, *, keeps_events: bool, on_error: Callable[[BaseException], None]) -> None:
-        """Begin to append events. Call it on the run's event loop, after :meth:`restore`.
+        """Begin to append events. Call it once, on the run's event loop, before the first
+        :meth:`log`.
 
         ``keeps_events``: take no snapshots, so that the journal keeps every event. ``on_error`` is
         called on the loop, once, if a write fails; no event is committed after that.
