@@ -52,10 +52,9 @@ class BatchAges:
     """Totals over all batches so far."""
 
     in_flight: Counter[int] = field(default_factory=Counter)
-    """Trained rollouts by the number of versions published from their oldest trained token to the
-    end of their group."""
+    """Trained rollouts by versions published from oldest trained token to their group's end."""
     in_queue: Counter[int] = field(default_factory=Counter)
-    """Trained rollouts by the number of versions published from that end to their hand-over."""
+    """Trained rollouts by versions published from that end to their hand-over."""
     groups: int = 0
     """Number of groups whose end is known."""
     group_wait_s: float = 0.0

@@ -60,8 +60,7 @@ class Shard:
     rows_total: int
     """Number of rows of the whole batch, over all ranks."""
     sampled_tokens_total: int
-    """Number of ``loss_mask`` tokens of the whole batch: the divisor of a loss averaged over all of
-    them."""
+    """Number of ``loss_mask`` tokens of the whole batch: the divisor of a mean loss over all."""
     rows: tuple[int, ...] = ()
     """[R]: indices of this rank's rows in the whole batch."""
 

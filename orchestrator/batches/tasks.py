@@ -112,8 +112,7 @@ class TaskSource:
         return self._async is not None
 
     def next_nowait(self, *, prefers_returned: bool) -> Taken | None:
-        """Return the next task, returned ones first or last; None if there is none, or none without
-        waiting."""
+        """Return the next task, returned ones first or last; None if none is available now."""
         if self._returned and prefers_returned:
             return self._returned.popleft()
         taken, self._next = self._next, None

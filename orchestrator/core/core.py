@@ -109,11 +109,8 @@ class Core:
     """State of one run. Change it only through :meth:`handle`."""
 
     def __init__(self, rules: Rules, *, survives_crashes: bool = False) -> None:
-        """Build an empty core from its policies.
-
-        ``survives_crashes``: the run has a journal. Then batches are kept until the trainer's
-        checkpoint holds them, because a resumed process may have to hand them over again.
-        """
+        """``survives_crashes``: the run has a journal. Then batches are kept until the trainer's
+        checkpoint holds them, because a resumed process may have to hand them over again."""
         self.policy = rules.policy
         self.turns = TurnBook(rules.placement)
         self.prompts = Prompts(rules.group_filter)
@@ -131,16 +128,14 @@ class Core:
         """
         self.are_tasks_exhausted = False
         self.awaited: dict[TaskKey, list[Group]] = {}
-        """After a resume: unfinished groups by the key of their task, until the user's iterator
-        gives that task again."""
+        """After a resume: unfinished groups by task key, until the user's iterator gives it."""
         self.floors_version = 0
         """Live version for which the groups' version floors were computed last."""
         self._asked_in_vain: object = None
         """Arguments of the last ``select`` that found no batch. The same arguments give the same
         result, so the policy is not called again."""
         self._places_known = 0
-        """Tasks that may arrive before ``capacity_groups`` must be computed again, because each
-        arrival needs it."""
+        """Tasks that may arrive before ``capacity_groups``, read for each, is computed again."""
         self.is_paused = False
         """Whether the policy has paused generation until the next version is live."""
         self.is_restoring = False
@@ -150,8 +145,7 @@ class Core:
 
     @property
     def outstanding_groups(self) -> int:
-        """Number of groups running, buffered, or in training until the version made from them is
-        live."""
+        """Number of groups running, buffered, or in training until their version is live."""
         return self.groups.places + self.handed.num_groups
 
     @property
@@ -173,14 +167,12 @@ class Core:
 
     @property
     def training_groups(self) -> int:
-        """Admission places held by batches whose version is not live yet. A short batch holds the
-        places of a whole one."""
+        """Places of batches whose version is not live yet; a short batch holds a whole one's."""
         return self.handed.num_groups
 
     @property
     def consumption_version(self) -> int:
-        """Version at which a batch handed over now is trained: after the batches that the trainer
-        holds."""
+        """Version at which a batch handed over now is trained, after those the trainer holds."""
         return self.trainer_version + self.handed.untrained
 
     @property
@@ -353,7 +345,6 @@ class Core:
     # ------------------------------------------------------------ batches
 
     def _hand_over(self) -> list[ev.Command]:
-        """Hand over as many batches as the trainer waits for and the policy selects."""
         commands: list[ev.Command] = []
         while self.batches_asked:
             batch = self._select()
@@ -415,8 +406,7 @@ class Core:
         return (self.are_tasks_exhausted or can_fill) and not is_paused
 
     def _drop_stale(self, batch: list[Group]) -> list[ev.Command]:
-        """Second staleness check, for policies that don't mask. Admission makes it hold for most
-        policies, but it is checked."""
+        """Second staleness check, for policies that don't mask; admission ensures it for most."""
         if self.policy.masks_old_tokens:
             return []
         commands: list[ev.Command] = []
@@ -430,8 +420,7 @@ class Core:
         return commands
 
     def _give_up_anew(self, group: Group, reason: str) -> list[ev.Command]:
-        """Discard a group, and put its task back unless no iterator and no journal can give it
-        again."""
+        """Discard a group, and put its task back unless no iterator and no journal has it."""
         key = group.key
         assert key is not None
         commands = self.groups.give_up_group(group, reason)
@@ -445,7 +434,6 @@ class Core:
         return [*commands, ev.RequeueTask(group.task, key)]
 
     def _expire(self) -> list[ev.Command]:
-        """Discard the groups that the policy calls expired."""
         policy = self.policy
         expired = policy.expire(self.groups, trainer_version=self.trainer_version)
         if self.handed.again:  # undone batches: their age is checked when they are handed over
@@ -505,7 +493,6 @@ class Core:
         return [ev.PauseGeneration(True)]
 
     def _go_on(self) -> list[ev.Command]:
-        """Resume generation if the policy has paused it."""
         was_paused, self.is_paused = self.is_paused, False
         return [ev.PauseGeneration(False)] if was_paused else []
 

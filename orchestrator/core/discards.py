@@ -26,9 +26,8 @@ TASKS_TOLD = 3
 """Tasks that a snapshot names for each reason."""
 
 WINDOW_ROLLOUTS = 1024
-"""Block of rollouts over which the length bias is computed: over the last one to two blocks. The
-ratio is good to about 0.02 at the usual spread of lengths, and yet recent rather than of the whole
-run."""
+"""Block of rollouts; the length bias is computed over the last one to two blocks. The ratio is good
+to about 0.02 at the usual spread of lengths, and yet recent."""
 
 NOBODYS_CHOICE = frozenset({"run_ended"})
 """Reasons that are not a bias of a policy: the end of a run discards whatever runs then."""
@@ -78,11 +77,9 @@ class LengthBiasStatistics:
     mean_generated_tokens: float
     mean_trained_tokens: float
     ratio: float
-    """Mean trained length over mean generated length. 1 is unbiased; below 1, short rollouts are
-    favoured."""
+    """Mean trained over mean generated length. 1 is unbiased; below 1, short ones are favoured."""
     survival: Mapping[int, float]
-    """Share of rollouts that were trained, by length as in :class:`DiscardStatistics`. Equal if
-    unbiased."""
+    """Share that was trained, by length as in :class:`DiscardStatistics`. Equal if unbiased."""
 
 
 class SavedTally(msgspec.Struct, array_like=True):
@@ -200,8 +197,7 @@ class _Block:
             self.trained[bucket] += rollouts * is_trained
 
     def leave_out(self, tokens: int) -> bool:
-        """Count a trained rollout as not trained; False if no trained one of its length is in this
-        block."""
+        """Count a trained rollout as not trained; False if this block has none of its length."""
         bucket = length_bucket(tokens)
         if not self.trained[bucket]:
             return False
@@ -210,8 +206,7 @@ class _Block:
         return True
 
     def put_back(self, tokens: int) -> bool:
-        """Undo :meth:`leave_out`; False if all rollouts of its length in this block count as
-        trained."""
+        """Undo :meth:`leave_out`; False if all of its length in this block count as trained."""
         bucket = length_bucket(tokens)
         if self.trained[bucket] == self.generated[bucket]:
             return False
@@ -236,10 +231,7 @@ class Discards:
             self._ended([tokens], is_trained=False)
 
     def note_left_out(self, rollout: Rollout, reason: str, task: TaskKey | None) -> None:
-        """Count a rollout that was handed over but that the trainer did not train on.
-
-        Its tokens were counted as trained before.
-        """
+        """Count a rollout that was handed over, and counted as trained, but not trained on."""
         tokens = rollout.tokens_of_all_rows
         self._tally(reason).count(tokens, task)
         for block in self._blocks:
@@ -261,8 +253,7 @@ class Discards:
         return self._tallies.setdefault(reason, _Tally())
 
     def note_trained(self, lengths: list[int]) -> None:
-        """Count rollouts of these lengths as handed over to the trainer; again after a resume undid
-        that."""
+        """Count handed-over rollouts by their lengths; again after a resume undid that."""
         self._ended(lengths, is_trained=True)
 
     def _ended(self, lengths: list[int], *, is_trained: bool) -> None:
@@ -350,5 +341,4 @@ class Discards:
 
 
 def _shortest(bucket: int) -> int:
-    """Return the smallest number of tokens in a bucket."""
     return 1 << (bucket - 1) if bucket else 0

@@ -67,8 +67,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Any])
 
 TASK_BYTES_MAX = 64 * 1024
-"""Size limit of a task that is written, in bytes: a long prompt. The tokens of its group take as
-much."""
+"""Largest task that is written, in bytes: a long prompt. Its group's tokens take as much."""
 
 TASK_DEPTH_MAX = 16
 """Nesting limit of a task that is written."""

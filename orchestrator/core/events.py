@@ -24,8 +24,7 @@ class TaskArrived(Struct, frozen=True, gc=False):
     key: TaskKey | None = None
     """Place of a task that is taken again; None for the next task of the iterator in use."""
     digest: bytes = b""
-    """Digest by which the task is recognised after a crash; empty for a task that is not plain
-    data."""
+    """Digest that identifies the task after a crash; empty for a task that is not plain data."""
     body: bytes = b""
     """The task as bytes for the journal; empty without a journal, or if the task is not plain data.
     """
@@ -54,8 +53,7 @@ class EvaluationAsked(Struct, frozen=True, gc=False):
 
     task: object
     index: int
-    """Place in the evaluation. It seeds sampling, so that two evaluations of the same tasks differ
-    by the weights alone."""
+    """Place in the evaluation. It seeds sampling, so two evaluations differ by weights alone."""
 
 
 class TurnAsked(Struct, frozen=True, gc=False):
@@ -81,8 +79,7 @@ class EpisodeReturned(Struct, frozen=True, gc=False):
 
 
 class EpisodeFailed(Struct, frozen=True, gc=False):
-    """An episode raised, timed out or was cancelled; ``reason`` is the ledger account of its
-    tokens."""
+    """An episode raised, timed out or was cancelled; ``reason`` names its tokens' account."""
 
     rollout_id: int
     reason: str

@@ -48,8 +48,7 @@ class SteadySteps:
         self._turns = first.turns.tobytes()
         self._handles = frozenset(first.turns)
         self._seen = (-1, -1)
-        """(number of submissions, newest handle) when all turns were last found among the
-        submissions."""
+        """(number of submissions, newest handle) when all turns were last found in them."""
         self._version = -1
         self._tokens_per_step = tokens_each
         self._token_ids: list[memoryview] = []
@@ -62,8 +61,7 @@ class SteadySteps:
             row.held_back = self
 
     def takes(self, step: StepArrived, tokens_each: int, submissions: "dict[int, Turn]") -> bool:
-        """Whether ``step`` can be added: the same rows and counts, and no turn begins or ends in
-        it."""
+        """Whether ``step`` can be added: same rows and counts, and no turn begins or ends."""
         return (
             step.turns.tobytes() == self._turns
             and tokens_each == self._tokens_per_step
@@ -131,8 +129,7 @@ class SteadySteps:
 
 @lru_cache(maxsize=64)
 def splitter(pieces: int, piece_bytes: int) -> struct.Struct:
-    """Return a struct that cuts bytes into equal pieces in one call, in a third of the time of
-    slicing."""
+    """Return a struct that cuts bytes into equal pieces, in a third of the time of slicing."""
     return struct.Struct(f"{piece_bytes}s" * pieces)
 
 
@@ -232,8 +229,7 @@ def _file_each(rows: list[Turn], event: StepArrived, tokens_each: int) -> StepOu
 
 
 def _file_any(submissions: dict[int, Turn], event: StepArrived) -> StepOutcome:
-    """File a step with any number of tokens per row, none included, and rows of turns that are
-    over."""
+    """File a step with any token counts, zeros included, and rows of turns that are over."""
     outcome = StepOutcome([])
     handles = event.turns.tolist()
     rows = map(submissions.get, handles)

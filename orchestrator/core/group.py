@@ -58,8 +58,7 @@ class Group:
 
     @property
     def priority(self) -> int:
-        """Priority of its turns in engines' queues; a rest keeps that of the group it was split
-        from."""
+        """Priority of its turns in engines' queues; a rest keeps that of its original group."""
         return self.group_id if self.split_from is None else self.split_from
 
     @property

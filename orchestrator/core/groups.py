@@ -46,8 +46,7 @@ class GroupBook(WaitingGroups):
         self._tasks = tasks
         self._prompts = prompts
         self._keeps_all = type(prompts.filter) is GroupFilter
-        """Whether the filter keeps every group; then no group is dropped before its last rollout
-        has ended."""
+        """Whether the filter keeps every group, so that none is dropped before its end."""
         self.group_size = group_size
         self._needed_mostly = 1 if group_size < KEPT_ROLLOUTS_MIN else KEPT_ROLLOUTS_MIN
         """Kept rollouts that a group needs to be trained; the rest of a split group needs one."""
@@ -58,8 +57,7 @@ class GroupBook(WaitingGroups):
         self.rollout_ends = 0
         """Number of rollouts that ended by themselves, with a reward or a failure."""
         self.running: dict[int, tuple[Rollout, Group]] = {}
-        """Rollouts whose episode runs, with their groups, by rollout id; evaluations and branches
-        included."""
+        """Running rollouts with their groups, by rollout id; evaluations and branches included."""
         self.next_rollout_id = 0
         self.next_group_id = 0
         turns.unwanted = self._discard_refused
@@ -189,8 +187,7 @@ class GroupBook(WaitingGroups):
     def _end_rows(
         self, rollout: Rollout, group: Group, commands: list[ev.Command]
     ) -> list[Rollout]:
-        """Stop a rollout and its branches; return the rows that have tokens, the rollout's own
-        always."""
+        """Stop a rollout and its branches; return its own row, and branches with tokens."""
         del self.running[rollout.rollout_id]
         for turn in rollout.turns:
             if turn.finish_reason is None:
@@ -235,12 +232,10 @@ class GroupBook(WaitingGroups):
         return [] if reason is None else self.give_up_group(group, reason)
 
     def _needed(self, group: Group) -> int:
-        """Return the kept rollouts that a group needs to be trained."""
         return 1 if group.is_rest else self._needed_mostly  # the rest's siblings were trained
 
     def _judge(self, group: Group) -> str | None:
-        """Return the filter's reason to reject a group, one of whose rollouts has just ended; else
-        None."""
+        """Return the filter's reason to reject a group, one rollout of which has ended, or None."""
         own = group.kept_rewards
         rewards = [*group.sibling_rewards, *own]
         reason = self._prompts.filter.reject(rewards, running=group.running)
@@ -311,7 +306,7 @@ class GroupBook(WaitingGroups):
         return self.evaluation_ledger if group.is_evaluation else self.ledger
 
     def train(self, groups: list[Group], *, oldest_trainable: int) -> list[Rollout]:
-        """Settle groups as trained, mask tokens older than ``oldest_trainable``, and return their
+        """Settle groups as trained; mask tokens older than ``oldest_trainable``; return the
         rows."""
         self._forget_batch(groups)
         rows = [row for group in groups for row in group.rollouts if row.state is not DISCARDED]

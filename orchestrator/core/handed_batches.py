@@ -37,8 +37,7 @@ class HandedBatch:
     version: int | None = None
     """First version that was certainly made from the batch; None until then."""
     groups: list[Group] = field(default_factory=list)
-    """Groups of the batch, kept while rows may be reported as left out or a resume may undo the
-    batch."""
+    """Groups of the batch, kept while rows may be left out or a resume may undo the batch."""
     is_again: bool = False
     """Whether a resume had undone this batch and handed it over again unchanged."""
 
@@ -55,8 +54,7 @@ class HandedBatches:
         """``is_kept``: whether batches may have to be handed over again after a crash."""
         self.is_kept = is_kept
         self.count = 0
-        """Number of batches handed over so far; after a resume, of those in the trainer's
-        checkpoint."""
+        """Number of batches handed over; after a resume, of those in the trainer's checkpoint."""
         self.safe = 0
         """Number of batches that the trainer's checkpoint certainly holds."""
         self.safe_offer = 0
@@ -70,8 +68,7 @@ class HandedBatches:
         """Group ids of the batches that a resume has undone and that are still to be handed over
         again, oldest batch first, each in its original order."""
         self.versions: deque[tuple[int, int]] = deque([(0, 0)])
-        """(version, number of batches it was made from at most), for each version that a resume
-        could return to."""
+        """(version, most batches it was made from), for versions that a resume could return to."""
         self.covered = 0
         """Number of batches that the newest version is known to have been made from."""
         self.taken_before = 0
@@ -94,10 +91,8 @@ class HandedBatches:
 
     @property
     def untrained(self) -> int:
-        """Batches that the trainer holds and may not have trained on yet.
-
-        The next batch is trained after them, so at the trainer's version plus one for each of them.
-        """
+        """Batches that the trainer may not have trained on yet; each delays the next by 1
+        version."""
         batches = 0
         for batch in self.holding:  # read after every event while the trainer waits
             if batch.version is None:
@@ -258,14 +253,12 @@ class HandedBatches:
         self.is_asked_ahead = False
 
     def roll_back(self, version: int) -> None:
-        """Continue the checkpoint's weights as ``version``, and forget versions made from later
-        batches."""
+        """Continue the checkpoint's weights as ``version``; forget versions of later batches."""
         self.versions = deque((v, made) for v, made in self.versions if made <= self.count)
         self.versions.append((version, self.count))
 
     def first_lost_version(self, batches: int) -> int | None:
-        """Return the oldest version made from more than the first ``batches`` batches; None without
-        one."""
+        """Return the oldest version made from more than the first ``batches`` batches, or None."""
         return min((version for version, made in self.versions if made > batches), default=None)
 
     def _let_go_of_oldest(self) -> None:

@@ -61,7 +61,6 @@ def _keys(batch: HandedBatch) -> dict[int, TaskKey | None]:
 
 
 def _roots(rows: Iterable[Rollout]) -> list[Rollout]:
-    """Return the rollouts that the rows belong to, each once."""
     return list({root.rollout_id: root for root in (row.root for row in rows)}.values())
 
 

@@ -32,12 +32,9 @@ class Outbox:
         on_refused: Callable[[str, SubmitTurn | ScoreTokens, BadFrame], None],
         on_error: Callable[[BaseException], None],
     ) -> None:
-        """Make an empty outbox.
-
-        ``on_refused`` is called with an engine and a turn, or a scoring request, that fits no
+        """``on_refused`` is called with an engine and a turn, or a scoring request, that fits no
         frame; ``on_error`` with the error of any other message that can't be sent, which is a bug
-        of Tidegate.
-        """
+        of Tidegate."""
         self._send = send
         self._takes_turns_together = takes_turns_together
         self._on_refused = on_refused

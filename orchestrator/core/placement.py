@@ -40,8 +40,7 @@ class EngineTurns:
     missing: list[int] = field(default_factory=list)
     """Handles that the engine did not hold when it reconnected."""
     replay_until: int = 0
-    """Seq up to which steps are replayed after a reconnect. Handles still in ``missing`` then were
-    lost."""
+    """Seq at which a replay ends; turns that are in ``missing`` then were lost."""
     is_away: bool = False
     """Whether the engine has not reconnected yet after a resume."""
     speed: float = 1.0
@@ -154,9 +153,8 @@ class Placement:
         return {each.kind for each in turn.rollout.media} <= {*self._engines[name].media}
 
     def _loads_for_media(self, turn: Turn, live_version: int) -> EngineLoads:
-        """Return the loads of engines that read a turn's media. Computed for each such turn, which
-        costs far more than that; engines reserved for stragglers are included, because few may read
-        media at all."""
+        """Return the loads of engines that read a turn's media; of reserved ones too, because few
+        may. Computed for each such turn, which costs far more than that."""
         loads = EngineLoads()
         for name, engine in self._engines.items():
             if self.is_open(name, live_version) and self.takes_media(name, turn):

@@ -60,9 +60,8 @@ class Turn:
         self, rollout: "Rollout", sampling: SamplingParams, media: tuple[Media, ...] = ()
     ) -> None:
         self.rollout = rollout
-        """Rollout of the turn; deleted once the turn has ended, because rollout and turn would
-        otherwise keep each other until the garbage collector runs, and rollouts are most of what it
-        would collect."""
+        """Rollout of the turn. Deleted once the turn has ended, because the cycle would keep both
+        until the garbage collector runs, and rollouts are most of what it would collect."""
         self.rollout_id = rollout.rollout_id
         self.number = len(rollout.turns)
         """Number of the turn in its rollout, from 0."""
@@ -247,8 +246,7 @@ class Rollout:
         self.oldest_trainable = 0
         """Tokens of older versions are masked. Set when the rollout is handed over."""
         self.branch_of: Rollout | None = None
-        """For a branch: the row that it was forked from. The context up to the fork was given to
-        it."""
+        """For a branch: the row that it was forked from, which gave it its first context."""
         self.fork_reason = ""
         """For a branch: why it was forked."""
         self.branches: tuple[Rollout, ...] = ()

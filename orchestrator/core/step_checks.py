@@ -24,8 +24,7 @@ LOGPROB_MIN = -1e9
 """Smallest accepted log-prob of a sampled token. Even a masked-out token's is not lower."""
 
 FEW_TOKENS = 48
-"""Up to this many values, lists are faster than numpy, which takes 6 us for any small array, and 6
-us for 128."""
+"""Up to this many values, lists are faster: numpy takes 6 us for any few, and 6 us for 128."""
 
 Buffer: TypeAlias = bytes | memoryview
 

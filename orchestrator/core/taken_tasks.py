@@ -33,8 +33,7 @@ class TakenTasks:
         self.episodes: dict[int, str] = {}
         """Name of the episode function of each iterator that has tasks left; empty if unknown."""
         self.gone_before = 0
-        """Iterators below this number are not given again: the trainer left them before the resumed
-        checkpoint."""
+        """Iterators below this number precede the resumed checkpoint's, and are not given again."""
         self.gone = 0
         """Number of unfinished tasks that the newest resume had to drop."""
         self.is_continued = False

@@ -20,8 +20,7 @@ class TrainedCounts:
     """Number of rollouts by staleness at consumption, in versions."""
 
     def count(self, rows: list[Rollout], trainer_version: int, times: int) -> None:
-        """Add these rows (``times`` = 1), or subtract them again (-1). A branch is not a rollout of
-        its own."""
+        """Add these rows (``times`` = 1), or subtract them again (-1). Branches don't count."""
         by_oldest: dict[int, int] = {}  # setting a Counter's item takes three times as long
         rollouts = mixed = 0
         for rollout in rows:

@@ -37,8 +37,7 @@ LOSSES_MAX = 3
 Only losses without a token of the turn in between count."""
 
 LOSSES_IN_ALL_MAX = 9
-"""Engines that a turn may lose even if it gets tokens in between: as many as three restarts of each
-of three engines."""
+"""Engines that a turn may lose even with tokens in between: three restarts of three engines."""
 
 HANDLES_PER_PROCESS = 1 << 24
 """Handles skipped at a resume: a crashed process gave out fewer than this many that it could not
@@ -257,7 +256,6 @@ class TurnBook:
         return [Cancel(name, handle), self._send(turn, moved.priority, to)]
 
     def _relieve(self, event: StepArrived) -> list[Command]:
-        """Move stragglers, if this step triggers a check."""
         commands: list[Command] = []
         for move in self.placement.moves(event, self.live_version):
             commands += self.move(self.engines[move.engine].submissions[move.handle], move.to)
@@ -314,8 +312,7 @@ class TurnBook:
         return [] if turn is None else [self._refuse(turn, message), *self._send_next_suspect()]
 
     def _refuse(self, turn: Turn, why: str) -> FailTurn:
-        """Fail a turn, and remove its tokens: its episode gets an exception, so nobody trains on
-        them."""
+        """Fail a turn and remove its tokens: its episode gets an exception, so none are trained."""
         turn.finish_reason = "refused"
         self.unwanted(turn.rollout, turn.take_back())
         return FailTurn(turn, why)
@@ -365,8 +362,7 @@ class TurnBook:
         return [EndTurns(ended), *commands] if ended else commands
 
     def _take_ended(self, event: StepArrived, engine: EngineTurns | None) -> list[tuple[Turn, int]]:
-        """Remove the turns that leave their engine with this step; return them with their finish
-        codes."""
+        """Remove the turns that leave their engine with this step; return them and finish codes."""
         if engine is None:
             return []
         taken: list[tuple[Turn, int]] = []
@@ -384,8 +380,7 @@ class TurnBook:
             turn.prefills = (*turn.prefills, TurnPrefill(at, tuple(prefill.spans)))
 
     def _stop_one_overrun(self, event: StepArrived) -> list[Command]:
-        """Check one of a step's turns, another one each time, so that no turn runs long past its
-        limit."""
+        """Check one of a step's turns, each time another, so that none runs long past its limit."""
         if not event.turns:
             return []
         handle = event.turns[event.seq % len(event.turns)]

@@ -21,13 +21,11 @@ class WaitingGroups:
         self._going: OrderedDict[int, Group] = OrderedDict()
         """The running ones, in the order of admission."""
         self._line: deque[int] = deque()
-        """Ids in the order of admission, from the oldest running group on; some of them no longer
-        wait."""
+        """Ids in the order of admission, from the oldest running group on; some no longer wait."""
         self._ahead: set[int] = set()
         """Ids of waiting groups that were removed from ``_line``: all admitted before its first."""
         self._floors: dict[int, int] = {}
-        """Number of waiting groups by version floor. No Counter, whose items take three times as
-        long to set."""
+        """Waiting groups by version floor. A Counter's items take three times as long to set."""
         self._ended_floors: dict[int, int] = {}
         """Number of buffered groups by version floor."""
         self._rests = 0
@@ -137,8 +135,7 @@ class WaitingGroups:
             group.version_floor = floor
 
     def restore(self, groups: Iterable[Group], *, ended: Iterable[int]) -> None:
-        """Replace all groups: given in the order of admission, and the ids of ended ones in the
-        order of their end."""
+        """Replace all groups, in the order of admission; ``ended`` are ids in the order of ends."""
         self._waiting = {group.group_id: group for group in groups}
         self._ended = {group_id: self._waiting[group_id] for group_id in ended}
         self._going = OrderedDict((i, g) for i, g in self._waiting.items() if g.running)
@@ -146,7 +143,6 @@ class WaitingGroups:
         self._count_anew()
 
     def _add(self, group: Group) -> None:
-        """Add a running group as the newest."""
         self._waiting[group.group_id] = self._going[group.group_id] = group
         _put(self._floors, group.version_floor)
         self._line.append(group.group_id)
@@ -173,7 +169,6 @@ class WaitingGroups:
         self._ended[group.group_id] = group
 
     def _forget(self, group: Group) -> None:
-        """Remove a group."""
         self.revision += 1
         group_id = group.group_id
         del self._waiting[group_id]
@@ -210,7 +205,6 @@ class WaitingGroups:
         self._count_anew()
 
     def _count_anew(self) -> None:
-        """Recompute all counters from the groups."""
         self._line = deque(self._waiting)
         self._ahead.clear()
         self._floors = dict(Counter([g.version_floor for g in self._waiting.values()]))

@@ -48,8 +48,7 @@ class WeightContent:
         return (part for parts in self.adapters.values() for part in parts)
 
     def messages(self, version: int, *, live: int | None) -> list[UpdateWeights]:
-        """Return the messages by which an engine that serves ``live`` gets this content as
-        ``version``."""
+        """Return the messages that bring this as ``version`` to an engine that serves ``live``."""
         bases = self.bases
         follows = bases is not None and live is not None and bases.first <= live <= bases.last
         if self.whole is not None and not follows:

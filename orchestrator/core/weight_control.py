@@ -196,8 +196,7 @@ class StandStillAsked:
 
 @dataclass(frozen=True, slots=True)
 class SleepAsked:
-    """The user wants engines to sleep. Resolved with the bytes of memory that they returned
-    together."""
+    """The user wants engines to sleep. Resolved with the bytes that they returned together."""
 
     call: int
     level: SleepLevel
@@ -237,8 +236,7 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class SwapsSafe:
-    """The release of versions to swap to is committed: no crash can undo it. Answers
-    :class:`WhenSafe`."""
+    """The release of a version is committed, so engines may swap. Answers :class:`WhenSafe`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -577,12 +575,9 @@ class WeightControl:
         weights_timeout_s: float = 60.0,
         pause_timeout_s: float = 60.0,
     ) -> None:
-        """Build the initial state, without engines.
-
-        ``wave_engines``: how many engines swap at a time; None for all at once.
-        ``weights_timeout_s``: time limit of a version, a sleep or a wake. ``pause_timeout_s``: time
-        limit of an engine to pause or resume.
-        """
+        """``wave_engines``: how many engines swap at a time; None for all at once.
+        ``weights_timeout_s``: time limit of a version, a sleep or a wake; ``pause_timeout_s``: of
+        an engine to pause or resume."""
         self._init = init
         self._wave_engines = wave_engines
         self._swap_mode: PauseMode = pause_mode
@@ -604,8 +599,7 @@ class WeightControl:
         self._before: WeightUpdate | None = None
         """Version that a part of a set is laid over; None for the model directory's weights."""
         self.is_reserved = False
-        """Whether the buffer is about to be written for the next version, or engines are going to
-        sleep."""
+        """Whether the buffer is about to be written for a new version, or engines go to sleep."""
         self.newest_version = -1
         """Newest version released by this process, which engines may serve; -1 before the first."""
         self._taken_version = -1
@@ -633,8 +627,7 @@ class WeightControl:
         """Call whose sleep or wake is under way."""
         self._sleep_queue: deque[int] = deque()
         self._slept_version = -1
-        """Newest version released when engines were put to sleep: later ones replace sleeping
-        weights."""
+        """Newest version released when engines were put to sleep: later ones replace theirs."""
         self._requests = 0
         """Number of sleep and wake orders so far."""
 
@@ -693,8 +686,7 @@ class WeightControl:
 
     @property
     def kept_buffers(self) -> frozenset[int]:
-        """Versions whose buffers the version released last needs: its own, and those it is laid
-        over."""
+        """Buffers that the version released last needs: its own, and those it is laid over."""
         kept = self._kept
         return frozenset() if kept is None else frozenset({kept.version} | kept.content.buffers)
 
@@ -794,7 +786,6 @@ class WeightControl:
         self._out.append(Resolve(call.asked.call, value, error))
 
     def _is_ready(self, call: _Call) -> bool:
-        """Whether a call's condition holds."""
         match call.phase:
             case Phase.RESERVE:
                 return not self.is_reserved
@@ -948,7 +939,6 @@ class WeightControl:
             self._advance(engine)
 
     def _remove(self, engine: str) -> None:
-        """Stop waiting for an engine."""
         self._engines.pop(engine, None)
         self._unsettled_pauses.discard(engine)
         for update in self._updates:
@@ -1005,8 +995,7 @@ class WeightControl:
             self._reserve(call, event.next_version)
 
     def _reserve(self, call: _Call, next_version: int) -> None:
-        """Reserve the buffer for the next version; a version that is still being staged is
-        abandoned."""
+        """Reserve the buffer for the next version; one that is still being staged is abandoned."""
         self.is_reserved = True
         if self.is_undecided and self.update is not None:
             self._taken_version = self.update.version
@@ -1159,7 +1148,6 @@ class WeightControl:
                 self._resolve_publish(call)
 
     def _settle(self) -> None:
-        """End the publishes up to the newest version released: all engines serve it."""
         self._stop_watch()
         for call in [c for c in self._publishes if c.version <= self.newest_version]:
             self._end_publish(call, None)
@@ -1174,7 +1162,6 @@ class WeightControl:
             self._stop_timer(WATCH)
 
     def _be_late(self) -> None:
-        """Give up the engines that have not taken the newest version in time."""
         self._is_watching = False
         # Engines that have staged a version wait for others, or for the order to swap.
         holdups = sorted({engine for u in self._updates for engine in u.staging | u.swapping})
@@ -1294,8 +1281,7 @@ class WeightControl:
     # ------------------------------------------------------------ pauses
 
     def _ask_pause(self, call: _Call) -> None:
-        """Queue a pause or resume. The mode is the policy's if it pauses, else a sleep's, else the
-        user's."""
+        """Queue a pause or resume. The policy's pause wins, then a sleep's, then the user's."""
         if call.asked.call not in self._calls:
             self._begin(call)
         call.mode = "abort" if self._stands_still else self._sleeping_mode or self._users_mode

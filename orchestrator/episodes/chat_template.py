@@ -36,13 +36,11 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], now: datetime.datetime
     ) -> None:
-        """Compile a template.
-
-        ``now`` is the present for the template, the same in every rendering: a date that changed
+        """``now`` is the present for the template, the same in every rendering: a date that changed
         during a conversation would rewrite its beginning.
 
         Raises:
-            ModelError: it is not a template, or can't render a plain conversation.
+            ModelError: the source is not a template, or can't render a plain conversation.
         """
         environment = _environment(now)
         self.source = source

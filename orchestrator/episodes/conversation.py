@@ -244,7 +244,6 @@ class Conversation(Generic[Row]):
         return ids
 
     def _rendered(self, messages: list[dict[str, Any]], tools: Tools | None, known: Known) -> str:
-        """Render messages, unless that was done ahead."""
         if known is NOTHING:
             return self._template.render(messages, tools)
         digest = _digest(messages, tools)

@@ -131,8 +131,7 @@ class EpisodeDiary:
         self._lanes.append(page.lane)
 
     def _answered(self, page: _Page, number: int, answer: "asyncio.Future[Turn]") -> None:
-        """End the interval of a turn; the episode may have begun the next one, or ended, before
-        this call."""
+        """End the interval of a turn, unless the episode has begun another turn or ended."""
         if page.is_generating and page.turns == number:
             has_turn = not answer.cancelled() and answer.exception() is None
             self._change(page, answer.result() if has_turn else None)

@@ -314,7 +314,7 @@ _replace = msgspec.structs.replace
 
 class Episode(ScoringEpisode):
     """One attempt at a task, or a branch of one. It generates one turn at a time; branches generate
-    theirs beside it."""
+    theirs side by side."""
 
     __slots__ = (
         "__weakref__",
@@ -343,8 +343,7 @@ class Episode(ScoringEpisode):
         """``parent``: for a branch, the episode that it was forked from."""
         ScoringEpisode.__init__(self, rollout, generating)  # super() would double the cost
         self._salt: int = 0 if parent is None else mixed(parent._salt + len(parent.branches) + 1)
-        """Number that separates a branch's random seeds from others'; made of its place, so it is
-        the same in every run."""
+        """Separates a branch's random seeds from others'; made of its place, equal in every run."""
         self.branches: list[Episode] = []
         """Branches forked from this episode, in order."""
         self._turns: list[GeneratedTurn] = []
@@ -383,8 +382,7 @@ class Episode(ScoringEpisode):
         return not self._is_generating and not self._is_reserved
 
     def reserve(self) -> None:
-        """Reserve this row for a turn that is about to be generated, so that no other caller
-        continues it."""
+        """Reserve this row for a turn about to be generated; other callers must not continue it."""
         self._is_reserved = True
 
     @property
@@ -597,7 +595,6 @@ class Episode(ScoringEpisode):
         return self._turns[-1]
 
     def _refuse_turn(self) -> None:
-        """Raise if no turn can be generated now."""
         if self._is_over:
             self._refuse_if_over()
         self._is_reserved = False
@@ -655,8 +652,8 @@ class Episode(ScoringEpisode):
         return given
 
     def _next_seed(self) -> int:
-        """Return the next turn's seed. A replayed turn keeps its own, because its group has another
-        number if it was split since."""
+        """Return the next turn's seed; a replayed one keeps its own, as a split renumbers
+        groups."""
         if self._past is not None:
             return self._past.next_seed
         rollout = self._rollout

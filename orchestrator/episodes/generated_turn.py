@@ -68,8 +68,7 @@ class GeneratedTurn:
 
     @property
     def finish_reason(self) -> str:
-        """``stop``: the last token is a stop token, or completes a stop string. ``length``: cut
-        off."""
+        """``stop``: it ends with a stop token, or completes a stop string; ``length``: cut off."""
         return self._turn.finish_reason or "length"
 
     @property

@@ -41,8 +41,8 @@ from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
 GRACE_S = 5.0
-"""Time that a cancelled task has to clean up. A task that runs on swallows ``CancelledError``, and
-nothing can stop it."""
+"""Time that a cancelled task has to clean up. One that runs on swallows ``CancelledError``: nothing
+can stop it."""
 
 LOOK_AGAIN_S = 1.0
 """Interval of the timer while all clocks are stopped, when nothing is due."""
@@ -75,8 +75,7 @@ class Deadlines(Generic[Task]):
             self._stood_still_at_s = now_s
 
     def go_on(self, now_s: float) -> None:
-        """Start all clocks again; every task has as much time left as before. Harmless if
-        repeated."""
+        """Start all clocks again, with as much time left as before. Harmless if repeated."""
         if self._stood_still_at_s is None:
             return
         late_s = now_s - self._stood_still_at_s
@@ -176,7 +175,6 @@ class Deadlines(Generic[Task]):
 
 
 def _take_due(waiting: dict[Task, float], now_s: float) -> list[Task]:
-    """Remove and return the tasks whose time is up."""
     due: list[Task] = []
     while waiting:
         task, due_s = next(iter(waiting.items()))
@@ -197,8 +195,8 @@ lower limit would let one bad batch of tasks end it."""
 EPISODE_IS_OVER = "the episode has returned; its rollout can't go on"
 
 ENDED_REMEMBERED = 256
-"""Ended episodes watched for references: enough to tell a program that keeps every episode from one
-that keeps a few."""
+"""Ended episodes watched for references: enough to tell a program that keeps all from one that
+keeps a few."""
 
 log = logging.getLogger("tidegate")
 
@@ -281,13 +279,10 @@ class EpisodeRunner:
         context_tokens_max: Callable[[], int] = lambda: 0,
         diary: EpisodeDiary | None = None,
     ) -> None:
-        """Make a runner without episodes.
-
-        ``handle`` feeds events to the core; ``on_error`` gets errors that end the run, such as one
-        failed episode too many; ``on_over`` gets rollouts that ask for no more turns, maybe twice;
-        ``score`` asks engines; ``diary`` logs what episodes spend their time on.
-        ``context_tokens_max`` returns the longest context that an engine reads, 0 if unknown.
-        """
+        """``handle`` feeds events to the core; ``on_error`` gets errors that end the run, such as
+        one failed episode too many; ``on_over`` gets rollouts that ask for no more turns, maybe
+        twice; ``score`` asks engines; ``diary`` logs what episodes spend their time on.
+        ``context_tokens_max`` returns the longest context that an engine reads, 0 if unknown."""
         self._loop = asyncio.get_running_loop()
         self.rounds = Rounds(self._loop, on_error)
         self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up)

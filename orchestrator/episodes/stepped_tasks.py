@@ -27,8 +27,7 @@ class Rounds:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, on_error: Callable[[BaseException], None]
     ) -> None:
-        """``on_error`` gets errors of :meth:`SteppedTask.end`, and those that no code should
-        catch."""
+        """``on_error`` gets errors of :meth:`SteppedTask.end`, and those never to be caught."""
         self.loop = loop
         self._on_error = on_error
         self._ready: list[SteppedTask] = []
@@ -40,8 +39,7 @@ class Rounds:
         self._ready.append(task)
 
     def _step_all(self) -> None:
-        """Step all ready tasks; those that become ready meanwhile wait for the next round, like
-        callbacks."""
+        """Step all ready tasks; those that become ready meanwhile wait for the next round."""
         ready, self._ready = self._ready, []
         for task in ready:
             try:

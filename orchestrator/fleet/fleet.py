@@ -40,8 +40,7 @@ ENGINE_NAME_BYTES_MAX = 200
 """ZeroMQ identities are at most 255 bytes."""
 
 ENGINES_MAX = 4096
-"""Limit of engines, more than one process can serve. It also stops a peer that joins under ever new
-names."""
+"""Limit of engines: more than one process can serve, and a stop for a peer with ever new names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +157,7 @@ REMEMBERED_MAX = 1000
 """Engines that left or were refused whose reasons are kept; the oldest are forgotten."""
 
 ANSWERS_PER_S_MAX = 32
-"""Complaints and refusals sent to one peer, and complaints accepted from it; others are only
-counted."""
+"""Complaints and refusals sent to one peer, and complaints taken from it; others are counted."""
 
 HELLOS_PER_S_MAX = 8
 """Hellos accepted from one peer. Each may have to be answered with all its turns and weights."""
@@ -240,8 +238,7 @@ class Fleet:
         self.departed: dict[str, str] = {}
         """Name -> why it left."""
         self._given_up: dict[str, Engine] = {}
-        """Engines that left, by name: one that was only silent continues its stream when it
-        returns."""
+        """Engines that left, by name: one that was only silent may continue its stream."""
         self._streams: Mapping[str, tuple[int, int]] = {}
         """After a resume: engine -> (epoch, next seq) of the crashed process."""
         self._expected: dict[str, float] = {}
@@ -257,8 +254,7 @@ class Fleet:
         self.context_tokens_max = 0
         """Longest context that any engine so far reads; 0 before the first has joined."""
         self._have_fine_tokens = False
-        """Whether all token ids and log-probs of the steps being handled are known to be in
-        range."""
+        """Whether all token ids and log-probs of the steps being handled are in range."""
         self._answers = Patience(answers_max=ANSWERS_PER_S_MAX, interval_s=1.0)
         self._hellos = Patience(answers_max=HELLOS_PER_S_MAX, interval_s=1.0)
 
@@ -282,8 +278,7 @@ class Fleet:
     # ------------------------------------------------------------ outgoing
 
     def send(self, engine: str, message: Message) -> None:
-        """Send a message to an engine; dropped if the engine has vanished, which :meth:`tick`
-        notices."""
+        """Send a message to an engine; dropped if the engine has vanished."""
         self._send(engine.encode(), message)
 
     def takes_turns_together(self, engine: str) -> bool:
@@ -312,8 +307,7 @@ class Fleet:
         return events
 
     def _deaf_s(self, now_s: float) -> float:
-        """Return how long user code has blocked this loop; that time does not count as an engine's
-        silence."""
+        """Return how long user code has blocked this loop, which is no engine's silence."""
         due_s = self._next_tick_s if self._next_tick_s is not None else now_s
         self._next_tick_s = now_s + self._times.heartbeat_interval_s
         return max(0.0, now_s - due_s)
@@ -330,8 +324,7 @@ class Fleet:
     # ------------------------------------------------------------ incoming
 
     def hear(self, frames: list[tuple[bytes, bytes]], now_s: float) -> Heard:
-        """Decode frames of engines. A bad frame is counted, answered and dropped; others are not
-        affected."""
+        """Decode frames of engines. A bad frame is counted, answered and dropped, alone."""
         heard: Heard = []
         messages = [_decoded(frame) for _, frame in frames]
         steps = [message for message in messages if type(message) is Step]

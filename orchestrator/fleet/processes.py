@@ -145,8 +145,7 @@ class LocalEngines:
             self._start(f"engine-{index}")
 
     def _command(self, name: str) -> list[str]:
-        """Return the command of an engine; after the engines come workers for each of
-        ``engine_urls``."""
+        """Return an engine's command; workers for ``engine_urls`` are numbered after engines."""
         settings = self._settings
         number = int(name.removeprefix("engine-")) - settings.engines
         if number < 0:
@@ -180,8 +179,7 @@ class LocalEngines:
         self._on_exit(name, why)
 
     def kill(self, name: str) -> None:
-        """Kill an engine that does not answer, even a stopped process; it is restarted like any
-        other."""
+        """Kill an engine that does not answer, even a stopped process; it is restarted."""
         if name in self._processes:
             self._processes[name].kill()
 
@@ -212,8 +210,7 @@ def engine_command(settings: RunSettings, name: str, address: str) -> list[str]:
 def engine_options(
     settings: RunSettings, name: str, address: str, *, threads: int | None = None
 ) -> list[str]:
-    """Return a worker's options; ``threads`` is given if it runs on this host, whose cores are
-    known."""
+    """Return a worker's options; ``threads`` is given if it runs on this host."""
     command: list[str] = []
     options: dict[str, object] = {
         "connect": address,

@@ -80,8 +80,7 @@ class ScoreDesk:
                 future.cancel()  # one has failed, or the caller was cancelled
 
     def joined(self, engine: str) -> None:
-        """Note that an engine has (re)connected and holds no requests, whatever it was sent
-        before."""
+        """Note that an engine has (re)connected, and holds no requests."""
         self._take_back(engine, is_lost=False)
         self.advance()
 
@@ -124,8 +123,7 @@ class ScoreDesk:
     # ------------------------------------------------------------ inside
 
     def _choose(self, want: str) -> str | None:
-        """Return the least loaded engine among those that can compute ``want``; None if all are
-        full."""
+        """Return the least loaded engine that can compute ``want``; None if all are full."""
         live_version, best, best_load = self._live_version(), None, 1.0
         for name, engine in self._fleet.engines.items():
             # Half of its slots; the other half is for turns, however much there is to score.

@@ -59,8 +59,7 @@ class Site(Protocol):
         ...
 
     def engines(self, address: str, logs: Path, *, on_exit: OnExit) -> Engines:
-        """Return the engines to be started; called on the run's loop, which listens at
-        ``address``."""
+        """Return engines that are not started yet; called on the run's loop."""
         ...
 
 

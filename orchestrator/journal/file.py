@@ -211,8 +211,7 @@ class JournalFile:
         self._unmerged_bytes += len(snapshot.body) + PAGE_BYTES
 
     def _check_in_place(self) -> None:
-        """Fail if a file was deleted or replaced: SQLite would go on writing to it and call it
-        committed."""
+        """Fail if a file was deleted or replaced: SQLite would still write to it and commit."""
         for file, inode in zip(self._files, self._inodes, strict=True):
             try:
                 is_in_place = file.stat().st_ino == inode

@@ -19,12 +19,10 @@ from tidegate.orchestrator.journal.file import JournalFile
 from tidegate.orchestrator.journal.reading import Snapshot
 
 COMMIT_BYTES_MAX = 8 * 1024 * 1024
-"""Record bytes in one commit: larger commits are no faster, and their first record waits for the
-last."""
+"""Record bytes in one commit: larger ones are no faster, and delay their first record."""
 
 PENDING_BYTES_MAX = 1024 * 1024 * 1024
-"""Record bytes that may wait for the disk: 10 s of 20,000 groups/s. More means that the disk
-hangs."""
+"""Record bytes that may wait for the disk: 10 s of 20,000 groups/s. More: the disk hangs."""
 
 BODY_BYTES_MAX = 512 * 1024 * 1024
 """Largest record or snapshot; SQLite's own limit is 10⁹ bytes, and two copies are made of each."""

@@ -41,8 +41,7 @@ class FileLock:
         _release_in_children(self)
 
     def release(self) -> None:
-        """Release the lock; in a forked child, close only the child's copy. Harmless when
-        repeated."""
+        """Release the lock; in a forked child, close only its copy. Harmless when repeated."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)

@@ -25,8 +25,7 @@ from tidegate.orchestrator.journal.reading import (
 from tidegate.transport.printable import say
 
 RECORDS_PER_COMMIT = 10_000
-"""Records in one commit, which takes milliseconds however small: 50 MB of the largest usual
-records."""
+"""Records in one commit, which takes milliseconds however small: at most about 50 MB."""
 
 
 def salvage(damaged: Path, target: Path) -> int:

@@ -23,8 +23,7 @@ SCHEMA_VERSION = 1
 """Version of the tables below, in SQLite's user_version. A file with a greater one is refused."""
 
 PAGE_BYTES = 16384
-"""SQLite's page size. Twice as fast as 4 KiB for groups of 5 KB; a commit of one small record still
-writes only one page."""
+"""SQLite's page size: twice as fast as 4 KiB for groups of 5 KB. A small commit writes one page."""
 
 SCHEMA = """
 CREATE TABLE header (
@@ -41,8 +40,7 @@ CREATE TABLE snapshots (
 
 
 def checksum(number: int, count: int, body: bytes) -> int:
-    """Return the CRC-32 of a row: its key, its number of records (0 if it has none), and its
-    body."""
+    """Return the CRC-32 of a row: its key, its number of records (0 without any), and its body."""
     return zlib.crc32(body, zlib.crc32(struct.pack("<QQ", number, count)))
 
 

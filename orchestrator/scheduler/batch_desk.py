@@ -82,8 +82,7 @@ class BatchDesk:
         self._ask()
 
     def give_back(self, number: int, *, newest: int) -> bool:
-        """Return an acknowledged batch untrained; False if it isn't the newest, or requests
-        wait."""
+        """Return an acknowledged batch untrained; False if it isn't the newest or requests wait."""
         if self._offer is not None or self._requests or number != newest:
             return False
         self._handle(ev.BatchReturned(number))

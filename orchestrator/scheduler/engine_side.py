@@ -50,8 +50,7 @@ class Shell(Protocol):
         """Call ``action`` once no crash can undo the events handled so far."""
 
     def hold_batches(self, is_held: bool) -> None:
-        """Hold batches while it is undecided which version the trainer has made, or hand them over
-        again."""
+        """Hold batches while the trainer's version is undecided, or hand them over again."""
 
     def stand_still(self, is_still: bool) -> None:
         """Stop the clocks of all episodes while engines are paused, or start them again."""

@@ -17,8 +17,7 @@ With Python's default of 700, that was a sixth of all CPU time that a rollout co
 
 YOUNG_OBJECTS_PER_ROLLOUT = 10
 """Threshold for each rollout that may be outstanding, if that is more: the objects of half of them.
-With 100,000 rollouts and the minimum, collecting took an eighth of their CPU time, and up to 0.3 s
-at a time."""
+At 100,000 rollouts collecting took an eighth of their CPU time, and up to 0.3 s at a time."""
 
 YOUNG_OBJECTS_CEILING = 2_000_000
 """Maximum of the threshold, so that cycles of users' code are found at some time."""
@@ -38,8 +37,8 @@ class RareLooks:
 
     @contextlib.contextmanager
     def during(self, young_objects: int) -> Iterator[None]:
-        """Raise the youngest generation's threshold while a run is active; with several runs, the
-        highest holds.
+        """Raise the youngest generation's threshold while a run is active; the highest of all runs
+        holds.
 
         A full collection visits all objects that torch brought, some 100 ms in which no rollout
         advances. Objects that exist by now hardly ever become garbage, so they are frozen until the

@@ -81,8 +81,7 @@ class LoopWatch:
         return max(self._longest_block_s, self._waited_s()) if waiting else self._longest_block_s
 
     def _waited_s(self) -> float:
-        """Return the time since the callback was scheduled, without time in which the process was
-        stopped."""
+        """Return the time since the callback was scheduled, without pauses of the whole process."""
         return min(time.monotonic() - self._asked_s, (self._looks + 1) * LOOK_INTERVAL_S)
 
     def _sign_of_life(self) -> None:

@@ -33,8 +33,7 @@ TRAINER_PATIENCE = 5.0
 """Factor of the trainer's patience: a train step may take minutes with all other work done."""
 
 KEPT_SHARE = 0.75
-"""Share of recently ended episodes that may still be referenced. Some are until the garbage
-collector runs."""
+"""Share of ended episodes that may still be referenced: some are until the next collection."""
 
 _SHORT = reprlib.Repr()
 """Repr of a task for log lines: enough to recognise it."""

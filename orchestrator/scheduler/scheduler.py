@@ -130,12 +130,9 @@ class Scheduler:
         diary: EpisodeDiary | None = None,
         now_s: Callable[[], float] | None = None,
     ) -> None:
-        """Connect the parts of a run; :meth:`run` starts it.
-
-        With a ``journal``, whose core is used then, the run survives a crash; ``resume`` says where
-        to continue after one. ``diary`` receives what episodes spend their time on. ``now_s``: a
-        clock that advances within one iteration of the loop, if the loop's own clock does not.
-        """
+        """With a ``journal``, whose core is used then, the run survives a crash; ``resume`` says
+        where to continue after one. ``diary`` logs what episodes spend their time on. ``now_s``: a
+        clock that advances within one iteration of the loop, if the loop's own clock does not."""
         self._settings = settings
         self._router = router
         self._journal = journal

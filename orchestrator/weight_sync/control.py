@@ -64,8 +64,7 @@ class Shell(Protocol):
         """Remove an engine that refuses the weights that others serve, and tell it why."""
 
     def hold_batches(self, is_held: bool) -> None:
-        """Hold batches while it is undecided which version the trainer has made, or hand them over
-        again."""
+        """Hold batches while the trainer's version is undecided, or hand them over again."""
 
     def stand_still(self, is_still: bool) -> None:
         """Stop the clocks of all episodes while engines are paused, or start them again."""
@@ -142,7 +141,7 @@ class EngineControl:
         are bad, and engines are paused first (rollback).
 
         Raises:
-            EngineLagging: an engine still read the buffer after ``weights_timeout_s`` and is given up.
+            EngineLagging: an engine that still read it after ``weights_timeout_s`` is given up.
             WeightsRefused: a part would be laid over weights that this process doesn't know.
             TidegateError: an earlier publish failed after its call had returned.
         """
@@ -243,8 +242,7 @@ class EngineControl:
         | wc.SleepAsked
         | wc.WakeAsked,
     ) -> object:
-        """Begin a call in the state machine, and continue it whenever it is woken, until it is
-        resolved."""
+        """Begin a call in the state machine, and continue it when woken, until it is resolved."""
         number, event = asked.call, cast(wc.Event, asked)
         try:
             while number not in self._outcomes:
