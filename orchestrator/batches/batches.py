@@ -24,15 +24,15 @@ class PackedBatch:
     """A batch without padding: rows one after the other, for variable-length attention."""
 
     token_ids: torch.Tensor
-    """[N] int64"""
+    """[N] int64: context of each row."""
     cu_seqlens: torch.Tensor
     """[R + 1] int32: row r is ``[cu_seqlens[r], cu_seqlens[r + 1])``."""
     loss_mask: torch.Tensor
-    """[N] bool"""
+    """[N] bool: as :attr:`Batch.loss_mask`."""
     logprobs: torch.Tensor
-    """[N] float32"""
+    """[N] float32: as :attr:`Batch.logprobs`."""
     weight_versions: torch.Tensor
-    """[N] int32"""
+    """[N] int32: as :attr:`Batch.weight_versions`."""
 
     # Computed at first use, on the device of the other columns: training on padded rows never
     # needs them.
@@ -53,7 +53,7 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which part of a batch a data-parallel rank has."""
+    """The part of a batch that a data-parallel rank has."""
 
     rank: int
     world_size: int
@@ -70,7 +70,7 @@ class Batch:
     """The rows of one update. Rows of a group lie side by side."""
 
     token_ids: torch.Tensor
-    """[R, T] int64, padded on the right."""
+    """[R, T] int64: context of each row, padded on the right."""
     attention_mask: torch.Tensor
     """[R, T] bool: False on padding."""
     loss_mask: torch.Tensor
@@ -85,7 +85,7 @@ class Batch:
     advantages: torch.Tensor
     """[R] float32: group-relative (GRPO)."""
     group_ids: torch.Tensor
-    """[R] int64"""
+    """[R] int64: group of each row."""
     staleness: torch.Tensor
     """[R] int64: ``trainer_version`` minus the version of the row's oldest trained token."""
     trainer_version: int
@@ -121,7 +121,7 @@ def batch_of_rows(
     trainer_version: int,
     number: int,
 ) -> Batch:
-    """Do the same, for callers that have the groups' :func:`kept_rows` already."""
+    """Lay out a batch whose :func:`kept_rows` are known already."""
     rollouts = [rollout for rollout, _ in rows]
     contexts = [rollout.filed_token_ids for rollout in rollouts]  # nothing is held back now
     lengths = np.array(list(map(len, contexts)), dtype=np.int64)

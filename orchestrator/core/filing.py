@@ -20,7 +20,7 @@ from tidegate.orchestrator.core.provenance import VersionRun
 from tidegate.orchestrator.core.rollout import Turn
 
 STEPS_MAX = 64
-"""Steps collected before they are filed: more saves hardly anything, and readers of tokens wait."""
+"""Steps collected before they are filed; more would save hardly anything, and delay readers."""
 
 
 class SteadySteps:

@@ -1,8 +1,9 @@
 """Batches that the trainer has had: which it still holds, and which a crash could still undo.
 
-:class:`Core` adds a batch at its hand-over. A batch holds places in admission until the version
-made from it is live. Its groups are kept as well, because the trainer may report rows that it did
-not train on; a run with a journal keeps them until the trainer's checkpoint holds the batch.
+:class:`Core` adds a batch at its hand-over. A batch holds places in admission (it counts in
+``outstanding_groups``) until the version made from it is live. Its groups are kept as well, because
+the trainer may report rows that it did not train on; a run with a journal keeps them until the
+trainer's checkpoint holds the batch.
 
 A publish does not say which batches its weights were made from. A trainer that asks for the next
 batch during its train step (look-ahead) holds batches that it will train on later, under a newer

@@ -172,9 +172,9 @@ class Placement:
     def moves(self, event: StepArrived, live_version: int) -> list[Move]:
         """Return the turns to move, if this step is one at which all turns are checked.
 
-        Each engine triggers a check once in ``check_steps`` times the number of engines of its
-        steps, each at other steps. So all turns are checked about once in ``check_steps`` steps of
-        an engine, even if some engines stand still.
+        With E engines, each triggers a check once in ``check_steps * E`` of its steps, and each at
+        other steps. So all turns are checked about once in ``check_steps`` steps of an engine, even
+        if some engines stand still.
         """
         stragglers = self._rules.stragglers
         if stragglers is None:

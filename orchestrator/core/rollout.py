@@ -19,7 +19,7 @@ from tidegate.transport.messages import SamplingParams
 
 
 class HeldBack(Protocol):
-    """Collected tokens of turns: counted already, and appended to contexts on :meth:`settle`."""
+    """Sampled tokens that are counted, but not in their turns' contexts before :meth:`settle`."""
 
     tokens_each: int
     """Collected tokens of each turn that refers to this."""

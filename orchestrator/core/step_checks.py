@@ -165,7 +165,6 @@ def _are_many_fine(token_ids: Buffer, logprobs: Buffer, vocab_size: int) -> tupl
 
 
 def _are_few_fine(step: StepArrived, vocab_size: int) -> tuple[bool, bool]:
-    """Do the same without numpy."""
     token_ids, logprobs = step.token_ids.tolist(), step.logprobs.tolist()
     are_ids = min(token_ids) >= 0 and max(token_ids) < vocab_size
     # min and max may skip a NaN; a sum does not.

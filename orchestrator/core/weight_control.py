@@ -1,4 +1,4 @@
-"""Sans-IO state machine of everything engines are told beside turns: weights, pauses and sleep.
+"""Sans-IO state machine of all messages to engines beside turns: weights, pauses and sleep.
 
 It takes events (an engine came, left or answered; a trainer's call; a timer) and returns commands
 (send, resolve a call, set a timer, give an engine up). It does no I/O and reads no clock.
@@ -627,7 +627,8 @@ class WeightControl:
         """Call whose sleep or wake is under way."""
         self._sleep_queue: deque[int] = deque()
         self._slept_version = -1
-        """Newest version released when engines were put to sleep: later ones replace theirs."""
+        """Newest version released when engines were put to sleep; newer ones replace their
+        weights."""
         self._requests = 0
         """Number of sleep and wake orders so far."""
 

@@ -486,7 +486,7 @@ class Episode(ScoringEpisode):
     def branch(
         self, context: Sequence[int], reason: str, *, media: Sequence[Media] = ()
     ) -> "Episode":
-        """Do as :meth:`fork`, but with another context; ``reason`` is recorded."""
+        """Return a branch with another context than this one's; ``reason`` is recorded."""
         self._refuse_if_over()
         if self._past_branches:
             row, *later = self._past_branches

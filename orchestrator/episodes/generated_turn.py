@@ -1,4 +1,7 @@
-"""Result of ``Episode.generate``: a turn's tokens, text, log-probs and provenance."""
+"""Result of ``Episode.generate``: a turn's tokens, text, log-probs and provenance.
+
+Users' episodes get it, and the HTTP gateway and servers make their responses of it.
+"""
 
 from functools import cached_property
 from typing import Any

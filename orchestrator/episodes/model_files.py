@@ -91,7 +91,7 @@ class ModelFiles:
         return await asyncio.to_thread(self.encode, text)
 
     def encode(self, text: str) -> list[int]:
-        """Do the same, in the calling thread."""
+        """Return a text as tokens, without special tokens, encoded in the calling thread."""
         return encode_text(self.tokenizer, text)
 
 

@@ -40,7 +40,7 @@ ENGINE_NAME_BYTES_MAX = 200
 """ZeroMQ identities are at most 255 bytes."""
 
 ENGINES_MAX = 4096
-"""Limit of engines: more than one process can serve, and a stop for a peer with ever new names."""
+"""Limit of engines, above what one process serves; stops a peer that joins under ever new names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ ANSWERS_PER_S_MAX = 32
 """Complaints and refusals sent to one peer, and complaints taken from it; others are counted."""
 
 HELLOS_PER_S_MAX = 8
-"""Hellos accepted from one peer. Each may have to be answered with all its turns and weights."""
+"""Hellos accepted from one peer per second. Each may be answered with all turns and weights."""
 
 VOCAB_SIZE_UNKNOWN = 1 << 31
 """Larger than any token id."""
@@ -179,7 +179,7 @@ class FleetTimes:
 
     @classmethod
     def of(cls, settings: RunSettings) -> "FleetTimes":
-        """Take them from a run's settings."""
+        """Return the intervals of a run's settings."""
         return cls(
             heartbeat_interval_s=settings.heartbeat_interval_s,
             engine_timeout_s=settings.engine_timeout_s,
@@ -465,7 +465,7 @@ class Fleet:
         return ReceiveWindow(self._times.credit_steps, epoch=hello.epoch, next_seq=start)
 
     def statistics(self) -> tuple[EngineStatistics, ...]:
-        """A snapshot of every engine."""
+        """Return a snapshot of every engine."""
         return tuple(engine.statistics(name) for name, engine in sorted(self.engines.items()))
 
     def work(self) -> dict[str, EngineWork]:

@@ -1,4 +1,4 @@
-"""Where a run's engines are started: an interface, and its implementation for this machine.
+"""Sites at which a run's engines are started: the interface, and the site of this machine.
 
 The composition root chooses a site by the settings; integrations/ray has another one. An engine
 joins over the wire like any other, whoever has started it, so a site only starts engines, ends them

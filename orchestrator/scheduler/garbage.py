@@ -11,13 +11,14 @@ import threading
 from collections.abc import Iterator
 
 YOUNG_OBJECTS_MIN = 50_000
-"""Minimum of the youngest generation's threshold: allocations minus deallocations, for 2 ms of
-collecting. Rollouts are freed without the collector, so each collection only visits running ones.
-With Python's default of 700, that was a sixth of all CPU time that a rollout cost."""
+"""Smallest threshold of the youngest generation (allocations minus deallocations); one collection
+then takes 2 ms. Rollouts are freed without the collector, so each collection only visits running
+ones. With Python's default of 700, collecting was a sixth of all CPU time that a rollout cost."""
 
 YOUNG_OBJECTS_PER_ROLLOUT = 10
-"""Threshold for each rollout that may be outstanding, if that is more: the objects of half of them.
-At 100,000 rollouts collecting took an eighth of their CPU time, and up to 0.3 s at a time."""
+"""Threshold for each rollout that may be outstanding, if that is more: half of them have as many
+objects. At 100,000 rollouts collecting took an eighth of their CPU time, and up to 0.3 s at a
+time."""
 
 YOUNG_OBJECTS_CEILING = 2_000_000
 """Maximum of the threshold, so that cycles of users' code are found at some time."""

@@ -315,7 +315,7 @@ class Scheduler:
             self.handle_one(event, episode)
 
     def handle_one(self, event: ev.Event, episode: EpisodeFunction | None = None) -> None:
-        """Do the same for one event, without a list: each rollout has three events of its own."""
+        """Feed one event to the core and carry out its commands; each rollout has three events."""
         may_free_places = type(event) not in FREES_NO_PLACE
         groups, revision = self.core.groups, -1
         if type(event) is ev.EpisodeReturned:

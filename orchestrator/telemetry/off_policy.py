@@ -44,7 +44,7 @@ class OffPolicy:
 def off_policy(
     ess: float | None, kl: float | None, by_lag: "Sequence[LagBucket]" = ()
 ) -> OffPolicy:
-    """Make it of the arguments of ``observe``."""
+    """Return an :class:`OffPolicy` of the arguments of ``observe``."""
     told = {
         bucket.lag_min: {
             name: value
@@ -57,7 +57,7 @@ def off_policy(
 
 
 def off_policy_of(figures: Mapping[str, float]) -> OffPolicy:
-    """Make it of a batch's metrics, the inverse of :meth:`OffPolicy.figures`."""
+    """Return an :class:`OffPolicy` of batch metrics, the inverse of :meth:`OffPolicy.figures`."""
     by_lag: dict[int, dict[str, float]] = {}
     for key, value in figures.items():
         name, is_by_lag, lag = key.removeprefix("mismatch_").partition("_lag_")

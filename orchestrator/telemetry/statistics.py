@@ -52,7 +52,7 @@ class EngineStatistics:
     is_deterministic: bool = False
     """Whether a turn gets the same bits whatever other turns run beside it."""
     out_of_memory_steps: int = 0
-    """Number of steps that ran out of memory and were repeated with fewer turns."""
+    """Number of steps that ran out of memory and were repeated with less."""
     speculation: str = ""
     """Source of draft tokens: ``lookup``, ``rollouts`` or ``draft``; empty without speculation."""
     drafted_tokens: int = 0
@@ -137,7 +137,7 @@ class RunStatistics:
     stuck: tuple[Stuck, ...] = ()
     """Things without progress for ``stuck_after_s`` or longer, the longest first."""
     forecast: RunForecast | None = None
-    """None before two batches."""
+    """Forecast from the measurements so far; None before two batches."""
     discards: Mapping[str, DiscardStatistics] = field(default_factory=dict)
     """Discarded rollouts by reason: how many, how long, and of which tasks."""
     length_bias: LengthBiasStatistics | None = None

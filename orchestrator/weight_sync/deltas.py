@@ -32,7 +32,7 @@ class WrittenTensors:
     def changed(
         self, version: int, tensors: Sequence[NamedBuffer], *, before: int
     ) -> list[NamedBuffer] | None:
-        """Note a whole set; return the tensors to lay over version ``before``.
+        """Note the whole set written as ``version``; return the tensors to lay over ``before``.
 
         None means that the whole set must be sent, over nothing.
         """
