@@ -132,8 +132,8 @@ class Core:
         self.floors_version = 0
         """Live version for which the groups' version floors were computed last."""
         self._asked_in_vain: object = None
-        """Arguments of the last ``select`` that found no batch. The same arguments give the same
-        result, so the policy is not called again."""
+        """Arguments of the last ``select`` that found no batch; with the same ones it is not called
+        again."""
         self._places_known = 0
         """Tasks that may arrive before ``capacity_groups``, read for each, is computed again."""
         self.is_paused = False
@@ -500,12 +500,10 @@ class Core:
 
     @property
     def _is_asked_ahead(self) -> bool:
-        """Whether the trainer requests its next batch before it has published the last one
-        (look-ahead).
+        """Whether a batch request is pending while the trainer publishes (look-ahead).
 
-        True while a batch request is pending at a publish. :class:`HandedBatches` then does not
-        take the number of batches since the last publish for the number that one version was made
-        from.
+        The number of batches since the last publish then does not show how many a version is made
+        from, see :class:`HandedBatches`.
         """
         return self.was_asked or self.batches_asked > 0
 

@@ -26,8 +26,7 @@ class TaskArrived(Struct, frozen=True, gc=False):
     digest: bytes = b""
     """Digest that identifies the task after a crash; empty for a task that is not plain data."""
     body: bytes = b""
-    """The task as bytes for the journal; empty without a journal, or if the task is not plain data.
-    """
+    """The task as bytes; empty without a journal, or if it is not plain data."""
 
 
 class TasksOffered(Struct, frozen=True, gc=False):

@@ -33,8 +33,7 @@ class Group:
     digest: bytes = b""
     """Digest by which the task is recognised after a crash."""
     body: bytes = b""
-    """The task as bytes, if a journal keeps it; then a resume needs no iterator to give it again.
-    """
+    """The task as bytes, if a journal keeps it; then a resume needs no iterator for it."""
     rollouts: list[Rollout] = field(default_factory=list)
     """Its ``group_size`` rollouts, then their branches."""
     running: int = 0

@@ -31,8 +31,7 @@ TOO_OLD = "too_old"
 """Ledger account of tokens that a policy masks."""
 
 EVALUATION_PRIORITY = -1
-"""Priority of evaluation turns, before all training: evaluations are short, and the trainer waits.
-"""
+"""Priority of evaluation turns: before all training, because the trainer waits for them."""
 
 
 class GroupBook(WaitingGroups):
@@ -116,7 +115,6 @@ class GroupBook(WaitingGroups):
                 return []
 
     def _fork(self, event: ev.RolloutForked) -> list[ev.Command]:
-        """Start a row of its own, with an empty context."""
         forked, group = self.running[event.rollout_id]
         branch = Rollout(self.next_rollout_id, group.group_id, forked.index)
         self.next_rollout_id += 1
@@ -306,8 +304,7 @@ class GroupBook(WaitingGroups):
         return self.evaluation_ledger if group.is_evaluation else self.ledger
 
     def train(self, groups: list[Group], *, oldest_trainable: int) -> list[Rollout]:
-        """Settle groups as trained; mask tokens older than ``oldest_trainable``; return the
-        rows."""
+        """Settle groups as trained; mask tokens older than ``oldest_trainable``; return rows."""
         self._forget_batch(groups)
         rows = [row for group in groups for row in group.rollouts if row.state is not DISCARDED]
         lengths = [
@@ -325,11 +322,8 @@ class GroupBook(WaitingGroups):
         return rows
 
     def split(self, group: Group) -> Group:
-        """Separate a group's ended rollouts from its running ones, which become a rest with a new
-        id.
-
-        Returns the part that has ended.
-        """
+        """Separate a group's ended rollouts, which are returned, from a rest: the running ones, as
+        a new group."""
         self._forget(group)
         done = [rollout for rollout in group.rollouts if rollout.rollout_id not in self.running]
         part = Group(group.group_id, group.task, group.key, group.digest, group.body, done)

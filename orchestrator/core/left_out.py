@@ -20,10 +20,8 @@ def leave_out(
     groups: GroupBook,
     trained: TrainedCounts,
 ) -> None:
-    """Count these rows of a batch as not trained; rows left out before stay so.
-
-    ``places`` are indices in :attr:`HandedBatch.rows`.
-    """
+    """Count these of a batch's rows (indices in :attr:`HandedBatch.rows`) as not trained; rows left
+    out before stay so."""
     rows = batch.rows
     chosen = [rows[place] for place in sorted({*places})]
     chosen = [row for row in chosen if row.discard_reason is None]

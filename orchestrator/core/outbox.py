@@ -14,8 +14,7 @@ from tidegate.transport.messages import Message, SubmitTurn, SubmitTurns
 from tidegate.transport.scoring import ScoreTokens
 
 CONTEXT_BYTES_TOGETHER_MAX = 1024 * 1024
-"""Context bytes of turns in one message, of the 4 MiB that a frame may have; options take the rest.
-"""
+"""Context bytes in one message, of the 4 MiB that a frame may have; the rest is for options."""
 
 TURNS_TOGETHER_MAX = 256
 """Turns in one message; more would delay the engine's next step while it reads them."""

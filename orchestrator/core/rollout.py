@@ -353,11 +353,8 @@ class Rollout:
         )
 
     def trained_versions(self) -> tuple[int, bool] | None:
-        """Return the oldest version of its unmasked tokens, and whether any token has another
-        version.
-
-        None if all tokens are masked.
-        """
+        """Return the oldest version of unmasked tokens, and whether any token has another; None if
+        all are masked."""
         oldest = newest = -1
         floor = self.oldest_trainable
         for turn in self.turns:

@@ -29,8 +29,7 @@ FEW_TOKENS = 48
 Buffer: TypeAlias = bytes | memoryview
 
 STEPS_REMEMBERED = 2048
-"""Cache size of handle columns. Mostly a step has the turns of its engine's previous step: enough
-for a thousand engines."""
+"""Cached handle columns; most steps repeat their engine's last. Enough for a thousand engines."""
 
 _FINISH_CODES = bytes(range(CANCELLED + 1))
 

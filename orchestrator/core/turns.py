@@ -430,7 +430,6 @@ def _overrun(turn: Turn) -> str:
 
 
 def _file_details(event: StepArrived, submissions: dict[int, Turn]) -> None:
-    """Append raw log-probs and likeliest tokens to the turns that asked for them."""
     counts = [1] * len(event.turns) if event.counts is None else event.counts.tolist()
     tokens = dict(zip(event.turns.tolist(), counts, strict=True))
     for told in event.details:

@@ -468,8 +468,7 @@ class _Engine:
     lacks_weights: bool = False
     """Whether it has dropped its weights, so that only an update can restore them."""
     has_new_weights: bool = False
-    """Whether it got new weights since it was told to put its own to sleep; it serves the new ones.
-    """
+    """Whether it got new weights, which it serves, since its own were put to sleep."""
     request: int | None = None
     """Number of the sleep or wake order that it has not answered yet."""
     asked_level: SleepLevel | None = None
@@ -627,8 +626,7 @@ class WeightControl:
         """Call whose sleep or wake is under way."""
         self._sleep_queue: deque[int] = deque()
         self._slept_version = -1
-        """Newest version released when engines were put to sleep; newer ones replace their
-        weights."""
+        """Newest version released when engines were put to sleep: later ones replace theirs."""
         self._requests = 0
         """Number of sleep and wake orders so far."""
 

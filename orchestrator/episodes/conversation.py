@@ -94,8 +94,7 @@ class ContextRow(Protocol):
 
     @property
     def generate(self) -> Callable[..., Awaitable[GeneratedTurn]]:
-        """The method that generates a turn from the context; takes the options of
-        :meth:`Episode.generate`."""
+        """Generate a turn from the context; takes the options of :meth:`Episode.generate`."""
         ...
 
 
@@ -256,7 +255,6 @@ class Conversation(Generic[Row]):
     def _row_for(
         self, messages: list[dict[str, Any]], tools: Tools | None, prompt: str, known: Known
     ) -> Row:
-        """Return a row whose context is now these messages."""
         digests = keys(messages)
         place = self._place_of(messages, digests, tools, prompt, known)
         self._seen.update(digests)
@@ -402,7 +400,6 @@ def tool_names(tools: object) -> list[str]:
 
 
 def _message(reply: Reply, turn_name: str) -> dict[str, Any]:
-    """Return a reply as an OpenAI message, to be sent back with the next messages."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.content}
     if reply.tool_calls:
         message["tool_calls"] = [

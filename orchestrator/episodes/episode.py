@@ -652,8 +652,7 @@ class Episode(ScoringEpisode):
         return given
 
     def _next_seed(self) -> int:
-        """Return the next turn's seed; a replayed one keeps its own, as a split renumbers
-        groups."""
+        """Return the next turn's seed; a replayed one keeps its own, as splits renumber groups."""
         if self._past is not None:
             return self._past.next_seed
         rollout = self._rollout

@@ -147,7 +147,6 @@ class Deadlines(Generic[Task]):
         return loop.time() if self._stood_still_at_s is None else self._stood_still_at_s
 
     def _call_by(self, due_s: float, loop: asyncio.AbstractEventLoop) -> None:
-        """Set the timer to this deadline, if it is the earliest."""
         if self._timer is not None:
             if self._timer.when() <= due_s:
                 return
@@ -195,8 +194,7 @@ lower limit would let one bad batch of tasks end it."""
 EPISODE_IS_OVER = "the episode has returned; its rollout can't go on"
 
 ENDED_REMEMBERED = 256
-"""Ended episodes watched for references: enough to tell a program that keeps all from one that
-keeps a few."""
+"""Ended episodes checked for references: enough to tell keeping all from keeping a few."""
 
 log = logging.getLogger("tidegate")
 
@@ -451,9 +449,8 @@ class EpisodeRunner:
     def ask(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
     ) -> "SteppedFuture[Turn]":
-        """Ask for a new turn of this rollout; the future is done when the turn has ended.
-
-        ``media`` are new in its context.
+        """Ask for a new turn; the future is done when it has ended. ``media`` are new in the
+        context.
 
         Raises:
             TurnRefused: no engine could read it, or it fits no message to one.

@@ -344,7 +344,6 @@ class Fleet:
         self._answer(peer, Complaint(message=cut(str(error))), now_s)
 
     def _answer(self, peer: bytes, message: Message, now_s: float) -> None:
-        """Tell a peer what is wrong, within its rate limit."""
         if self._answers.has(peer, now_s):
             self._send(peer, message)
 

@@ -135,8 +135,7 @@ class LocalEngines:
         self._pending: dict[str, asyncio.TimerHandle] = {}
         """Timers of engines that will be started again."""
         self.may_restart = False
-        """Whether engines that die are restarted. False until the first are ready: an engine that
-        never got ready has wrong settings."""
+        """Whether engines that die are restarted; set once the first ones are ready."""
 
     def start(self) -> None:
         """Start all engines; they join when they have loaded the model."""

@@ -232,7 +232,6 @@ def _column(token_ids: Any) -> bytes:
 
 
 def _starts(start: Any, sequences: int, *, least: int) -> list[int]:
-    """Return a position for each sequence, from one for all or one for each."""
     if np.ndim(start):
         starts = [_whole("start", one) for one in start]
     else:

@@ -124,7 +124,6 @@ class BatchDesk:
     # ------------------------------------------------------------ the core's side
 
     def _ask(self) -> None:
-        """Ask the core for a batch if a request waits and nothing is on offer or held."""
         if self._requests and not (self._is_asked or self._is_held or self._offer):
             self._is_asked = True
             self._handle(ev.BatchAsked())

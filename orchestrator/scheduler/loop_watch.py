@@ -19,8 +19,7 @@ from tidegate.errors import RunBlocked
 from tidegate.orchestrator.telemetry.watchdog import Stuck
 
 PATIENCE_S = 2.0
-"""Delay of the callback after which the loop counts as blocked. A healthy loop answers within
-milliseconds; an engine's heartbeats are a second apart."""
+"""Delay of a blocked loop. A healthy one answers in milliseconds; heartbeats are 1 s apart."""
 
 LIMIT_MIN_S = 30.0
 """Shortest block that ends a run, however short its episode timeout: the machine may be busy."""

@@ -236,7 +236,6 @@ class Forecaster:
         )
 
     def _allowed(self, outstanding_groups_max: int | None) -> float | None:
-        """Return the mean staleness that admission allows."""
         if outstanding_groups_max is None:
             return None
         return predictions.allowed_staleness(

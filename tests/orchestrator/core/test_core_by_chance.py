@@ -208,8 +208,7 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule()
     def what_is_counted_of_groups_is_what_they_are(self) -> None:
-        """Check the counters at random times only, because reading ``ended_ahead`` updates its
-        state."""
+        """Check the counters at random times only, because reading ``ended_ahead`` updates it."""
         groups = self.driver.core.groups
         in_order = sorted(groups.in_order, key=lambda group: group.group_id)
         ahead = takewhile(lambda group: not group.running, in_order)

@@ -101,8 +101,7 @@ class Talk:
         return str(self.model.tokenizer.decode(row.token_ids.tolist(), skip_special_tokens=False))
 
     def check(self) -> None:
-        """Check that every row is exactly what the engine read and wrote; the mask is the
-        latter."""
+        """Check that rows are what the engine read and wrote, and loss masks what it wrote."""
         rows = list(self.rollout.rows)
         for row in rows:
             turns = [(context, out) for number, context, out in self.engine.heard

@@ -41,8 +41,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def crashed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """Return a journal of 60 records after a kill -9, and its WAL size after each of the last 40
-    commits."""
+    """Return a journal after a kill -9, and its WAL size after each of its last 40 commits."""
     directory = tmp_path_factory.mktemp("crashed")
     path = directory / "journal.sqlite"
     filled(path, 20)

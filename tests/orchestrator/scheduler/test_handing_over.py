@@ -240,8 +240,7 @@ def test_late_tokens_of_an_evaluation_are_not_trainings() -> None:
 
 
 class Desk:
-    """A :class:`BatchDesk` whose core has a batch for each request, numbered anew after a
-    return."""
+    """A :class:`BatchDesk` whose core has a batch per request, numbered anew after a return."""
 
     def __init__(self) -> None:
         self.asked: list[ev.Event] = []

@@ -105,8 +105,7 @@ def an_engine(*, steps: int = 1000, rows: int = 8, step_s: float = 0.01) -> Engi
 def forecast_of(
     *, batches: int = 11, batch_s: float, idle: float, ledger: LedgerSnapshot | None = None
 ) -> RunForecast | None:
-    """Forecast batches of one group of two rollouts of 40 tokens: 0.1 s of the engine's work
-    each."""
+    """Forecast batches of two rollouts of 40 tokens: 0.1 s of the engine's work each."""
     forecaster = Forecaster()
     for number in range(batches):
         usage = Usage(wall_s=batch_s * (number + 1), trainer_idle_share=idle)

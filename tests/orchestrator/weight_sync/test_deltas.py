@@ -64,8 +64,7 @@ def test_no_more_than_a_few_versions_are_remembered() -> None:
 async def test_however_many_tensors_change_in_turns_few_versions_are_kept(
     tidegate_serve: ServeInTests,
 ) -> None:
-    """A mixture's experts change in turns, so some tensors of each version would be needed for
-    long."""
+    """A mixture's experts change in turns, so tensors of each version would be needed for long."""
     torch = pytest.importorskip("torch")
     state = {f"expert {n}": torch.zeros(4) for n in range(40)}
     kept, sent = [], []
