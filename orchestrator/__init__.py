@@ -1,1 +1,1 @@
-"""Decides and moves: what starts, where it runs, what the trainer gets, which weights serve."""
+"""Runs rollouts: decides which start, where turns run, and which batches and weights come when."""

@@ -1,1 +1,1 @@
-"""Tasks in, tensors out."""
+"""Tasks of the user's iterators, and the trainer's batches of tensors."""

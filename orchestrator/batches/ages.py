@@ -1,7 +1,7 @@
-"""Where did a batch's rollouts get old: in flight, or in the queue? And who waited for whom?
+"""Splits a batch's staleness into time in flight and time in the queue, and measures group waits.
 
-Told of batches as they are handed over, by when their episodes ended and when versions were
-published. It decides nothing, and a run that goes on after a crash begins with none.
+The trainer's handle calls :meth:`BatchAges.note` for each batch; the figures appear in batch
+metrics and :class:`RunStatistics`. They decide nothing, and a resumed run starts with none.
 """
 
 from collections import Counter
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     Array = np.ndarray[tuple[int], np.dtype[Any]]
 
 PUBLISHES_KEPT = 512
-"""More than any group outlives."""
+"""Publishes remembered: more than any group outlives."""
 
 
 class PublishTimes:
-    """Which version the trainer was at, by the clock of the run's loop."""
+    """Times at which versions were published, on the run loop's clock."""
 
     def __init__(self, version: int) -> None:
-        """``version``: at the beginning."""
+        """``version`` is the one that the run begins with."""
         self._known: tuple[Array, Array] = (np.array([-np.inf]), np.array([version]))
-        """When, and which from then on."""
+        """(times, versions): each version was the trainer's from its time on."""
 
     def note(self, at_s: float, version: int) -> None:
-        """Published now."""
+        """Note that ``version`` is published at ``at_s``."""
         times_s, versions = (column[-PUBLISHES_KEPT:] for column in self._known)
         self._known = (
             np.append(times_s, at_s),
             np.append(versions, version),
-        )  # others read meanwhile
+        )  # replaced, not changed: other threads read it
 
     def version_at(self, times_s: "Array") -> "Array":
-        """For each of these instants."""
+        """Return the trainer's version at each of these times."""
         known_s, versions = self._known
         places = np.searchsorted(known_s, times_s, side="right") - 1
         at: Array = versions[np.maximum(places, 0)]
@@ -49,22 +49,21 @@ class PublishTimes:
 
 @dataclass(slots=True)
 class BatchAges:
-    """All batches so far."""
+    """Totals over all batches so far."""
 
     in_flight: Counter[int] = field(default_factory=Counter)
-    """Trained rollouts by the versions published from their oldest trained token to the end of
-    their group."""
+    """Trained rollouts by versions published from oldest trained token to their group's end."""
     in_queue: Counter[int] = field(default_factory=Counter)
-    """By those published from then until they were handed over."""
+    """Trained rollouts by versions published from that end to their hand-over."""
     groups: int = 0
-    """Whose ends are known."""
+    """Number of groups whose end is known."""
     group_wait_s: float = 0.0
-    """From the first end of an episode in a group to the last, added up over the groups."""
+    """Seconds from the first end of an episode in a group to the last, summed over these groups."""
 
     def note(
         self, rows: Sequence[Rollout], batch: "Batch", published: PublishTimes
     ) -> dict[str, float]:
-        """Take a batch's rows in; its own figures."""
+        """Add a batch's rows to the totals; return the batch's own figures."""
         if not rows:
             return {}
         ended_s = np.array([(r if r.branch_of is None else r.root).ended_s for r in rows])

@@ -1,6 +1,6 @@
-"""How is a batch taken apart and laid out again? Rows of it, for a rank; columns, for the wire.
+"""Conversions of a batch: rows of it for a data-parallel rank, and columns for the wire.
 
-It knows tensors; who gets them, and how they travel, is for others. Letters as in
+Remote trainers and :class:`RolloutDataset` use it. Letters of shapes as in
 :mod:`~tidegate.orchestrator.batches.batches`.
 """
 
@@ -20,7 +20,7 @@ TOKEN_COLUMNS = {
     "weight_versions": torch.int32,
     "loss_mask": torch.bool,
 }
-"""[N]: a value for each token, and how it travels. Ids are below 2**31."""
+"""[N]: one value per token, with the dtype on the wire. Token ids are below 2**31."""
 
 ROW_COLUMNS = {
     "lengths": torch.int32,
@@ -30,17 +30,17 @@ ROW_COLUMNS = {
     "rollout_ids": torch.int64,
     "staleness": torch.int64,
 }
-"""[R]: a value for each row."""
+"""[R]: one value per row, with the dtype on the wire."""
 
 TURN_REWARDS = "turn_rewards"
-"""[N] float32, where there are any."""
+"""[N] float32; present only if a turn was rewarded."""
 
 COLUMNS = {**TOKEN_COLUMNS, **ROW_COLUMNS, TURN_REWARDS: torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFacts:
-    """What a batch is beside its columns."""
+    """Fields of a batch that are not columns."""
 
     number: int
     trainer_version: int
@@ -49,7 +49,7 @@ class BatchFacts:
 
 
 def shards(batch: Batch, world_size: int) -> list[Batch]:
-    """A batch's parts, one for each rank; groups stay whole where that gives equal counts."""
+    """Split a batch into one part per rank; groups stay whole if that gives equal counts."""
     lengths = batch.packed.cu_seqlens.diff().tolist()
     parts = split_rows(batch.group_ids.tolist(), lengths, ranks=world_size)
     totals = len(lengths), batch.sampled_tokens
@@ -60,7 +60,7 @@ def shards(batch: Batch, world_size: int) -> list[Batch]:
 
 
 def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Some rows of a batch, in the order given, padded to the longest of them."""
+    """Return some rows of a batch, in the order given, padded to the longest of them."""
     columns = batch_columns(batch)
     chosen = torch.tensor(list(rows), dtype=torch.int64)
     bounds = batch.packed.cu_seqlens.tolist()
@@ -74,7 +74,7 @@ def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
 
 
 def batch_columns(batch: Batch) -> dict[str, torch.Tensor]:
-    """All of a batch, in columns without padding."""
+    """Return a batch as columns without padding."""
     packed = batch.packed
     columns = {
         "token_ids": packed.token_ids,
@@ -94,7 +94,7 @@ def batch_columns(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def laid_out(facts: BatchFacts, columns: Mapping[str, torch.Tensor]) -> Batch:
-    """The batch that :func:`batch_columns` took apart.
+    """Return the batch that :func:`batch_columns` split into columns.
 
     Raises:
         BadFrame: the columns don't fit each other.

@@ -1,7 +1,8 @@
-"""What does the trainer receive? Torch tensors over a batch's rollouts, padded or packed.
+"""The trainer's batch: torch tensors over the rows of its rollouts, padded and packed.
 
-Shapes: R rollouts, T tokens of the longest, N tokens in all. A row is a rollout's whole context:
-prompts, sampled tokens and observations as the model saw them; ``loss_mask`` marks the sampled.
+Shapes: R rows, T tokens of the longest row, N tokens of all rows. A row is the whole context of a
+rollout, or of a branch of one: prompts, sampled tokens and observations in the order the model saw
+them; ``loss_mask`` marks the sampled tokens to train on.
 """
 
 from array import array
@@ -20,98 +21,97 @@ from tidegate.policies.advantages import relative_to_group
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A batch without padding: rows one after the other, as variable-length attention wants it."""
+    """A batch without padding: rows one after the other, for variable-length attention."""
 
     token_ids: torch.Tensor
-    """[N] int64"""
+    """[N] int64: context of each row."""
     cu_seqlens: torch.Tensor
     """[R + 1] int32: row r is ``[cu_seqlens[r], cu_seqlens[r + 1])``."""
     loss_mask: torch.Tensor
-    """[N] bool"""
+    """[N] bool: as :attr:`Batch.loss_mask`."""
     logprobs: torch.Tensor
-    """[N] float32"""
+    """[N] float32: as :attr:`Batch.logprobs`."""
     weight_versions: torch.Tensor
-    """[N] int32"""
+    """[N] int32: as :attr:`Batch.weight_versions`."""
 
-    # Made when they are first looked at, for who trains on padded rows never does; where the other
-    # columns are by then.
+    # Computed at first use, on the device of the other columns: training on padded rows never
+    # needs them.
 
     @cached_property
     def row_ids(self) -> torch.Tensor:
-        """[N] int64: the row each token belongs to."""
+        """[N] int64: row of each token."""
         lengths = self.cu_seqlens.diff().long()
         rows = torch.arange(len(lengths), device=lengths.device)
         return torch.repeat_interleave(rows, lengths, output_size=len(self.token_ids))
 
     @cached_property
     def position_ids(self) -> torch.Tensor:
-        """[N] int64, from 0 in each row."""
+        """[N] int64: position of each token in its row, from 0."""
         starts = self.cu_seqlens[:-1].long()[self.row_ids]
         return torch.arange(len(starts), device=starts.device) - starts
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which part of a batch a data-parallel rank got."""
+    """The part of a batch that a data-parallel rank has."""
 
     rank: int
     world_size: int
     rows_total: int
-    """Of the whole batch, over all ranks."""
+    """Number of rows of the whole batch, over all ranks."""
     sampled_tokens_total: int
-    """The same in tokens that the loss sees: what a loss averaged over all of them divides by."""
+    """Number of ``loss_mask`` tokens of the whole batch: the divisor of a mean loss over all."""
     rows: tuple[int, ...] = ()
-    """[R]: where its rows are in the whole batch."""
+    """[R]: indices of this rank's rows in the whole batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one update is made from. Rows of a group lie side by side."""
+    """The rows of one update. Rows of a group lie side by side."""
 
     token_ids: torch.Tensor
-    """[R, T] int64, padded on the right."""
+    """[R, T] int64: context of each row, padded on the right."""
     attention_mask: torch.Tensor
     """[R, T] bool: False on padding."""
     loss_mask: torch.Tensor
-    """[R, T] bool: True on sampled tokens. The log-probability of token t comes from position
-    t - 1 of a causal model."""
+    """[R, T] bool: True on sampled tokens that are not masked as too old. The log-probability of
+    token t comes from position t - 1 of a causal model."""
     logprobs: torch.Tensor
-    """[R, T] float32: behaviour log-probabilities, as sampled; 0 elsewhere."""
+    """[R, T] float32: behaviour log-probabilities, as sampled; 0 on other tokens."""
     weight_versions: torch.Tensor
-    """[R, T] int32: the version that sampled each token; -1 elsewhere."""
+    """[R, T] int32: version that sampled each token; -1 on other tokens."""
     rewards: torch.Tensor
-    """[R] float32"""
+    """[R] float32: reward of the row's rollout."""
     advantages: torch.Tensor
     """[R] float32: group-relative (GRPO)."""
     group_ids: torch.Tensor
-    """[R] int64"""
+    """[R] int64: group of each row."""
     staleness: torch.Tensor
-    """[R] int64: ``trainer_version`` - the version of the row's oldest trained token."""
+    """[R] int64: ``trainer_version`` minus the version of the row's oldest trained token."""
     trainer_version: int
-    """Weights published when the batch was handed over."""
+    """Version at which the batch is trained, from which staleness is counted."""
     packed: PackedBatch
     """The same rows without padding."""
     tasks: tuple[object, ...] = ()
-    """[R]: what the user's iterator gave."""
+    """[R]: task of each row, as the user's iterator gave it."""
     rollout_ids: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """[R] int64: the rollout that a row is of. An episode that forked has several rows, each with
-    its rollout's reward and advantage."""
+    """[R] int64: rollout of each row. An episode that forked has several rows, each with its
+    rollout's reward and advantage."""
     turn_rewards: torch.Tensor | None = None
-    """[R, T] float32: what episodes rewarded single turns with, at each turn's last token; None
-    where no turn was."""
+    """[R, T] float32: rewards of single turns, each at its turn's last token; None without any."""
     number: int = 0
-    """Which batch of the run it is, from 1; the same on all ranks. 0: of none."""
+    """Number of the batch in its run, from 1; the same on all ranks. 0 outside a run."""
     shard: Shard | None = None
-    """Of a rank of several: its part. None: all of the batch."""
+    """This rank's part of the batch; None if it is the whole batch."""
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that the loss sees."""
+        """Number of tokens that the loss sees."""
         return int(self.loss_mask.sum())
 
 
 def build_batch(groups: Sequence[Group], trainer_version: int, number: int = 0) -> Batch:
-    """Lay out the rollouts of a batch as tensors."""
+    """Lay out the rollouts of these groups as tensors."""
     return batch_of_rows(kept_rows(groups), groups, trainer_version, number)
 
 
@@ -121,9 +121,9 @@ def batch_of_rows(
     trainer_version: int,
     number: int,
 ) -> Batch:
-    """The same, for who knows the groups' :func:`kept_rows` already."""
+    """Lay out a batch whose :func:`kept_rows` are known already."""
     rollouts = [rollout for rollout, _ in rows]
-    contexts = [rollout.filed_token_ids for rollout in rollouts]  # all is filed once one has ended
+    contexts = [rollout.filed_token_ids for rollout in rollouts]  # nothing is held back now
     lengths = np.array(list(map(len, contexts)), dtype=np.int64)
     sampled = VersionRuns(rollouts, lengths)
     packed = _pack(rollouts, contexts, lengths, sampled)
@@ -157,7 +157,7 @@ def batch_of_rows(
 
 
 def _ints(values: list[int]) -> torch.Tensor:
-    """By way of numpy, which reads a list in half of torch's time."""
+    """Build by numpy, which reads a list in half of torch's time."""
     return torch.from_numpy(np.array(values, dtype=np.int64))
 
 
@@ -166,18 +166,21 @@ def _floats(values: list[float]) -> torch.Tensor:
 
 
 def _advantages(rollouts: Sequence[Rollout], groups: Sequence[Group]) -> torch.Tensor:
-    """Within each group, of whole rollouts, however many rows each has; so it is with the rest of
-    a group that was split, which is compared with all of it. Each alone in its group has none."""
+    """Return group-relative advantages over whole rollouts, however many rows each has.
+
+    The rest of a split group is compared with all of its group. A rollout alone in its group gets
+    0.
+    """
     if len({rollout.group_id for rollout in rollouts}) == len(rollouts) and not any(
         group.sibling_rewards for group in groups
     ):
-        return _floats([0.0] * len(rollouts))  # as below, in a twentieth of the time
+        return _floats([0.0] * len(rollouts))  # the same as below, in a twentieth of the time
     advantages: list[float] = []
     for group in groups:
         rows = group.kept
         roots = [row for row in rows if row.branch_of is None]
         rewards = [*[row.reward or 0.0 for row in roots], *group.sibling_rewards]
-        as_in_batches = array("f", rewards).tolist()  # what is equal there has exactly 0
+        as_in_batches = array("f", rewards).tolist()  # equal float32 rewards give exactly 0
         own = relative_to_group(as_in_batches)[: len(roots)]
         if len(roots) < len(rows):
             of_rollout = {root.rollout_id: each for root, each in zip(roots, own, strict=True)}
@@ -207,7 +210,7 @@ def _pack(
     lengths: "np.ndarray[tuple[int], np.dtype[np.int64]]",
     sampled: VersionRuns,
 ) -> PackedBatch:
-    """In numpy, which takes a tenth of torch's time for thousands of small pieces."""
+    """Build by numpy, which takes a tenth of torch's time for thousands of small pieces."""
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths)))
     weight_versions = sampled.of_tokens()
     token_ids = np.frombuffer(b"".join(contexts), dtype=np.int32)

@@ -1,4 +1,7 @@
-"""Where do tasks come from? The user's iterator, sync or async, and what was put back."""
+"""Source of tasks: the user's iterator, sync or async, and the tasks put back in front of it.
+
+:class:`TaskFeed` reads it. Also digests and JSON of tasks.
+"""
 
 import asyncio
 import hashlib
@@ -15,28 +18,28 @@ Tasks = Iterable[Any] | AsyncIterable[Any]
 
 
 class _NoMore:
-    """The end of an iterator, told apart from a task that is None."""
+    """Sentinel for the end of an iterator, because a task may be None."""
 
 
 NO_MORE = _NoMore()
 
 
 class Taken(msgspec.Struct, frozen=True, gc=False):
-    """A task, and where it stands if it was taken before."""
+    """A task, and its key if it was taken before."""
 
     task: object
     key: TaskKey | None = None
 
 
 class TaskSource:
-    """The user's tasks, sync or async, with a few put back at the front."""
+    """The user's tasks, and those put back."""
 
     def __init__(self, tasks: Tasks) -> None:
         self._returned: deque[Taken] = deque()
         self._next: Taken | None = None
-        """A new one that was looked at already."""
+        """A new task that was read ahead."""
         self._coming: asyncio.Future[object] | None = None
-        """What an async iterator was asked for and has not given yet."""
+        """Pending ``anext`` of an async iterator."""
         self._has_returned = asyncio.Event()
         self._async: AsyncIterator[object] | None = None
         self._sync: Iterator[object] = iter(())
@@ -46,9 +49,9 @@ class TaskSource:
             self._sync = iter(tasks)
 
     def inherit(self, before: "TaskSource", next_key: TaskKey) -> None:
-        """Take over what another source had left of those that were looked at or put back.
+        """Take over the tasks that another source had read ahead or put back.
 
-        ``next_key``: where the next new task of that one's iterator stands.
+        ``next_key``: key of the next new task of that source's iterator.
         """
         self._returned.extend(before._returned)
         left = before._take_coming() or before._next
@@ -57,15 +60,15 @@ class TaskSource:
 
     @property
     def offers(self) -> set[int]:
-        """The iterators that what was put back is from."""
+        """Iterators that the tasks put back are from."""
         return {taken.key.offer for taken in self._returned if taken.key is not None}
 
     def close(self) -> None:
-        """Nobody waits for the iterator any more."""
+        """Stop waiting for the iterator."""
         self._take_coming()
 
     def _take_coming(self) -> Taken | None:
-        """What has just come; if nothing has, nothing will."""
+        """Return the task that has just arrived, if any, and stop waiting for one."""
         coming, self._coming = self._coming, None
         if coming is None or coming.cancel() or coming.cancelled() or coming.exception():
             return None
@@ -73,28 +76,28 @@ class TaskSource:
         return None if task is NO_MORE else Taken(task)
 
     def goes_on_with(self, tasks: Tasks) -> bool:
-        """Whether these are the rest of the same iterator: then one that was looked at stays."""
+        """Whether ``tasks`` is this source's iterator, so that a task read ahead stays valid."""
         return tasks is self._sync or tasks is self._async
 
     def put_back(self, task: object, key: TaskKey) -> None:
-        """Give this task out again, unless it is to be already."""
+        """Return this task to the source, unless it is there already."""
         if any(taken.key == key for taken in self._returned):
             return
         self._returned.append(Taken(task, key))
         self._has_returned.set()
 
     def give_back(self, taken: Taken) -> None:
-        """There is no place for this one after all: it is the next of its kind."""
+        """Return a task that has no place after all; it is the next of its kind."""
         if taken.key is None:
             self._next = taken
         else:
             self._returned.appendleft(taken)
 
     def has_ended(self) -> bool:
-        """Whether a sync iterator has no more: looks one task ahead, and keeps it.
+        """Whether a sync iterator has no more tasks; reads one task ahead, and keeps it.
 
-        Known early, the end of tasks is told apart from a batch that waits for a publish. Of an
-        async one nothing is known before it is asked.
+        Known early, the end of tasks is told apart from a batch that waits for a publish. Always
+        False for an async iterator, which can't be read ahead without waiting.
         """
         if not self._returned and self._next is None and self._async is None:
             task = next(self._sync, NO_MORE)
@@ -105,12 +108,11 @@ class TaskSource:
 
     @property
     def is_async(self) -> bool:
-        """Whether the user's iterator may have to be waited for."""
+        """Whether the user's iterator is async."""
         return self._async is not None
 
     def next_nowait(self, *, prefers_returned: bool) -> Taken | None:
-        """The next task, those put back first or last; None if there is none, or none is there of
-        an async iterator's."""
+        """Return the next task, returned ones first or last; None if none is available now."""
         if self._returned and prefers_returned:
             return self._returned.popleft()
         taken, self._next = self._next, None
@@ -124,7 +126,7 @@ class TaskSource:
         return self._returned.popleft() if self._returned else None
 
     async def next(self, *, prefers_returned: bool) -> Taken | None:
-        """The next task, those put back first or last; None if there is none."""
+        """Return the next task, returned ones first or last; None if there is none."""
         taken = self.next_nowait(prefers_returned=prefers_returned)
         if taken is not None or self._async is None:
             return taken
@@ -134,14 +136,14 @@ class TaskSource:
         return self._returned.popleft() if self._returned else None
 
     async def _new_or_returned(self, tasks: AsyncIterator[object]) -> Taken | None:
-        """A new task; None if there are no more, or one was put back while none came."""
+        """Return a new task; None if there are no more, or if a task was put back first."""
         if self._coming is None:
             self._coming = asyncio.ensure_future(_next_of(tasks))
         self._has_returned.clear()
         put_back = asyncio.ensure_future(self._has_returned.wait())
         either: set[asyncio.Future[Any]] = {self._coming, put_back}
         try:
-            if not self._returned:  # cancelled, it leaves what is coming for who goes on
+            if not self._returned:  # if cancelled here, _coming stays for the next caller
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             put_back.cancel()
@@ -152,7 +154,7 @@ class TaskSource:
         return None if task is NO_MORE else Taken(task)
 
     async def next_new(self) -> object:
-        """The next task of the user's iterator, or NO_MORE."""
+        """Return the next task of the user's iterator, or NO_MORE."""
         if self._async is not None:
             return await anext(self._async, NO_MORE)
         return next(self._sync, NO_MORE)
@@ -163,7 +165,7 @@ async def _next_of(tasks: AsyncIterator[object]) -> object:
 
 
 def task_digest(task: object) -> bytes:
-    """Eight bytes to know a task by, if it is plain data; empty if it isn't."""
+    """Return an 8-byte digest of a task that is plain data; empty if it isn't."""
     try:
         body = msgspec.msgpack.encode(task, order="deterministic")
     except (TypeError, ValueError, OverflowError, RecursionError):
@@ -172,7 +174,7 @@ def task_digest(task: object) -> bytes:
 
 
 def to_json(value: object) -> bytes:
-    """Encode a task, or any other value, as JSON; what JSON has no type for becomes a string."""
+    """Encode a task, or any other value, as JSON; values without a JSON type become strings."""
     try:
         return msgspec.json.encode(value, enc_hook=_jsonable)
     except (TypeError, ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""Who sampled which tokens of a batch? Told by where that changes: tokens are many, runs few.
+"""Weight versions of a batch's tokens, stored by where they change: tokens are many, runs few.
 
-It knows rollouts and versions; what a batch looks like is for others.
+:mod:`~tidegate.orchestrator.batches.batches` makes version columns, masks and staleness of it.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from tidegate.orchestrator.core.rollout import Rollout
 Int64s = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 NOT_SAMPLED = -1
-"""The version of a token that was given, or is padding."""
+"""Version of tokens that were given, and of padding."""
 
 
 class VersionRuns:
-    """A batch's tokens, row after row, cut where another version sampled them, or none."""
+    """A batch's tokens, row after row, cut where the version changes or tokens were given."""
 
     def __init__(self, rollouts: Sequence[Rollout], lengths: Int64s) -> None:
-        """``lengths``: of the rows' contexts, in tokens."""
+        """``lengths``: length of each row's context, in tokens."""
         self.oldest_trainable = max([row.oldest_trainable for row in rollouts], default=0)
         """Tokens of older versions are masked."""
         self._lengths = lengths
@@ -29,12 +29,12 @@ class VersionRuns:
         self._versions: Int64s = marks[:, 1]
 
     def of_tokens(self) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
-        """The version of each token. [N]"""
+        """Return the version of each token. [N]"""
         tokens = int(self._lengths.sum())
         return np.repeat(self._versions.astype(np.int32), np.diff(self._starts, append=tokens))
 
     def staleness(self, trainer_version: int) -> Int64s:
-        """Of each row's oldest trained token; 0 where there is none. [R]"""
+        """Return the staleness of each row's oldest trained token; 0 for rows without one. [R]"""
         lengths, versions = self._lengths, self._versions
         staleness = np.zeros(len(lengths), dtype=np.int64)
         has_tokens = lengths > 0  # reduceat has no answer for an empty row
@@ -47,14 +47,14 @@ class VersionRuns:
 
 
 def _marks(rollouts: Sequence[Rollout], lengths: Sequence[int]) -> list[int]:
-    """Where each run begins, and its version, by turns: one list, for that takes half the time."""
+    """Return start and version of each run, alternating: one list takes half the time of pairs."""
     marks: list[int] = []
     offset = 0
     for rollout, length in zip(rollouts, lengths, strict=True):
         given_from = 0  # in this row
         for turn in rollout.turns:
             if not turn.runs:
-                continue  # given up before a token
+                continue  # cancelled before its first token
             start = turn.start
             if start > given_from:
                 marks += (offset + given_from, NOT_SAMPLED)

@@ -1,1 +1,1 @@
-"""What happens next in a run, and what has happened: pure decisions, no I/O."""
+"""Pure decisions of a run and its state: groups, rollouts, turns, versions, ledger. No I/O."""

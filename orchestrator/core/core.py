@@ -1,8 +1,8 @@
 """Sans-IO core of a run: takes events, returns commands. Does no I/O and reads no clock.
 
-The scheduler feeds it what happened, in order, and carries out what it answers, in order. The same
-events give the same commands, so a run can be replayed from its journal. It owns versions, groups,
-rollouts and the token ledger; ``turns.py`` decides which engine a turn runs on.
+The scheduler feeds it events and carries out its commands, both in order. The same events give the
+same commands, so a run can be replayed from its journal. It owns versions, groups, rollouts and the
+token ledger; ``turns.py`` decides which engine a turn runs on.
 """
 
 from tidegate.errors import TidegateError
@@ -21,10 +21,10 @@ from tidegate.policies.staleness import OffPolicyness, refuse_selection
 
 
 def check(core: "Core") -> None:
-    """Verify all of them.
+    """Verify the invariants of a core: ledgers, admission limit, staleness bound, tokens in flight.
 
     Raises:
-        AssertionError: one is broken; a bug of ours, never of the user's.
+        AssertionError: an invariant is broken, which is a bug of Tidegate.
     """
     for ledger in (core.ledger, core.evaluation_ledger):
         snapshot = ledger.snapshot()
@@ -39,11 +39,12 @@ def check(core: "Core") -> None:
 
 
 def resume(core: "Core", event: ev.Resumed) -> list[ev.Command]:
-    """Go back to what the trainer's checkpoint knows of, and wait for everybody to return.
+    """Return the core to the state that the trainer's checkpoint holds, and wait for engines.
 
-    Batches after the checkpoint are undone, to be handed over again as they were. If weights
-    were published that the checkpoint has not seen, they are lost: the run goes on under a
-    number that nothing was sampled with, and what those weights sampled is given up.
+    Called for :class:`Resumed`, after the journal was replayed. Batches after the checkpoint are
+    undone and will be handed over again unchanged. Weights published after the checkpoint are lost:
+    the run continues under a version number that no token was sampled with, and groups with tokens
+    of the lost versions are discarded.
     """
     core.batches_asked = 0
     core.are_tasks_exhausted = False
@@ -64,12 +65,12 @@ def resume(core: "Core", event: ev.Resumed) -> list[ev.Command]:
         core.turns.recall(core.trainer_version)
         core.handed.release(core.turns.live_version)
     for group in list(core.groups.in_order):
-        if group in core.groups:  # else it was given up with the one it is a rest of
+        if group in core.groups:  # else it was discarded with the group that it was split from
             commands += _resume_group(core, group, event.offer, first_lost)
     while core.outstanding_groups > core.policy.outstanding_groups_ceiling:
         commands += _roll_back(core, core.groups.newest)
     for group in core.groups.in_order:
-        # Of an earlier iterator, it waits for the first one that is given, see Core._on_offered.
+        # A group of an earlier iterator waits for the first iterator given, see Core._on_offered.
         key = group.key
         if key is not None and (key.offer == event.offer or group.body):
             core.awaited.setdefault(key, []).append(group)
@@ -79,10 +80,10 @@ def resume(core: "Core", event: ev.Resumed) -> list[ev.Command]:
 def _resume_group(
     core: "Core", group: Group, offer: int, first_lost: int | None
 ) -> list[ev.Command]:
-    """Give a group up if it can't go on, or must not be trained any more."""
+    """Discard a group that cannot continue after a resume, or must not be trained any more."""
     assert group.key is not None
     if group.key.offer > offer:
-        return core.groups.give_up_group(group, "rolled_back")  # its iterator comes anew
+        return core.groups.give_up_group(group, "rolled_back")  # it will be given again
     if group.key.offer < offer and group.running and not group.body:
         core.tasks.gone += 1
         return core.groups.give_up_group(group, "task_gone")
@@ -92,10 +93,10 @@ def _resume_group(
 
 
 def _roll_back(core: "Core", group: Group) -> list[ev.Command]:
-    """Give a group up, and take its task anew when it is found."""
+    """Discard a group, and put its task back to be started again."""
     assert group.key is not None
     commands: list[ev.Command] = []
-    if not group.is_rest:  # else the others of its group were trained, or are given up too
+    if not group.is_rest:  # else the rest of its group was trained, or is discarded too
         if group.body or group.key.offer >= core.tasks.gone_before:
             core.tasks.put_back(group.key, group.task, group.body)
         else:
@@ -105,11 +106,11 @@ def _roll_back(core: "Core", group: Group) -> list[ev.Command]:
 
 
 class Core:
-    """One run's state. Change it only through :meth:`handle`."""
+    """State of one run. Change it only through :meth:`handle`."""
 
     def __init__(self, rules: Rules, *, survives_crashes: bool = False) -> None:
-        """``survives_crashes``: its events are kept, so that another process may go on from them;
-        then batches are kept too, until the trainer's checkpoint holds them."""
+        """``survives_crashes``: the run has a journal. Then batches are kept until the trainer's
+        checkpoint holds them, because a resumed process may have to hand them over again."""
         self.policy = rules.policy
         self.turns = TurnBook(rules.placement)
         self.prompts = Prompts(rules.group_filter)
@@ -123,88 +124,89 @@ class Core:
         self.trainer_version = 0
         self.batches_asked = 0
         self.was_asked = False
-        """Whether the trainer waits for a batch, or was refused one, at a publish that is yet to be
-        decided."""
+        """Whether the trainer waits for a batch, or was refused one, while a publish is undecided.
+        """
         self.are_tasks_exhausted = False
         self.awaited: dict[TaskKey, list[Group]] = {}
-        """After a resume: groups whose task the user's iterator is yet to give again."""
+        """After a resume: unfinished groups by task key, until the user's iterator gives it."""
         self.floors_version = 0
-        """The live version for which groups' floors were worked out last."""
+        """Live version for which the groups' version floors were computed last."""
         self._asked_in_vain: object = None
-        """What the policy was asked last, if it said no: the same question has the same answer."""
+        """Arguments of the last ``select`` that found no batch; with the same ones it is not called
+        again."""
         self._places_known = 0
-        """Tasks that may arrive before it must be worked out anew how many: each asks."""
+        """Tasks that may arrive before ``capacity_groups``, read for each, is computed again."""
         self.is_paused = False
-        """Whether engines stand still until the next version is live."""
+        """Whether the policy has paused generation until the next version is live."""
         self.is_restoring = False
-        """After a resume: whether the trainer is yet to publish its checkpoint's weights."""
+        """After a resume: whether the trainer has not yet published its checkpoint's weights."""
 
     # ------------------------------------------------------------ looking
 
     @property
     def outstanding_groups(self) -> int:
-        """Running, buffered, or in training until the version made from them is live."""
+        """Number of groups running, buffered, or in training until their version is live."""
         return self.groups.places + self.handed.num_groups
 
     @property
     def capacity_groups(self) -> int:
-        """How many tasks may arrive now."""
+        """Number of tasks that may arrive now."""
         if self.are_tasks_exhausted:
             return 0
         return self.policy.admit(self.groups, training_groups=self.handed.num_groups)
 
     @property
     def running_groups(self) -> int:
-        """Groups with at least one episode going on."""
+        """Number of groups with at least one running episode."""
         return self.groups.running_groups
 
     @property
     def buffered_groups(self) -> int:
-        """Groups all of whose episodes have ended, not yet handed over."""
+        """Number of groups whose episodes have all ended and that were not handed over yet."""
         return len(self.groups.ended)
 
     @property
     def training_groups(self) -> int:
-        """Places of batches handed over whose version isn't live yet; a short one holds a whole
-        batch's."""
+        """Places of batches whose version is not live yet; a short batch holds a whole one's."""
         return self.handed.num_groups
 
     @property
     def consumption_version(self) -> int:
-        """Version at which a batch handed over now is trained: after those the trainer holds."""
+        """Version at which a batch handed over now is trained, after those the trainer holds."""
         return self.trainer_version + self.handed.untrained
 
     @property
     def next_version(self) -> int:
-        """The number that a publish now brings.
+        """Version number of the next publish.
 
-        Weights that are only restored keep theirs: what they would sample is what they did.
+        The first publish after a resume keeps the current number if the weights are only restored,
+        because they would sample the same tokens.
         """
         is_same = self.is_restoring and not self.handed.unpublished_groups
         return self.trainer_version + (not is_same)
 
     @property
     def running_rollouts(self) -> list[Rollout]:
-        """Those whose episode is going on, or is to go on after a resume."""
+        """Rollouts whose episode runs, or will run again after a resume; branches included."""
         return [rollout for rollout, _ in self.groups.running.values()]
 
     def rollout(self, rollout_id: int) -> Rollout | None:
-        """A rollout whose episode is going on."""
+        """Return a running rollout by its id; None if it is not running."""
         return self.groups.running.get(rollout_id, (None, None))[0]
 
     def check(self) -> None:
-        """Verify the invariants that no sequence of events may break.
+        """Verify the invariants that hold after every event.
 
         Raises:
-            AssertionError: one is broken; a bug of ours, never of the user's.
+            AssertionError: an invariant is broken, which is a bug of Tidegate.
         """
         check(self)
 
     # ------------------------------------------------------------ changing
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
-        """Take in one event and say what to do about it."""
-        # Each rollout has these four; to match a class costs ten times as much as to name it.
+        """Apply one event and return the commands that follow from it, in order."""
+        # Every rollout has these four; a class pattern costs ten times as much as a type test.
         if type(event) is ev.TurnAsked:
             return self.groups.ask_turn(event)
         if type(event) is ev.EpisodeReturned:
@@ -228,7 +230,7 @@ class Core:
                 self.are_tasks_exhausted = True
                 return self._hand_over()
             case ev.EvaluationAsked(task=task, index=index):
-                return [*self._go_on(), *self.groups.evaluate(task, index)]  # it waits for nothing
+                return [*self._go_on(), *self.groups.evaluate(task, index)]  # no admission
             case ev.TasksOffered(episode=episode):
                 return self._on_offered(episode)
             case ev.BatchAsked():
@@ -278,11 +280,12 @@ class Core:
     # ------------------------------------------------------------ admission
 
     def _on_offered(self, episode: str) -> list[ev.Command]:
-        """Take tasks from another iterator, whose episode function has this name.
+        """Take tasks from another iterator, whose episode function is called ``episode``.
 
-        The first iterator after a resume continues the one in use at the checkpoint. No earlier one
-        is given again: their unfinished tasks are taken up from the journal. So are those of an
-        iterator that is broken out of before a resumed run has passed by what was taken from it.
+        The first iterator after a resume continues the one in use at the checkpoint. Earlier
+        iterators are not given again, so their unfinished tasks are taken from the journal. The
+        same holds for an iterator that the trainer leaves before the resumed run has skipped all
+        tasks taken from it.
         """
         self.are_tasks_exhausted = False
         tasks = self.tasks
@@ -334,15 +337,14 @@ class Core:
     def _on_returned(self, event: ev.EpisodeReturned) -> list[ev.Command]:
         revision = self.groups.revision
         commands = self.groups.finish(event)
-        self._places_known = 0  # a policy may admit by rounds, and count those that have ended
+        self._places_known = 0  # a policy may admit in rounds, and count ended rollouts
         if self.groups.revision == revision and not self.policy.splits_groups:
-            return commands  # others of its group go on: no batch can have become possible
+            return commands  # other rollouts of its group run: no new batch is possible
         return commands + self._hand_over() if self.batches_asked else commands
 
     # ------------------------------------------------------------ batches
 
     def _hand_over(self) -> list[ev.Command]:
-        """Serve the trainer as many batches as it waits for and the policy selects."""
         commands: list[ev.Command] = []
         while self.batches_asked:
             batch = self._select()
@@ -357,20 +359,20 @@ class Core:
             if self.handed.assume_trained():
                 return self._release(commands)
             self.batches_asked -= 1
-            self.was_asked = True  # it may look ahead further than it may
+            self.was_asked = True  # it may be looking ahead further than admission allows
             commands.append(ev.RefuseBatch(self.handed.unpublished_groups))
         return commands
 
     def _select(self) -> list[Group] | None:
-        """The groups of the next batch, which is smaller only when there are no more tasks."""
+        """Return the groups of the next batch; it is short only when there are no more tasks."""
         wanted = self.policy.groups_per_batch
         if self.are_tasks_exhausted:
             wanted = min(wanted, self.groups.places)
         if self.awaited:
-            return None  # until the user's iterator has come to all that were unfinished
+            return None  # until the user's iterator has given all unfinished tasks again
         if self.handed.again and (undone := self._undone_batch()) is not None:
             return undone
-        if not wanted:  # only rests are left, if anything is
+        if not wanted:  # only rests of split groups are left, if any
             return None if self.groups.running_groups else list(self.groups.in_order)
         ends = self.groups.rollout_ends if self.policy.splits_groups else 0
         version = self.consumption_version
@@ -404,7 +406,7 @@ class Core:
         return (self.are_tasks_exhausted or can_fill) and not is_paused
 
     def _drop_stale(self, batch: list[Group]) -> list[ev.Command]:
-        """The second gate, for policies that don't mask. Most keep it shut, but it is checked."""
+        """Second staleness check, for policies that don't mask; admission ensures it for most."""
         if self.policy.masks_old_tokens:
             return []
         commands: list[ev.Command] = []
@@ -418,7 +420,7 @@ class Core:
         return commands
 
     def _give_up_anew(self, group: Group, reason: str) -> list[ev.Command]:
-        """Its task is to be taken anew, unless a crash has parted the run from it."""
+        """Discard a group, and put its task back unless no iterator and no journal has it."""
         key = group.key
         assert key is not None
         commands = self.groups.give_up_group(group, reason)
@@ -426,22 +428,21 @@ class Core:
             return commands
         commands += [c for g in self.groups.rests_of(group) for c in self._give_up_anew(g, reason)]
         self.tasks.put_back(key, group.task, group.body)
-        self.are_tasks_exhausted = False  # there is this one again
+        self.are_tasks_exhausted = False  # this task is available again
         if self.awaited.pop(key, None) is not None:
-            return commands  # it is taken once the user's iterator has come to it
+            return commands  # it is taken once the user's iterator gives it again
         return [*commands, ev.RequeueTask(group.task, key)]
 
     def _expire(self) -> list[ev.Command]:
-        """Give up what the policy says."""
         policy = self.policy
         expired = policy.expire(self.groups, trainer_version=self.trainer_version)
-        if self.handed.again:  # their age is checked when they are handed over
+        if self.handed.again:  # undone batches: their age is checked when they are handed over
             undone = {group_id for batch in self.handed.again for group_id in batch}
             expired = [group for group in expired if group.group_id not in undone]
         return self._give_all_up_anew(expired, policy.expiry_reason)
 
     def _give_all_up_anew(self, groups: list[Group], reason: str) -> list[ev.Command]:
-        # A rest is given up with the group that it is of, and then no more.
+        # A rest may have been discarded with the group that it was split from.
         still = (group for group in groups if group in self.groups)
         return [c for group in still for c in self._give_up_anew(group, reason)]
 
@@ -461,17 +462,18 @@ class Core:
         return [hand_over, *self._expire(), *self._pause_generation()]
 
     def _places_of(self, batch: list[Group]) -> int:
-        """Places that a batch holds once its groups wait no more: a whole batch's.
+        """Return the admission places that a batch holds: those of a whole batch.
 
-        A version is made from a short one too, so groups admitted beside it get as old as beside
-        a whole one. Where the policy allows no such number at once, it holds what is left.
+        A short batch makes a version too, so groups admitted beside it age as much as beside a
+        whole one. If the policy allows fewer outstanding groups than that, the batch holds the
+        places that are left.
         """
         groups = sum([group.split_from is None for group in batch])
         left = self.policy.outstanding_groups_ceiling - self.outstanding_groups
         return max(groups, min(self.policy.groups_per_batch, left))
 
     def _take_back(self, event: ev.BatchReturned) -> list[ev.Command]:
-        """The newest batch waits again, to be selected anew under the version of then."""
+        """Undo the newest hand-over; its groups are selected anew at the version current then."""
         assert event.number == self.handed.count, f"{event} of {self.handed.count} batches"
         self.was_asked |= event.is_held
         self.trained.batches -= 1
@@ -479,10 +481,10 @@ class Core:
         return self._release([])
 
     def _pause_generation(self) -> list[ev.Command]:
-        """Until the version made from a batch is live, if the policy wants that.
+        """Pause generation until the version made from a batch is live, if the policy wants that.
 
-        Not during an evaluation: a batch that was asked for ahead may be handed over while the
-        trainer waits for the evaluation, and would then stop it for ever.
+        Not during an evaluation: a batch asked for ahead may be handed over while the trainer waits
+        for the evaluation, and the pause would then never end.
         """
         if not self.policy.pauses_generation or not self.groups.running_groups:
             return []
@@ -492,7 +494,6 @@ class Core:
         return [ev.PauseGeneration(True)]
 
     def _go_on(self) -> list[ev.Command]:
-        """Generate again, if that was paused."""
         was_paused, self.is_paused = self.is_paused, False
         return [ev.PauseGeneration(False)] if was_paused else []
 
@@ -500,7 +501,11 @@ class Core:
 
     @property
     def _is_asked_ahead(self) -> bool:
-        """Whether the trainer waits for a batch while it publishes."""
+        """Whether a batch request is pending while the trainer publishes (look-ahead).
+
+        The number of batches since the last publish then does not show how many a version is made
+        from, see :class:`HandedBatches`.
+        """
         return self.was_asked or self.batches_asked > 0
 
     def _on_published(self, event: ev.VersionPublished) -> list[ev.Command]:
@@ -515,12 +520,12 @@ class Core:
         return self._release(self._expire())
 
     def _retract(self, version: int) -> list[ev.Command]:
-        """Give up what bad weights sampled, and take those tasks anew."""
+        """Discard the groups with tokens of ``version`` or newer, and put their tasks back."""
         bad = [group for group in self.groups.in_order if group.newest_version >= version]
         return self._release(self._give_all_up_anew(bad, "rolled_back"))
 
     def _release(self, commands: list[ev.Command]) -> list[ev.Command]:
-        """Free the places of batches whose version is live on every engine."""
+        """Free the places of batches whose version is live on every engine, and hand over."""
         live_version = self.turns.live_version
         if live_version != self.floors_version:
             self.floors_version = live_version
@@ -531,12 +536,12 @@ class Core:
         return commands + self._hand_over()
 
     def _on_task_found(self, task: object, key: TaskKey) -> list[ev.Command]:
-        """A resumed run's iterator has come to a task that was taken before."""
+        """Match a task that a resumed run's iterator gave again with the groups waiting for it."""
         if key in self.tasks.requeued:
             return [ev.RequeueTask(task, key)]
         commands: list[ev.Command] = []
-        for group in self.awaited.pop(key, ()):  # none: it was trained, or dropped
-            if not group.body:  # else the task came from the journal, and is an equal one
+        for group in self.awaited.pop(key, ()):  # no group: it was trained, or dropped
+            if not group.body:  # else the group has an equal task from the journal
                 group.task = task
             commands += [ev.StartEpisode(r, task) for r in self.groups.running_of(group)]
         return [*commands, *self._hand_over()]

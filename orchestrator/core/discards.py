@@ -1,7 +1,9 @@
-"""What was dropped, of which length and of which tasks, and did dropping favour short rollouts?
+"""Counters of discarded rollouts by reason, length and task, and of the length bias that they
+cause.
 
-Every policy that discards is a filter on what is trained; this says what it filtered. Whole numbers
-in bounded memory, the same for the same calls; it decides nothing and knows no policy.
+:class:`GroupBook` calls them; :class:`RunStatistics` shows them. They only count: nothing is
+decided here and no policy is known. Memory is bounded, all numbers are integers, and the same calls
+give the same state, so it is saved with the core.
 """
 
 from collections import Counter
@@ -15,83 +17,84 @@ from tidegate.orchestrator.core.group import TaskKey
 from tidegate.orchestrator.core.rollout import Rollout
 
 LENGTH_BUCKETS = 32
-"""0 tokens, 1, 2 to 3, 4 to 7, … in doublings; the last holds what has 2^30 tokens or more."""
+"""Buckets by doubling: 0 tokens, 1, 2 to 3, 4 to 7, …; the last holds 2^30 tokens or more."""
 
 TASKS_COUNTED = 32
-"""Per reason, tasks that are counted one by one: 3 KB, and exact for as many as that."""
+"""Tasks counted one by one for each reason: 3 KB, and exact for up to this many tasks."""
 
 TASKS_TOLD = 3
-"""Of those, how many a snapshot names."""
+"""Tasks that a snapshot names for each reason."""
 
 WINDOW_ROLLOUTS = 1024
-"""The length bias is of the last one to two times so many: a ratio good to about 0.02 at the spread
-of lengths that is usual, and yet of this hour rather than of the whole run."""
+"""Block of rollouts; the length bias is computed over the last one to two blocks. The ratio is good
+to about 0.02 at the usual spread of lengths, and yet recent."""
 
 NOBODYS_CHOICE = frozenset({"run_ended"})
-"""Reasons that are no bias of a policy: the end of a run cuts off whatever runs then."""
+"""Reasons that are not a bias of a policy: the end of a run discards whatever runs then."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskDiscards:
-    """How many of one task's rollouts were discarded for one reason."""
+    """Number of one task's rollouts that were discarded for one reason."""
 
     offer: int
-    """Which of the user's iterators gave the task, from 0."""
+    """Number of the user's iterator that gave the task, from 0."""
     index: int
-    """The task's place in it, from 0."""
+    """Place of the task in that iterator, from 0."""
     rollouts: int
-    """At most so many; few tasks are counted one by one, see ``at_least``."""
+    """Upper bound of the count; see ``at_least``."""
     at_least: int
-    """At least so many: it is not known what happened before this task came to be counted."""
+    """Lower bound of the count. The two differ if the task replaced another one in the table,
+    because only ``TASKS_COUNTED`` tasks are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiscardStatistics:
-    """What was discarded for one reason: how much, how long, and of which tasks."""
+    """Rollouts discarded for one reason: number, lengths and tasks."""
 
     rollouts: int
     tokens: int
-    """Sampled by the time they were discarded."""
+    """Tokens that these rollouts had when they were discarded."""
     mean_tokens: float
     share_of_generated: float
-    """Of all tokens sampled for training."""
+    """``tokens`` as a share of all tokens sampled for training."""
     lengths: Mapping[int, int]
-    """Rollouts by length: at the key n, those of n to 2n - 1 tokens; at 0, those without any."""
+    """Rollouts by length: key n counts those of n to 2n - 1 tokens, key 0 those without a token."""
     tasks: tuple[TaskDiscards, ...] = ()
-    """The few hit most, the most first."""
+    """The tasks with the most discards, most first."""
 
 
 @dataclass(frozen=True, slots=True)
 class LengthBiasStatistics:
-    """Whether what was trained lately is as long as what was generated.
+    """Lengths of recently trained rollouts compared with all recently generated ones.
 
-    A rollout that was discarded counts with what it had by then, which for one that was given up
-    on its way is less than it would have had: the true bias is larger.
+    A discarded rollout counts with the tokens that it had when it was discarded. A rollout stopped
+    halfway would have been longer, so the true bias is larger.
     """
 
     rollouts: int
-    """Trained or discarded, the latest."""
+    """Number of recent rollouts, trained or discarded, that the figures cover."""
     mean_generated_tokens: float
     mean_trained_tokens: float
     ratio: float
-    """Trained over generated; 1 is unbiased, below it short rollouts were favoured."""
+    """Mean trained over mean generated length. 1 is unbiased; below 1, short ones are favoured."""
     survival: Mapping[int, float]
-    """Share that was trained, by length as in :class:`DiscardStatistics`. Unbiased: all equal."""
+    """Share that was trained, by length as in :class:`DiscardStatistics`. Equal if unbiased."""
 
 
 class SavedTally(msgspec.Struct, array_like=True):
-    """What was discarded for one reason."""
+    """Saved form of one reason's counters."""
 
     reason: str
     rollouts: int
     tokens: int
     lengths: list[int]
     tasks: list[tuple[int, int, int, int]]
-    """(offer, index, rollouts, of them perhaps another task's), in the order of their arrival."""
+    """(offer, index, rollouts, of these perhaps another task's), in order of arrival."""
 
 
 class SavedLengths(msgspec.Struct, array_like=True):
-    """One block of rollouts, by length."""
+    """Saved form of one block of rollouts: counts by length bucket."""
 
     generated: list[int]
     trained: list[int]
@@ -100,19 +103,19 @@ class SavedLengths(msgspec.Struct, array_like=True):
 
 
 class SavedDiscards(msgspec.Struct, array_like=True):
-    """All of it."""
+    """Saved form of :class:`Discards`, part of the core's state."""
 
     tallies: list[SavedTally]
     blocks: list[SavedLengths]
 
 
 def length_bucket(tokens: int) -> int:
-    """Which of the buckets a rollout of so many tokens is in."""
+    """Return the bucket of a rollout of so many tokens."""
     return min(tokens.bit_length(), LENGTH_BUCKETS - 1)
 
 
 class _Tally:
-    """One reason's."""
+    """Counters of one discard reason."""
 
     __slots__ = ("lengths", "rollouts", "tasks", "tokens")
 
@@ -121,11 +124,14 @@ class _Tally:
         self.tokens = 0
         self.lengths = [0] * LENGTH_BUCKETS
         self.tasks: dict[TaskKey, tuple[int, int]] = {}
-        """(rollouts, of them perhaps another task's)"""
+        """(rollouts, of these perhaps another task's), by task."""
 
     def count(self, tokens: int, task: TaskKey | None) -> None:
-        """Space-saving (Metwally et al. 2005): a new task takes the place of the least hit one and
-        its count with it, so that a task hit often can't be missed, only counted too high."""
+        """Count one rollout, and its task by the Space-Saving algorithm (Metwally et al. 2005).
+
+        A new task replaces the least counted one and inherits its count, so a task hit often can't
+        be missed, only counted too high.
+        """
         self.rollouts += 1
         self.tokens += tokens
         self.lengths[length_bucket(tokens)] += 1
@@ -140,11 +146,11 @@ class _Tally:
         self.tasks[task] = (rollouts + 1, unsure)
 
     def take_back(self, tokens: int, task: TaskKey | None) -> None:
-        """One that was counted is not discarded after all."""
+        """Undo :meth:`count`, for a rollout that a resumed run trains after all."""
         self.rollouts -= 1
         self.tokens -= tokens
         self.lengths[length_bucket(tokens)] -= 1
-        if task is None or task not in self.tasks:  # others have taken its place
+        if task is None or task not in self.tasks:  # other tasks have replaced it in the table
             return
         rollouts, unsure = self.tasks[task]
         if rollouts > 1:
@@ -168,13 +174,13 @@ class _Tally:
 
 
 class _Block:
-    """Rollouts that were trained or discarded one after the other."""
+    """Lengths of up to ``WINDOW_ROLLOUTS`` consecutive trained or discarded rollouts."""
 
     __slots__ = ("generated", "generated_tokens", "rollouts", "trained", "trained_tokens")
 
     def __init__(self) -> None:
         self.rollouts = 0
-        """In all; the sum of ``generated``."""
+        """Number of rollouts; the sum of ``generated``."""
         self.generated = [0] * LENGTH_BUCKETS
         self.trained = [0] * LENGTH_BUCKETS
         self.generated_tokens = 0
@@ -191,7 +197,7 @@ class _Block:
             self.trained[bucket] += rollouts * is_trained
 
     def leave_out(self, tokens: int) -> bool:
-        """One that was counted here as trained is not; False if none of its length was."""
+        """Count a trained rollout as not trained; False if this block has none of its length."""
         bucket = length_bucket(tokens)
         if not self.trained[bucket]:
             return False
@@ -200,7 +206,7 @@ class _Block:
         return True
 
     def put_back(self, tokens: int) -> bool:
-        """That was undone; False if all of its length that are counted here count as trained."""
+        """Undo :meth:`leave_out`; False if all of its length in this block count as trained."""
         bucket = length_bucket(tokens)
         if self.trained[bucket] == self.generated[bucket]:
             return False
@@ -210,22 +216,22 @@ class _Block:
 
 
 class Discards:
-    """The books of what was discarded, and of the lengths of what was trained beside it."""
+    """Counters of discarded rollouts, and of lengths of trained ones."""
 
     def __init__(self) -> None:
         self._tallies: dict[str, _Tally] = {}
         self._blocks = [_Block()]
-        """The last that is full, if there is one, and the one that is filling."""
+        """The last full block, if there is one, and the block being filled."""
 
     def note_discarded(self, rollout: Rollout, reason: str, task: TaskKey | None) -> None:
-        """A rollout will never be trained. Its tokens are counted as they are now."""
+        """Count a rollout that will never be trained, with the tokens that it has now."""
         tokens = rollout.tokens_of_all_rows
         self._tally(reason).count(tokens, task)
         if reason not in NOBODYS_CHOICE:
             self._ended([tokens], is_trained=False)
 
     def note_left_out(self, rollout: Rollout, reason: str, task: TaskKey | None) -> None:
-        """A rollout that was handed to the trainer was not trained on; once more, as above."""
+        """Count a rollout that was handed over, and counted as trained, but not trained on."""
         tokens = rollout.tokens_of_all_rows
         self._tally(reason).count(tokens, task)
         for block in self._blocks:
@@ -233,7 +239,7 @@ class Discards:
                 return
 
     def take_back(self, rollout: Rollout, reason: str, task: TaskKey | None) -> None:
-        """One that was left out comes to the trainer again: a crash has undone its batch."""
+        """Undo :meth:`note_left_out`, because a resume hands over the rollout's batch again."""
         tokens = rollout.tokens_of_all_rows
         tally = self._tally(reason)
         tally.take_back(tokens, task)
@@ -247,8 +253,7 @@ class Discards:
         return self._tallies.setdefault(reason, _Tally())
 
     def note_trained(self, lengths: list[int]) -> None:
-        """Rollouts of so many tokens were handed to the trainer; once more, if that was undone by a
-        crash."""
+        """Count handed-over rollouts by their lengths; again after a resume undid that."""
         self._ended(lengths, is_trained=True)
 
     def _ended(self, lengths: list[int], *, is_trained: bool) -> None:
@@ -263,14 +268,14 @@ class Discards:
     # ------------------------------------------------------------ looking
 
     def by_reason(self, *, generated_tokens: int) -> dict[str, DiscardStatistics]:
-        """What was discarded, by reason; ``generated_tokens`` as in the ledger."""
+        """Return the discards by reason. ``generated_tokens`` is the ledger's, for the share."""
         return {
             reason: tally.snapshot(generated_tokens)
             for reason, tally in sorted(self._tallies.items())
         }
 
     def length_bias(self) -> LengthBiasStatistics | None:
-        """Trained against generated lengths, lately; None before anything was trained."""
+        """Compare recent trained with generated lengths; None before anything was trained."""
         generated, trained = (
             [sum(counts) for counts in zip(*lists, strict=True)]
             for lists in (
@@ -294,7 +299,7 @@ class Discards:
     # ------------------------------------------------------------ over a crash
 
     def saved(self) -> SavedDiscards:
-        """The whole state; equal for equal histories."""
+        """Return the whole state; equal histories give equal states."""
         return SavedDiscards(
             tallies=[
                 SavedTally(
@@ -318,7 +323,7 @@ class Discards:
         )
 
     def load(self, saved: SavedDiscards) -> None:
-        """Go back to a saved state."""
+        """Restore a saved state."""
         self._tallies = {}
         for each in saved.tallies:
             tally = self._tallies[each.reason] = _Tally()
@@ -336,5 +341,4 @@ class Discards:
 
 
 def _shortest(bucket: int) -> int:
-    """The least number of tokens in a bucket."""
     return 1 << (bucket - 1) if bucket else 0

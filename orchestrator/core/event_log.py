@@ -48,14 +48,14 @@ KINDS: tuple[type[msgspec.Struct], ...] = (
 
 NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 FIELDS = {kind: [name for name in kind.__struct_fields__ if name != "task"] for kind in KINDS}
-"""Fields that are written of each kind. Of a task only ``body`` is."""
+"""Fields of each kind that are written, in order. Of a task, only ``body`` is written."""
 
 GIVES = (ev.TurnAsked, ev.EpisodeReturned, ev.EpisodeFailed)
-"""Events of a rollout whose episode may have added to its context."""
+"""Events whose record ends with the tokens that the episode appended since its last turn."""
 
 
 class TaskElsewhere:
-    """Stands for a task that the journal has no body of: only the user's iterator can give it."""
+    """Placeholder for a task without a body in the journal: only the user's iterator has it."""
 
     def __repr__(self) -> str:
         return "TASK_ELSEWHERE"
@@ -67,10 +67,10 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Any])
 
 TASK_BYTES_MAX = 64 * 1024
-"""Largest task that is written down: a long prompt. The tokens of its group take as much."""
+"""Largest task that is written, in bytes: a long prompt. Its group's tokens take as much."""
 
 TASK_DEPTH_MAX = 16
-"""Levels of a task that is written down."""
+"""Nesting limit of a task that is written."""
 
 TUPLE_CODE = 1
 """MessagePack extension type of a tuple, which would come back as a list."""
@@ -129,7 +129,7 @@ def _tuple(code: int, data: memoryview) -> object:
 
 
 def encode_event(event: ev.Event, core: Core) -> bytes:
-    """One record; to be made before ``core`` has handled the event."""
+    """Return the record of an event. Call it before ``core`` has handled the event."""
     kind = type(event)
     if isinstance(event, ev.StepArrived):
         return _encoder.encode(_step_record(event))
@@ -141,7 +141,7 @@ def encode_event(event: ev.Event, core: Core) -> bytes:
 
 
 def _step_record(event: ev.StepArrived) -> list[Any]:
-    """Without when it began: that only a picture of the run is made of."""
+    """Leave out ``started_us``, which only traces use."""
     details = [event.details] if event.details else []
     return [
         0,
@@ -161,10 +161,11 @@ def _step_record(event: ev.StepArrived) -> list[Any]:
 
 
 def replay(record: bytes, core: Core) -> tuple[ev.Event, list[ev.Command]]:
-    """Have ``core`` live through a record; the event, and what it answered.
+    """Decode a record, let ``core`` handle its event, and return the event with the core's
+    commands.
 
     Raises:
-        ValueError: the record is none of this version's.
+        ValueError: the record is not of this version.
     """
     try:
         number, *values = _decoder.decode(record)
@@ -178,7 +179,7 @@ def replay(record: bytes, core: Core) -> tuple[ev.Event, list[ev.Command]]:
 
 
 def _event(kind: type[Any], values: list[Any]) -> Any:
-    told = values[:-1] if kind in GIVES else values  # the last is what was added
+    told = values[:-1] if kind in GIVES else values  # the last is the appended tokens
     fields = dict(zip(FIELDS[kind], told, strict=False))
     if kind is ev.TaskArrived:
         fields["task"] = task_of(fields.get("body", b""))

@@ -1,7 +1,8 @@
-"""What can happen to a run, and what can be done about it: the core's whole vocabulary.
+"""Events and commands of a run's core: the input and the output of :meth:`Core.handle`.
 
-Structs, for there are dozens in each rollout's life: a frozen dataclass takes six times as long to
-make. The garbage collector need not know them, for nothing that they name leads back to them.
+The scheduler makes the events and carries out the commands; the journal stores the events. They are
+msgspec Structs because a rollout has dozens of them and a frozen dataclass takes six times as long
+to make; ``gc=False`` is safe because nothing that they refer to refers back to them.
 """
 
 from collections.abc import Sequence
@@ -17,19 +18,19 @@ from tidegate.transport.messages import Prefill, SamplingParams, SubmitTurn, Tok
 
 
 class TaskArrived(Struct, frozen=True, gc=False):
-    """The user's iterator gave a task; there was capacity for it."""
+    """The user's iterator gave a task, for which there was capacity."""
 
     task: object
     key: TaskKey | None = None
-    """None for the next one of the iterator in use."""
+    """Place of a task that is taken again; None for the next task of the iterator in use."""
     digest: bytes = b""
-    """Of the task, to know it again; empty where it has no bytes of its own."""
+    """Digest that identifies the task after a crash; empty for a task that is not plain data."""
     body: bytes = b""
-    """The task itself, where a journal keeps it; empty for one that is no plain data."""
+    """The task as bytes; empty without a journal, or if it is not plain data."""
 
 
 class TasksOffered(Struct, frozen=True, gc=False):
-    """The user gave a new iterator."""
+    """The user gave a new iterator of tasks."""
 
     episode: str = ""
     """Name of the function that runs the iterator's tasks. It is compared, never imported."""
@@ -47,25 +48,24 @@ class TaskFound(Struct, frozen=True, gc=False):
 
 
 class EvaluationAsked(Struct, frozen=True, gc=False):
-    """One rollout of this task, for measuring only: never trained, never counted in admission."""
+    """One rollout of this task for measuring only: never trained, not counted in admission."""
 
     task: object
     index: int
-    """Place within the evaluation. It seeds the sampling, so that two evaluations of the same
-    tasks differ by the weights alone."""
+    """Place in the evaluation. It seeds sampling, so two evaluations differ by weights alone."""
 
 
 class TurnAsked(Struct, frozen=True, gc=False):
-    """An episode wants the model to go on from its rollout's context."""
+    """An episode asks the model to continue its rollout's context."""
 
     rollout_id: int
     sampling: SamplingParams
     media: tuple[Media, ...] = ()
-    """What its context was given beside tokens since its turn before."""
+    """Images, audio or video added to the context since the previous turn."""
 
 
 class TurnGivenUp(Struct, frozen=True, gc=False):
-    """The episode doesn't wait for its turn any more; what was sampled so far stays."""
+    """An episode no longer waits for its turn; the tokens sampled so far stay in the context."""
 
     rollout_id: int
 
@@ -78,43 +78,43 @@ class EpisodeReturned(Struct, frozen=True, gc=False):
 
 
 class EpisodeFailed(Struct, frozen=True, gc=False):
-    """An episode raised, timed out or was cancelled; ``reason`` names the ledger's account."""
+    """An episode raised, timed out or was cancelled; ``reason`` names its tokens' account."""
 
     rollout_id: int
     reason: str
 
 
 class EngineJoined(Struct, frozen=True, gc=False):
-    """An engine is ready for turns: new, anew, or after its connection broke."""
+    """An engine is ready for turns: a new one, a restarted one, or one that has reconnected."""
 
     engine: str
     weight_version: int
     max_running_turns: int
     epoch: int = 0
     held: tuple[int, ...] = ()
-    """Handles of the turns it has."""
+    """Handles of the turns that the engine holds."""
     replay_until: int = 0
-    """What it sampled before its hello is in the steps before this seq."""
+    """Steps with a lower seq were sampled before the hello, and are sent again."""
     media: tuple[MediaKind, ...] = ()
-    """What it reads beside tokens."""
+    """Kinds of media that the engine's model reads."""
 
 
 class EngineLeft(Struct, frozen=True, gc=False):
-    """An engine is gone; what it was doing has to go on elsewhere."""
+    """An engine is gone; its turns must continue on other engines."""
 
     engine: str
     is_crash: bool = True
-    """Whether one of its turns may have ended it: it died, failed or fell silent. False if it left
-    on request, or was given up for its weights."""
+    """Whether one of its turns may have caused the loss: the engine died, failed or went silent.
+    False if it left on request, or was given up because of its weights."""
 
 
 class StepArrived(Struct, frozen=True, gc=False):
-    """An engine's step, its columns checked and unpacked. R rows, N tokens."""
+    """One decode step of an engine, its columns checked and unpacked. R rows, N tokens."""
 
     engine: str
     version: int
     turns: memoryview
-    """uint32 [R]"""
+    """uint32 [R], handles"""
     token_ids: memoryview
     """int32 [N]"""
     logprobs: "memoryview[float]"
@@ -122,12 +122,12 @@ class StepArrived(Struct, frozen=True, gc=False):
     finish: bytes
     """[R] or empty"""
     counts: memoryview | None
-    """uint32 [R]; None when every row has one token."""
+    """uint32 [R], tokens per row; None when every row has one token."""
     prefills: list[Prefill]
     epoch: int = 0
     seq: int = 0
     started_us: int = 0
-    """The engine's monotonic clock when the step began."""
+    """Engine's monotonic clock when the step began, in microseconds."""
     busy_us: int = 0
     details: Sequence[TokenDetails] = ()
 
@@ -152,112 +152,112 @@ class BatchAsked(Struct, frozen=True, gc=False):
 
 
 class BatchNotWanted(Struct, frozen=True, gc=False):
-    """The trainer has given up waiting for a batch, or is not given one for now."""
+    """The trainer stopped waiting for a batch, or its request is on hold."""
 
     is_held: bool = False
-    """Whether the trainer still waits, and gets none until a publish is decided."""
+    """Whether the trainer still waits, and gets no batch until a publish is decided."""
 
 
 class BatchReturned(Struct, frozen=True, gc=False):
-    """The newest batch handed over did not reach the trainer, which has not trained on it."""
+    """The newest batch handed over did not reach the trainer, or was given back untrained."""
 
     number: int
     is_held: bool = False
-    """As of :class:`BatchNotWanted`."""
+    """As :attr:`BatchNotWanted.is_held`."""
 
 
 class VersionPublished(Struct, frozen=True, gc=False):
-    """The trainer made new weights from batches that it has had."""
+    """Every engine has staged a version: the trainer's version is now this one."""
 
     version: int
     replaced: int = 0
-    """Earlier publishes whose place it took before every engine had staged them."""
+    """Number of earlier publishes that this one replaced before every engine had staged them."""
 
 
 class PublishFailed(Struct, frozen=True, gc=False):
-    """Weights that the trainer made were refused, late or given up: no engine serves them."""
+    """A publish was refused, timed out or was abandoned: no engine serves its weights."""
 
 
 class VersionRetracted(Struct, frozen=True, gc=False):
-    """The trainer takes its weights back, from this version on; no engine samples meanwhile."""
+    """The trainer rolled back: weights from ``version`` on are bad. No engine samples meanwhile."""
 
     version: int
 
 
 class BatchesSafe(Struct, frozen=True, gc=False):
-    """The trainer's checkpoint holds what it made of the first ``batches`` batches."""
+    """The trainer's checkpoint holds the result of the first ``batches`` batches."""
 
     batches: int
     offer: int
 
 
 class RowsDiscarded(Struct, frozen=True, gc=False):
-    """The trainer has not trained on some rows of a batch that it had."""
+    """The trainer did not train on some rows of a batch."""
 
     batch: int
-    """Its number."""
+    """Number of the batch."""
     rows: tuple[int, ...]
-    """Their places in it, from 0."""
+    """Indices of the rows in the batch, from 0."""
     reason: str
-    """Names the ledger's account."""
+    """Ledger account that the rows' tokens move to."""
 
 
 class OffPolicynessMeasured(Struct, frozen=True, gc=False):
-    """The trainer has measured how far its policy is from its samples'."""
+    """The trainer measured how far its policy is from the behaviour policy."""
 
     ess: float | None
-    """Effective sample size, a share in (0, 1]; None: not measured."""
+    """Effective sample size, a share in (0, 1]; None if not measured."""
     kl: float | None
-    """Mismatch KL, in nats per token; None: not measured."""
+    """Mismatch KL in nats per token; None if not measured."""
 
 
 class RolloutCut(Struct, frozen=True, gc=False):
     """A rollout continues from the end of an earlier turn: later turns are discarded.
 
-    What the episode has appended after that turn is reported by its next turn, as always.
+    Tokens that the episode appended after that turn are reported by its next turn, as always.
     """
 
     rollout_id: int
     turns: int
     """Number of turns that are kept."""
     tokens: int
-    """Context tokens the episode had repeated when it went another way. Informational only."""
+    """Context tokens that the episode had repeated before it diverged. Informational only."""
     reason: str
 
 
 class RolloutForked(Struct, frozen=True, gc=False):
-    """An episode goes on in another row too: a context of its own, within the same rollout."""
+    """An episode starts another row: a separate context within the same rollout."""
 
     rollout_id: int
-    """The row that it is forked from."""
+    """Row that is forked from."""
     reason: str
 
 
 class TurnsRewarded(Struct, frozen=True, gc=False):
-    """An episode gives turns of one row rewards of their own."""
+    """An episode rewards single turns of one row."""
 
     rollout_id: int
     rewards: tuple[tuple[int, float], ...]
-    """(which turn, from 0, its reward)"""
+    """(turn number from 0, reward)"""
 
 
 class Resumed(Struct, frozen=True, gc=False):
-    """Another process goes on with the run, from the trainer's checkpoint."""
+    """Another process continues the run from the trainer's checkpoint."""
 
     batches: int
-    """So many batches are in the checkpoint; later ones are handed over again."""
+    """Number of batches in the checkpoint; later ones are handed over again."""
     offer: int
-    """Which of the user's iterators was in use then, from 0."""
+    """Number of the user's iterator in use at the checkpoint, from 0."""
 
 
 class StateNoted(Struct, frozen=True, gc=False):
-    """Nothing happened; whoever replays the events must be in this state now."""
+    """Checksum of the core's state, which a replay compares; changes nothing."""
 
     digest: str
 
 
 class RunEnded(Struct, frozen=True, gc=False):
-    """No more is wanted: whatever isn't trained won't be."""
+    """The run is over: everything not trained is discarded."""
 
 
 Event = (
@@ -303,7 +303,7 @@ class StartEpisode(Struct, frozen=True, gc=False):
 
 
 class StartBranch(Struct, frozen=True, gc=False):
-    """Tell the episode which row its fork is."""
+    """Give the episode the row that its fork made."""
 
     rollout: Rollout
 
@@ -316,26 +316,26 @@ class Submit(Struct, frozen=True, gc=False):
 
 
 class StopEpisode(Struct, frozen=True, gc=False):
-    """Cancel the episode of a rollout that is given up; say no more of it."""
+    """Cancel the episode of a discarded rollout, and ignore its result."""
 
     rollout: Rollout
 
 
 class Cancel(Struct, frozen=True, gc=False):
-    """Tell an engine to forget a turn."""
+    """Tell an engine to drop a turn."""
 
     engine: str
     handle: int
 
 
 class EndTurns(Struct, frozen=True, gc=False):
-    """Give episodes their turns: those that ended with one step."""
+    """Return finished turns to their episodes: all turns that ended with one step."""
 
     turns: list[Turn]
 
 
 class FailTurn(Struct, frozen=True, gc=False):
-    """Tell the episode that its turn can never be served, and why."""
+    """Raise ``TurnRefused`` in the episode: no engine can serve its turn."""
 
     turn: Turn
     message: str
@@ -346,45 +346,45 @@ class HandOver(Struct, frozen=True, gc=False):
 
     groups: list[Group]
     trainer_version: int
-    """Version at which it is trained, from which staleness is counted: the newest published, plus
-    one for each batch that the trainer holds and has not published yet."""
+    """Version at which the batch is trained, from which staleness is counted: the newest published,
+    plus one for each batch that the trainer holds and has not published yet."""
     number: int = 0
-    """Counts a run's batches from 1."""
+    """Number of the batch in its run, from 1."""
     oldest_trainable: int = 0
     """Tokens of older versions are masked."""
 
 
 class PauseGeneration(Struct, frozen=True, gc=False):
-    """Have every engine abort its turns and stand still, or go on."""
+    """Have every engine abort its turns and pause, or resume."""
 
     is_paused: bool
 
 
 class EndBatches(Struct, frozen=True, gc=False):
-    """Tell the trainer that no batch will come any more."""
+    """Tell the trainer that there are no more batches."""
 
 
 class RefuseBatch(Struct, frozen=True, gc=False):
-    """Tell the trainer that the batch it waits for can never fill before it publishes."""
+    """Tell the trainer that its batch cannot fill before it publishes."""
 
     unpublished_groups: int
 
 
 class EndEvaluation(Struct, frozen=True, gc=False):
-    """An evaluation rollout has ended, with a reward or discarded."""
+    """Give the caller of an evaluation one rollout, with a reward or discarded."""
 
     rollout: Rollout
 
 
 class RequeueTask(Struct, frozen=True, gc=False):
-    """Take this task again before asking the user's iterator."""
+    """Start this task again before new tasks of the user's iterator."""
 
     task: object
     key: TaskKey
 
 
 class Record(Struct, frozen=True, gc=False):
-    """This rollout is settled without the trainer: discarded, or evaluated."""
+    """Record a rollout that ended without the trainer: discarded or evaluated."""
 
     rollout: Rollout
     task: object

@@ -1,8 +1,9 @@
-"""Appends each token of an engine's step to its turn: the path of every token, without I/O.
+"""Appends each token of an engine's step to its turn: the hot path of every token, without I/O.
 
-Steps with the same turns are collected as columns, and cut into each turn's share once for many
-steps by numpy; one by one, each token would cost two Python appends. A turn counts its collected
-tokens, and a reader of a rollout's tokens has them filed first.
+:class:`TurnBook` calls it for each step. Consecutive steps with the same turns are collected as
+columns, and numpy splits many steps at once into each turn's share; one by one, each token would
+cost two Python appends. A turn counts its collected tokens at once, and :meth:`Turn.settle` files
+them before anyone reads the rollout's tokens.
 """
 
 import struct
@@ -19,13 +20,13 @@ from tidegate.orchestrator.core.provenance import VersionRun
 from tidegate.orchestrator.core.rollout import Turn
 
 STEPS_MAX = 64
-"""In one pile: what is saved hardly grows beyond, and nobody waits long who looks."""
+"""Steps collected before they are filed; more would save hardly anything, and delay readers."""
 
 
 class SteadySteps:
-    """Steps of one engine whose rows are the same turns, with as many tokens each.
+    """Collected steps of one engine whose rows are the same turns, with equal tokens per row.
 
-    It counts as held back for every one of those turns; see :class:`Turn`.
+    It is the :class:`HeldBack` of each of those turns.
     """
 
     __slots__ = (
@@ -42,25 +43,25 @@ class SteadySteps:
     )
 
     def __init__(self, rows: "list[Turn]", first: StepArrived, tokens_each: int) -> None:
-        """Begin with nothing; ``first`` is yet to be added."""
+        """Begin an empty collection; ``first`` is still to be added."""
         self._rows = rows
         self._turns = first.turns.tobytes()
         self._handles = frozenset(first.turns)
         self._seen = (-1, -1)
-        """How many submissions there were, and the newest, when all turns were last found there."""
+        """(number of submissions, newest handle) when all turns were last found in them."""
         self._version = -1
         self._tokens_per_step = tokens_each
         self._token_ids: list[memoryview] = []
-        """A column per step."""
+        """One column per step."""
         self._logprobs: list[memoryview[float]] = []
         self.tokens_each = 0
-        """Of every turn, in the pile."""
+        """Collected tokens of each turn."""
         self.evaluation_rows = sum(row.is_evaluation for row in rows)
         for row in rows:
             row.held_back = self
 
     def takes(self, step: StepArrived, tokens_each: int, submissions: "dict[int, Turn]") -> bool:
-        """Whether ``step`` is more of the same; what ends or begins in it is not."""
+        """Whether ``step`` can be added: same rows and counts, and no turn begins or ends."""
         return (
             step.turns.tobytes() == self._turns
             and tokens_each == self._tokens_per_step
@@ -72,7 +73,8 @@ class SteadySteps:
     def _are_all_wanted(self, submissions: "dict[int, Turn]") -> bool:
         """Whether none of the turns was cancelled meanwhile.
 
-        No handle comes twice: so where one is missing, there are fewer, or another is the newest.
+        Handles are never reused: if one is missing, either the count or the newest handle has
+        changed.
         """
         seen = (len(submissions), next(reversed(submissions), -1))
         if seen != self._seen:
@@ -82,7 +84,7 @@ class SteadySteps:
         return True
 
     def add(self, step: StepArrived) -> None:
-        """Put one more step on the pile."""
+        """Collect one more step."""
         if step.version != self._version:
             self._begin_runs(step)
         self._token_ids.append(step.token_ids)
@@ -97,7 +99,7 @@ class SteadySteps:
         self._version = step.version
 
     def settle(self) -> None:
-        """File all that is in the pile."""
+        """Append all collected tokens to their turns' contexts."""
         tokens = self.tokens_each
         if not tokens:
             return
@@ -111,14 +113,14 @@ class SteadySteps:
             row.filed += tokens
 
     def end(self) -> None:
-        """Other turns come: nothing is held back any more."""
+        """File what is collected, and detach from the turns: another set of turns follows."""
         self.settle()
         for row in self._rows:
             if row.held_back is self:
                 row.held_back = None
 
     def _shares(self, columns: "Sequence[memoryview[Any]]") -> "tuple[bytes, ...]":
-        """Each row's bytes, over all steps."""
+        """Return each row's bytes over all collected steps."""
         rows = len(self._rows)
         pile = np.frombuffer(b"".join(columns), np.uint32)
         by_step = pile.reshape(len(columns), rows, self._tokens_per_step)
@@ -127,41 +129,41 @@ class SteadySteps:
 
 @lru_cache(maxsize=64)
 def splitter(pieces: int, piece_bytes: int) -> struct.Struct:
-    """Cuts bytes into equal pieces, all in one call: a third of the time that slices take."""
+    """Return a struct that cuts bytes into equal pieces, in a third of the time of slicing."""
     return struct.Struct(f"{piece_bytes}s" * pieces)
 
 
 EVALUATION_HANDLES_FROM = 1 << 31
-"""Handles from here on are of evaluations' turns, the others of training's: a token that comes when
-its turn is forgotten is still booked in the right ledger."""
+"""First handle of evaluation turns; lower ones are of training. A token that arrives after its turn
+was dropped can still be counted in the right ledger."""
 
 
 class StepOutcome(Struct, gc=False):
-    """What a step meant: commands, and how many of its tokens belong to whom."""
+    """Result of filing a step: commands, and token counts by ledger account."""
 
     commands: list[Command]
     train_tokens: int = 0
     evaluation_tokens: int = 0
     unwanted_tokens: int = 0
-    """For turns of training that were over already."""
+    """Tokens of training turns that were over already."""
     unwanted_evaluation_tokens: int = 0
-    """For turns of evaluations that were over already."""
+    """Tokens of evaluation turns that were over already."""
 
 
 class Filing:
-    """One engine's steps, as they come."""
+    """Files the steps of one engine, in the order in which they arrive."""
 
     __slots__ = ("_last_turns", "_steady")
 
     def __init__(self) -> None:
         self._last_turns = b""
-        """Of the last step that was filed by itself."""
+        """Handles of the last step that was filed by itself."""
         self._steady: SteadySteps | None = None
 
     def file(self, submissions: dict[int, Turn], event: StepArrived) -> StepOutcome:
-        """Give a step's tokens to the turns they belong to; count whose they are.
+        """Append a step's tokens to their turns, and count them by ledger account.
 
-        A step with the same turns as the one before is taken for the second of many.
+        A step with the same turns as the previous one begins a collection.
         """
         tokens_each = _tokens_each(event)
         if self._steady is not None:
@@ -182,7 +184,7 @@ class Filing:
         return _file_each(rows, event, tokens_each)
 
     def end(self) -> None:
-        """Other turns come, or none."""
+        """File the current collection, if any."""
         if self._steady is not None:
             self._steady.end()
             self._steady = None
@@ -190,7 +192,7 @@ class Filing:
 
 
 def _tokens_each(event: StepArrived) -> int:
-    """Tokens per row, if that is the same for all; else 0."""
+    """Return the tokens per row if all rows have equally many, else 0."""
     counts = event.counts
     if counts is None:
         return 1
@@ -205,14 +207,14 @@ def _added(steady: SteadySteps, event: StepArrived, tokens_each: int) -> StepOut
 
 
 def _file_each(rows: list[Turn], event: StepArrived, tokens_each: int) -> StepOutcome:
-    """The same number of tokens in each row, and every one is wanted: an engine's usual step."""
+    """File the usual step: every row is wanted and has the same number of tokens."""
     split = splitter(len(rows), 4 * tokens_each).unpack
     version, engine, evaluation_rows = event.version, event.engine, 0
-    from_the_first = VersionRun(version, 0, engine)  # one for all turns that begin with this step
+    from_the_first = VersionRun(version, 0, engine)  # shared by all turns that begin with this step
     for row, token_ids, logprobs in zip(
         rows, split(event.token_ids), split(event.logprobs), strict=True
     ):
-        if not row.runs:  # as begin_run, whose call costs as much again
+        if not row.runs:  # begin_run inlined: the call would cost as much again
             row.runs.append(from_the_first)
             row.sampled_by = version
         elif row.sampled_by != version:
@@ -227,7 +229,7 @@ def _file_each(rows: list[Turn], event: StepArrived, tokens_each: int) -> StepOu
 
 
 def _file_any(submissions: dict[int, Turn], event: StepArrived) -> StepOutcome:
-    """Any number of tokens per row, also none, and rows of turns that are over already."""
+    """File a step with any token counts, zeros included, and rows of turns that are over."""
     outcome = StepOutcome([])
     handles = event.turns.tolist()
     rows = map(submissions.get, handles)

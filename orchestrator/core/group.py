@@ -1,4 +1,7 @@
-"""What is a group? The rollouts of one prompt, and where it stands among the others."""
+"""A group: the ``group_size`` rollouts of one task, whose rewards are compared (GRPO).
+
+:class:`GroupBook` creates and changes groups; batches and policies read them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,67 +12,67 @@ from tidegate.orchestrator.core.rollout import DISCARDED, FINISHED, Rollout
 
 
 class TaskKey(Struct, frozen=True, order=True, gc=False):
-    """Where a task stands among all that the user gives: the same after a crash."""
+    """Identity of a task by its place in the user's iterators; the same after a crash."""
 
     offer: int
-    """Which of the user's iterators gave it, from 0."""
+    """Number of the iterator that gave the task, from 0."""
     index: int
     """Place in that iterator, from 0."""
 
 
 @dataclass(slots=True)
 class Group:
-    """The rollouts of one prompt, whose rewards are compared with each other."""
+    """The rollouts of one task, whose rewards are compared with each other."""
 
     group_id: int
-    """Counts groups in the order of admission; an evaluation's lie below 0."""
+    """Number in the order of admission; negative for an evaluation's group."""
     task: object
-    """What the user's iterator gave; passed to the episode, never looked into."""
+    """Object that the user's iterator gave; passed to the episode, never inspected."""
     key: TaskKey | None = None
-    """Of the task; None for an evaluation's."""
+    """Identity of the task; None for an evaluation's."""
     digest: bytes = b""
-    """Of the task, to know it again after a crash."""
+    """Digest by which the task is recognised after a crash."""
     body: bytes = b""
-    """The task as bytes, where a journal keeps it: then a resume needs no iterator to give it."""
+    """The task as bytes, if a journal keeps it; then a resume needs no iterator for it."""
     rollouts: list[Rollout] = field(default_factory=list)
     """Its ``group_size`` rollouts, then their branches."""
     running: int = 0
-    """Rollouts of it whose episode is going on; branches are not counted."""
+    """Number of rollouts whose episode runs; branches are not counted."""
     version_floor: int = 0
-    """No token of it is older, nor will be."""
+    """Lower bound on the version of all its tokens, present and future."""
     is_retaken: bool = False
-    """Whether its task was taken before, by a group that was given up."""
+    """Whether an earlier group of the same task was discarded."""
     split_from: int | None = None
-    """Of a rest: the group that it belonged to."""
+    """For a rest: id of the group that it was split from; else None."""
     sibling_rewards: Sequence[float] = ()
-    """Of a rest: what the others of its group were rewarded with."""
+    """For a rest: rewards of the rollouts that were trained before it."""
 
     is_evaluation: bool = False
-    """Whether it only measures, and is never trained."""
+    """Whether the group is for measuring only, and is never trained."""
 
     @property
     def is_rest(self) -> bool:
-        """Whether the others of its group have been trained before it."""
+        """Whether it is the rest of a split group, whose other rollouts were trained before."""
         return self.split_from is not None
 
     @property
     def priority(self) -> int:
-        """In engines' queues: a rest is as urgent as its group was."""
+        """Priority of its turns in engines' queues; a rest keeps that of its original group."""
         return self.group_id if self.split_from is None else self.split_from
 
     @property
     def finished(self) -> int:
-        """Rollouts that have their reward."""
+        """Number of rollouts that have a reward, not counting branches."""
         return sum(r.state is FINISHED for r in self.rollouts if r.branch_of is None)
 
     @property
     def kept(self) -> list[Rollout]:
-        """The rollouts that were not discarded, and their branches."""
+        """Rollouts that were not discarded, and their branches."""
         return [r for r in self.rollouts if r.state is not DISCARDED]
 
     @property
     def kept_rewards(self) -> list[float]:
-        """One for each rollout that has one; a branch has its rollout's."""
+        """One reward for each kept rollout that has one; branches are not counted."""
         return [
             rollout.reward
             for rollout in self.rollouts
@@ -80,17 +83,17 @@ class Group:
 
     @property
     def num_kept(self) -> int:
-        """Rollouts that were not discarded, whatever their branches."""
+        """Number of rollouts that were not discarded, not counting branches."""
         return self.kept_and_oldest()[0]
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest weights that sampled one of its kept tokens."""
+        """Oldest version that sampled a token of a kept rollout; None without tokens."""
         return self.kept_and_oldest()[1]
 
     def kept_and_oldest(self) -> tuple[int, int | None]:
-        """:attr:`num_kept` and :attr:`oldest_version`, in one pass: each group is asked for both at
-        its end, and for one at each publish until then."""
+        """Return :attr:`num_kept` and :attr:`oldest_version` in one pass, because each group needs
+        both at its end, and the second at each publish before."""
         kept, oldest = 0, None
         for rollout in self.rollouts:
             if rollout.state is DISCARDED:
@@ -106,20 +109,20 @@ class Group:
 
     @property
     def newest_version(self) -> int:
-        """The newest weights that sampled one of its tokens; 0 if there are none."""
+        """Newest version that sampled one of its tokens; 0 without tokens."""
         return max((v for r in self.rollouts if (v := r.newest_version) is not None), default=0)
 
     def untie(self) -> None:
-        """Have its rollouts forget their branches, which know them: nobody asks for its tokens any
-        more, and else each would keep the other until garbage is collected."""
+        """Break the reference cycles between rollouts and branches, so that they are freed without
+        the garbage collector. Call it when the tokens are needed no more."""
         for rollout in self.rollouts:
-            # Of what was discarded, sessions may yet have to be closed, each branch's own.
+            # Each branch of a discarded rollout may still have a session to close.
             if rollout.branches and rollout.state is not DISCARDED:
                 rollout.branches = ()
 
 
 def kept_rows(groups: Sequence[Group]) -> list[tuple[Rollout, Group]]:
-    """What a batch of these groups is made of, those of a group side by side."""
+    """Return the rows of a batch of these groups, those of one group side by side."""
     return [
         (row, group) for group in groups for row in group.rollouts if row.state is not DISCARDED
     ]

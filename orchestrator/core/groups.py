@@ -1,6 +1,7 @@
-"""Which groups are there, and what becomes of their rollouts? Starts, ends, drops and counts them.
+"""Lifecycle of groups and their rollouts: starts, ends, discards and counts them.
 
-It moves tokens between the ledger's accounts; when a group may start or is trained, others say.
+:class:`Core` calls it, and decides when a group may start or is trained. Every method that settles
+a rollout moves its tokens between the ledger's accounts.
 """
 
 from collections import Counter
@@ -24,17 +25,17 @@ from tidegate.orchestrator.core.waiting_groups import WaitingGroups
 from tidegate.policies.filters import GroupFilter
 
 KEPT_ROLLOUTS_MIN = 2
-"""A group needs two rewards to compare; with fewer left it is dropped (unless group_size is 1)."""
+"""Rewards that a group needs for a comparison; with fewer it is dropped, unless group_size is 1."""
 
 TOO_OLD = "too_old"
-"""The account of tokens that a policy masks."""
+"""Ledger account of tokens that a policy masks."""
 
 EVALUATION_PRIORITY = -1
-"""Evaluation waits for no training rollout: it is short, and somebody waits for its figure."""
+"""Priority of evaluation turns: before all training, because the trainer waits for them."""
 
 
 class GroupBook(WaitingGroups):
-    """All groups that are running or buffered, and the ledger of their tokens."""
+    """All running and buffered groups, and the ledger of their tokens."""
 
     def __init__(
         self, turns: TurnBook, prompts: Prompts, tasks: TakenTasks, *, group_size: int
@@ -44,31 +45,31 @@ class GroupBook(WaitingGroups):
         self._tasks = tasks
         self._prompts = prompts
         self._keeps_all = type(prompts.filter) is GroupFilter
-        """Then no group is given up before its last rollout has ended."""
+        """Whether the filter keeps every group, so that none is dropped before its end."""
         self.group_size = group_size
         self._needed_mostly = 1 if group_size < KEPT_ROLLOUTS_MIN else KEPT_ROLLOUTS_MIN
-        """Rollouts without which a group can't be trained; a rest needs fewer."""
+        """Kept rollouts that a group needs to be trained; the rest of a split group needs one."""
         self.ledger = Ledger()
         self.evaluation_ledger = Ledger()
         self.discarded_rollouts: Counter[str] = Counter()
         self.discards = Discards()
         self.rollout_ends = 0
-        """Counts rollouts that came to an end of their own."""
+        """Number of rollouts that ended by themselves, with a reward or a failure."""
         self.running: dict[int, tuple[Rollout, Group]] = {}
-        """Rollouts whose episode is going on, by id; an evaluation's too."""
+        """Running rollouts with their groups, by rollout id; evaluations and branches included."""
         self.next_rollout_id = 0
         self.next_group_id = 0
         turns.unwanted = self._discard_refused
 
     @property
     def returned_tasks(self) -> int:
-        """Tasks of groups that were given up, to be taken again."""
+        """Number of tasks of discarded groups that wait to be started again."""
         return len(self._tasks.requeued)
 
     # ------------------------------------------------------------ start
 
     def admit(self, event: ev.TaskArrived, key: TaskKey, *, is_retaken: bool) -> list[ev.Command]:
-        """Begin a task as the newest group."""
+        """Start a task as the newest group."""
         group = Group(
             self.next_group_id, event.task, key, event.digest, event.body, is_retaken=is_retaken
         )
@@ -78,7 +79,7 @@ class GroupBook(WaitingGroups):
         return self._start(group, self.group_size)
 
     def evaluate(self, task: object, index: int) -> list[ev.Command]:
-        """One rollout for measuring only; its group is in no queue."""
+        """Start one rollout for measuring only; its group is not in the queue."""
         return self._start(Group(-1 - index, task, is_evaluation=True), 1)
 
     def _start(self, group: Group, rollouts: int) -> list[ev.Command]:
@@ -97,7 +98,7 @@ class GroupBook(WaitingGroups):
     def change_rollout(
         self, event: ev.TurnGivenUp | ev.RolloutCut | ev.RolloutForked | ev.TurnsRewarded
     ) -> list[ev.Command]:
-        """What an episode does to a row of its rollout; nothing, once that is settled."""
+        """Apply what an episode does to a row of its rollout, unless the rollout is settled."""
         if event.rollout_id not in self.running:
             return []
         match event:
@@ -114,7 +115,6 @@ class GroupBook(WaitingGroups):
                 return []
 
     def _fork(self, event: ev.RolloutForked) -> list[ev.Command]:
-        """A row of its own, with nothing in it yet."""
         forked, group = self.running[event.rollout_id]
         branch = Rollout(self.next_rollout_id, group.group_id, forked.index)
         self.next_rollout_id += 1
@@ -125,24 +125,24 @@ class GroupBook(WaitingGroups):
         return [ev.StartBranch(branch)]
 
     def ask_turn(self, event: ev.TurnAsked) -> list[ev.Command]:
-        """A rollout's episode wants the model to go on."""
+        """Start a turn that continues a rollout's context."""
         rollout, group = self.running[event.rollout_id]
         turns = rollout.turns
         given_up: list[ev.Command] = []
         if turns and turns[-1].finish_reason is None:
-            # Asked from another loop, it was told of an error and asks again: two that go on would
-            # file their tokens in one place.
+            # The episode asks again after an error, e.g. from another event loop. Two running
+            # turns would append their tokens to one context.
             given_up = self.give_up_turn(event.rollout_id)
         turn = Turn(rollout, event.sampling, event.media)
         turns.append(turn)
         if group.is_evaluation:
             return given_up + self._turns.submit(turn, EVALUATION_PRIORITY)
-        # As group.priority, whose call costs as much again; so it is in what follows.
+        # group.priority inlined: the call would cost as much again.
         priority = group.group_id if group.split_from is None else group.split_from
         return given_up + self._turns.submit(turn, priority)
 
     def give_up_turn(self, rollout_id: int) -> list[ev.Command]:
-        """A rollout's episode wants its turn no more; what was sampled so far stays."""
+        """Cancel the current turn of a rollout; its tokens so far stay in the context."""
         rollout, _ = self.running[rollout_id]
         commands = self._turns.cancel(rollout)
         if rollout.turns[-1].finish_reason is None:
@@ -150,12 +150,12 @@ class GroupBook(WaitingGroups):
         return commands
 
     def _discard_refused(self, rollout: Rollout, tokens: int) -> None:
-        """A turn was refused in its midst, and its episode may go on."""
+        """Count tokens of a turn that was refused after it had begun; its episode may continue."""
         ledger = self._ledger_of(self.running[rollout.rollout_id][1])
         ledger.discard_running(tokens, "refused")
 
     def cut(self, event: ev.RolloutCut) -> list[ev.Command]:
-        """Discard what follows an episode's kept turns: run again, it went another way there."""
+        """Discard the turns after the kept ones: the episode diverged there when it ran again."""
         rollout, group = self.running[event.rollout_id]
         commands = self._turns.cancel(rollout)
         before = rollout.sampled_tokens
@@ -166,7 +166,7 @@ class GroupBook(WaitingGroups):
     # ------------------------------------------------------------ the end of a rollout
 
     def finish(self, event: ev.EpisodeReturned) -> list[ev.Command]:
-        """An episode returned a reward."""
+        """Settle a rollout whose episode returned a reward."""
         rollout, group = self.running[event.rollout_id]
         commands: list[ev.Command] = []
         rows = self._end_rows(rollout, group, commands)
@@ -185,7 +185,7 @@ class GroupBook(WaitingGroups):
     def _end_rows(
         self, rollout: Rollout, group: Group, commands: list[ev.Command]
     ) -> list[Rollout]:
-        """A rollout goes on no more, nor do its branches: those that count for something."""
+        """Stop a rollout and its branches; return its own row, and branches with tokens."""
         del self.running[rollout.rollout_id]
         for turn in rollout.turns:
             if turn.finish_reason is None:
@@ -199,7 +199,7 @@ class GroupBook(WaitingGroups):
         for branch in [row for row in rollout.rows if row is not rollout]:
             del self.running[branch.rollout_id]
             commands += self._turns.cancel(branch)
-            # What was appended after its last turn nobody has sampled from, and no event tells of.
+            # No event has reported tokens appended after its last turn, nor was any turn sampled.
             branch.cut(turns=len(branch.turns))
             for turn in branch.turns:
                 del turn.rollout
@@ -211,7 +211,7 @@ class GroupBook(WaitingGroups):
         return rows
 
     def fail(self, event: ev.EpisodeFailed) -> list[ev.Command]:
-        """An episode raised, timed out or was cancelled."""
+        """Settle a rollout whose episode raised, timed out or was cancelled."""
         rollout, group = self.running[event.rollout_id]
         commands = self.give_up(rollout, group, event.reason)
         if group.is_evaluation:
@@ -230,11 +230,10 @@ class GroupBook(WaitingGroups):
         return [] if reason is None else self.give_up_group(group, reason)
 
     def _needed(self, group: Group) -> int:
-        """Rollouts without which a group can't be trained."""
-        return 1 if group.is_rest else self._needed_mostly  # others of a rest's group were
+        return 1 if group.is_rest else self._needed_mostly  # the rest's siblings were trained
 
     def _judge(self, group: Group) -> str | None:
-        """Why the filter rejects a group, one of whose rollouts has just ended."""
+        """Return the filter's reason to reject a group, one rollout of which has ended, or None."""
         own = group.kept_rewards
         rewards = [*group.sibling_rewards, *own]
         reason = self._prompts.filter.reject(rewards, running=group.running)
@@ -243,7 +242,7 @@ class GroupBook(WaitingGroups):
         return reason
 
     def _end(self, group: Group) -> int:
-        """Its last episode has ended; how many rollouts were kept."""
+        """Move a group whose last episode has ended to the buffer; return its kept rollouts."""
         kept, oldest = group.kept_and_oldest()
         self._note_end(group, self._turns.live_version if oldest is None else oldest)
         return kept
@@ -260,14 +259,14 @@ class GroupBook(WaitingGroups):
         return commands
 
     def give_up_group(self, group: Group, reason: str) -> list[ev.Command]:
-        """Settle a group, running or buffered, as discarded; its place is free for another."""
+        """Settle a group, running or buffered, as discarded, and free its place."""
         commands: list[ev.Command] = []
         for rollout in self.running_of(group):
             commands += [*self.give_up(rollout, group, reason), ev.StopEpisode(rollout)]
         return commands + self.drop(group, reason)
 
     def drop(self, group: Group, reason: str) -> list[ev.Command]:
-        """Settle a buffered group as discarded; its place is free for another."""
+        """Settle a buffered group as discarded, and free its place."""
         self._forget(group)
         commands: list[ev.Command] = []
         for rollout in group.kept:
@@ -276,7 +275,7 @@ class GroupBook(WaitingGroups):
         return commands
 
     def end_evaluations(self) -> list[ev.Command]:
-        """Who asked for them is gone."""
+        """Discard running evaluations: their caller is gone."""
         going_on = [
             (r, g) for r, g in self.running.values() if g.is_evaluation and r.branch_of is None
         ]
@@ -290,7 +289,7 @@ class GroupBook(WaitingGroups):
         return commands
 
     def running_of(self, group: Group) -> list[Rollout]:
-        """The group's rollouts whose episode is going on, without branches."""
+        """Return the group's rollouts whose episode runs, without branches."""
         return [r for r in group.rollouts if r.rollout_id in self.running and r.branch_of is None]
 
     def _discard(self, rollout: Rollout, group: Group, reason: str) -> ev.Command:
@@ -305,7 +304,7 @@ class GroupBook(WaitingGroups):
         return self.evaluation_ledger if group.is_evaluation else self.ledger
 
     def train(self, groups: list[Group], *, oldest_trainable: int) -> list[Rollout]:
-        """These are handed to the trainer; of their tokens, older ones are masked. Their rows."""
+        """Settle groups as trained; mask tokens older than ``oldest_trainable``; return rows."""
         self._forget_batch(groups)
         rows = [row for group in groups for row in group.rollouts if row.state is not DISCARDED]
         lengths = [
@@ -323,7 +322,8 @@ class GroupBook(WaitingGroups):
         return rows
 
     def split(self, group: Group) -> Group:
-        """Part a group from its rollouts that go on: these become a rest, with an id of its own."""
+        """Separate a group's ended rollouts, which are returned, from a rest: the running ones, as
+        a new group."""
         self._forget(group)
         done = [rollout for rollout in group.rollouts if rollout.rollout_id not in self.running]
         part = Group(group.group_id, group.task, group.key, group.digest, group.body, done)
@@ -339,7 +339,7 @@ class GroupBook(WaitingGroups):
         return part
 
     def take_back(self, groups: list[Group]) -> None:
-        """What the trainer made of these was lost with it; they wait again."""
+        """Return trained groups to the buffer, because their batch was undone."""
         for rollout in (rollout for group in groups for rollout in group.kept):
             if masked := rollout.masked_tokens:
                 self.ledger.leave_out(-masked, TOO_OLD)

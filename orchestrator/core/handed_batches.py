@@ -1,9 +1,9 @@
-"""Batches that the trainer has had: which of them it still holds, and which it could still lose.
+"""Batches that the trainer has had: which it still holds, and which a crash could still undo.
 
-The core adds a batch here when it hands it over. A batch holds places in admission until the
-version made from it is live. Its groups are kept as well, because the trainer may say that it left
-some out; where a run must survive a crash, they are kept until the trainer's checkpoint holds the
-batch.
+:class:`Core` adds a batch at its hand-over. A batch holds places in admission (it counts in
+``outstanding_groups``) until the version made from it is live. Its groups are kept as well, because
+the trainer may report rows that it did not train on; a run with a journal keeps them until the
+trainer's checkpoint holds the batch.
 
 A publish does not say which batches its weights were made from. A trainer that asks for the next
 batch during its train step (look-ahead) holds batches that it will train on later, under a newer
@@ -21,63 +21,63 @@ from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout
 
 KEPT_BATCHES = 2
-"""Of a run that need not survive a crash: a trainer that takes rows one by one may be a batch ahead
-of what it trains on, and has said by then which of the batch before it left out."""
+"""Batches kept in a run without a journal: a trainer that takes rows one by one may be a batch
+ahead of what it trains on, and has by then reported what it left out of the batch before."""
 
 
 @dataclass(slots=True)
 class HandedBatch:
-    """One batch that the trainer has had."""
+    """One batch that was handed over."""
 
     number: int
-    """Counts a run's batches from 1."""
+    """Number of the batch in its run, from 1."""
     num_groups: int
-    """Places that it holds in admission."""
+    """Places that the batch holds in admission."""
     trainer_version: int
     """Version at which it is trained; see :attr:`HandedBatches.untrained`."""
     version: int | None = None
-    """First version that was made from it for certain; None until then."""
+    """First version that was certainly made from the batch; None until then."""
     groups: list[Group] = field(default_factory=list)
-    """Kept while the trainer may say what it left out, or a crash lose what it made of them."""
+    """Groups of the batch, kept while rows may be left out or a resume may undo the batch."""
     is_again: bool = False
-    """Whether a resume had undone this batch, and it was handed over again as it was."""
+    """Whether a resume had undone this batch and handed it over again unchanged."""
 
     @property
     def rows(self) -> list[Rollout]:
-        """As they were handed over, in that order."""
+        """Rows of the batch, in the order in which they were handed over."""
         return [row for group in self.groups for row in group.kept]
 
 
 class HandedBatches:
-    """The trainer's batches, as far as they still matter."""
+    """The trainer's batches, as long as admission, left-out rows or a resume need them."""
 
     def __init__(self, *, is_kept: bool) -> None:
         """``is_kept``: whether batches may have to be handed over again after a crash."""
         self.is_kept = is_kept
         self.count = 0
-        """Handed over so far; after a crash, those in the trainer's checkpoint."""
+        """Number of batches handed over; after a resume, of those in the trainer's checkpoint."""
         self.safe = 0
-        """Of those, how many the trainer's checkpoint holds for certain."""
+        """Number of batches that the trainer's checkpoint certainly holds."""
         self.safe_offer = 0
-        """The user's iterator that was in use when they were."""
+        """Number of the user's iterator in use at that checkpoint."""
         self.holding: deque[HandedBatch] = deque()
-        """Those whose version isn't live yet, oldest first."""
+        """Batches whose version isn't live yet, oldest first."""
         self.kept: deque[HandedBatch] = deque()
-        """Those that aren't safe, oldest first; if not ``is_kept``, the last few, and those whose
+        """Batches that aren't safe, oldest first; if not ``is_kept``, the last few, and those whose
         version isn't live yet."""
         self.again: deque[tuple[int, ...]] = deque()
-        """Group ids of the batches that a resume has undone and that are yet to be handed over
-        again, oldest batch first, each in the order it was handed over in."""
+        """Group ids of the batches that a resume has undone and that are still to be handed over
+        again, oldest batch first, each in its original order."""
         self.versions: deque[tuple[int, int]] = deque([(0, 0)])
-        """(version, batches it was made from at most) of each that a resume could go back to."""
+        """(version, most batches it was made from), for versions that a resume could return to."""
         self.covered = 0
-        """Batches that the newest version is known to have been made from."""
+        """Number of batches that the newest version is known to have been made from."""
         self.taken_before = 0
         """Batches handed over between the last two publishes, for each that was tried; 0 if the
         trainer asked for one more that it did not get, because such a trainer catches up in the
         next interval."""
         self.tried = 0
-        """Batches handed over by the publish tried last, if it failed; else 0."""
+        """Number of batches handed over when the last publish failed; 0 if it did not fail."""
         self.failed = 0
         """Publishes that failed since the newest, each with a batch taken before it."""
         self.failed_counted = 0
@@ -89,18 +89,18 @@ class HandedBatches:
 
     @property
     def num_groups(self) -> int:
-        """Groups whose places are held."""
+        """Admission places held by all batches."""
         groups = 0
-        for batch in self.holding:  # asked after every event: a generator takes thrice as long
+        for batch in self.holding:  # read after every event: a generator takes three times as long
             groups += batch.num_groups
         return groups
 
     @property
     def untrained(self) -> int:
-        """Batches that the trainer holds and may not have trained on yet. The next batch is trained
-        after them, and so under the trainer's version plus one for each of them."""
+        """Batches that the trainer may not have trained on yet; each delays the next by 1
+        version."""
         batches = 0
-        for batch in self.holding:  # asked after every event while the trainer waits
+        for batch in self.holding:  # read after every event while the trainer waits
             if batch.version is None:
                 batches += 1
         return batches
@@ -112,22 +112,22 @@ class HandedBatches:
 
     @property
     def unpublished_groups(self) -> int:
-        """Places of batches that no version is known to have been made from."""
+        """Admission places of batches that no version is known to have been made from."""
         groups = 0
-        for batch in self.holding:  # asked as often, while the trainer waits
+        for batch in self.holding:  # read as often
             if batch.version is None:
                 groups += batch.num_groups
         return groups
 
     def __contains__(self, number: int) -> bool:
-        """Whether the trainer may still say what it left out of this batch."""
+        """Whether rows of this batch can still be reported as left out."""
         return any(batch.number == number for batch in self.kept)
 
     def __getitem__(self, number: int) -> HandedBatch:
         return next(batch for batch in self.kept if batch.number == number)
 
     def hand(self, groups: list[Group], trainer_version: int, *, places: int) -> int:
-        """Note a batch handed over now, which holds so many places; its number."""
+        """Add a batch that is handed over now and holds ``places`` places; return its number."""
         self.count += 1
         is_again = bool(self.again)
         if is_again:
@@ -145,7 +145,8 @@ class HandedBatches:
         is_restored: bool = False,
         replaced: int = 0,
     ) -> None:
-        """``version`` was made from one batch at least: from the oldest that the trainer holds.
+        """Note a publish: ``version`` was made from at least the oldest batch that the trainer
+        holds.
 
         It was made from more if the trainer took more in this interval and in the one before:
         a trainer with a fixed look-ahead takes as many between two publishes as it trains on. That
@@ -186,7 +187,7 @@ class HandedBatches:
         and took more than one before it, that publish was made from as many. A publish that failed
         since explains one of those taken.
 
-        Returns whether a batch is known to be trained by this.
+        Returns whether a batch is now known to be trained.
         """
         known = min(self.taken_before, self.taken + 1 - self.failed)
         if known <= self.covered:
@@ -197,8 +198,8 @@ class HandedBatches:
         return self.untrained < before
 
     def assume_trained(self) -> bool:
-        """No batch can fill while the trainer holds so many: the oldest one that it had at the
-        newest publish must be trained by now, or it would hold more than admission allows.
+        """Count one more batch as trained, because no batch can fill while the trainer holds so
+        many.
 
         It may have been trained for a publish that failed; then the next one was not made from it.
         Returns False where that does not follow: it took all of them since that publish, or it
@@ -211,7 +212,7 @@ class HandedBatches:
         return True
 
     def _count_trained(self, batches: int, version: int) -> None:
-        """``version`` was made from so many of the oldest that the trainer holds."""
+        """Assign ``version`` to the oldest ``batches`` batches without one."""
         for batch in self.holding:
             if batches < 1:
                 return
@@ -230,7 +231,7 @@ class HandedBatches:
             self._let_go_of_oldest()
 
     def make_safe(self, batches: int, offer: int) -> None:
-        """The trainer's checkpoint holds what it made of the first ``batches`` batches."""
+        """Note that the trainer's checkpoint holds the result of the first ``batches`` batches."""
         self.safe_offer = offer
         self.safe = max(self.safe, min(batches, self.count))
         while self.kept and self.kept[0].number <= self.safe:
@@ -238,7 +239,7 @@ class HandedBatches:
         self._forget_versions()
 
     def take_back(self, batches: int) -> list[HandedBatch]:
-        """Undo every batch after the first ``batches``, to be handed over again as it was.
+        """Undo every batch after the first ``batches``, to be handed over again unchanged.
 
         Returns them, newest first.
         """
@@ -255,7 +256,7 @@ class HandedBatches:
     def give_back(self) -> HandedBatch:
         """Undo the newest batch, which never reached the trainer; no version was made from it.
 
-        Its groups are selected anew, unless a resume had undone the batch: then it comes as it was.
+        Its groups are selected anew, unless a resume had undone the batch: then it stays as it was.
         """
         (batch,) = self.take_back(self.count - 1)
         if not batch.is_again:
@@ -269,12 +270,12 @@ class HandedBatches:
         self.is_asked_ahead = self.is_short = False
 
     def roll_back(self, version: int) -> None:
-        """The checkpoint's weights go on as ``version``; those made from more are no more."""
+        """Continue the checkpoint's weights as ``version``; forget versions of later batches."""
         self.versions = deque((v, made) for v, made in self.versions if made <= self.count)
         self.versions.append((version, self.count))
 
     def first_lost_version(self, batches: int) -> int | None:
-        """The oldest version made from more than the first ``batches`` batches, if there is one."""
+        """Return the oldest version made from more than the first ``batches`` batches, or None."""
         return min((version for version, made in self.versions if made > batches), default=None)
 
     def _let_go_of_oldest(self) -> None:
@@ -282,7 +283,7 @@ class HandedBatches:
             group.untie()
 
     def _forget_versions(self) -> None:
-        """Only what a resume could go back to: the newest that is safe, and all after it."""
+        """Keep only versions that a resume could return to: the newest safe one, and later ones."""
         unsafe_from = self.safe if self.is_kept else self.count
         while len(self.versions) > 1 and self.versions[1][1] <= unsafe_from:
             self.versions.popleft()

@@ -1,7 +1,7 @@
-"""What becomes of rows that the trainer had and did not train on? They move to other accounts.
+"""Rows that the trainer had but did not train on: moves their tokens to a discard account.
 
-A row is a rollout or a branch of one; a rollout is trained as long as one of its rows is. It knows
-the batch that they were in, and neither why they were left out nor when the trainer says so.
+:class:`Core` calls it for :class:`RowsDiscarded`, and when a batch is undone. A row is a rollout or
+a branch of one; a rollout counts as trained while one of its rows does.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,8 @@ def leave_out(
     groups: GroupBook,
     trained: TrainedCounts,
 ) -> None:
-    """The trainer has not trained on these of a batch's rows; those left out already stay so."""
+    """Count these of a batch's rows (indices in :attr:`HandedBatch.rows`) as not trained; rows left
+    out before stay so."""
     rows = batch.rows
     chosen = [rows[place] for place in sorted({*places})]
     chosen = [row for row in chosen if row.discard_reason is None]
@@ -38,7 +39,7 @@ def leave_out(
 
 
 def take_back(batch: HandedBatch, groups: GroupBook, trained: TrainedCounts) -> None:
-    """A batch is undone, to be handed over again: whole, whatever was left out of it."""
+    """Undo a whole batch, rows left out of it included, so that it can be handed over again."""
     roots = [row for row in batch.rows if row.branch_of is None]
     trained.count([root for root in roots if _is_trained(root)], batch.trainer_version, -1)
     keys = _keys(batch)
@@ -54,12 +55,10 @@ def take_back(batch: HandedBatch, groups: GroupBook, trained: TrainedCounts) -> 
 
 
 def _keys(batch: HandedBatch) -> dict[int, TaskKey | None]:
-    """Which task each group is of."""
     return {group.group_id: group.key for group in batch.groups}
 
 
 def _roots(rows: Iterable[Rollout]) -> list[Rollout]:
-    """The rollouts that rows are of, each once."""
     return list({root.rollout_id: root for root in (row.root for row in rows)}.values())
 
 

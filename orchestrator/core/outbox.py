@@ -1,8 +1,9 @@
-"""Messages about to be sent to engines, collected until the loop's next turn.
+"""Outgoing messages to engines, collected until the event loop's next iteration.
 
-Each message sent by itself wakes ZeroMQ's thread, which costs more than all else about it; so turns
-for one engine travel together where it takes them so. A turn that can't be sent ends itself and no
-other: whoever owns the outbox is told.
+The scheduler's side for engines owns one; it has nothing to do with the journal and keeps nothing
+over a crash. Each single send wakes ZeroMQ's I/O thread, which costs more than all else about it,
+so turns for one engine are sent as one ``SubmitTurns`` where the engine accepts that. A turn that
+can't be sent fails alone: the owner is told through ``on_refused``.
 """
 
 import asyncio
@@ -13,14 +14,14 @@ from tidegate.transport.messages import Message, SubmitTurn, SubmitTurns
 from tidegate.transport.scoring import ScoreTokens
 
 CONTEXT_BYTES_TOGETHER_MAX = 1024 * 1024
-"""What turns bring along, of the 4 MiB that their frame may have: the rest is for options."""
+"""Context bytes in one message, of the 4 MiB that a frame may have; the rest is for options."""
 
 TURNS_TOGETHER_MAX = 256
-"""More would keep an engine from its next step while it reads them."""
+"""Turns in one message; more would delay the engine's next step while it reads them."""
 
 
 class Outbox:
-    """Messages in the order in which each engine gets them."""
+    """Queue of messages, in the order in which each engine receives them."""
 
     def __init__(
         self,
@@ -30,9 +31,9 @@ class Outbox:
         on_refused: Callable[[str, SubmitTurn | ScoreTokens, BadFrame], None],
         on_error: Callable[[BaseException], None],
     ) -> None:
-        """``on_refused`` is told of a turn, or a request to score, that no frame holds, and of the
-        engine it was for; ``on_error`` of any other message that can't be sent: a defect of ours.
-        """
+        """``on_refused`` is called with an engine and a turn, or a scoring request, that fits no
+        frame; ``on_error`` with the error of any other message that can't be sent, which is a bug
+        of Tidegate."""
         self._send = send
         self._takes_turns_together = takes_turns_together
         self._on_refused = on_refused
@@ -40,14 +41,14 @@ class Outbox:
         self._posted: list[tuple[str, Message]] = []
 
     def send(self, outgoing: Sequence[tuple[str, Message]]) -> None:
-        """Send messages now, after all that was posted before."""
+        """Send messages now, after all messages posted before."""
         posted, self._posted = self._posted, []
         together: dict[str, list[SubmitTurn]] = {}
         for engine, message in (*posted, *outgoing):
             if isinstance(message, SubmitTurn):
                 together.setdefault(engine, []).append(message)
                 continue
-            if engine in together:  # what it is told next may be about these
+            if engine in together:  # this message may refer to the turns before it
                 self._send_turns(engine, together.pop(engine))
             if isinstance(message, ScoreTokens):
                 self._send_or_refuse(engine, message)
@@ -72,7 +73,7 @@ class Outbox:
         try:
             self._send(engine, message)
         except BadFrame as error:
-            # Later, for what follows may be more turns, while this may be called for one of them.
+            # Deferred, because a refusal may start other turns while this loop sends some.
             loop = asyncio.get_running_loop()
             loop.call_soon(self._on_refused, engine, message, error)
 
@@ -82,13 +83,13 @@ class Outbox:
             return
         try:
             self._send(engine, SubmitTurns(turns=turns))
-        except BadFrame:  # their options are as large as that
+        except BadFrame:  # their options make the frame too large
             middle = len(turns) // 2
             self._send_part(engine, turns[:middle])
             self._send_part(engine, turns[middle:])
 
     def post(self, engine: str, message: Message) -> None:
-        """Send a message soon, together with others."""
+        """Queue a message, to be sent with others in the loop's next iteration."""
         if not self._posted:
             asyncio.get_running_loop().call_soon(self._send_posted)
         self._posted.append((engine, message))
@@ -96,12 +97,12 @@ class Outbox:
     def _send_posted(self) -> None:
         try:
             self.send(())
-        except Exception as error:  # noqa: BLE001 - nobody else would hear of it, and wait for ever
+        except Exception as error:  # noqa: BLE001 - unreported, it would leave turns waiting for ever
             self._on_error(error)
 
 
 def _parts(turns: list[SubmitTurn]) -> Iterator[list[SubmitTurn]]:
-    """As many at once as may travel together, in order."""
+    """Yield the turns in order, in parts that fit one message each."""
     part: list[SubmitTurn] = []
     context_bytes = 0
     for turn in turns:

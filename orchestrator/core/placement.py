@@ -1,8 +1,7 @@
-"""Which engine does a turn go to, and when does it go on elsewhere? By load and policy.
+"""Choice of the engine for each turn, by load and by the routing and straggler policies.
 
-It knows which engines may get turns and how full they are. All of that follows from the engines and
-their turns: nothing here needs saving, and a core that lives through its events again chooses the
-same engines.
+:class:`TurnBook` calls it. It derives everything from the engines and their turns, so it is not
+saved with the core: a core that replays its events chooses the same engines.
 """
 
 from collections.abc import Iterator
@@ -20,62 +19,62 @@ from tidegate.transport.media import MediaKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRules:
-    """By which policies engines are chosen."""
+    """Policies by which engines are chosen."""
 
     routing: Routing = field(default_factory=LeastLoaded)
     speeds: EngineSpeeds | None = None
-    """What engines' slots are weighed by; None takes all for equally fast."""
+    """Weights of engines' slots; None takes all engines for equally fast."""
     stragglers: Stragglers | None = None
-    """None leaves every turn where it is."""
+    """Policy that moves running turns; None leaves every turn where it is."""
 
 
 @dataclass(slots=True)
 class EngineTurns:
-    """One engine and the turns it has."""
+    """One engine and the turns that it has."""
 
     weight_version: int
     max_running_turns: int
     epoch: int = 0
     submissions: dict[int, Turn] = field(default_factory=dict)
-    """The turns that were sent to it, by handle."""
+    """Turns sent to the engine, by handle."""
     missing: list[int] = field(default_factory=list)
-    """Submissions that it did not hold when it said hello after a break."""
+    """Handles that the engine did not hold when it reconnected."""
     replay_until: int = 0
-    """Those of them that are left once its steps before this seq are in were lost."""
+    """Seq at which a replay ends; turns that are in ``missing`` then were lost."""
     is_away: bool = False
-    """Whether it is yet to come back, after a resume."""
+    """Whether the engine has not reconnected yet after a resume."""
     speed: float = 1.0
-    """What its slots are weighed by."""
+    """Factor by which its slots are weighed."""
     media: tuple[MediaKind, ...] = ()
-    """What it reads beside tokens."""
+    """Kinds of media that its model reads."""
     filing: Filing = field(default_factory=Filing)
 
 
 class Placement:
-    """The engines of a turn book, ordered by load."""
+    """Engines that can take turns, ordered by load."""
 
     def __init__(self, engines: dict[str, EngineTurns], rules: PlacementRules) -> None:
         self._engines = engines
         self._rules = rules
         self.watches_steps = rules.speeds is not None or rules.stragglers is not None
-        """Whether anything is to be done after a step; mostly there isn't, and steps are many."""
+        """Whether a policy needs to see steps. Mostly none does, and steps are many."""
         self._is_by_load = type(rules.routing) is LeastLoaded
-        """Then nothing need be known of the turn; turns are many."""
+        """Whether routing is by load alone, so that nothing about the turn must be computed."""
         self._open: EngineLoads | None = None
-        """Engines that may get any turn; None: to be looked at anew."""
+        """Loads of engines that may get any turn; None if they must be computed anew."""
         self._reserved: frozenset[str] = frozenset()
-        """Engines for stragglers."""
+        """Names of engines reserved for stragglers."""
         self._open_reserved = EngineLoads()
-        """Those of them that may get turns."""
+        """Loads of reserved engines that may get turns."""
 
     # ------------------------------------------------------------ what has changed
 
     def forget(self) -> None:
-        """Engines came or went, or more than one has changed: look at all of them anew."""
+        """Compute all loads anew at the next choice: engines came or left, or several changed."""
         self._open = None
 
     def rank(self, name: str, live_version: int) -> None:
-        """An engine's turns, weights or speed have changed."""
+        """Update the load of one engine whose turns, weights or speed have changed."""
         loads = self._open
         if loads is None:
             return
@@ -88,12 +87,12 @@ class Placement:
             loads.discard(name)
 
     def first_speed(self, name: str) -> float:
-        """Of an engine that is about to join the others."""
+        """Return the initial speed of an engine that is about to join."""
         speeds = self._rules.speeds
         return speeds.first(name, [e.speed for e in self._engines.values()]) if speeds else 1.0
 
     def measure(self, event: StepArrived, live_version: int) -> None:
-        """A step shows how fast its engine is."""
+        """Update an engine's speed from a step."""
         speeds, engine = self._rules.speeds, self._engines[event.engine]
         if speeds is None:
             return
@@ -120,16 +119,16 @@ class Placement:
     # ------------------------------------------------------------ choosing
 
     def has_any(self, live_version: int) -> bool:
-        """Whether a turn could be sent anywhere now."""
+        """Whether any engine can take a turn now."""
         return bool(self._loads(live_version).names or self._open_reserved.names)
 
     def is_open(self, name: str, live_version: int) -> bool:
-        """Whether turns may be sent there now."""
+        """Whether this engine can take turns now."""
         loads = self._loads(live_version)
         return name in (self._open_reserved if name in self._reserved else loads)
 
     def choose(self, turn: Turn, number: int, live_version: int) -> str | None:
-        """Whom a turn goes to that is on no engine; None if there is nobody."""
+        """Return the engine for a turn that is on none; None if no engine can take it now."""
         loads = self._open
         if loads is None:
             loads = self._loads(live_version)
@@ -150,12 +149,12 @@ class Placement:
         return self._rules.routing.choose(loads, to_route)
 
     def takes_media(self, name: str, turn: Turn) -> bool:
-        """Whether an engine reads all that a turn's context has beside tokens."""
+        """Whether an engine reads all media of a turn's context."""
         return {each.kind for each in turn.rollout.media} <= {*self._engines[name].media}
 
     def _loads_for_media(self, turn: Turn, live_version: int) -> EngineLoads:
-        """Of engines that may get this turn. Made anew for each, for such turns cost much more than
-        that; and stragglers' engines are like any other to them, for few may read media at all."""
+        """Return the loads of engines that read a turn's media; of reserved ones too, because few
+        may. Computed for each such turn, which costs far more than that."""
         loads = EngineLoads()
         for name, engine in self._engines.items():
             if self.is_open(name, live_version) and self.takes_media(name, turn):
@@ -171,11 +170,11 @@ class Placement:
     # ------------------------------------------------------------ moving
 
     def moves(self, event: StepArrived, live_version: int) -> list[Move]:
-        """Which turns are to go on elsewhere, if this step is one at which all are looked at.
+        """Return the turns to move, if this step is one at which all turns are checked.
 
-        Each engine's turn to cause that look comes once in ``check_steps`` steps times engines, at
-        steps of its own, so all are looked at once for about ``check_steps`` steps of an engine,
-        whichever engines stand still.
+        With E engines, each triggers a check once in ``check_steps * E`` of its steps, and each at
+        other steps. So all turns are checked about once in ``check_steps`` steps of an engine, even
+        if some engines stand still.
         """
         stragglers = self._rules.stragglers
         if stragglers is None:
@@ -203,7 +202,7 @@ def _running(engine: EngineTurns) -> Iterator[RunningTurn]:
 
 
 def _kv_engine(turn: Turn) -> str | None:
-    """Who sampled the last tokens of its rollout, in this turn or the one before."""
+    """Return the engine that sampled the rollout's last tokens, in this turn or the one before."""
     for earlier in reversed(turn.rollout.turns[-2:]):
         if earlier.runs:
             return earlier.runs[-1].engine

@@ -1,4 +1,7 @@
-"""What were the rollouts of each prompt rewarded with? Known by the task's digest, for a filter."""
+"""Reward history of each task, by its digest, for group filters that use it.
+
+:class:`GroupBook` notes rewards; :class:`Core` asks whether to skip a task at its admission.
+"""
 
 from collections.abc import Sequence
 
@@ -6,22 +9,22 @@ from tidegate.policies.filters import GroupFilter, PromptHistory
 
 
 class Prompts:
-    """The history of every prompt of a run, where its filter asks for it."""
+    """Reward histories of all tasks of a run, kept only if its filter uses them."""
 
     def __init__(self, group_filter: GroupFilter) -> None:
         self.filter = group_filter
         self.histories: dict[bytes, PromptHistory] = {}
-        """By the task's digest."""
+        """Histories by the task's digest."""
         self.passed_over = 0
-        """Tasks for which nothing was generated."""
+        """Number of tasks skipped before anything was generated."""
 
     def note(self, digest: bytes, rewards: Sequence[float]) -> None:
-        """A group of this prompt has ended."""
+        """Add the rewards of a task's group that has ended."""
         if digest and self.filter.uses_history:
             self.histories[digest] = self.histories.get(digest, PromptHistory()).after(rewards)
 
     def pass_over(self, digest: bytes) -> bool:
-        """Whether a task is passed over; that is counted."""
+        """Return whether to skip a task, and count it if so."""
         history = self.histories.get(digest)
         is_passed_over = history is not None and self.filter.skip(history)
         self.passed_over += is_passed_over

@@ -1,6 +1,7 @@
-"""Whose weights sampled a turn's tokens, and made the KV they attended to? In spans of one answer.
+"""Provenance of a turn's tokens: which version sampled them, and which versions computed their KV.
 
-It knows versions and places within a turn; not what the tokens are.
+:class:`Turn` records version runs and prefills; :func:`spans_of` turns them into
+:class:`VersionSpan` for recorders, audits and users.
 """
 
 import itertools
@@ -25,12 +26,12 @@ class VersionSpan:
     """Provenance of a turn's output tokens ``[start, end)``."""
 
     version: int
-    """The weights that sampled them."""
+    """Version that sampled these tokens."""
     start: int
     end: int
     engine: str
     kv: KvRange | None
-    """Whose weights computed the KV they attended to; None where the engine can't tell."""
+    """Versions that computed the KV they attended to; None where the engine can't tell."""
 
     @property
     def kv_label(self) -> str:
@@ -43,7 +44,7 @@ class VersionSpan:
 
 
 class VersionRun(Struct, frozen=True, gc=False):
-    """From output token ``start`` of its turn on, ``version`` sampled, on ``engine``."""
+    """From output token ``start`` of its turn on, ``version`` sampled on ``engine``."""
 
     version: int
     start: int
@@ -51,22 +52,22 @@ class VersionRun(Struct, frozen=True, gc=False):
 
 
 class TurnPrefill(Struct, frozen=True, gc=False):
-    """From output token ``at`` on, the KV of everything before was computed as ``spans`` say."""
+    """Prefill before output token ``at``; ``spans`` say which versions computed its KV."""
 
     at: int
     spans: tuple[KvSpan, ...]
-    """Over the context positions ``[0, turn.start + at)``, gapless."""
+    """Spans over the context positions ``[0, turn.start + at)``, without gaps."""
 
 
 def spans_of(
     runs: Sequence[VersionRun], prefills: Sequence[TurnPrefill], length: int
 ) -> Iterator[VersionSpan]:
-    """Cut a turn of so many tokens where the version, the engine or the KV history changes.
+    """Yield maximal spans of a turn of ``length`` tokens with one version, engine and KV history.
 
-    A pass begins with a prefill, whose spans give the range of KV versions; every token sampled
-    then widens it by its own version, for the position it was sampled from is computed with it.
-    An engine that a turn moves to and that tells no prefill leaves the KV unknown: it may have
-    computed the context with any version, or had the KV of some of it.
+    A prefill gives the range of KV versions at its token. Every token sampled after it widens the
+    range by its own version, because it computes the KV of the position it was sampled from. If a
+    turn moves to an engine that reports no prefill, its KV is unknown: the engine may have computed
+    the context with any version, or had cached KV of some of it.
     """
     run_at = {run.start: run for run in runs}
     prefill_at = {prefill.at: prefill for prefill in prefills}

@@ -1,8 +1,8 @@
-"""What is a rollout made of? Plain slotted objects that tokens are appended to.
+"""Rollouts and turns: slotted objects whose context grows as tokens are appended.
 
-They know nothing of engines' whereabouts, asyncio or torch. A rollout's context (prompts, sampled
-tokens, observations, in the order the model saw them) is one growing array, so the row a trainer
-gets is exactly what the engine read and wrote.
+The core owns them; episodes, batches and recorders read them. A rollout's context (prompts, sampled
+tokens and observations, in the order the model saw them) is one growing array, so the row that a
+trainer gets is exactly what the engine read and wrote. No asyncio and no torch.
 """
 
 from array import array
@@ -19,17 +19,17 @@ from tidegate.transport.messages import SamplingParams
 
 
 class HeldBack(Protocol):
-    """Sampled tokens that are counted already, and put into rollouts when somebody looks."""
+    """Sampled tokens that are counted, but not in their turns' contexts before :meth:`settle`."""
 
     tokens_each: int
-    """Of every turn that holds it."""
+    """Collected tokens of each turn that refers to this."""
 
     def settle(self) -> None:
-        """Put them there now."""
+        """Append the tokens to the contexts now."""
 
 
 class Turn:
-    """One generation call within a rollout: a slice of its context, and who produced it."""
+    """One generation call within a rollout: a slice of its context, with provenance."""
 
     __slots__ = (
         "details",
@@ -60,16 +60,16 @@ class Turn:
         self, rollout: "Rollout", sampling: SamplingParams, media: tuple[Media, ...] = ()
     ) -> None:
         self.rollout = rollout
-        """What it belongs to; deleted once that has ended. Else each would keep the other, until
-        garbage is collected: rollouts are the most of what there is to collect."""
+        """Rollout of the turn. Deleted once the turn has ended, because the cycle would keep both
+        until the garbage collector runs, and rollouts are most of what it would collect."""
         self.rollout_id = rollout.rollout_id
         self.number = len(rollout.turns)
-        """Which turn of its rollout it is, from 0."""
+        """Number of the turn in its rollout, from 0."""
         self.filed_token_ids = rollout.filed_token_ids
         self.filed_logprobs = rollout.filed_logprobs
         self.sampling = sampling
         self.media = media
-        """What the context was given beside tokens since the turn before."""
+        """Media added to the context since the previous turn."""
         if media:
             rollout.may_have_media = True
         if self.number:
@@ -77,31 +77,31 @@ class Turn:
         self.start = len(self.filed_token_ids)
         """Index in the rollout's context of the first output token."""
         self.filed = 0
-        """Output tokens that are in the rollout's context."""
+        """Number of output tokens that are in the rollout's context."""
         self.held_back: HeldBack | None = None
-        """Where the tokens that follow them are."""
+        """Collection that holds the tokens after those; None if there are none."""
         self.runs: list[VersionRun] = []
         self.prefills: Sequence[TurnPrefill] = ()
         self.finish_reason: str | None = None
-        """``stop`` or ``length``; None while it goes on."""
+        """``stop``, ``length``, ``cancelled`` or ``refused``; None while the turn runs."""
         self.place: tuple[str, int] | None = None
-        """The engine that has it now and the handle there, for the turn book to find it again."""
+        """(engine, handle) of the submission; None while the turn is on no engine."""
         self.priority = 0
-        """In the queue of that engine."""
+        """Priority in that engine's queue."""
         self.sampled_before = 0
-        """Its output tokens when it was sent there."""
+        """Number of output tokens when the turn was sent to that engine."""
         self.sampled_by = -1
-        """The version that its last tokens are of; -1: none is from there yet."""
+        """Version of the newest token from that engine; -1 before the first."""
         self.is_evaluation = rollout.group_id < 0
         self.losses = 0
-        """Engines that were lost while they had this turn."""
+        """Number of engines that were lost while they had this turn."""
         self.losses_in_vain = 0
-        """The last of them, without a token of this turn in between."""
+        """Number of the last such losses without a token of this turn in between."""
         self.reward: float | None = None
-        """Its own, beside that of its rollout; None: its episode gave none."""
+        """Reward of this turn alone, beside the rollout's; None if the episode gave none."""
         wants_details = sampling.top_logprobs or sampling.raw_logprobs
         self.details = TurnDetails(sampling) if wants_details else None
-        """What it asked to be told of its tokens, if anything."""
+        """Raw log-probs and likeliest tokens; None if the turn asked for neither."""
 
     @classmethod
     def restored(
@@ -116,7 +116,7 @@ class Turn:
         finish_reason: str | None,
         media: tuple[Media, ...] = (),
     ) -> "Turn":
-        """A turn of a rollout whose context has its tokens already."""
+        """Make a turn of a rollout whose context has the turn's tokens already."""
         turn = cls(rollout, sampling, media)
         turn.start, turn.filed, turn.finish_reason = start, length, finish_reason
         turn.runs, turn.prefills = list(runs), list(prefills)
@@ -124,33 +124,33 @@ class Turn:
 
     @property
     def length(self) -> int:
-        """Output tokens so far."""
+        """Number of output tokens so far."""
         held_back = self.held_back
         return self.filed if held_back is None else self.filed + held_back.tokens_each
 
     def settle(self) -> None:
-        """File what is held back of it."""
+        """Append the turn's collected tokens to the context."""
         if self.held_back is not None:
             self.held_back.settle()
 
     def token_ids_from(self, index: int) -> "array[int]":
-        """The output tokens from this one on, copied."""
+        """Return a copy of the output tokens from index ``index`` on."""
         self.settle()
         return self.filed_token_ids[self.start + index : self.start + self.filed]
 
     @property
     def token_ids(self) -> "array[int]":
-        """The output tokens so far, copied."""
+        """Copy of the output tokens so far."""
         return self.token_ids_from(0)
 
     @property
     def logprobs(self) -> "array[float]":
-        """Their log-probabilities under the distribution they were drawn from, copied."""
+        """Copy of the output tokens' log-probs, under the distribution they were sampled from."""
         self.settle()
         return self.filed_logprobs[self.start : self.start + self.filed]
 
     def append(self, token_id: int, logprob: float, version: int, engine: str) -> None:
-        """Take in one sampled token."""
+        """Append one sampled token."""
         self.begin_run(version, engine)
         rollout = self.rollout
         rollout.token_ids.append(token_id)
@@ -158,17 +158,17 @@ class Turn:
         self.filed += 1
 
     def begin_run(self, version: int, engine: str) -> None:
-        """The next token is sampled by ``version`` on ``engine``."""
+        """Note that the next token is sampled by ``version`` on ``engine``."""
         self.sampled_by = version
         runs = self.runs
         if runs and runs[-1].version == version and runs[-1].engine == engine:
             return
-        held_back = self.held_back  # as in length: each turn comes by here
+        held_back = self.held_back  # length inlined: every turn calls this
         start = self.filed if held_back is None else self.filed + held_back.tokens_each
         runs.append(VersionRun(version, start, engine))
 
     def take_back(self) -> int:
-        """Leave its context as it was before this turn, the newest; so many tokens are gone."""
+        """Remove this turn's tokens, the newest of the context; return their number."""
         tokens, rollout = self.length, self.rollout
         del rollout.token_ids[self.start :], rollout.logprobs[self.start :]
         self.filed, self.held_back = 0, None
@@ -176,21 +176,21 @@ class Turn:
         return tokens
 
     def spans(self) -> list[VersionSpan]:
-        """Provenance of the output tokens, as maximal runs with one answer."""
+        """Return the provenance of the output tokens, as maximal spans."""
         return list(spans_of(self.runs, self.prefills, self.length))
 
 
 class RolloutState(StrEnum):
-    """Where a rollout is in its life."""
+    """State of a rollout."""
 
     RUNNING = "running"
-    """Its episode is going on."""
+    """Its episode runs."""
     FINISHED = "finished"
     """It has a reward and waits for its group, or for the trainer."""
     EVALUATED = "evaluated"
     """It has a reward and was for measuring only."""
     TRAINED = "trained"
-    """It was handed to the trainer. If that left it out, ``discard_reason`` says why."""
+    """It was handed to the trainer. If the trainer left it out, ``discard_reason`` says why."""
     DISCARDED = "discarded"
     """It will never be trained; ``discard_reason`` says why."""
 
@@ -201,12 +201,12 @@ RUNNING, FINISHED, TRAINED, DISCARDED = (
     RolloutState.TRAINED,
     RolloutState.DISCARDED,
 )
-"""To look a member up in its class takes as long as a short method, and each rollout's state is
-looked at eight times."""
+"""Members as module names, because an enum lookup takes as long as a short method, and each
+rollout's state is read eight times."""
 
 
 class Rollout:
-    """One attempt at a prompt: its context, its turns, its reward; or a branch of one."""
+    """One attempt at a task, or a branch of one: its context, turns and reward."""
 
     __slots__ = (
         "branch_of",
@@ -233,24 +233,24 @@ class Rollout:
         """Place in the group, 0 <= index < group_size."""
         self.turns: list[Turn] = []
         self.filed_token_ids: array[int] = array("i")
-        """As :attr:`token_ids`, for who knows that nothing is held back."""
+        """The array of :attr:`token_ids`, for callers that know that nothing is held back."""
         self.filed_logprobs: array[float] = array("f")
         self.may_have_media = False
-        """Whether a turn was ever given any: hardly one is, and each is asked."""
+        """Whether a turn ever had media: hardly one has, and every submission checks."""
         self.reward: float | None = None
         self.state = RUNNING
         self.discard_reason: str | None = None
         self.ended_s = nan
-        """When its episode ended, by the clock of the run's loop: for figures. Nothing is decided
-        by it, and no journal has it."""
+        """When its episode ended, on the run loop's clock; only for figures, never for decisions,
+        and not in the journal."""
         self.oldest_trainable = 0
-        """Tokens of older versions are masked, and not trained on; known when it is handed over."""
+        """Tokens of older versions are masked. Set when the rollout is handed over."""
         self.branch_of: Rollout | None = None
-        """Of a branch: the row that it was forked from. What it has from there was given to it."""
+        """For a branch: the row that it was forked from, which gave it its first context."""
         self.fork_reason = ""
-        """Of a branch: why there is one."""
+        """For a branch: why it was forked."""
         self.branches: tuple[Rollout, ...] = ()
-        """Rows forked from this one, in order; they end with it, with its reward."""
+        """Rows forked from this one, in order; they end with it and get its reward."""
 
     @property
     def root(self) -> "Rollout":
@@ -262,13 +262,13 @@ class Rollout:
 
     @property
     def rows(self) -> "Iterator[Rollout]":
-        """This one and all that was forked from it: a context each."""
+        """This row and all rows forked from it, each with its own context."""
         yield self
         for branch in self.branches:
             yield from branch.rows
 
     def leave_out(self) -> None:
-        """Take a branch out from between the row it was forked from and those forked from it."""
+        """Remove a branch from the tree: its own branches become branches of its parent."""
         forked = self.branch_of
         assert forked is not None, "only a branch can be left out"
         for branch in self.branches:
@@ -279,38 +279,38 @@ class Rollout:
     def extend(self, token_ids: "array[int] | list[int]") -> None:
         """Append given tokens (a prompt, an observation) to the context."""
         if not isinstance(token_ids, array):
-            token_ids = token_array(token_ids)  # refuses what is no token id before any change
+            token_ids = token_array(token_ids)  # raises for an invalid id before any change
         if self.turns:
             self.settle()
         self.filed_token_ids.extend(token_ids)
         self.filed_logprobs.frombytes(bytes(4 * len(token_ids)))  # 0.0 each
 
     def settle(self) -> None:
-        """File what is held back of it."""
+        """Append the collected tokens of its last turn to the context."""
         turns = self.turns
         if turns and (held_back := turns[-1].held_back) is not None:
             held_back.settle()
 
     @property
     def token_ids(self) -> "array[int]":
-        """Everything the model read and wrote, in order; always the same array."""
+        """Context: everything the model read and wrote, in order; always the same array."""
         self.settle()
         return self.filed_token_ids
 
     @property
     def logprobs(self) -> "array[float]":
-        """One per token of the context; 0.0 where it was given, not sampled."""
+        """One log-prob per token of the context; 0.0 where the token was given, not sampled."""
         self.settle()
         return self.filed_logprobs
 
     @property
     def media(self) -> list[Media]:
-        """What its turns were given beside tokens, in order."""
+        """Media of all turns, in order."""
         return [each for turn in self.turns for each in turn.media]
 
     @property
     def sampled_end(self) -> int:
-        """Index in the context after the last turn's tokens: what follows was given since."""
+        """Index in the context after the last turn's tokens; what follows was given since."""
         return self.turns[-1].start + self.turns[-1].length if self.turns else 0
 
     def cut(self, *, turns: int) -> None:
@@ -326,9 +326,9 @@ class Rollout:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that the model produced, over all turns."""
+        """Number of tokens that the model sampled, over all turns."""
         tokens = 0
-        for turn in self.turns:  # asked thrice of each rollout: a property's call costs as much
+        for turn in self.turns:  # length inlined: the property's call would cost as much again
             tokens += turn.filed
             if turn.held_back is not None:
                 tokens += turn.held_back.tokens_each
@@ -336,13 +336,13 @@ class Rollout:
 
     @property
     def tokens_of_all_rows(self) -> int:
-        """Those, and what was sampled in what was forked from it."""
+        """Number of tokens sampled in this row and all rows forked from it."""
         tokens = self.sampled_tokens
         return tokens + sum(branch.tokens_of_all_rows for branch in self.branches)
 
     @property
     def masked_tokens(self) -> int:
-        """Sampled tokens too old to be trained on."""
+        """Number of sampled tokens too old to be trained on."""
         if not self.oldest_trainable:
             return 0
         return sum(
@@ -353,8 +353,8 @@ class Rollout:
         )
 
     def trained_versions(self) -> tuple[int, bool] | None:
-        """The oldest weights that sampled one of its tokens that is not masked, and whether others
-        sampled any token; None: all are masked."""
+        """Return the oldest version of unmasked tokens, and whether any token has another; None if
+        all are masked."""
         oldest = newest = -1
         floor = self.oldest_trainable
         for turn in self.turns:
@@ -368,13 +368,13 @@ class Rollout:
 
     @property
     def oldest_trained_version(self) -> int | None:
-        """The oldest weights that sampled one of its tokens that is not masked; None: none is."""
+        """Oldest version of its unmasked tokens; None if there are none."""
         versions = self.trained_versions()
         return None if versions is None else versions[0]
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest weights that sampled one of its tokens; None before the first token."""
+        """Oldest version that sampled one of its tokens; None before the first token."""
         oldest = None
         for turn in self.turns:
             for run in turn.runs:
@@ -384,7 +384,7 @@ class Rollout:
 
     @property
     def newest_version(self) -> int | None:
-        """The newest weights that sampled one of its tokens; None before the first token."""
+        """Newest version that sampled one of its tokens; None before the first token."""
         newest = None
         for turn in self.turns:
             for run in turn.runs:

@@ -1,7 +1,8 @@
-"""Rules of a core: every policy it decides by, as objects and as the plain record a journal keeps.
+"""Policies of a core as one record: as objects, and as the plain data in a journal's header.
 
-A journal's header names each policy by a registered name, so reading somebody else's journal never
-imports or calls anything. A user's own class is made only if the caller passes that class.
+``serve`` makes :class:`Rules` from the run's settings; resume, replay and audit make them from a
+header. A header names each policy by a registered name, so reading a foreign journal never imports
+or calls anything. A user's own class is used only if the caller passes that class.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ OUR_PACKAGE = "tidegate."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """A core's policies. Their record makes an equal core anywhere."""
+    """All policies of a core. Its record makes an equal core in another process."""
 
     policy: StalenessPolicy
     group_size: int
@@ -68,11 +69,11 @@ OUR_CLASSES: dict[str, type] = {
         LongTailLane,
     )
 }
-"""Classes that a record may name without anybody passing them, by their names there. A name is part
-of the journal's format: it stays when its class is moved or renamed."""
+"""Classes that a record may name without the caller passing them, by their names there. A name is
+part of the journal's format: it stays when its class is moved or renamed."""
 
 RECORD_DEPTH_MAX = 16
-"""Levels of a record. Rules have four; a foreign header may have any number."""
+"""Nesting limit of a record. Rules have four levels; a foreign header may have any number."""
 
 
 def class_name(kind: type) -> str:
@@ -86,7 +87,7 @@ def record_of(value: Any) -> Any:
     """Return rules, or a policy, as plain data.
 
     Raises:
-        ConfigError: a part of it can't be written down.
+        ConfigError: a part of it has no plain form.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         settings = {f.name: record_of(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -117,7 +118,7 @@ def renamed(record: Any) -> Any:
 
 
 def made_of(record: Any, classes: Iterable[type] = ()) -> Any:
-    """Return the object that :func:`record_of` has written down. Imports nothing.
+    """Return the object that :func:`record_of` has written. Imports nothing.
 
     ``classes``: the user's own policies that the record may name.
 
@@ -194,7 +195,7 @@ def check_can_be_made_again(rules: Rules) -> None:
 
 
 def say(record: Any) -> str:
-    """Return a record as text for people."""
+    """Return a record as text for error messages."""
     if not isinstance(record, dict):
         return repr(record)
     settings = ", ".join(f"{name}={say(value)}" for name, value in record.items() if name != CLASS)

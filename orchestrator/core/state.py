@@ -1,8 +1,9 @@
-"""A core's whole state as MessagePack bytes: saved in the journal, loaded after a crash.
+"""Codec of a core's whole state: MessagePack bytes, saved in the journal and loaded after a crash.
 
-Holds everything that the next event could depend on, and nothing else: no task, because those are
-the user's, and nothing that an episode appended and has not told the core yet. Two cores are equal
-if their bytes are.
+:class:`RunJournal` saves and loads snapshots; replays compare :func:`digest`. The state holds
+everything that the next event could depend on, and nothing else: no task that is not plain data,
+because those are the user's, and no tokens that an episode appended but did not report yet. Two
+cores are equal if their bytes are.
 """
 
 import hashlib
@@ -25,11 +26,11 @@ from tidegate.transport.messages import SamplingParams, TokenDetails
 
 
 class Saved(msgspec.Struct, array_like=True):
-    """Base of what is saved."""
+    """Base of saved records."""
 
 
 class SavedTurn(Saved):
-    """A turn; its tokens are in its rollout's context."""
+    """Saved form of a turn; its tokens are in its rollout's context."""
 
     sampling: SamplingParams
     start: int
@@ -47,7 +48,7 @@ class SavedTurn(Saved):
 
 
 class SavedRollout(Saved):
-    """A rollout, with what the core knows of its context."""
+    """Saved form of a rollout and its context, as far as events have reported it."""
 
     rollout_id: int
     index: int
@@ -63,7 +64,7 @@ class SavedRollout(Saved):
 
 
 class SavedGroup(Saved):
-    """A group and all its rollouts."""
+    """Saved form of a group and all its rollouts."""
 
     group_id: int
     key: TaskKey | None
@@ -75,11 +76,11 @@ class SavedGroup(Saved):
     split_from: int | None
     sibling_rewards: list[float]
     body: bytes = b""
-    """The task, if it is plain data."""
+    """The task as bytes, if it is plain data."""
 
 
 class SavedSubmission(Saved):
-    """A turn on an engine: always its rollout's last."""
+    """Saved form of a turn on an engine: always its rollout's last."""
 
     handle: int
     rollout_id: int
@@ -88,7 +89,7 @@ class SavedSubmission(Saved):
 
 
 class SavedEngine(Saved):
-    """An engine and the turns it has."""
+    """Saved form of an engine and the turns it has."""
 
     name: str
     epoch: int
@@ -103,7 +104,7 @@ class SavedEngine(Saved):
 
 
 class SavedBatch(Saved):
-    """A batch that was handed over and still matters."""
+    """Saved form of a batch that was handed over and may still be needed."""
 
     number: int
     num_groups: int
@@ -116,7 +117,7 @@ class SavedBatch(Saved):
 
 
 class SavedLedger(Saved):
-    """The accounts."""
+    """Saved form of a ledger's accounts."""
 
     generated: int
     in_flight: int
@@ -126,19 +127,19 @@ class SavedLedger(Saved):
 
 
 class SavedTurns(Saved):
-    """Which turn is where."""
+    """Saved form of :class:`TurnBook`: which turn is on which engine."""
 
     engines: list[SavedEngine]
     live_version: int
     next_handle: int
     waiting: list[tuple[int, int]]
-    """(rollout id, priority)"""
+    """(rollout id, priority) of turns without an engine."""
     streams: dict[str, tuple[int, int]]
     media_taken: list[MediaKind] = []
 
 
 class SavedTasks(Saved):
-    """Which tasks have been taken."""
+    """Saved form of :class:`TakenTasks`."""
 
     offer: int
     counts: list[tuple[int, int]]
@@ -152,7 +153,7 @@ class SavedTasks(Saved):
 
 
 class SavedTraining(Saved):
-    """What the trainer has had."""
+    """Saved form of the trainer's batches and their counts."""
 
     batches: list[SavedBatch]
     count: int
@@ -175,7 +176,7 @@ class SavedTraining(Saved):
 
 
 class SavedCore(Saved):
-    """All of it."""
+    """Saved form of a core."""
 
     trainer_version: int
     batches_asked: int
@@ -198,7 +199,7 @@ class SavedCore(Saved):
     floors_version: int
     is_paused: bool
     adaptation: int | None
-    """Of the staleness policy."""
+    """State of an adaptive staleness policy; None for others."""
     prompts: list[tuple[bytes, int, float]]
     """(digest, rollouts, total reward)"""
     passed_over: int
@@ -215,7 +216,7 @@ def save(core: Core, *, is_replayed: bool = False) -> bytes:
     In a live core, tokens that an episode appended after its rollout's last turn are left out,
     because no event has reported them yet. ``is_replayed`` is for a core that was made by replaying
     events and runs no episodes: it can have no such tokens, so its contexts are saved whole, and
-    tokens that should not be there make its digest another one.
+    unexpected tokens change its digest.
     """
     groups = core.groups
     evaluations = {id(g): g for _, g in groups.running.values() if g.is_evaluation}
@@ -400,10 +401,10 @@ def _training(core: Core) -> SavedTraining:
 
 
 def load(state: bytes, core: Core) -> None:
-    """Put a fresh ``core`` into a saved state.
+    """Put a new ``core`` into a saved state.
 
     Raises:
-        ValueError: these bytes are no state of this version's.
+        ValueError: these bytes are not a state of this version.
     """
     try:
         saved = _decoder.decode(state)

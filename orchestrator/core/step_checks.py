@@ -1,6 +1,8 @@
-"""Can what a step says be so? Numbers that no engine can have sampled are refused at the door.
+"""Validation of one step message: column lengths, token ids, log-probs, prefills and details.
 
-It looks at one step by itself; whose turns those are, and how far they have come, it doesn't know.
+The fleet calls it on every step before the core sees it, so impossible numbers from a faulty engine
+are refused as :class:`BadFrame`. It checks each step by itself: whether a turn exists or has ended
+is checked in :class:`TurnBook`.
 """
 
 import math
@@ -16,18 +18,18 @@ from tidegate.orchestrator.core.events import StepArrived
 from tidegate.transport.messages import CANCELLED, Prefill, Step
 
 LOGPROB_MAX = 1e-3
-"""A probability may exceed 1 by so much: rounding in half precision."""
+"""Largest accepted log-prob: rounding in half precision may put a probability above 1."""
 
 LOGPROB_MIN = -1e9
-"""Not even a masked-out token's is lower, and one that was sampled was not masked out."""
+"""Smallest accepted log-prob of a sampled token. Even a masked-out token's is not lower."""
 
 FEW_TOKENS = 48
-"""Up to so many are looked at sooner as lists: numpy takes 6 us for any few, and 6 for 128."""
+"""Up to this many values, lists are faster: numpy takes 6 us for any few, and 6 us for 128."""
 
 Buffer: TypeAlias = bytes | memoryview
 
 STEPS_REMEMBERED = 2048
-"""Mostly a step's turns are those of its engine's step before: enough for a thousand engines."""
+"""Cached handle columns; most steps repeat their engine's last. Enough for a thousand engines."""
 
 _FINISH_CODES = bytes(range(CANCELLED + 1))
 
@@ -39,7 +41,7 @@ def step_arrived(engine: str, step: Step, epoch: int = 0) -> StepArrived:
     """Unpack a step's columns.
 
     Raises:
-        BadFrame: their lengths don't agree, or a probability exceeds 1.
+        BadFrame: their lengths don't agree.
     """
     try:
         turns = memoryview(step.turns).cast("I")
@@ -73,10 +75,10 @@ def step_arrived(engine: str, step: Step, epoch: int = 0) -> StepArrived:
 
 
 def are_tokens_fine(steps: Sequence[Step], vocab_size: int) -> bool:
-    """Whether no id and no log-prob in any of these steps is out of range.
+    """Whether every id and log-prob in all of these steps is in range.
 
-    To look at many steps at once takes as long as to look at one. If it says no, they are to be
-    looked at one by one, for some of them are fine; so it does of few, which cost nothing saved.
+    Checking many steps at once costs as much as checking one. False means that the steps must be
+    checked one by one; so it is for few tokens, where nothing would be saved.
     """
     if len(steps) < 2 or not all(_has_whole_columns(step) for step in steps):
         return False
@@ -88,7 +90,7 @@ def are_tokens_fine(steps: Sequence[Step], vocab_size: int) -> bool:
 
 
 def _has_whole_columns(step: Step) -> bool:
-    """Else what follows in the same bytes would be read as other numbers than it is."""
+    """Whether the columns can be joined with those of other steps without shifting their values."""
     nbytes = len(step.token_ids)
     return nbytes == len(step.logprobs) and not nbytes % 4
 
@@ -98,7 +100,8 @@ def check_step(
 ) -> None:
     """Refuse numbers out of range, and a turn that appears twice.
 
-    Not its tokens again if it ``has_fine_tokens``, as :func:`are_tokens_fine` says.
+    Tokens are not checked again if ``has_fine_tokens``, which is :func:`are_tokens_fine` of the
+    steps.
 
     Raises:
         BadFrame: the step can't be true; says which number, and where.
@@ -153,26 +156,26 @@ def _check_tokens(step: StepArrived, vocab_size: int) -> None:
 
 
 def _are_many_fine(token_ids: Buffer, logprobs: Buffer, vocab_size: int) -> tuple[bool, bool]:
-    """Whether all ids are, and all log-probs; there is at least one."""
-    # As unsigned, negative ids are the largest, so one look finds both.
+    """Return whether all ids are in range, and whether all log-probs are; there is at least one."""
+    # As unsigned, negative ids are the largest, so one maximum finds both.
     are_ids = bool(_highest(np.frombuffer(token_ids, np.uint32)) < vocab_size)
     column = np.frombuffer(logprobs, np.float32)  # NaN fails any comparison
     return are_ids, bool(_lowest(column) >= LOGPROB_MIN and _highest(column) <= LOGPROB_MAX)
 
 
 def _are_few_fine(step: StepArrived, vocab_size: int) -> tuple[bool, bool]:
-    """The same, without numpy."""
     token_ids, logprobs = step.token_ids.tolist(), step.logprobs.tolist()
     are_ids = min(token_ids) >= 0 and max(token_ids) < vocab_size
-    # Among others, min and max may pass over a NaN. A sum doesn't.
+    # min and max may skip a NaN; a sum does not.
     is_within = min(logprobs) >= LOGPROB_MIN and max(logprobs) <= LOGPROB_MAX
     return are_ids, is_within and not math.isnan(sum(logprobs))
 
 
 def _check_details(step: StepArrived, tokens: dict[int, int], vocab_size: int) -> None:
-    """Details are of a row with tokens, once, as many for each token; theirs are numbers like any.
+    """Refuse details of a row without tokens, twice for one row, of another length, or out of
+    range.
 
-    But -inf is a log-prob among the likeliest tokens: not all of those could be sampled.
+    A likeliest token may have a log-prob of -inf: not all of them could be sampled.
     """
     for told in step.details:
         count = tokens.pop(told.turn, 0)
@@ -205,7 +208,7 @@ def _check_details(step: StepArrived, tokens: dict[int, int], vocab_size: int) -
 
 
 def _check_prefill(step: StepArrived, prefill: Prefill, tokens: int, newest_version: int) -> None:
-    """A prefill stands in the step of the first token after it, once, and leaves no hole."""
+    """Refuse a prefill that is not in the step of its first token, comes twice, or has gaps."""
     if not tokens:
         raise BadFrame(
             f"step {step.seq}: a prefill of turn {prefill.turn}, which has no token in it, or a "

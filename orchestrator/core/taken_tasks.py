@@ -1,8 +1,8 @@
-"""Bookkeeping of the user's tasks: which were taken, from which iterator, and which are retaken.
+"""Places in the user's task iterators: which tasks were taken, and which are to be taken again.
 
-A task is known by its place: the user gives the same iterators again after a crash, and the run
-continues where it was. Tasks of iterators before the one in use at the checkpoint are not given
-again; those that the journal holds as plain data are taken up from there.
+:class:`Core` keeps one. A task is known by its place: the user gives the same iterators again after
+a crash, and the run continues where it was. Tasks of iterators before the one in use at the
+checkpoint are not given again; those that the journal holds as plain data are taken from there.
 """
 
 from collections import Counter
@@ -13,15 +13,15 @@ from tidegate.orchestrator.core.group import TaskKey
 
 @dataclass(frozen=True, slots=True)
 class ReturnedTask:
-    """A task that was given back, to be taken again."""
+    """A task of a discarded group, to be started again."""
 
     task: object
     body: bytes
-    """As :attr:`~tidegate.orchestrator.core.group.Group.body`."""
+    """The task as bytes, as :attr:`~tidegate.orchestrator.core.group.Group.body`."""
 
 
 class TakenTasks:
-    """Places in the user's iterators."""
+    """Counts of taken tasks by iterator, and the tasks to be taken again."""
 
     def __init__(self) -> None:
         self.offer = -1
@@ -29,11 +29,11 @@ class TakenTasks:
         self.counts: Counter[int] = Counter()
         """Number of tasks taken, by iterator."""
         self.requeued: dict[TaskKey, ReturnedTask] = {}
-        """Tasks that were given back, and not taken again yet."""
+        """Tasks that were put back and not taken again yet."""
         self.episodes: dict[int, str] = {}
         """Name of the episode function of each iterator that has tasks left; empty if unknown."""
         self.gone_before = 0
-        """Iterators below this number are not given again: a crash has parted the run from them."""
+        """Iterators below this number precede the resumed checkpoint's, and are not given again."""
         self.gone = 0
         """Number of unfinished tasks that the newest resume had to drop."""
         self.is_continued = False
@@ -45,7 +45,7 @@ class TakenTasks:
         return self.counts[self.offer]
 
     def begin(self, episode: str = "", used: "set[int] | None" = None) -> None:
-        """The user gives an iterator; ``used``: those that groups have tasks of."""
+        """Begin a new iterator; ``used`` are the iterators that groups have tasks of."""
         if not self.is_continued:
             self.offer += 1
         self.is_continued = False
@@ -54,10 +54,10 @@ class TakenTasks:
         self.episodes[self.offer] = episode
 
     def take(self, key: TaskKey | None) -> TaskKey:
-        """A task is taken: the next one of the iterator in use, or one that was given back."""
+        """Take the next task of the iterator in use, or the returned one with this ``key``."""
         if key is not None:
             self.requeued.pop(key, None)
-            # One that was read ahead from an earlier iterator was never counted before.
+            # A task read ahead from an earlier iterator was not counted yet.
             self.counts[key.offer] = max(self.counts[key.offer], key.index + 1)
             return key
         count = self.counts[self.offer]
@@ -66,29 +66,29 @@ class TakenTasks:
         return key
 
     def put_back(self, key: TaskKey, task: object, body: bytes) -> None:
-        """A task is to be taken again."""
+        """Put a task back, to be started again."""
         self.requeued[key] = ReturnedTask(task, body)
 
     def forget(self, key: TaskKey) -> None:
-        """A task that was given back can't be taken again."""
+        """Drop a task that was put back and can't be started again."""
         del self.requeued[key]
         self.gone += 1
 
     def can_be_taken_again(self, key: TaskKey, body: bytes) -> bool:
-        """Whether a task can be given out once more: by its iterator, or from the journal."""
+        """Whether a task can be started again: from its iterator, or from the journal."""
         return key.offer >= self.gone_before or self.is_known(key, body)
 
     def is_known(self, key: TaskKey, body: bytes) -> bool:
         """Whether a task of an earlier iterator can be run without that iterator.
 
-        It can if the journal holds the task, and if its iterator had the episode function that the
-        iterator in use has: after a resume no other function is known.
+        It can if the journal holds the task and its iterator had the same episode function as the
+        iterator in use, because after a resume no other function is known.
         """
         before, now = self.episodes.get(key.offer, ""), self.episodes.get(self.offer, "")
         return bool(body) and (not before or not now or before == now)
 
     def resume(self, offer: int) -> None:
-        """Continue with iterator ``offer``; what was taken from later ones will be taken anew."""
+        """Continue with iterator ``offer``; tasks taken from later ones will be taken again."""
         self.offer = offer
         self.gone_before = max(0, offer)
         self.gone = 0

@@ -1,6 +1,6 @@
-"""What was told of a turn's tokens beside their log-probs? Only turns that asked for it have one.
+"""Per-token attachments of one turn: raw log-probs and the likeliest tokens.
 
-Appended to as steps come, as the tokens are; knows nothing of engines or rollouts.
+:class:`TurnBook` appends them as steps arrive. Only turns that asked for either have them.
 """
 
 from array import array
@@ -8,14 +8,13 @@ from array import array
 from tidegate.transport.messages import SamplingParams, TokenDetails
 
 ITEM_BYTES = 4
-"""Of an int32, and of a float32."""
+"""Bytes of an int32, and of a float32."""
 
 
 class TurnDetails:
-    """Raw log-probs and likeliest tokens of one turn, token after token.
+    """Raw log-probs and likeliest tokens of one turn, in token order.
 
-    An engine that can't tell leaves some out. Then nobody knows whose are missing, and none is
-    given out.
+    If an engine leaves some out, which tokens they are of is unknown, and none are returned.
     """
 
     __slots__ = ("raw_each", "raw_logprobs", "top_each", "top_ids", "top_logprobs")
@@ -24,15 +23,15 @@ class TurnDetails:
         self.raw_each = int(sampling.raw_logprobs)
         self.raw_logprobs: array[float] = array("f")
         self.top_each = sampling.top_logprobs
-        """Likeliest tokens of each token."""
+        """Number of likeliest tokens for each token."""
         self.top_ids: array[int] = array("i")
         self.top_logprobs: array[float] = array("f")
 
     def append(self, told: TokenDetails, tokens: int, *, before: int) -> None:
-        """Take in what came with one step, of so many of this turn's tokens; ``before`` were there.
+        """Append what came with ``tokens`` tokens of one step, after ``before`` earlier tokens.
 
-        Unless it is all that was asked for, of each token so far, nothing is kept from now on: of
-        what came, nobody could say whose it is.
+        Unless all that was asked for is there, for every token so far, nothing is kept from now on,
+        because values could no longer be matched with tokens.
         """
         if self._counts() == self._asked(before) and _counts(told) == self._asked(tokens):
             self.restore(told)
@@ -40,7 +39,7 @@ class TurnDetails:
             del self.raw_logprobs[:], self.top_ids[:], self.top_logprobs[:]
 
     def restore(self, told: TokenDetails) -> None:
-        """Have what there was when the run was saved."""
+        """Append saved columns, when a saved state is loaded."""
         self.raw_logprobs.frombytes(told.raw_logprobs)
         self.top_ids.frombytes(told.top_ids)
         self.top_logprobs.frombytes(told.top_logprobs)
@@ -52,14 +51,14 @@ class TurnDetails:
         return self.raw_each * tokens, self.top_each * tokens, self.top_each * tokens
 
     def raw_of(self, tokens: int) -> list[float] | None:
-        """One per token, if they are known of all ``tokens``."""
+        """Return one raw log-prob per token, if they are known for all ``tokens`` tokens."""
         return self.raw_logprobs.tolist() if len(self.raw_logprobs) == tokens else None
 
     def top_of(self, tokens: int, *, start: int = 0) -> list[dict[int, float]] | None:
-        """For each token from ``start`` on the likeliest ones and their log-probs, if known of all
-        ``tokens``.
+        """Return the likeliest tokens and their log-probs for each token from ``start`` on; None
+        unless they are known for all ``tokens`` tokens.
 
-        Likeliest first; those that could not be sampled are left out.
+        Likeliest first; tokens that could not be sampled (-inf) are left out.
         """
         each = self.top_each
         if not each or len(self.top_ids) != each * tokens:

@@ -1,4 +1,7 @@
-"""What has the trainer had, and how old was it?"""
+"""Counts of trained batches and rollouts, and their staleness at consumption.
+
+:class:`Core` updates them at each hand-over; statistics read them.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -8,17 +11,17 @@ from tidegate.orchestrator.core.rollout import Rollout
 
 @dataclass(slots=True)
 class TrainedCounts:
-    """What has been handed to the trainer, in rollouts."""
+    """Totals over all batches handed to the trainer."""
 
     batches: int = 0
     rollouts: int = 0
     mixed_version: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
-    """Rollouts by staleness at consumption."""
+    """Number of rollouts by staleness at consumption, in versions."""
 
     def count(self, rows: list[Rollout], trainer_version: int, times: int) -> None:
-        """These were handed over (1), or that was undone (-1); a branch is none of its own."""
-        by_oldest: dict[int, int] = {}  # to set a Counter's item takes thrice as long
+        """Add these rows (``times`` = 1), or subtract them again (-1). Branches don't count."""
+        by_oldest: dict[int, int] = {}  # setting a Counter's item takes three times as long
         rollouts = mixed = 0
         for rollout in rows:
             if rollout.branch_of is not None:
@@ -34,11 +37,11 @@ class TrainedCounts:
         self.mixed_version += times * mixed
         for oldest, count in by_oldest.items():
             self.staleness[trainer_version - oldest] += times * count
-        self.staleness = +self.staleness  # without those that were undone
+        self.staleness = +self.staleness  # drops counts that were undone to 0
 
 
 def _of_all_rows(rollout: Rollout) -> tuple[int, bool] | None:
-    """As :meth:`Rollout.trained_versions`, of a rollout that forked."""
+    """Return :meth:`Rollout.trained_versions` over all rows of a rollout that forked."""
     rows = [row for row in rollout.rows if row.discard_reason is None]
     oldest = [v for row in rows if (v := row.oldest_trained_version) is not None]
     if not oldest:

@@ -1,8 +1,8 @@
-"""Which turn is where? Sends turns to engines and files what comes back. No I/O, no clock.
+"""Registry of running turns: sends them to engines, and files the tokens that come back.
 
-It knows engines, handles and tokens; not groups, rewards or batches. A turn outlives its
-submissions: an abort, or the loss of an engine, only means that the next one starts from the
-tokens sampled so far.
+:class:`GroupBook` submits and cancels turns; :class:`Core` passes on engines' events. No I/O and no
+clock. A turn outlives its submissions: after an abort, or the loss of an engine, the next
+submission continues from the tokens sampled so far.
 """
 
 from collections.abc import Callable
@@ -33,47 +33,46 @@ from tidegate.transport.messages import (
 )
 
 LOSSES_MAX = 3
-"""Engines that a turn, or a request to score, may lose in a row before it is taken for what ends
-them. Only losses without a token of the turn in between count."""
+"""Engines that a turn, or a scoring request, may lose in a row before it is taken for the cause.
+Only losses without a token of the turn in between count."""
 
 LOSSES_IN_ALL_MAX = 9
-"""Engines that a turn may lose even if it gets tokens in between: as many as three restarts of each
-of three engines."""
+"""Engines that a turn may lose even with tokens in between: three restarts of three engines."""
 
 HANDLES_PER_PROCESS = 1 << 24
-"""After a resume, handles go on so far ahead: the ones that a crashed process gave out and could
-not write down are fewer, so none is given to an engine twice."""
+"""Handles skipped at a resume: a crashed process gave out fewer than this many that it could not
+write to the journal, so no engine gets a handle twice."""
 
 
 class TurnBook:
-    """All turns that are going on, by engine and handle."""
+    """All running turns, by engine and handle."""
 
     def __init__(self, rules: PlacementRules | None = None) -> None:
         self.engines: dict[str, EngineTurns] = {}
         self.placement = Placement(self.engines, rules or PlacementRules())
         self.live_version = 0
-        """The oldest weights that a turn submitted now could be sampled by. Never falls."""
+        """Oldest version that a turn submitted now could be sampled by. Never falls."""
         self.next_handle = 0
         self.waiting: dict[Turn, int] = {}
-        """Turns with their priorities, for which there is no engine now."""
+        """Turns that no engine can take now, with their priorities."""
         self.streams: dict[str, tuple[int, int]] = {}
-        """Engine -> (epoch, next seq): which of its steps have been taken in."""
+        """Engine -> (epoch, next seq): which of its steps have been filed."""
         self.media_taken: set[MediaKind] = set()
-        """What any engine so far has read beside tokens: one that was lost may come back."""
+        """Kinds of media that any engine so far has read; an engine that was lost may come back."""
         self.unwanted: Callable[[Rollout, int], None] = lambda rollout, tokens: None
-        """Told of tokens that were taken back from a rollout that goes on."""
+        """Called with a rollout that continues and the number of its tokens that were removed."""
         self._suspect: Turn | None = None
-        """The turn that was sent last of those that may be what ends engines."""
+        """Last submitted turn among those suspected of crashing engines."""
         self._oldest: set[str] = set()
-        """Engines that serve ``live_version`` or older; empty: to be looked at anew."""
+        """Engines that serve ``live_version`` or older; empty if they must be computed anew."""
 
     # ------------------------------------------------------------ engines
 
     def join(self, event: EngineJoined) -> list[Command]:
-        """An engine came, or its connection broke and is back: then its turns go on.
+        """Add an engine, or continue with one that has reconnected.
 
-        Of the turns that it should have and doesn't hold, some have ended in steps that it sends
-        again now; the others were lost on the way, and are sent anew after those steps.
+        Of the turns that it should hold and does not, some ended in steps that it replays now; the
+        others were lost on the way, and are sent again after the replay.
         """
         name = event.engine
         commands: list[Command] = []
@@ -96,11 +95,11 @@ class TurnBook:
         unknown = [handle for handle in event.held if handle not in engine.submissions]
         commands += [Cancel(name, handle) for handle in unknown]
         commands += self._send_missing(name, engine)
-        self._raise_live_version()  # the word of its last swap may have been lost
+        self._raise_live_version()  # the message of its last swap may have been lost
         return commands + self._submit_waiting()
 
     def _send_missing(self, name: str, engine: EngineTurns) -> list[Command]:
-        """Send what an engine has lost anew, here or elsewhere, once its replay is in."""
+        """Submit the turns that an engine has lost once its replay is in, to any engine."""
         epoch, next_seq = self.streams.get(name, (engine.epoch, 0))
         if epoch == engine.epoch and next_seq < engine.replay_until:
             return []
@@ -108,19 +107,19 @@ class TurnBook:
         commands: list[Command] = []
         for handle in missing:
             lost = self._pop(name, handle)
-            if lost is not None:  # else it has ended in the replay
+            if lost is not None:  # None: it ended in the replay
                 commands += [Cancel(name, handle), *self.submit(lost, lost.priority)]
         return commands
 
     def resume(self) -> None:
-        """Another process goes on: no engine is there until it says hello."""
+        """Mark all engines as away until their hello: another process continues the run."""
         self.next_handle = (self.next_handle + HANDLES_PER_PROCESS) % EVALUATION_HANDLES_FROM
         self.placement.forget()
         for engine in self.engines.values():
             engine.is_away = True
 
     def recall(self, live_version: int) -> None:
-        """Take every turn back; they go on under ``live_version`` or newer."""
+        """Take every turn back from its engine; they continue under ``live_version`` or newer."""
         for engine in self.engines.values():
             for turn in sorted(engine.submissions.values(), key=lambda turn: turn.priority):
                 turn.place = None
@@ -131,10 +130,10 @@ class TurnBook:
         self.live_version = max(self.live_version, live_version)
 
     def leave(self, engine: str, *, is_crash: bool) -> list[Command]:
-        """An engine is gone: its turns go on elsewhere, oldest group first.
+        """Remove an engine; its turns continue elsewhere, oldest group first.
 
-        After a crash each turn that was lost counts it, and the turn that has lost too many engines
-        is refused: the next engine would be lost with it.
+        After a crash each lost turn counts it, and a turn that has lost too many engines is
+        refused: the next engine would be lost with it.
         """
         gone = self.engines.pop(engine, None)
         if gone is None:
@@ -153,14 +152,14 @@ class TurnBook:
         return commands + self._send_next_suspect()
 
     def swap(self, engine: str, version: int) -> list[Command]:
-        """An engine serves ``version`` from now on."""
+        """Note that an engine serves ``version`` from now on."""
         held = self.engines.get(engine)
         if held is not None:
             held.weight_version = version
             self.placement.rank(engine, self.live_version)
             if version > self.live_version:
                 self._oldest.discard(engine)
-            if not self._oldest:  # else the version that they serve is live still
+            if not self._oldest:  # otherwise their version is still the live one
                 self._raise_live_version()
         return self._submit_waiting()
 
@@ -172,10 +171,10 @@ class TurnBook:
     # ------------------------------------------------------------ turns out
 
     def submit(self, turn: Turn, priority: int) -> list[Command]:
-        """Send a turn, with what it has sampled so far, to the engine that routing chooses.
+        """Send a turn, with its tokens so far, to the engine that routing chooses.
 
-        An engine that serves weights older than ``live_version`` (a late joiner) gets none, for
-        its tokens could be older than admission has counted on.
+        An engine that serves weights older than ``live_version`` (a late joiner) gets none, because
+        its tokens could be older than admission has allowed for.
         """
         if turn.losses:
             if turn.losses_in_vain >= LOSSES_MAX or turn.losses >= LOSSES_IN_ALL_MAX:
@@ -194,7 +193,7 @@ class TurnBook:
         return []
 
     def _never_taken(self, turn: Turn) -> str:
-        """Why a turn waits for an engine in vain; empty, if one may come."""
+        """Return why no engine can ever take a turn; empty if one may."""
         if not self.engines or any(engine.is_away for engine in self.engines.values()):
             return ""
         lacking = sorted({each.kind for each in turn.rollout.media} - self.media_taken)
@@ -229,17 +228,18 @@ class TurnBook:
             sampling=sampling,
             priority=priority,
             sampled_before=length,
-            session=rollout.rollout_id + 1,  # 0 is nobody's
+            session=rollout.rollout_id + 1,  # 0 means no session
             media=rollout.media if rollout.may_have_media else [],
         )
         return Submit(name, message)
 
     def move(self, turn: Turn, to: str) -> list[Command]:
-        """Have a running turn go on elsewhere from its tokens so far, with the same priority.
+        """Continue a running turn on another engine from its tokens so far, with the same priority.
 
-        What its old engine samples until it hears of that is unwanted, and counted so. A turn that
-        has ended, is there already, or may not be sent there stays where it is; so does one whose
-        engine is away, or serves newer weights than the other: it would fall behind again.
+        Tokens that its old engine samples until it gets the cancel are counted as unwanted. Returns
+        no command if the turn has ended, is there already or may not be sent there, or if its
+        engine is away or serves newer weights than the other, where the turn would fall behind
+        again.
         """
         if turn.place is None or turn.length >= turn.sampling.max_tokens:
             return []
@@ -256,7 +256,6 @@ class TurnBook:
         return [Cancel(name, handle), self._send(turn, moved.priority, to)]
 
     def _relieve(self, event: StepArrived) -> list[Command]:
-        """Move the stragglers, if it is time to."""
         commands: list[Command] = []
         for move in self.placement.moves(event, self.live_version):
             commands += self.move(self.engines[move.engine].submissions[move.handle], move.to)
@@ -268,14 +267,14 @@ class TurnBook:
     def _is_suspect_out(self) -> bool:
         """Whether an engine has a suspect turn that it has not sampled from yet.
 
-        The turns that were lost together with the one that ends engines are suspects like it. They
-        are sent one at a time, so that the engine that is lost next tells which one it was.
+        Turns that were lost together with the one that crashes engines are suspects like it. They
+        are sent one at a time, so that the next engine lost shows which one it was.
         """
         turn = self._suspect
         return turn is not None and turn.place is not None and turn.length == turn.sampled_before
 
     def _send_next_suspect(self) -> list[Command]:
-        """Send another suspect turn, once the last one has got a token or left its engine."""
+        """Submit another suspect turn, once the last one has a token or has left its engine."""
         if self._suspect is None or self._is_suspect_out:
             return []
         if (turn := self._suspect).length > turn.sampled_before:
@@ -284,7 +283,7 @@ class TurnBook:
         return self._submit_waiting()
 
     def find_suspect(self) -> None:
-        """Find the suspect turn that is out, after a saved state was loaded."""
+        """Find the suspect turn that is on an engine, after a saved state was loaded."""
         placed = (turn for each in self.engines.values() for turn in each.submissions.values())
         suspects = (t for t in placed if _is_suspect(t) and t.length == t.sampled_before)
         self._suspect = next(suspects, None)
@@ -296,7 +295,7 @@ class TurnBook:
         return [c for turn, priority in waiting.items() for c in self.submit(turn, priority)]
 
     def cancel(self, rollout: Rollout) -> list[Command]:
-        """Forget whatever turn of this rollout is going on."""
+        """Cancel the current turn of this rollout, if it has one."""
         turn = rollout.turns[-1] if rollout.turns else None
         if turn is None or turn.finish_reason is not None:
             return []
@@ -308,12 +307,12 @@ class TurnBook:
         return [Cancel(name, handle), *self._send_next_suspect()]
 
     def reject(self, engine: str, handle: int, message: str) -> list[Command]:
-        """An engine can never serve this turn."""
+        """Fail a turn that an engine can never serve."""
         turn = self._pop(engine, handle)
         return [] if turn is None else [self._refuse(turn, message), *self._send_next_suspect()]
 
     def _refuse(self, turn: Turn, why: str) -> FailTurn:
-        """What it has sampled so far nobody is given, so nobody trains on it."""
+        """Fail a turn and remove its tokens: its episode gets an exception, so none are trained."""
         turn.finish_reason = "refused"
         self.unwanted(turn.rollout, turn.take_back())
         return FailTurn(turn, why)
@@ -329,7 +328,7 @@ class TurnBook:
     # ------------------------------------------------------------ tokens in
 
     def step(self, event: StepArrived) -> StepOutcome:
-        """File a step's tokens under their turns."""
+        """File a step's tokens under their turns, and end the turns that finished."""
         engine = self.engines.get(event.engine)
         submissions = engine.submissions if engine else {}
         for prefill in event.prefills:
@@ -352,7 +351,7 @@ class TurnBook:
         return outcome
 
     def _end_turns(self, event: StepArrived, engine: EngineTurns | None) -> list[Command]:
-        """Those that have ended are told of together; others that leave their engine go on."""
+        """Report the turns that have ended in one command, and resubmit those that were cut off."""
         ended: list[Turn] = []
         commands: list[Command] = []
         for turn, code in self._take_ended(event, engine):
@@ -363,7 +362,7 @@ class TurnBook:
         return [EndTurns(ended), *commands] if ended else commands
 
     def _take_ended(self, event: StepArrived, engine: EngineTurns | None) -> list[tuple[Turn, int]]:
-        """The turns that leave their engine with this step, and how."""
+        """Remove the turns that leave their engine with this step; return them and finish codes."""
         if engine is None:
             return []
         taken: list[tuple[Turn, int]] = []
@@ -381,7 +380,7 @@ class TurnBook:
             turn.prefills = (*turn.prefills, TurnPrefill(at, tuple(prefill.spans)))
 
     def _stop_one_overrun(self, event: StepArrived) -> list[Command]:
-        """Look at one of a step's turns, each time at another: past its end, none goes on long."""
+        """Check one of a step's turns, each time another, so that none runs long past its limit."""
         if not event.turns:
             return []
         handle = event.turns[event.seq % len(event.turns)]
@@ -394,7 +393,7 @@ class TurnBook:
 
     @staticmethod
     def _finish(turn: Turn, code: int) -> bool:
-        """Note how a turn has ended, if it has: one that was cut off before its time has not."""
+        """Set a turn's finish reason and return True; False if it was cut off before its end."""
         length = turn.filed if turn.held_back is None else turn.length
         left = turn.sampling.max_tokens - length
         if left < 0 or (left and code not in (STOP, LENGTH)):
@@ -403,14 +402,14 @@ class TurnBook:
         return True
 
     def _go_on(self, turn: Turn) -> list[Command]:
-        """A turn that was cut off is sent again; one past its end nobody can vouch for."""
+        """Resubmit a turn that was cut off; refuse one that has more tokens than it asked for."""
         if turn.length > turn.sampling.max_tokens:
             return [self._refuse(turn, _overrun(turn))]
         return self.submit(turn, turn.priority)
 
 
 def _is_suspect(turn: Turn) -> bool:
-    """Whether one engine more that is lost with this turn shows that the turn ends engines."""
+    """Whether one more engine lost with this turn would show that the turn crashes engines."""
     return turn.losses_in_vain >= LOSSES_MAX - 1
 
 
@@ -431,7 +430,6 @@ def _overrun(turn: Turn) -> str:
 
 
 def _file_details(event: StepArrived, submissions: dict[int, Turn]) -> None:
-    """What was told of tokens beside their log-probs, under turns that asked for it."""
     counts = [1] * len(event.turns) if event.counts is None else event.counts.tolist()
     tokens = dict(zip(event.turns.tolist(), counts, strict=True))
     for told in event.details:

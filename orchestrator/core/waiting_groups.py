@@ -1,6 +1,7 @@
-"""Which groups run or wait to be trained, and in which order? What a policy may look at.
+"""Ordered collection of the groups that run or wait to be trained; the base of :class:`GroupBook`.
 
-It knows their ids and the floors of their versions; not how rollouts end, nor what they cost.
+Staleness policies read it, to admit, select and expire groups. All figures that they need are kept
+up to date with each change, because there may be a hundred thousand groups.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -14,30 +15,29 @@ class WaitingGroups:
 
     def __init__(self) -> None:
         self._waiting: dict[int, Group] = {}
-        """Running and buffered ones by id, in the order of admission."""
+        """Running and buffered groups by id, in the order of admission."""
         self._ended: dict[int, Group] = {}
-        """Of those, the buffered ones, in the order in which they ended."""
+        """The buffered ones of these, in the order in which they ended."""
         self._going: OrderedDict[int, Group] = OrderedDict()
-        """And the running ones, in the order of admission."""
+        """The running ones, in the order of admission."""
         self._line: deque[int] = deque()
-        """Ids in the order of admission, from the oldest running one on; some are gone."""
+        """Ids in the order of admission, from the oldest running group on; some no longer wait."""
         self._ahead: set[int] = set()
-        """Ids of those waiting that have left the line: all that were admitted before it."""
+        """Ids of waiting groups that were removed from ``_line``: all admitted before its first."""
         self._floors: dict[int, int] = {}
-        """How many of those waiting no token of which is older than this version. No Counter, whose
-        items take thrice as long to set."""
+        """Waiting groups by version floor. A Counter's items take three times as long to set."""
         self._ended_floors: dict[int, int] = {}
-        """And of the buffered ones."""
+        """Number of buffered groups by version floor."""
         self._rests = 0
-        """Of those waiting, the rests of groups that were split."""
+        """Number of waiting groups that are rests of split groups."""
         self.revision = 0
-        """Counts what a policy could see change: groups that come, end and go, and their floors."""
+        """Counts changes that a policy could see: groups that come, end or go, and their floors."""
 
     # ------------------------------------------------------------ looking
 
     @property
     def newest(self) -> Group:
-        """The group admitted last; there must be one."""
+        """Group admitted last; there must be one."""
         return self._waiting[next(reversed(self._waiting))]
 
     @property
@@ -47,7 +47,7 @@ class WaitingGroups:
 
     @property
     def ended(self) -> Collection[Group]:
-        """Buffered ones, in the order in which they ended."""
+        """Buffered groups, in the order in which they ended."""
         return self._ended.values()
 
     def ended_group(self, group_id: int) -> Group | None:
@@ -56,14 +56,15 @@ class WaitingGroups:
 
     @property
     def oldest_running(self) -> Group | None:
-        """Of the running ones, the one admitted first."""
+        """Running group admitted first; None if none runs."""
         return next(iter(self._going.values()), None)
 
     @property
     def ended_ahead(self) -> int:
-        """Of those that have ended, the ones admitted before the oldest running one.
+        """Number of buffered groups admitted before the oldest running one.
 
-        Each is looked at once: what ends behind a straggler costs nothing until that has ended.
+        Each group is visited once: groups that end behind a straggler cost nothing until it has
+        ended.
         """
         line, going = self._line, self._going
         while line and line[0] not in going:
@@ -73,26 +74,26 @@ class WaitingGroups:
 
     @property
     def floors(self) -> Mapping[int, int]:
-        """Versions, and of how many groups each is the floor."""
+        """Number of waiting groups by version floor: none of their tokens is older."""
         return self._floors
 
     @property
     def ended_floors(self) -> Mapping[int, int]:
-        """The same of those that have ended."""
+        """Number of buffered groups by version floor."""
         return self._ended_floors
 
     @property
     def places(self) -> int:
-        """Groups that admission counts: all but rests."""
+        """Number of groups that count in admission: all but rests."""
         return len(self._waiting) - self._rests
 
     @property
     def running_groups(self) -> int:
-        """Groups with at least one episode going on."""
+        """Number of groups with at least one running episode."""
         return len(self._going)
 
     def rests_of(self, group: Group) -> list[Group]:
-        """What was parted from a group and still waits."""
+        """Return the waiting groups that were split from a group."""
         return [g for g in self._waiting.values() if g.split_from == group.group_id]
 
     def __contains__(self, group: Group) -> bool:
@@ -101,14 +102,15 @@ class WaitingGroups:
     # ------------------------------------------------------------ changing
 
     def raise_floors(self, live_version: int) -> None:
-        """From now on no turn starts under weights older than these.
+        """Raise version floors: from now on no turn starts under weights older than
+        ``live_version``.
 
-        At each publish all that run are looked at, a hundred thousand maybe, most of which wait for
-        their first token: so these are seen to here, without a call for each.
+        At each publish all running groups are visited, perhaps a hundred thousand, most of which
+        wait for their first token; those are handled here without a call each.
         """
         self.revision += 1
         raised: dict[int, int] = {}
-        """How many of those there are, by what their floor was."""
+        """Number of groups without a token whose floor was raised here, by their old floor."""
         for group in self._going.values():
             before = group.version_floor
             if before >= live_version:
@@ -126,14 +128,14 @@ class WaitingGroups:
             _put(self._floors, live_version, groups)
 
     def _raise_floor(self, group: Group, live_version: int) -> None:
-        oldest = group.oldest_version  # its turns start under live weights or newer
+        oldest = group.oldest_version  # future turns start under live weights or newer
         floor = live_version if oldest is None else min(oldest, live_version)
         if floor != group.version_floor:
             _move(self._floors, group.version_floor, floor)
             group.version_floor = floor
 
     def restore(self, groups: Iterable[Group], *, ended: Iterable[int]) -> None:
-        """These are all there are, in the order of admission; and some have ended, in an order."""
+        """Replace all groups, in the order of admission; ``ended`` are ids in the order of ends."""
         self._waiting = {group.group_id: group for group in groups}
         self._ended = {group_id: self._waiting[group_id] for group_id in ended}
         self._going = OrderedDict((i, g) for i, g in self._waiting.items() if g.running)
@@ -141,16 +143,15 @@ class WaitingGroups:
         self._count_anew()
 
     def _add(self, group: Group) -> None:
-        """It runs from now on, as the newest."""
         self._waiting[group.group_id] = self._going[group.group_id] = group
         _put(self._floors, group.version_floor)
         self._line.append(group.group_id)
-        if len(self._line) > 2 * len(self._waiting) + 16:  # fewer ids are gone than are not
+        if len(self._line) > 2 * len(self._waiting) + 16:  # keeps stale ids below half of the line
             self._line = deque(i for i in self._line if i in self._waiting)
         self.revision += 1
 
     def _add_split(self, part: Group, *, rest: Group) -> None:
-        """A running group was parted: one has ended, the other runs, as the newest."""
+        """Replace a running group by its ended part and its running rest, the newest group."""
         self._rests += 1
         self._add(rest)
         self._waiting[part.group_id] = self._ended[part.group_id] = part
@@ -158,7 +159,7 @@ class WaitingGroups:
         _put(self._ended_floors, part.version_floor)
 
     def _note_end(self, group: Group, version_floor: int) -> None:
-        """Its last episode has ended, and this is its oldest version."""
+        """Move a group whose last episode has ended to the buffer."""
         self.revision += 1
         if group.version_floor != version_floor:
             _move(self._floors, group.version_floor, version_floor)
@@ -168,7 +169,6 @@ class WaitingGroups:
         self._ended[group.group_id] = group
 
     def _forget(self, group: Group) -> None:
-        """It waits no more."""
         self.revision += 1
         group_id = group.group_id
         del self._waiting[group_id]
@@ -182,7 +182,7 @@ class WaitingGroups:
             _take(self._ended_floors, group.version_floor)
 
     def _forget_batch(self, groups: list[Group]) -> None:
-        """These have ended, and wait no more: at once, for each may be of one rollout."""
+        """Remove buffered groups in one call, because each may be of one rollout."""
         self.revision += 1
         waiting, ended, ahead = self._waiting, self._ended, self._ahead
         for group in groups:
@@ -196,7 +196,7 @@ class WaitingGroups:
             _take(self._ended_floors, version, count)
 
     def _put_back(self, groups: list[Group]) -> None:
-        """These wait again, as ended before all others that have."""
+        """Return groups to the buffer, as ended before all others."""
         self.revision += 1
         self._rests += sum(group.is_rest for group in groups)
         by_id = {group.group_id: group for group in groups}
@@ -205,7 +205,6 @@ class WaitingGroups:
         self._count_anew()
 
     def _count_anew(self) -> None:
-        """Derive from what waits all that is counted as it changes."""
         self._line = deque(self._waiting)
         self._ahead.clear()
         self._floors = dict(Counter([g.version_floor for g in self._waiting.values()]))
@@ -213,12 +212,10 @@ class WaitingGroups:
 
 
 def _put(counts: dict[int, int], version: int, groups: int = 1) -> None:
-    """More are of this version."""
     counts[version] = counts.get(version, 0) + groups
 
 
 def _take(counts: dict[int, int], version: int, groups: int = 1) -> None:
-    """Fewer are of this version; one that none has is forgotten."""
     left = counts[version] - groups
     if left:
         counts[version] = left
@@ -227,6 +224,5 @@ def _take(counts: dict[int, int], version: int, groups: int = 1) -> None:
 
 
 def _move(counts: dict[int, int], version: int, to: int) -> None:
-    """One is of another version."""
     _take(counts, version)
     _put(counts, to)

@@ -1,10 +1,10 @@
-"""The content of a weight version: where its tensors lie, and what brings it to an engine.
+"""The content of a weight version: where its tensors lie, and which messages bring it to an engine.
 
 :mod:`tidegate.orchestrator.core.weight_control` keeps one for each version.
 
-A version is a whole set of tensors, published at some time or the model directory's, under what was
-published since of single ones. An engine that serves any version since that set needs no more than
-the latter. Whoever serves another gets both. Adapters are small: each engine gets all of them.
+A version is a whole set of tensors (published, or the model directory's) plus the single tensors
+published since. An engine that serves any version since that set needs only the latter; any other
+engine gets both. Adapters are small: each engine gets all of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,31 +15,32 @@ import msgspec
 from tidegate.transport.messages import Adapter, Bases, UpdateWeights
 
 LAYERS_MAX = 8
-"""Of changed tensors over a whole set; then one is sent whole again. What was written for a layer
-is kept until all its tensors have come anew: where others change each time, as a mixture's experts
-do, that could be any number of sets."""
+"""Partial publishes over a whole set, after which a whole set is sent again. The buffer of a
+partial publish is kept until all its tensors were replaced; if others change each time, as a
+mixture's experts do, any number of sets could accumulate."""
 
 UNKNOWN = 0
-"""A version that was never written: all tensors are others than its."""
+"""A version that was never written: all tensors differ from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightContent:
-    """One version's tensors. Each part's ``version`` is the one that it was written as."""
+    """Tensors of one version. Each part's ``version`` is the one that it was written as."""
 
     whole: tuple[UpdateWeights, ...] | None = None
-    """The newest whole set, or None: the model directory's, which every engine starts with."""
+    """Newest whole set, or None for the model directory's, which every engine starts with."""
     over: tuple[UpdateWeights, ...] = ()
-    """Tensors published since then, to be taken in this order; of each the newest."""
+    """Tensors published since then, to be applied in this order; only the newest of each."""
     bases: Bases | None = None
-    """Versions that ``over`` alone leads on from: those released since the whole set, if any."""
+    """Versions to which applying ``over`` alone gives this one: those released since the whole set.
+    """
 
     adapters: Mapping[str, tuple[UpdateWeights, ...]] = field(default_factory=dict)
-    """All tensors of each LoRA adapter that the version has."""
+    """All tensors of each LoRA adapter of the version, by name."""
 
     @property
     def buffers(self) -> set[int]:
-        """The versions as which its parts were written: those that the channel must keep."""
+        """Versions as which its parts were written: the buffers that the channel must keep."""
         return {part.version for part in (*(self.whole or ()), *self.over, *self._of_adapters)}
 
     @property
@@ -47,7 +48,7 @@ class WeightContent:
         return (part for parts in self.adapters.values() for part in parts)
 
     def messages(self, version: int, *, live: int | None) -> list[UpdateWeights]:
-        """How an engine that serves ``live`` gets this as ``version``."""
+        """Return the messages that bring this as ``version`` to an engine that serves ``live``."""
         bases = self.bases
         follows = bases is not None and live is not None and bases.first <= live <= bases.last
         if self.whole is not None and not follows:
@@ -62,24 +63,24 @@ class WeightContent:
         ]
 
     def served_as(self, version: int) -> "WeightContent":
-        """The same, now that engines may serve it as ``version``."""
+        """Return the same content, now that engines may serve it as ``version``."""
         return replace(self, bases=Bases(self.bases.first if self.bases else version, version))
 
 
 MODEL_DIRECTORY = WeightContent(bases=Bases(0, 0))
-"""Version 0."""
+"""Content of version 0."""
 
 Change = Callable[[WeightContent, Sequence[UpdateWeights]], WeightContent]
-"""What a publish makes of the version before and of the tensors that were written for it."""
+"""Makes a version's content from the version before and the tensors written for it."""
 
 
 def anew(before: WeightContent, parts: Sequence[UpdateWeights]) -> WeightContent:
-    """A whole set of the model's own tensors."""
+    """Replace all of the model's own tensors."""
     return WeightContent(tuple(parts), (), None, before.adapters)
 
 
 def laid_over(before: WeightContent, parts: Sequence[UpdateWeights]) -> WeightContent:
-    """Some tensors; the rest is that of the version before."""
+    """Replace some tensors; keep the others of the version before."""
     names = {spec.name for part in parts for spec in part.tensors}
     left = (_without(part, names) for part in before.over)
     return replace(before, over=(*(part for part in left if part.tensors), *parts))
@@ -88,7 +89,7 @@ def laid_over(before: WeightContent, parts: Sequence[UpdateWeights]) -> WeightCo
 def with_adapter(
     adapter: Adapter, before: WeightContent, parts: Sequence[UpdateWeights]
 ) -> WeightContent:
-    """Another adapter, or new tensors for one."""
+    """Add an adapter, or replace its tensors."""
     named = tuple(msgspec.structs.replace(part, adapter=adapter) for part in parts)
     return replace(before, adapters={**before.adapters, adapter.name: named})
 
@@ -96,7 +97,7 @@ def with_adapter(
 def without_adapter(
     name: str, before: WeightContent, parts: Sequence[UpdateWeights]
 ) -> WeightContent:
-    """An adapter fewer."""
+    """Remove an adapter."""
     left = {other: parts for other, parts in before.adapters.items() if other != name}
     return replace(before, adapters=left)
 

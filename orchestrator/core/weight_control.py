@@ -1,21 +1,23 @@
-"""Sans-IO state machine for all that engines are told beside turns: weights, pauses and sleep.
+"""Sans-IO state machine of all messages to engines beside turns: weights, pauses and sleep.
 
 It takes events (an engine came, left or answered; a trainer's call; a timer) and returns commands
 (send, resolve a call, set a timer, give an engine up). It does no I/O and reads no clock.
 :class:`tidegate.orchestrator.weight_sync.control.EngineControl` carries the commands out.
 
-What is known of an engine is one record, :class:`_Engine`; how far a version is, one
-:class:`WeightUpdate`; how far a call is, its :class:`Phase`. docs/architecture.md has the tables.
+State: one :class:`_Engine` for each engine, one :class:`WeightUpdate` for each version under way,
+one :class:`_Call` for each call, with its :class:`Phase`. docs/architecture.md has the tables.
 
 A version comes to an engine in four phases: ``init`` once, then ``start`` and ``update`` (the
 engine copies it beside its live weights while it decodes) and ``finish`` (it swaps between two
-steps). The version released last is kept in its place of the channel's buffer until another is
-released: an engine that joins late, or whose publish failed, gets that one. A version that is only
-part of a set is laid over the newest that was published and has not failed.
+steps). The version released last is kept in the channel's buffer until another is released, for
+engines that join late or whose publish failed. A version that is only part of a set is laid over
+the newest that was published and has not failed.
 
-A pause is a state of the run, not a count: the one asked for last holds, and one resume ends it.
-Pauses, resumes and swaps come one after another. Sleep is a state of the run, too; engines are
-paused first, and go on last.
+A pause is a state of the run, not a count: the newest request holds, and one resume ends it.
+Pauses, resumes and swaps happen one after another. Sleep is a state of the run, too; engines are
+paused first, and resumed last. This is the orchestrator's part of a pause: which one every engine
+is to be in, and which engines have confirmed it. Each engine keeps its own part, in its
+``PauseGate``; for an external server, the worker's bridge and its streams carry the pause out.
 """
 
 from collections import deque
@@ -62,15 +64,18 @@ from tidegate.transport.messages import (
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, Sleep, SleepLevel, Wake
 
 NONE = -1
-"""The version that an engine serves that has forgotten its weights."""
+"""Version served by an engine that has dropped its weights."""
 
 WATCH = -1
-"""The timer of the versions on their way; every other timer has the number of its call."""
+"""Timer of the versions under way; every other timer has the number of its call."""
 
 PublishWait = Literal["live", "staged", "none"]
-"""Until when a publish waits: until all engines serve the version; until all have it beside their
-live weights, so that none can refuse it any more; or only until it is written where they copy it
-from, so that the trainer may change its tensors."""
+"""When a publish returns.
+
+``live``: all engines serve the version. ``staged``: all engines have it beside their live weights,
+so that none can refuse it any more. ``none``: it is written where engines copy it from, so that the
+trainer may change its tensors.
+"""
 
 Outgoing = list[tuple[str, Message]]
 """(engine, message) pairs, to be sent in order."""
@@ -85,7 +90,7 @@ Answer = (
     | Awake
     | sleep_messages.SleepFailed
 )
-"""What engines say of weights, pauses and sleep."""
+"""Messages from engines about weights, pauses and sleep."""
 
 ONLY_PARTS = (
     "engines that forget their weights can't have them again, for only parts of a set were "
@@ -104,22 +109,22 @@ UNKNOWN_BEFORE = (
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """What an engine's hello says of its memory."""
+    """Memory state of an engine, as its hello reports it."""
 
     levels: Sequence[int]
-    """The levels it can sleep at."""
+    """Levels at which it can sleep."""
     asleep: Sequence[MemoryTag]
     lacks_weights: bool
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCame:
-    """An engine joined, or began a conversation anew, serving ``version``."""
+    """An engine joined or reconnected, serving ``version``."""
 
     engine: str
     version: int
     memory: EngineMemory | None
-    """None if it has gone again."""
+    """None if the engine has left again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +136,7 @@ class EngineGone:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An engine has said something of weights, pauses or sleep."""
+    """An engine sent a message about weights, pauses or sleep."""
 
     engine: str
     message: Answer
@@ -139,42 +144,42 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class ReserveAsked:
-    """A publish wants to write its weights. Resolved with a :class:`Reserved`."""
+    """A publish wants to write its weights. Resolved with :class:`Reserved`."""
 
     call: int
     next_version: int
-    """The number after the newest released."""
+    """Number after the newest released version."""
     is_part: bool = False
     """Whether only some tensors, or an adapter, will be written."""
     has_deltas: bool = False
-    """Whether tensors that are as they were may be left out."""
+    """Whether unchanged tensors may be left out."""
     first_bad: int | None = None
-    """Of a rollback: from this version on, what was published is bad. Engines are aborted and
-    paused first, and stay so until good weights are live."""
+    """For a rollback: versions from this one on are bad. Engines are aborted and paused first, and
+    stay paused until good weights are live. None for other publishes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishAsked:
-    """Weights were written in the buffer reserved. Resolved once their caller need wait no more."""
+    """Weights were written in the reserved buffer. Resolved when ``wait`` is satisfied."""
 
     call: int
     version: int
     chunks: list[UpdateWeights]
     wait: PublishWait = "live"
     change: Change = anew
-    """Makes the version of the one before, and of what was written."""
+    """Makes the version's content from the version before and the written tensors."""
     is_rollback: bool = False
-    """Whether engines go on once it is live: they were paused for it."""
+    """Whether engines were paused for a rollback, and resume once the version is live."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReserveGivenUp:
-    """Nothing will be published in the buffer reserved."""
+    """Nothing will be published in the reserved buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class PauseAsked:
-    """The user wants engines paused by ``mode``; None: to go on. Resolved once they are."""
+    """The user wants engines paused by ``mode``; None: resumed. Resolved when all are."""
 
     call: int
     mode: PauseMode | None
@@ -183,7 +188,7 @@ class PauseAsked:
 
 @dataclass(frozen=True, slots=True)
 class StandStillAsked:
-    """The run itself wants engines aborted and paused; or what the user wants to hold again."""
+    """The staleness policy wants engines aborted and paused, or wants that to end."""
 
     call: int
     is_still: bool
@@ -191,7 +196,7 @@ class StandStillAsked:
 
 @dataclass(frozen=True, slots=True)
 class SleepAsked:
-    """The user wants engines to sleep. Resolved with the bytes that they count less together."""
+    """The user wants engines to sleep. Resolved with the bytes that they returned together."""
 
     call: int
     level: SleepLevel
@@ -201,7 +206,7 @@ class SleepAsked:
 
 @dataclass(frozen=True, slots=True)
 class WakeAsked:
-    """The user wants engines awake; once all of them is, they go on."""
+    """The user wants engines awake; once nothing sleeps, they resume."""
 
     call: int
     tags: Sequence[MemoryTag]
@@ -209,7 +214,7 @@ class WakeAsked:
 
 @dataclass(frozen=True, slots=True)
 class GoOn:
-    """A call that was woken by :class:`WakeCall` has its turn."""
+    """A call that :class:`WakeCall` named continues."""
 
     call: int
     next_version: int
@@ -217,26 +222,26 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The caller of a call is gone."""
+    """The caller of a call was cancelled."""
 
     call: int
 
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
-    """The time of a call, or of the versions on their way (:data:`WATCH`), is up."""
+    """The timer of a call, or of the versions under way (:data:`WATCH`), has expired."""
 
     timer: int
 
 
 @dataclass(frozen=True, slots=True)
 class SwapsSafe:
-    """No crash can undo the release of the versions that engines are to swap to."""
+    """The release of a version is committed, so engines may swap. Answers :class:`WhenSafe`."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvPolicyChosen:
-    """What the next swap does to the KV of turns that are kept."""
+    """The user chose what the next swap does to the KV of kept turns."""
 
     kv_policy: KvPolicy
 
@@ -265,14 +270,14 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send messages to engines, in order, after all that was posted before; maybe none."""
+    """Send messages to engines, in order, after all messages posted before; maybe none."""
 
     outgoing: Outgoing
 
 
 @dataclass(frozen=True, slots=True)
 class Resolve:
-    """Give a call its result, or have it raise ``error``. It is over."""
+    """End a call with a result, or by raising ``error``."""
 
     call: int
     value: object = None
@@ -281,14 +286,14 @@ class Resolve:
 
 @dataclass(frozen=True, slots=True)
 class WakeCall:
-    """What a call waits for is so: have it go on (:class:`GoOn`) in the loop's next turn."""
+    """A call's condition holds: continue it (:class:`GoOn`) in the loop's next iteration."""
 
     call: int
 
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """Tell the time after ``seconds``, in place of whatever this timer was set to."""
+    """Send :class:`TimerFired` after ``seconds``, in place of the timer's earlier setting."""
 
     timer: int
     seconds: float
@@ -296,7 +301,7 @@ class SetTimer:
 
 @dataclass(frozen=True, slots=True)
 class StopTimer:
-    """Forget a timer; harmless where it is not set."""
+    """Cancel a timer; harmless if it is not set."""
 
     timer: int
 
@@ -308,7 +313,7 @@ class WhenSafe:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Strike an engine that does not do as it was told."""
+    """Remove an engine that does not do as it was told."""
 
     engine: str
     why: str
@@ -316,7 +321,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class RefuseEngine:
-    """An engine refuses the weights that others serve: tell it that it can't be of this run."""
+    """Remove an engine that refuses the weights that others serve, and tell it why."""
 
     engine: str
     why: str
@@ -332,37 +337,38 @@ class NoteSwap:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseVersion:
-    """Every engine has staged a version: it is the trainer's from now on."""
+    """Every engine has staged a version: it is now the trainer's version."""
 
     version: int
     replaced: int = 0
-    """Number of earlier publishes whose place it took before every engine had staged them."""
+    """Number of earlier publishes that it replaced before every engine had staged them."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoteFailure:
-    """Weights that the trainer made were refused, late or given up: no engine serves them."""
+    """A publish was refused, timed out or was abandoned: no engine serves its weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetractVersions:
-    """From this version on, what was published is bad: give up what it has sampled."""
+    """Versions from this one on are bad: discard the groups that they sampled."""
 
     first_bad: int
 
 
 @dataclass(frozen=True, slots=True)
 class StandStill:
-    """Count no episode's time while engines are paused."""
+    """Stop the clocks of all episodes while engines are paused, or start them again."""
 
     is_still: bool
 
 
 @dataclass(frozen=True, slots=True)
 class HoldBatches:
-    """Hand over no batch while it is undecided which version the trainer has made; or go on.
+    """Hold batches while it is undecided which version the trainer has made, or hand them over
+    again.
 
-    Comes whenever something has changed that others may wait for.
+    Sent after every change that a waiting caller may depend on.
     """
 
     is_held: bool
@@ -394,9 +400,9 @@ class Reserved:
     keep: frozenset[int]
     """Versions whose parts must stay in the channel's buffer."""
     over: int | None
-    """The version that a part of a set will be laid over; None for a whole set."""
+    """Version that a part of a set will be laid over; None for a whole set."""
     deltas_over: int | None
-    """The version over which tensors may be left out that are as they were; None: none may be."""
+    """Version relative to which unchanged tensors may be left out; None if none may be."""
 
 
 # ---------------------------------------------------------------- state
@@ -404,41 +410,41 @@ class Reserved:
 
 @dataclass(slots=True)
 class WeightUpdate:
-    """One version on its way. An engine is in at most one of the sets, of at most one update."""
+    """One version under way. An engine is in at most one of the sets, of at most one update."""
 
     version: int
     content: WeightContent
     staging: set[str] = field(default_factory=set)
-    """Engines that copy it now."""
+    """Engines that are copying it."""
     staged: set[str] = field(default_factory=set)
-    """Engines that have it beside the live weights, and wait for the word to swap."""
+    """Engines that have it beside the live weights, and wait for the order to swap."""
     swapping: set[str] = field(default_factory=set)
     """Engines that were told to swap."""
     is_released: bool = False
     """Whether engines may swap as soon as they have staged it."""
     is_withdrawn: bool = False
-    """Whether nobody may swap any more; engines drop what they staged at the next start."""
+    """Whether engines may no longer swap to it; they drop what they staged at the next start."""
     refusals: dict[str, str] = field(default_factory=dict)
     """Engine -> why it can't take the version."""
 
     @property
     def engines(self) -> set[str]:
-        """The engines that it is on its way to."""
+        """Engines that the version is on its way to."""
         return self.staging | self.staged | self.swapping
 
     def is_for(self, engine: str) -> bool:
-        """Whether it is on its way to this engine."""
+        """Whether the version is on its way to this engine."""
         return engine in self.staging or engine in self.staged or engine in self.swapping
 
     def strike(self, engine: str) -> None:
-        """Wait for this engine no more."""
+        """Stop waiting for this engine."""
         for engines in (self.staging, self.staged, self.swapping):
             engines.discard(engine)
 
 
 @dataclass(frozen=True, slots=True)
 class Laggards:
-    """Engines that a version is on its way to, and how far it has come with them."""
+    """Engines that a version is on its way to, and the phase they are in."""
 
     version: int
     phase: Literal["staging", "staged", "swapping"]
@@ -450,51 +456,51 @@ class Laggards:
 
 @dataclass(slots=True)
 class _Engine:
-    """All that is known of one engine."""
+    """State of one engine."""
 
     version: int
-    """What it serves, if it has weights."""
+    """Version that it serves, if it has weights."""
     levels: Sequence[int] = ()
-    """The levels it can sleep at."""
+    """Levels at which it can sleep."""
     asleep: set[MemoryTag] = field(default_factory=set)
     level: SleepLevel | None = None
-    """At which it sleeps; None: it doesn't, or hasn't said so to this process."""
+    """Level at which it sleeps; None if it doesn't, or has not told this process."""
     lacks_weights: bool = False
-    """Whether nothing but an update can bring it weights."""
+    """Whether it has dropped its weights, so that only an update can restore them."""
     has_new_weights: bool = False
-    """Whether it was sent weights since it was told to put its own to sleep: they serve."""
+    """Whether it got new weights, which it serves, since its own were put to sleep."""
     request: int | None = None
-    """The order to sleep or wake that it has not answered yet."""
+    """Number of the sleep or wake order that it has not answered yet."""
     asked_level: SleepLevel | None = None
     returned_bytes: int = 0
     failure: str | None = None
-    """Why it can't sleep or wake as asked last."""
+    """Why the last order to sleep or wake failed."""
     resumes_due: int = 0
-    """Resumes it hasn't answered: what it says of pauses before that is old."""
+    """Number of resumes it has not answered. Its answers to pauses before those are outdated."""
     unanswered: list[int] = field(default_factory=list)
-    """The versions that it was told to start and has not answered for, in order."""
+    """Versions that it was told to start and has not answered, in order."""
 
     @property
     def serves(self) -> int:
-        """The version that it can serve now."""
+        """Version that it can serve now; NONE without weights."""
         return NONE if self.lacks_weights else self.version
 
     @property
     def base(self) -> int | None:
-        """The version that a part of a set can be laid over; None: it needs a whole set."""
+        """Version that a part of a set can be laid over; None if it needs a whole set."""
         return None if "weights" in self.asleep else self.serves
 
     def start(self, version: int) -> StartWeightUpdate:
-        """The order to begin a version."""
+        """Return the order to begin a version."""
         if not self.unanswered or self.unanswered[-1] != version:
             self.unanswered.append(version)
         return StartWeightUpdate(version=version)
 
     def has_outdated(self, version: int) -> bool:
-        """Whether an answer is to an earlier start of ``version`` than the newest.
+        """Whether an answer belongs to an earlier start of ``version`` than the newest.
 
-        An engine answers each start once and in order, but for one that the same version follows:
-        those two have one answer.
+        An engine answers each start once and in order, except that two successive starts of the
+        same version have one answer.
         """
         if version in self.unanswered:
             del self.unanswered[: self.unanswered.index(version) + 1]
@@ -505,58 +511,58 @@ class Phase(Enum):
     """What a call waits for."""
 
     RESERVE = auto()
-    """That the channel's buffer is free to be reserved."""
+    """The channel's buffer is free to be reserved."""
     DRAIN = auto()
-    """That no engine reads what is about to be overwritten."""
+    """No engine reads what is about to be overwritten."""
     BRING = auto()
-    """A version that is published: that engines have staged it, or serve it."""
+    """Engines have staged the published version, or serve it."""
     PAUSE_TURN = auto()
-    """That the pauses and resumes asked for before are over."""
+    """Earlier pauses and resumes are over."""
     SWAPS_END = auto()
-    """That no engine is swapping."""
+    """No engine is swapping."""
     PAUSE_ANSWERS = auto()
-    """That every engine has said that it is paused, or goes on."""
+    """Every engine has confirmed the pause, or the resume."""
     SLEEP_TURN = auto()
-    """That the sleeps and wakes asked for before are over."""
+    """Earlier sleeps and wakes are over."""
     WEIGHTS_SETTLE = auto()
-    """To sleep: that no version is on its way, or being written."""
+    """For a sleep: no version is under way or being written."""
     SLEEP_ANSWERS = auto()
-    """That every engine sleeps as wanted, or has said why not."""
+    """Every engine sleeps as wanted, or has failed."""
     WAKE_ANSWERS = auto()
-    """That every engine is awake as wanted, or has said why not."""
+    """Every engine is awake as wanted, or has failed."""
     WEIGHTS_COME = auto()
-    """That every engine that woke without weights has some, or that none are on their way."""
+    """Every engine that woke without weights has some, or none are on their way."""
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call that is not over."""
+    """A call that is not over."""
 
     asked: ReserveAsked | PublishAsked | PauseAsked | StandStillAsked | SleepAsked | WakeAsked
     phase: Phase
     mode: PauseMode | None = None
-    """How engines are to be paused; None: they are to go on."""
+    """Pause mode to apply; None to resume."""
     clear_cache: bool = False
     version: int = -1
-    """Of a publish: the version that it brings, or is about to write."""
+    """For a publish: version that it brings, or is about to write."""
     is_resolved: bool = False
-    """Of a publish: whether its caller has gone on."""
+    """For a publish: whether its caller has returned, while the version is still under way."""
     is_live: bool = False
-    """Of a rollback: whether its version is live, and engines are yet to go on."""
+    """For a rollback: whether its version is live, and engines are to be resumed."""
     is_late: bool = False
-    """Whether its time is up."""
+    """Whether its timer has expired."""
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """What is to sleep on every engine."""
+    """What is to sleep on every engine, and at which level."""
 
     tags: set[MemoryTag] = field(default_factory=set)
     level: SleepLevel = 1
 
 
 class WeightControl:
-    """Weights, pauses and sleep of every engine. Change it only through :meth:`handle`."""
+    """Wanted weights, pause and sleep of all engines. Change it only through :meth:`handle`."""
 
     def __init__(
         self,
@@ -568,64 +574,64 @@ class WeightControl:
         weights_timeout_s: float = 60.0,
         pause_timeout_s: float = 60.0,
     ) -> None:
-        """``wave_engines``: so many swap at a time, at most; None: all at once.
-        ``weights_timeout_s``: how long a version, a sleep or a wake may take; ``pause_timeout_s``:
-        how long an engine may take to stop what it does, or to go on."""
+        """``wave_engines``: how many engines swap at a time; None for all at once.
+        ``weights_timeout_s``: time limit of a version, a sleep or a wake; ``pause_timeout_s``: of
+        an engine to pause or resume."""
         self._init = init
         self._wave_engines = wave_engines
         self._swap_mode: PauseMode = pause_mode
         self.kv_policy: KvPolicy = kv_policy
-        """What the next swap does to the KV of turns that are kept."""
+        """What the next swap does to the KV of kept turns."""
         self._weights_timeout_s = weights_timeout_s
         self._pause_timeout_s = pause_timeout_s
         self._out: list[Command] = []
         self._engines: dict[str, _Engine] = {}
-        """In the order in which they joined."""
+        """Engines by name, in the order in which they joined."""
         self._calls: dict[int, _Call] = {}
         self._waiting: dict[int, None] = {}
-        """Calls that wait until something is so, in the order in which they began to."""
+        """Calls whose condition does not hold yet, in the order in which they began to wait."""
         # -------- versions
         self.update: WeightUpdate | None = None
-        """The newest version published."""
+        """Newest version published."""
         self._kept: WeightUpdate | None = None
-        """The newest released; the buffer holds it still."""
+        """Newest version released; the channel's buffer still holds it."""
         self._before: WeightUpdate | None = None
-        """What a part of a set is laid over; None: the model directory's weights."""
+        """Version that a part of a set is laid over; None for the model directory's weights."""
         self.is_reserved = False
-        """Whether the buffer is about to be written for the next version, or engines sleep now."""
+        """Whether the buffer is about to be written for a new version, or engines go to sleep."""
         self.newest_version = -1
-        """Released by this process: engines may serve it; -1: none."""
+        """Newest version released by this process, which engines may serve; -1 before the first."""
         self._taken_version = -1
-        """The newest number that somebody was told of and that may never be released."""
+        """Newest number that was given to a publish and may never be released."""
         self._is_watching = False
-        """Whether the versions on their way have a timer."""
+        """Whether the versions under way have a timer."""
         self.failure: TidegateError | None = None
-        """Of a publish whose caller was gone by then, until somebody is told."""
+        """Error of a publish whose caller had returned already, until another call raises it."""
         # -------- pauses
         self.pause_mode: PauseMode | None = None
-        """As engines were told last; None: they run."""
+        """Mode of the last pause sent to engines; None after a resume."""
         self._clears_cache = False
         self._users_mode: PauseMode | None = None
         self._sleeping_mode: PauseMode | None = None
-        """What engines were paused by to sleep; None while none are to."""
+        """Mode by which engines were paused to sleep; None while they are not to sleep."""
         self._stands_still = False
         self._pausing: int | None = None
-        """The call whose pause or resume is under way; no engine is told to swap meanwhile."""
+        """Call whose pause or resume is under way; engines are not told to swap meanwhile."""
         self._pause_queue: deque[int] = deque()
         self._unsettled_pauses: set[str] = set()
-        """Engines that have not said yet that they are paused, or go on, as was asked last."""
+        """Engines that have not confirmed the last pause or resume."""
         # -------- sleep
         self._wanted = _Wanted()
         self._sleeping: int | None = None
-        """The call whose sleep or wake is under way."""
+        """Call whose sleep or wake is under way."""
         self._sleep_queue: deque[int] = deque()
         self._slept_version = -1
-        """The newest released when engines were put to sleep: later ones wake their weights."""
+        """Newest version released when engines were put to sleep: later ones replace theirs."""
         self._requests = 0
-        """Orders to sleep or wake so far."""
+        """Number of sleep and wake orders so far."""
 
     def handle(self, event: Event) -> list[Command]:
-        """Take in one event and say what to do about it."""
+        """Apply one event and return the commands that follow from it, in order."""
         match event:
             case Answered(engine=engine, message=message):
                 self._on_answer(engine, message)
@@ -664,66 +670,67 @@ class WeightControl:
 
     @property
     def asleep(self) -> tuple[MemoryTag, ...]:
-        """What sleeps on all engines, or is about to."""
+        """Memory that sleeps on all engines, or is about to."""
         return tuple(tag for tag in MEMORY_TAGS if tag in self._wanted.tags)
 
     @property
     def sleep_level(self) -> SleepLevel:
-        """At which level it does."""
+        """Level at which it sleeps."""
         return self._wanted.level
 
     @property
     def staging_version(self) -> int | None:
-        """The newest version published, until every engine has staged it."""
+        """Newest version published, while some engine has not staged it; else None."""
         return self.update.version if self.update is not None and self.is_undecided else None
 
     @property
     def kept_buffers(self) -> frozenset[int]:
-        """The versions as which the one released last, and what it is laid over, were written."""
+        """Buffers that the version released last needs: its own, and those it is laid over."""
         kept = self._kept
         return frozenset() if kept is None else frozenset({kept.version} | kept.content.buffers)
 
     @property
     def version_before(self) -> int:
-        """What a part of a set would be laid over now."""
+        """Version that a part of a set would be laid over now."""
         return self._before.version if self._before is not None else 0
 
     @property
     def adapters_before(self) -> Collection[str]:
-        """The adapters that it has."""
+        """Names of that version's adapters."""
         return self._before.content.adapters if self._before is not None else ()
 
     def knows_before(self, next_version: int) -> bool:
-        """Whether it is known what a part of a set would be laid over: the model directory's
-        weights, or what this process published. Not so in a run that goes on with another's."""
+        """Whether the content that a part of a set would be laid over is known: the model
+        directory's weights, or a version that this process published. Not after a resume with
+        another process's weights."""
         return self.newest_version >= 0 or next_version <= 1
 
     @property
     def is_writable(self) -> bool:
-        """Whether no engine reads what isn't kept. Those that read what is kept need not be waited
-        for: the next version takes its place with them, however far they are."""
+        """Whether no engine reads a buffer that may be overwritten. Readers of the kept version
+        need not be waited for: the next version replaces it for them, however far they are."""
         update = self.update
         return update is None or update is self._kept or not update.staging
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the newest version may still be given up: it is being staged."""
+        """Whether the newest version is being staged, so that it may still be abandoned."""
         update = self.update
         return update is not None and not update.is_released and not update.is_withdrawn
 
     @property
     def is_settled(self) -> bool:
-        """Whether no version is on its way."""
+        """Whether no version is under way."""
         return not any(u.staging or u.staged or u.swapping for u in self._updates)
 
     @property
     def is_swapping(self) -> bool:
-        """Whether an engine was told to swap, and hasn't yet said that it has."""
+        """Whether an engine was told to swap and has not confirmed it."""
         return any(update.swapping for update in self._updates)
 
     @property
     def laggards(self) -> list[Laggards]:
-        """The engines that versions are on their way to, by version and phase."""
+        """Engines that versions are on their way to, by version and phase."""
         found: list[Laggards] = []
         for update in self._updates:
             v = update.version
@@ -735,25 +742,25 @@ class WeightControl:
         return [laggards for laggards in found if laggards.engines]
 
     def take_failure(self) -> TidegateError | None:
-        """The error of a publish that failed behind its caller's back; told once."""
+        """Return the error of a publish whose caller had returned, once."""
         failure, self.failure = self.failure, None
         return failure
 
     @property
     def _updates(self) -> list[WeightUpdate]:
-        """The newest and the kept one, where there are such and they are two."""
+        """The newest and the kept version, each once, where they exist."""
         kept = None if self._kept is self.update else self._kept
         return [update for update in (self.update, kept) if update is not None]
 
     @property
     def _publishes(self) -> list[_Call]:
-        """Those that are not over, in the order in which they were asked for."""
+        """Publish calls that are not over, in the order in which they began."""
         calls = self._calls.values()
         return [call for call in calls if call.phase is Phase.BRING and not call.is_live]
 
     @property
     def _places_in_wave(self) -> int:
-        """How many more engines may swap now."""
+        """Number of further engines that may swap now."""
         if self._wave_engines is None:
             return len(self._engines)
         return self._wave_engines - sum(len(update.swapping) for update in self._updates)
@@ -778,7 +785,6 @@ class WeightControl:
         self._out.append(Resolve(call.asked.call, value, error))
 
     def _is_ready(self, call: _Call) -> bool:
-        """Whether what a call waits for is so."""
         match call.phase:
             case Phase.RESERVE:
                 return not self.is_reserved
@@ -795,7 +801,7 @@ class WeightControl:
             case Phase.WEIGHTS_COME:
                 return bool(self._in_vain) or not self._lacking
             case Phase.BRING | Phase.PAUSE_TURN | Phase.SLEEP_TURN:
-                return False  # somebody else's end brings it on
+                return False  # the end of another call or update continues it
 
     def _go_on(self, number: int, next_version: int) -> None:
         call = self._calls.get(number)
@@ -803,7 +809,7 @@ class WeightControl:
             return
         match call.phase:
             case Phase.RESERVE if self.is_reserved:
-                self._wait(call)  # somebody else was woken before
+                self._wait(call)  # another call was woken first
             case Phase.RESERVE:
                 self._reserve(call, next_version)
             case Phase.DRAIN:
@@ -875,9 +881,9 @@ class WeightControl:
     # ------------------------------------------------------------ what is due
 
     def _advance(self, only: str | None = None) -> None:
-        """Do what is due; ``only``: since something has changed of that engine, and of no other."""
+        """Send everything that is due; ``only``: the only engine of which something has changed."""
         self._order_sleep(only)
-        self._advance_weights()  # and has others look at what they wait for
+        self._advance_weights()  # also wakes calls whose condition holds now
 
     def _advance_weights(self) -> None:
         update = self.update
@@ -890,14 +896,15 @@ class WeightControl:
             else:
                 self._release(update)
         if self._is_swap_due and self._pausing is None:
-            # Only when safe: a crash that forgets the version could give its number to others.
+            # Only when committed: after a crash that forgets the version, its number could be
+            # given to other weights.
             self._out.append(WhenSafe())
         if self.is_settled and not self.is_undecided:
             self._settle()
         self._note()
 
     def _note(self) -> None:
-        """Others may wait for what has changed."""
+        """Wake the calls whose condition holds now."""
         self._out.append(HoldBatches(self.is_reserved or self.is_undecided))
         for number in [n for n in self._waiting if self._is_ready(self._calls[n])]:
             del self._waiting[number]
@@ -916,22 +923,21 @@ class WeightControl:
             engine.levels, engine.asleep = memory.levels, set(memory.asleep)
             engine.lacks_weights = memory.lacks_weights
         told: Outgoing = []
-        if self.pause_mode is not None:  # it knows of no pause, and must before it gets turns
+        if self.pause_mode is not None:  # it must be paused before it gets turns
             self._unsettled_pauses.add(name)
             told += self._pause_word(name)
         for update in self._updates:
-            update.refusals.pop(name, None)  # another process may see it differently
+            update.refusals.pop(name, None)  # a restarted engine may accept it
         told.append((name, self._init))
         self._send([*told, *self._catch_up()])
         self._advance(name)
 
     def _on_gone(self, engine: str) -> None:
-        if engine in self._engines:  # else it was given up here
+        if engine in self._engines:  # unknown: it was given up here
             self._remove(engine)
             self._advance(engine)
 
     def _remove(self, engine: str) -> None:
-        """Wait for an engine no more."""
         self._engines.pop(engine, None)
         self._unsettled_pauses.discard(engine)
         for update in self._updates:
@@ -964,8 +970,8 @@ class WeightControl:
 
     @property
     def _is_publish_awaited(self) -> bool:
-        """Whether engines that woke without weights are to get them by the trainer's next publish:
-        as long as not all is to be awake."""
+        """Whether engines that woke without weights wait for the trainer's next publish: so it is
+        until everything is to be awake."""
         if self._sleeping_mode is None:
             return False
         call = None if self._sleeping is None else self._calls.get(self._sleeping)
@@ -980,9 +986,9 @@ class WeightControl:
         elif (failure := self.take_failure()) is not None:
             self._refuse_publish(call, failure)
         elif event.first_bad is not None:
-            self._stands_still = True  # so that no turn goes on from KV that bad weights computed
+            self._stands_still = True  # so that no turn continues from KV that bad weights computed
             self._ask_pause(call)
-        elif self.is_reserved:  # another is written now, which takes no engine's time
+        elif self.is_reserved:  # another version is being written; engines decode meanwhile
             self._wait(call)
         else:
             self._reserve(call, event.next_version)
@@ -994,7 +1000,7 @@ class WeightControl:
         self._end(call, error=error)
 
     def _reserve(self, call: _Call, next_version: int) -> None:
-        """Take the buffer for the next version. One that is still being staged is given up."""
+        """Reserve the buffer for the next version; one that is still being staged is abandoned."""
         self.is_reserved = True
         if self.is_undecided and self.update is not None:
             self._taken_version = self.update.version
@@ -1033,23 +1039,23 @@ class WeightControl:
         return Reserved(version, keep, self.version_before if asked.is_part else None, deltas_over)
 
     def _supersede(self, version: int) -> Outgoing:
-        """A newer version is about to be written: nobody swaps to one that isn't released yet.
+        """Abandon a version that isn't released, because a newer one is about to be written.
 
-        Engines that copy it are told of the newer one, and so to stop; each says that it has given
-        up, or that it was done. Where the newer one goes by the same number they can't be told
-        apart: then the copies are waited for.
+        Engines that copy it are told to start the newer one, and so to stop; each answers that it
+        has given up, or that it was done. If the newer one has the same number, the answers could
+        not be told apart, so the copies are waited for.
         """
         update, before = self.update, self._before
         if update is None or update.is_released:
             return []
         self._withdraw()
-        self._before = before  # it hasn't failed: what it brought is in the newer one too
+        self._before = before  # it hasn't failed: the newer version contains its tensors
         if update.version == version:
             return []
         return [(e, self._engines[e].start(version)) for e in sorted(update.staging)]
 
     def _unreserve(self) -> None:
-        """Nothing will be published in the buffer reserved; what it was reserved over is gone."""
+        """Give up the reserved buffer; the version that was abandoned for it stays abandoned."""
         self.is_reserved = False
         if self.update is not None and self.update.is_withdrawn:
             self._before = self._kept
@@ -1061,10 +1067,10 @@ class WeightControl:
         self._note()
 
     def _on_publish(self, event: PublishAsked) -> None:
-        """Have every engine stage a version that doesn't serve it.
+        """Have every engine stage a version that it does not serve.
 
-        A resumed run publishes once more what engines may have kept serving. What was on its way to
-        some is given up, for this is newer.
+        Engines may have kept serving what a resumed run publishes again. Versions still under way
+        to some engines are abandoned for this newer one.
         """
         call = self._begin(_Call(event, Phase.BRING, version=event.version))
         self.is_reserved = False
@@ -1083,7 +1089,7 @@ class WeightControl:
         self._advance_weights()
 
     def _resolve_publish(self, call: _Call) -> None:
-        """Its caller has what it waits for; the version is still on its way."""
+        """Return to the caller of a publish, while the version is still under way."""
         if not call.is_resolved:
             call.is_resolved = True
             self._out.append(Resolve(call.asked.call))
@@ -1099,11 +1105,11 @@ class WeightControl:
             return
         del self._calls[call.asked.call]
         if error is not None:
-            self.failure = error  # who called it has gone on
+            self.failure = error  # its caller has returned
 
     def _cancel_publish(self, call: _Call) -> None:
-        """Nobody waits for this publish any more. Until all engines have staged its version, none
-        will swap to it; unless an earlier call waits for it too: then it goes on."""
+        """Abandon a version whose caller was cancelled, if not all engines have staged it and no
+        earlier publish waits for it."""
         if call.version <= self.newest_version:
             return  # engines swap to it already
         is_newest = self.update is not None and self.update.version == call.version
@@ -1117,14 +1123,14 @@ class WeightControl:
             self._taken_version = max(self._taken_version, call.version)
 
     def _withdraw(self) -> None:
-        """Nobody swaps to the newest version, unless they were told to already."""
+        """Keep engines from swapping to the newest version, unless it is released."""
         if self.update is not None and not self.update.is_released:
             self.update.is_withdrawn = True
             self.update.staged.clear()
         self._before = self._kept
 
     def _fail(self, error: TidegateError) -> None:
-        """The newest version comes to nothing; unless it was released, nobody swaps to it."""
+        """Fail the publish of the newest version; unless it was released, no engine swaps to it."""
         is_released = self.update is not None and self.update.is_released
         self._withdraw()
         if not is_released:
@@ -1135,7 +1141,7 @@ class WeightControl:
         self._send(self._catch_up())
 
     def _release(self, update: WeightUpdate) -> None:
-        """Every engine has staged it."""
+        """Make a version the trainer's: every engine has staged it."""
         replaced = [c for c in self._publishes if self.newest_version < c.version < update.version]
         self.newest_version = update.version
         self._out.append(ReleaseVersion(update.version, len(replaced)))
@@ -1147,7 +1153,6 @@ class WeightControl:
                 self._resolve_publish(call)
 
     def _settle(self) -> None:
-        """All engines serve the newest version released."""
         self._stop_watch()
         for call in [c for c in self._publishes if c.version <= self.newest_version]:
             self._end_publish(call, None)
@@ -1162,18 +1167,17 @@ class WeightControl:
             self._stop_timer(WATCH)
 
     def _be_late(self) -> None:
-        """An engine has not taken the newest version in time."""
         self._is_watching = False
-        # Those that have staged a version wait for others, or for the word to swap.
+        # Engines that have staged a version wait for others, or for the order to swap.
         holdups = sorted({engine for u in self._updates for engine in u.staging | u.swapping})
         if not holdups:
-            self._watch()  # the journal is late, or a pause: no engine is to blame
+            self._watch()  # a journal commit or a pause delays it: no engine is to blame
             return
         error = self._lagging(holdups)
         self._fail(error)
         self._give_up(error.engines, str(error))
         if not self.is_settled:
-            self._watch()  # others go on in their waves
+            self._watch()  # other engines continue in their waves
         self._note()
 
     def _lagging(self, engines: list[str]) -> EngineLagging:
@@ -1187,10 +1191,10 @@ class WeightControl:
     # ------------------------------------------------------------ versions: engines
 
     def _catch_up(self, engine: str | None = None) -> Outgoing:
-        """Have engines stage the newest version there is, if none is on its way to them.
+        """Have engines stage the newest version if they lack it and none is on its way to them.
 
-        Those that joined late; and those for whom a publish that failed had taken its place. Only
-        ``engine`` is looked at if it is given: the one that has just said something.
+        These are engines that joined late, and engines whose copy a failed publish had replaced.
+        With ``engine``, only that engine is considered.
         """
         target = self._kept
         if self.update is not None and not self.update.is_withdrawn:
@@ -1238,15 +1242,16 @@ class WeightControl:
         self._out.append(NoteSwap(name, message))
 
     def _on_refused(self, name: str, version: int, why: str) -> bool:
-        """An engine can't take a version; it serves the old one on.
+        """Note that an engine can't take a version; it keeps serving the old one.
 
-        True if others serve it already: then this engine can't be of the run any more.
+        Returns True if other engines serve the version already: then this engine must leave the
+        run.
         """
         engine, update = self._engines.get(name), self._update_of(version)
         if engine is None or engine.has_outdated(version):
             return False
         if update is None or not update.is_for(name):
-            return False  # given up for a newer one; or asked for twice, and it has just swapped
+            return False  # abandoned for a newer version; or started twice, and just swapped
         update.strike(name)
         update.refusals[name] = why
         return update.is_released
@@ -1256,12 +1261,12 @@ class WeightControl:
         return self._places_in_wave > 0 and any(u.is_released and u.staged for u in self._updates)
 
     def _swap(self) -> None:
-        """The word to swap, for those that have staged what is released; each is told once.
+        """Tell engines that have staged a released version to swap, each once.
 
         In waves, each engine that serves the new version makes room for the next one.
         """
         if self._pausing is not None:
-            return  # a pause has begun since; its end looks again
+            return  # a pause has begun since; its end calls this again
         told: Outgoing = []
         for update in self._updates:
             if not update.is_released:
@@ -1281,7 +1286,7 @@ class WeightControl:
     # ------------------------------------------------------------ pauses
 
     def _ask_pause(self, call: _Call) -> None:
-        """Pause, or go on, in turn: as the run wants it, else a sleep, else the user."""
+        """Queue a pause or resume. The policy's pause wins, then a sleep's, then the user's."""
         if call.asked.call not in self._calls:
             self._begin(call)
         call.mode = "abort" if self._stands_still else self._sleeping_mode or self._users_mode
@@ -1311,7 +1316,7 @@ class WeightControl:
         if not self._unsettled_pauses:
             self._end_pause(call)
             return
-        if call.mode != "wait":  # which takes as long as the longest turn
+        if call.mode != "wait":  # "wait" takes as long as the longest turn
             self._set_timer(call.asked.call, self._pause_timeout_s)
         self._wait(call)
 
@@ -1334,7 +1339,7 @@ class WeightControl:
                 self._unsettled_pauses.discard(name)
 
     def _end_pause(self, call: _Call) -> None:
-        """All engines have answered; or those that haven't in time are given up."""
+        """End a pause or resume: all engines have confirmed it, or late ones are given up."""
         self._stop_timer(call.asked.call)
         if call.is_late:
             call.is_late = False
@@ -1357,7 +1362,7 @@ class WeightControl:
                 self._end(call)
 
     def _let_pause(self, call: int | None) -> None:
-        """Let the next one pause, if none does; ``call`` does no more."""
+        """End ``call``'s turn to pause, and wake the next call in the queue."""
         if call == self._pausing:
             self._pausing = None
         if self._pausing is None and self._pause_queue:
@@ -1375,7 +1380,7 @@ class WeightControl:
             self._sleep_queue.append(event.call)
 
     def _objection(self, event: SleepAsked) -> str | None:
-        """Why engines can't sleep so."""
+        """Return why engines can't sleep as asked; None if they can."""
         level = event.level
         unable = sorted(n for n, engine in self._engines.items() if level not in engine.levels)
         if unable:
@@ -1398,7 +1403,7 @@ class WeightControl:
         self._order(call, Phase.WAKE_ANSWERS)
 
     def _sleep_once_settled(self, call: _Call) -> None:
-        """Engines are paused: put them to sleep, once no weights are on their way."""
+        """Put the paused engines to sleep, once no weights are under way."""
         asked = call.asked
         assert isinstance(asked, SleepAsked)
         if self.is_reserved or not self.is_settled:
@@ -1425,7 +1430,7 @@ class WeightControl:
         self._wait(call)
 
     def _end_orders(self, call: _Call) -> None:
-        """All engines have answered; or those that haven't in time are given up."""
+        """End a sleep or wake: all engines have answered, or late ones are given up."""
         self._stop_timer(call.asked.call)
         what = "sleep" if isinstance(call.asked, SleepAsked) else "wake"
         if call.is_late:
@@ -1447,7 +1452,7 @@ class WeightControl:
             self._end(call, error=error)
 
     def _bring_weights(self, call: _Call) -> None:
-        """Have engines that have no weights stage some; again, if those come to nothing."""
+        """Have engines without weights stage some, again if those fail."""
         call.phase = Phase.WEIGHTS_COME
         for engine in self._lacking:
             self._send(self._catch_up(engine))
@@ -1473,7 +1478,7 @@ class WeightControl:
         self._ask_pause(call)
 
     def _let_sleep(self, call: int) -> None:
-        """Let the next one sleep or wake, if none does; ``call`` does no more."""
+        """End ``call``'s turn to sleep or wake, and wake the next call in the queue."""
         if call == self._sleeping:
             self._sleeping = None
         if self._sleeping is None and self._sleep_queue:
@@ -1486,16 +1491,16 @@ class WeightControl:
 
     @property
     def _in_vain(self) -> list[str]:
-        """Those of them that none is on its way to."""
+        """Engines without weights that no version is on its way to."""
         return [engine for engine in self._lacking if not self._is_on_its_way(engine)]
 
     # ------------------------------------------------------------ sleep: engines
 
     def _order_sleep(self, only: str | None = None) -> None:
-        """Tell engines what they can do now of what is wanted.
+        """Send each engine the sleep or wake order that it needs and can carry out now.
 
-        With ``only`` just that one is looked at, while none is to sleep: each publish has each of a
-        thousand engines say twice that something has changed.
+        ``only`` restricts this to one engine while nothing is to sleep, because each publish has
+        each of a thousand engines report two changes.
         """
         told: Outgoing = []
         for name in sorted(self._engines) if only is None or self._wanted.tags else (only,):
@@ -1511,12 +1516,12 @@ class WeightControl:
             self._send(told)
 
     def _may_sleep(self, name: str) -> bool:
-        """Whether an engine runs no turn, and no weights are on their way to it."""
+        """Whether an engine is paused and no weights are on their way to it."""
         is_paused = self.pause_mode is not None and name not in self._unsettled_pauses
         return is_paused and not self._is_on_its_way(name)
 
     def _sleep_word(self, engine: _Engine) -> Sleep | Wake | None:
-        """What an engine is to do next, if it isn't as wanted."""
+        """Return the order that brings an engine to the wanted state; None if it is there."""
         wanted = self._wanted
         if extra := engine.asleep - wanted.tags:
             return Wake(request=self._requests, tags=_in_order(extra))
@@ -1529,7 +1534,7 @@ class WeightControl:
 
     @property
     def _unsettled_sleepers(self) -> list[str]:
-        """Engines that are not as wanted, and have not said why."""
+        """Engines that are not in the wanted state and have not failed."""
         return sorted(
             name
             for name, engine in self._engines.items()
@@ -1539,7 +1544,7 @@ class WeightControl:
     def _on_slept(self, name: str, message: Asleep | Awake | sleep_messages.SleepFailed) -> None:
         engine = self._engines.get(name)
         if engine is None or message.request != engine.request:
-            return  # of a conversation that is over
+            return  # an answer to an earlier connection's order
         engine.request = None
         match message:
             case Asleep(tags=tags, returned_bytes=returned):
@@ -1551,7 +1556,7 @@ class WeightControl:
                 engine.failure = why
 
     def _note_new_weights(self) -> None:
-        """Where all engines have new weights, who joins need not put its own to sleep."""
+        """If all engines have new weights, engines that join need not put theirs to sleep."""
         if "weights" not in self._wanted.tags or not self._engines:
             return
         if all(engine.has_new_weights for engine in self._engines.values()):

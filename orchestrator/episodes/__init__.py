@@ -1,1 +1,1 @@
-"""Users' episodes: coroutines that talk to a model, in tokens or in messages."""
+"""Users' episodes: coroutines that use a model by tokens or by messages, and their runner."""

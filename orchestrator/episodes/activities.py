@@ -1,6 +1,7 @@
-"""How much of all episodes' time went to what isn't generating: environments, tools, rewards?
+"""Seconds that all episodes of a run spent in named activities: environments, tools, scoring.
 
-Added up by name, over the episodes of a run; it knows clocks and names, and no episode.
+The episode runner counts them; :class:`RunStatistics` shows them as ``episode_s``. Generation is
+not counted here.
 """
 
 from collections import Counter
@@ -9,29 +10,29 @@ from collections.abc import Callable
 ENVIRONMENT = "environment"
 SCORE = "score"
 TOOL = "tool"
-"""Before a tool's own name."""
+"""Prefix of a tool's own name."""
 
 NAMES_MAX = 64
-"""Told apart: each is a series to whoever watches. What has another name counts as ``others``."""
+"""Distinct names, because each is a metric series; further names count as ``others``."""
 OTHERS = "others"
 
 
 class Activities:
-    """Seconds by name. What goes on in several episodes at once counts for each of them."""
+    """Seconds by activity. Several episodes in one activity at once each count their own time."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
         self._going_on: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
-        """Of what has ended; less the beginnings of what goes on."""
+        """Seconds of ended activities, minus the start times of running ones."""
 
     def begin(self, name: str) -> str:
-        """An episode is at it from now on; the name that :meth:`end` is to be given.
+        """Start an activity of one episode; return the name to pass to :meth:`end`.
 
         Raises:
-            TypeError: the name is no text.
+            TypeError: the name is not a string.
         """
-        if not isinstance(name, str):  # it would be sorted among others' at each look
+        if not isinstance(name, str):  # names are sorted in seconds()
             raise TypeError(f"what an episode does has a name, such as 'reward', not {name!r:.80}")
         if name not in self._seconds and len(self._seconds) >= NAMES_MAX:
             name = OTHERS
@@ -40,13 +41,13 @@ class Activities:
         return name
 
     def end(self, name: str) -> None:
-        """It is at it no more."""
+        """End an activity of one episode."""
         self._seconds[name] += self._now_s()
         self._going_on[name] -= 1
 
     def seconds(self) -> dict[str, float]:
-        """Up to now, what goes on included."""
-        # A run that is over has no clock any more, and nothing that goes on.
+        """Return the seconds by activity up to now, running activities included."""
+        # After the run its loop's clock is gone, and no activity is running.
         now_s = self._now_s() if any(self._going_on.values()) else 0.0
         return {
             name: max(0.0, seconds + self._going_on[name] * now_s)

@@ -1,7 +1,8 @@
-"""What text does a model's chat template make of messages? The one that ``transformers`` makes.
+"""Chat template of a model: renders messages to text as ``transformers`` does.
 
-It knows text only: which tokens that becomes, and which of them are there already, is
-:mod:`conversation`'s matter. A template is code from elsewhere, and runs in Jinja's sandbox.
+:class:`Conversation` and the HTTP servers use it. Which tokens the text becomes, and which of them
+are in the context already, is :mod:`conversation`'s part. A template is untrusted code, and runs in
+Jinja's sandbox.
 """
 
 import datetime
@@ -20,13 +21,13 @@ from tidegate.errors import ChatRefused, ModelError
 from tidegate.transport.regular_files import read_regular
 
 Message = Mapping[str, Any]
-"""``role``, ``content`` and so on, as OpenAI's API has them."""
+"""A message as in OpenAI's API: ``role``, ``content`` and so on."""
 
 PLACEHOLDER = "tidegate-placeholder"
-"""Found in what a template makes of it: words that no template writes of its own."""
+"""Text searched for in rendered messages: words that no template writes by itself."""
 
 TEMPLATE_NAMES = ("default", "tool_use")
-"""Of a directory with several templates, the one that is used: the first of these it has."""
+"""Names tried in this order in a directory with several templates."""
 
 
 class ChatTemplate:
@@ -35,11 +36,11 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], now: datetime.datetime
     ) -> None:
-        """``now``: what the template takes for the present, the same for every rendering: a date
-        that changed in mid-conversation would rewrite its beginning.
+        """``now`` is the present for the template, the same in every rendering: a date that changed
+        during a conversation would rewrite its beginning.
 
         Raises:
-            ModelError: it is no template, or makes nothing of a plain conversation.
+            ModelError: the source is not a template, or can't render a plain conversation.
         """
         environment = _environment(now)
         self.source = source
@@ -58,12 +59,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation, up to where the model begins to speak.
+        """Return the text of a conversation, up to where the model begins to generate.
 
-        ``options`` are further names that the template may look at, such as ``enable_thinking``.
+        ``options`` are further variables of the template, such as ``enable_thinking``.
 
         Raises:
-            ChatRefused: the template takes no such conversation; it says why.
+            ChatRefused: the template raised for these messages; the error says why.
         """
         try:
             return self._template.render(
@@ -79,7 +80,7 @@ class ChatTemplate:
             raise ChatRefused(f"the chat template refuses these messages: {why}") from error
 
     def _find_end_of_turn(self) -> str:
-        """What follows an assistant's words: ``<|im_end|>\\n``, for one."""
+        """Return the text after an assistant's message, such as ``<|im_end|>\\n``."""
         messages = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": PLACEHOLDER},
@@ -93,7 +94,7 @@ class ChatTemplate:
 
 @lru_cache(maxsize=8)
 def read_chat_template(path: Path) -> ChatTemplate:
-    """That of a model directory: chat_template.jinja, or in tokenizer_config.json.
+    """Read a model directory's template: chat_template.jinja, or in tokenizer_config.json.
 
     Raises:
         ModelError: there is none, or it can't be used.
@@ -128,7 +129,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}``, with which templates mark what the assistant says: only its body."""
+    """``{% generation %}`` tag, by which templates mark the assistant's text; renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - as the library declares it
 
@@ -138,7 +139,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 def _environment(now: datetime.datetime) -> ImmutableSandboxedEnvironment:
-    """Templates are written for what ``transformers`` gives them."""
+    """Make the Jinja environment that ``transformers`` gives to templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -152,7 +153,7 @@ def _environment(now: datetime.datetime) -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
-    """Jinja's own escapes HTML."""
+    """Encode without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, **{"ensure_ascii": False, "indent": indent, **options})
 
 

@@ -1,10 +1,12 @@
-"""Which tokens does a conversation add to a context? Only what follows what the model said.
+"""Chat conversations over token contexts: appends only the tokens after what the model has
+generated.
 
-An agent sends all messages each time. Rendering and tokenising all of them would give other tokens
-than those that the model produced, so of a turn of before the engine's own ids are kept, and what
-the chat template adds after it (the end of the turn, observations, the next header) is appended.
-Where the template or the agent shows the past otherwise than it was, that is another context: the
-episode forks, and the new row says why. Of engines and rewards it knows nothing.
+``Episode.generate(messages=…)`` and the OpenAI gateway use it. An agent sends all messages each
+time. Rendering and tokenising all of them would give other tokens than the model generated, so the
+engine's own token ids are kept for earlier turns, and only what the chat template adds after them
+(the end of the turn, observations, the next header) is appended. If the template or the agent shows
+the past differently from what it was, that is another context: the episode forks, and the new row
+records why.
 """
 
 import asyncio
@@ -31,20 +33,20 @@ from tidegate.transport.media import Media
 from tidegate.transport.sampling import Processor
 
 Tools = Sequence[Mapping[str, Any]]
-"""As OpenAI's API has them: ``{"type": "function", "function": {"name": …, …}}``."""
+"""Tool definitions as in OpenAI's API: ``{"type": "function", "function": {"name": …, …}}``."""
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Runs a function in a thread, and returns what it returns."""
+"""Runs a function in a thread, and returns its result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What was computed ahead of :meth:`Conversation.prepare`, in a thread, for a long request."""
+    """Results computed in a thread ahead of :meth:`Conversation.prepare`, for long requests."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    """Texts and their tokens."""
+    """Tokens by text."""
     rendered: dict[bytes, str] = field(default_factory=dict)
-    """What the chat template makes of messages and tools, by :func:`_digest` of both."""
+    """Rendered prompts by :func:`_digest` of messages and tools."""
 
 
 NOTHING = Known()
@@ -77,11 +79,11 @@ class ContextRow(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no turn is being generated here, and none is reserved."""
+        """Whether no turn is being generated in this row, and none is reserved."""
         ...
 
     def reserve(self) -> None:
-        """Keep this row for a turn that is about to be asked for."""
+        """Keep this row for a turn that is about to be generated."""
 
     def append(self, content: str | Sequence[int], *, media: Sequence[Media] = ()) -> None:
         """Append given tokens to the context."""
@@ -92,7 +94,7 @@ class ContextRow(Protocol):
 
     @property
     def generate(self) -> Callable[..., Awaitable[GeneratedTurn]]:
-        """Have the model continue the context; takes the options of :meth:`Episode.generate`."""
+        """Generate a turn from the context; takes the options of :meth:`Episode.generate`."""
         ...
 
 
@@ -101,28 +103,28 @@ Row = TypeVar("Row", bound=ContextRow)
 
 @dataclass(frozen=True, slots=True)
 class _Said(Generic[Row]):
-    """A turn of the model's, and all that was there before it."""
+    """A turn that the model generated, and the context before it."""
 
     row: Row
     tokens: int
-    """Of the row's context, up to and with the turn."""
+    """Length of the row's context up to the end of the turn."""
     prompt: str
-    """What the template made of the messages before it: the model went on from there."""
+    """Rendered messages before the turn, which the model continued."""
     content: str
     has_tool_calls: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Place(Generic[Row]):
-    """Where messages lead to, before anything is done about it."""
+    """Where messages continue or begin a row; nothing is appended yet."""
 
     said: _Said[Row] | None
-    """The turn that they go on from; None: they begin a row."""
+    """Turn that the messages continue from; None if they begin a row."""
     text: str
-    """What they add."""
+    """Text to append."""
     media: list[Media]
     why: str
-    """They begin a row beside others, if they do."""
+    """Fork reason, if the messages begin a row beside others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +136,12 @@ class Prepared(Generic[Row]):
     tools: list[str]
     prompt: str
     forced: Processor | None = None
-    """What holds the turn to a tool call."""
+    """Processor that constrains the turn to a tool call."""
 
 
 class Conversation(Generic[Row]):
-    """An episode that is asked for turns with messages. Several at once, and any number of threads
-    of messages: each that goes on from another turn's end stays in its row."""
+    """Generates turns for messages. Several may run at once, in any number of threads of messages:
+    each that continues from the end of an earlier turn stays in that turn's row."""
 
     def __init__(self, episode: Row, model: ModelFiles) -> None:
         """Raises ModelError if the model has no chat template."""
@@ -147,19 +149,19 @@ class Conversation(Generic[Row]):
         self._model = model
         self._template = read_chat_template(model.path)
         self._said: dict[bytes, _Said[Row]] = {}
-        """By the messages up to and with it."""
+        """Generated turns, by digest of the messages up to and including each."""
         self._seen: set[bytes] = set()
-        """All that was ever asked for, and each beginning of it."""
+        """Digests of all message prefixes asked for so far."""
         self.forks: Counter[str] = Counter()
-        """Rows begun beside the first, by reason."""
+        """Number of rows begun beside the first, by reason."""
 
     async def generate(
         self, messages: object, tools: Tools | None, tool_choice: Choice = None, **options: Any
     ) -> GeneratedTurn:
-        """Have the model speak next; ``options`` are those of :meth:`Episode.generate`.
+        """Generate the next message; ``options`` are those of :meth:`Episode.generate`.
 
         Raises:
-            ChatRefused: there is no prompt for these messages.
+            ChatRefused: the chat template has no prompt for these messages.
         """
         return await self.generate_from(self.prepare(messages, tools, tool_choice), options)
 
@@ -169,7 +171,7 @@ class Conversation(Generic[Row]):
         """Render and tokenise in a thread what :meth:`prepare` would on the event loop.
 
         Raises:
-            ChatRefused: there is no prompt for these messages.
+            ChatRefused: the chat template has no prompt for these messages.
         """
         known = Known()
 
@@ -190,12 +192,13 @@ class Conversation(Generic[Row]):
         *,
         known: Known = NOTHING,
     ) -> "Prepared[Row]":
-        """Give a row what these messages add to it; a turn is to be asked for there next.
+        """Append what these messages add to a row, and reserve the row for the next turn.
 
-        ``known``: texts that were read ahead.
+        ``known``: results of :meth:`read_ahead`.
 
         Raises:
-            ChatRefused: there is no prompt for these messages, or no call can be forced.
+            ChatRefused: the chat template has no prompt for these messages, or no call can be
+                forced.
         """
         plain = plain_messages(messages)
         if tool_choice == "none":
@@ -213,7 +216,7 @@ class Conversation(Generic[Row]):
     async def generate_from(
         self, prepared: "Prepared[Row]", options: Mapping[str, Any]
     ) -> GeneratedTurn:
-        """Have the model speak where that was prepared."""
+        """Generate the next message in a prepared row."""
         row, messages = prepared.row, prepared.messages
         if prepared.forced is not None:
             own = options.get("processors") or ()
@@ -229,7 +232,7 @@ class Conversation(Generic[Row]):
     async def prompt_tokens(
         self, messages: object, tools: Tools | None, *, in_thread: InThread | None = None
     ) -> list[int]:
-        """Return these messages as a context of their own; ``in_thread`` is where to compute it."""
+        """Return these messages' tokens as a new context; ``in_thread`` runs the computation."""
 
         def rendered() -> str:
             return self._template.render(plain_messages(messages), tools)
@@ -240,7 +243,6 @@ class Conversation(Generic[Row]):
         return ids
 
     def _rendered(self, messages: list[dict[str, Any]], tools: Tools | None, known: Known) -> str:
-        """Render messages, unless that was done ahead."""
         if known is NOTHING:
             return self._template.render(messages, tools)
         digest = _digest(messages, tools)
@@ -253,7 +255,6 @@ class Conversation(Generic[Row]):
     def _row_for(
         self, messages: list[dict[str, Any]], tools: Tools | None, prompt: str, known: Known
     ) -> Row:
-        """A row whose context is now what these messages say."""
         digests = keys(messages)
         place = self._place_of(messages, digests, tools, prompt, known)
         self._seen.update(digests)
@@ -315,7 +316,7 @@ class Conversation(Generic[Row]):
         return branch
 
     def _why_anew(self, digests: list[bytes]) -> str:
-        """Why these messages would begin a row, if no turn of before is found in them."""
+        """Return the fork reason of these messages if they continue no earlier turn."""
         known = sum(digest in self._seen for digest in digests)
         if known == len(digests):
             return "resampled: the same messages were asked for before"
@@ -332,10 +333,10 @@ class Conversation(Generic[Row]):
         prompt: str,
         known: Known,
     ) -> str | None:
-        """What the template adds after a turn; None if it shows what was before as something else.
+        """Return the text that the template adds after a turn; None if it changed what was before.
 
-        A second rendering, with other words in the first message after the turn, tells where that
-        message's own text begins: the turn's end is the last one before.
+        A second rendering with other text in the first message after the turn shows where that
+        message's own text begins: the turn's end is the last end-of-turn mark before it.
         """
         if not prompt.startswith(said.prompt):
             return None
@@ -360,7 +361,7 @@ class Conversation(Generic[Row]):
     # ------------------------------------------------------------ tokens and words
 
     def _words(self, turn: GeneratedTurn, options: Mapping[str, Any]) -> str:
-        """Without what ended it."""
+        """Return the turn's text without the stop token or stop string that ended it."""
         stops = options.get("stop_token_ids")
         stops = self._model.stop_token_ids if stops is None else stops
         ids = turn.token_ids
@@ -374,13 +375,13 @@ class Conversation(Generic[Row]):
 
 
 def _digest(messages: list[dict[str, Any]], tools: Tools | None) -> bytes:
-    """Return a digest of all that a chat template is given; equal ones are rendered alike."""
+    """Return a digest of everything that a chat template gets; equal digests render alike."""
     given = msgspec.json.encode((messages, tools), enc_hook=repr)
     return hashlib.blake2b(given, digest_size=16).digest()
 
 
 def tool_names(tools: object) -> list[str]:
-    """The names of tools in OpenAI's form.
+    """Return the names of tools in OpenAI's form.
 
     Raises:
         ChatRefused: they are in another form.
@@ -399,7 +400,6 @@ def tool_names(tools: object) -> list[str]:
 
 
 def _message(reply: Reply, turn_name: str) -> dict[str, Any]:
-    """In the form of OpenAI's API, to be sent back with the next messages."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.content}
     if reply.tool_calls:
         message["tool_calls"] = [
@@ -417,7 +417,7 @@ def _message(reply: Reply, turn_name: str) -> dict[str, Any]:
 
 
 def _common(one: str, other: str) -> str:
-    """The beginning that they share; by halving, for a loop over a long prompt takes a while."""
+    """Return the common prefix, by bisection: a Python loop over a long prompt is slow."""
     known, end = 0, min(len(one), len(other))
     while known < end:
         middle = (known + end + 1) // 2
@@ -429,7 +429,7 @@ def _common(one: str, other: str) -> str:
 
 
 def _squeezed(text: str) -> str:
-    """Templates trim what was said, and break lines around it."""
+    """Remove whitespace, because templates trim messages and break lines around them."""
     return "".join(text.split())
 
 

@@ -1,7 +1,8 @@
-"""When did an episode wait for its turns, and when was it at something else? Told of some of them.
+"""Activity log of episodes for traces: when each waited for a turn, and when it did something else.
 
-As many episodes at a time as have a lane; others begin unwatched, and cost a look into a dict. It
-decides nothing: no event is made of it, and no replay knows it.
+The episode runner reports to it; each interval is passed to a callback once it is over. At most
+``LANES_MAX`` episodes are logged at a time; others cost one dict lookup per call. It makes no
+events, so a replay knows nothing of it.
 """
 
 import asyncio
@@ -14,10 +15,10 @@ from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.telemetry.recorder import EpisodeInterval
 
 LANES_MAX = 24
-"""Episodes that are watched at a time: as many lines as a screen has beside the engines'."""
+"""Episodes logged at a time: as many timeline rows as a screen shows beside the engines'."""
 
 SEEN_MIN_US = 1_000
-"""What an episode did between two turns is told if it took so long; less can't be seen."""
+"""Shortest logged interval between two turns; shorter ones are invisible on a timeline."""
 
 
 def _monotonic_us() -> int:
@@ -26,25 +27,25 @@ def _monotonic_us() -> int:
 
 @dataclass(slots=True)
 class _Page:
-    """One row of an episode that is watched."""
+    """State of one logged row of an episode."""
 
     lane: int
     rollout: Rollout
     began_us: int
     since_us: int
-    """It has been at what it is doing."""
+    """When its present interval began."""
     trunk: int
-    """The rollout whose end is its own; of a branch, the one that it grew from."""
+    """Rollout id of the row's root, whose end is also the row's end."""
     turns: int = 0
-    """Asked for, the one that is going on included."""
+    """Number of turns asked for, including a running one."""
     is_generating: bool = False
     is_parked: bool = False
     doing: list[str] = field(default_factory=list)
-    """What it is at beside that, by name; the last is told."""
+    """Named activities that are running, the last of which is shown."""
 
 
 class EpisodeDiary:
-    """Watches episodes on the run's loop, and tells of each interval once it is over."""
+    """Logs episodes on the run's loop, each interval once it is over."""
 
     def __init__(
         self, tell: Callable[[EpisodeInterval], None], now_us: Callable[[], int] = _monotonic_us
@@ -52,24 +53,24 @@ class EpisodeDiary:
         self._tell = tell
         self._now_us = now_us
         self._lanes = list(range(LANES_MAX, 0, -1))
-        """Free ones, the lowest last."""
+        """Free lanes, the lowest last."""
         self._pages: dict[int, _Page] = {}
-        """By rollout."""
+        """Logged rows, by rollout id."""
 
     def begins(self, rollout: Rollout) -> None:
-        """Watch it, if there is a lane."""
+        """Log an episode, if a lane is free."""
         if self._lanes:
             trunk, now_us = rollout.root.rollout_id, self._now_us()
             page = _Page(self._lanes.pop(), rollout, now_us, now_us, trunk)
             self._pages[rollout.rollout_id] = page
 
     def asks(self, rollout: Rollout, answer: "asyncio.Future[Turn]") -> None:
-        """A turn was asked for; ``answer`` is done once it has ended."""
+        """Note that a turn was asked for; ``answer`` is done when the turn has ended."""
         page = self._pages.get(rollout.rollout_id)
         if page is None:
             if rollout.branch_of is None or rollout.root.rollout_id not in self._pages:
                 return
-            self.begins(rollout)  # a branch goes on beside its trunk, so in a lane of its own
+            self.begins(rollout)  # a branch runs beside its trunk, so in its own lane
             page = self._pages.get(rollout.rollout_id)
             if page is None:
                 return
@@ -79,34 +80,34 @@ class EpisodeDiary:
         answer.add_done_callback(partial(self._answered, page, page.turns))
 
     def parks(self, rollout: Rollout) -> None:
-        """It waits for newer weights, until it asks for a turn or :meth:`goes_on`."""
+        """Note that an episode is parked, until it asks for a turn or :meth:`goes_on`."""
         if page := self._pages.get(rollout.rollout_id):
             self._change(page)
             page.is_parked = True
 
     def goes_on(self, rollout: Rollout) -> None:
-        """It is parked no more."""
+        """Note that an episode is no longer parked."""
         if page := self._pages.get(rollout.rollout_id):
             self._change(page)
 
     def does(self, rollout: Rollout, name: str) -> None:
-        """From now on it is at something that has a name."""
+        """Note that a named activity begins."""
         if page := self._pages.get(rollout.rollout_id):
             if not page.is_generating:
                 self._change(page)
             page.doing.append(name)
 
     def did(self, rollout: Rollout, name: str) -> None:
-        """It is at that no more."""
+        """Note that a named activity has ended."""
         page = self._pages.get(rollout.rollout_id)
         if page is None or name not in page.doing:
-            return  # the diary began to watch it only since
+            return  # the activity began before it was logged
         if not page.is_generating:
             self._change(page)
         page.doing.remove(name)
 
     def ends(self, rollout: Rollout, outcome: str) -> None:
-        """It is over, and its branches with it."""
+        """Note that an episode has ended, and its branches with it."""
         if rollout.rollout_id not in self._pages:
             return
         over = [row for row, page in self._pages.items() if page.trunk == rollout.rollout_id]
@@ -130,13 +131,13 @@ class EpisodeDiary:
         self._lanes.append(page.lane)
 
     def _answered(self, page: _Page, number: int, answer: "asyncio.Future[Turn]") -> None:
-        """The episode may have gone on already, to its next turn or its end."""
+        """End the interval of a turn, unless the episode has begun another turn or ended."""
         if page.is_generating and page.turns == number:
             has_turn = not answer.cancelled() and answer.exception() is None
             self._change(page, answer.result() if has_turn else None)
 
     def _change(self, page: _Page, turn: Turn | None = None) -> None:
-        """Tell what it did until now: from here on it does something else."""
+        """Log the present interval, and begin the next one."""
         began_us, page.since_us = page.since_us, self._now_us()
         name, about = "tools", dict[str, object]()
         if page.is_generating:
@@ -154,7 +155,7 @@ class EpisodeDiary:
 
 
 def _told(turn: Turn | None) -> tuple[str, dict[str, object]]:
-    """A turn by its versions, as viewers colour by name."""
+    """Return a turn's name and details. The name has its versions: viewers colour by name."""
     if turn is None or not turn.runs:
         return "turn", {}
     versions = [run.version for run in turn.runs]

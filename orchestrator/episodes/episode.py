@@ -1,13 +1,13 @@
-"""What does a user's episode talk to? One rollout's context, and the model that continues it.
+"""The object that a user's episode gets: one rollout's context, and the model that continues it.
 
     async def solve(episode: Episode, task: Task) -> float:
         episode.append(task.question)
         turn = await episode.generate(max_tokens=32)
         return grade(turn.text, task)
 
-The context only grows: prompts and observations by :meth:`Episode.append`, what the model says by
-:meth:`Episode.generate`. So the tokens that are trained are exactly those the engine produced.
-Where an episode wants more than one context, it forks: each branch is a row of its own.
+The context only grows: prompts and observations by :meth:`Episode.append`, the model's tokens by
+:meth:`Episode.generate`. So the tokens that are trained are exactly those that the engine sampled.
+An episode that needs more than one context forks: each branch is a row of its own.
 """
 
 import asyncio
@@ -44,55 +44,55 @@ from tidegate.transport.messages import SamplingParams, SubmitTurn, encode
 
 
 class Generating(Protocol):
-    """Who has the model continue a rollout's context."""
+    """Methods of :class:`EpisodeRunner` that an episode calls."""
 
     def ask(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
     ) -> Awaitable[Turn]:
-        """A new turn, asked for now, once it has ended; ``media`` are new in its context."""
+        """Ask for a new turn now; awaits its end. ``media`` are new in the rollout's context."""
 
     def rejoin(self, rollout: Rollout) -> Awaitable[Turn]:
-        """The turn that was going on when the run was resumed, once it has ended."""
+        """Await the end of the turn that was running when the run was resumed."""
 
     def give_up_turn(self, rollout: Rollout) -> None:
-        """Nobody waits for what ``ask`` or ``rejoin`` gave any more."""
+        """Cancel the turn of ``ask`` or ``rejoin``."""
 
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """Keep ``turns`` turns of the rollout, and its context up to the last kept turn's end.
 
-        ``tokens``: how much of the context the episode had repeated. Nothing is cut from a rollout
-        that was given up.
+        ``tokens``: how much of the context the episode had repeated. Does nothing to a discarded
+        rollout.
         """
 
     def is_over_budget(self, rollout: Rollout) -> bool:
-        """Whether its episode is to be parked before its next turn, for it has taken long."""
+        """Whether the episode has used its time budget, so that it parks before its next turn."""
 
     async def park(self, rollout: Rollout) -> None:
         """Return once newer weights are live, or the trainer waits for rollouts."""
 
     def doing(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
-        """Within it, its episode is at something that has a name, beside generating."""
+        """Count the time within as a named activity of the episode."""
 
     def score(self, rollout: Rollout, asked: Sequence[Asked]) -> Awaitable[list[Score]]:
-        """What the engines make of given tokens, for this rollout's episode."""
+        """Have engines score given tokens for this rollout's episode."""
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
-        """Another row for this one's episode, with nothing in it yet."""
+        """Make another row for this row's episode, with an empty context."""
 
 
 SMALL_CONTEXT_TOKENS = 64 * 1024
-"""A turn with so short a context and no media fits its frame, whatever its options are."""
+"""Context length up to which a turn without media fits its frame, whatever its options."""
 
 
 class AsksScores(Protocol):
-    """A run that can be asked from any event loop, such as a :class:`~tidegate.Scorer`."""
+    """A scorer that can be called from any event loop, such as a :class:`~tidegate.Scorer`."""
 
     async def ask_scores(self, asked: Sequence[Asked]) -> list[Score]:
-        """An answer to each."""
+        """Return one score per sequence."""
 
 
 class ScoringEpisode:
-    """What of an episode has tokens scored, and knows when that is of no use any more."""
+    """Scoring methods of an :class:`Episode`; they fail once the episode is over."""
 
     __slots__ = ("_asking", "_generating", "_is_over", "_rollout")
 
@@ -101,7 +101,7 @@ class ScoringEpisode:
         self._generating = generating
         self._is_over = False
         self._asking: tuple[asyncio.Future[list[Score]], ...] = ()
-        """Not answered yet."""
+        """Scoring calls that are not answered yet."""
 
     async def score(
         self,
@@ -112,15 +112,16 @@ class ScoringEpisode:
         temperature: float = 1.0,
         by: AsksScores | None = None,
     ) -> list[TokenScores]:
-        """How likely the policy's live weights find each sequence's tokens from ``start`` on.
+        """Return how likely the policy's live weights find each sequence's tokens from ``start``
+        on.
 
-        As :meth:`tidegate.Rollouts.score`, while the episode goes on, and beside its turns too. The
+        As :meth:`tidegate.Rollouts.score`, while the episode runs, also beside its turns. The
         sequences are whole contexts: ``[episode.token_ids + answer for answer in answers]``.
 
-        ``by``: the scorer to ask in place of the policy's engines, such as one of
-        ``tidegate.score_server(model=reference)``, or its twin that is not async.
+        ``by``: scorer to use in place of the policy's engines, such as one of
+        ``tidegate.score_server(model=reference)``, or its sync variant.
 
-        Cancelled with the episode, or by ``asyncio.timeout``, engines are told.
+        If the call is cancelled, with the episode or by ``asyncio.timeout``, engines stop scoring.
 
         Raises:
             ScoreRefused: no engine can ever answer, e.g. a sequence is too long.
@@ -132,7 +133,7 @@ class ScoringEpisode:
     async def reward(
         self, sequences: Sequence[Any], *, by: AsksScores | None = None
     ) -> list[Readout]:
-        """What a classification head says of each sequence; as :meth:`score` otherwise."""
+        """Return a classification head's outputs for each sequence; otherwise as :meth:`score`."""
         return cast("list[Readout]", await self._ask(ask_rewards(sequences), by))
 
     async def _ask(self, asked: Sequence[Asked], by: AsksScores | None) -> list[Score]:
@@ -157,7 +158,7 @@ class ScoringEpisode:
             self._asking = tuple(other for other in self._asking if other is not asking)
 
     def _take_scores_back(self) -> None:
-        """The episode is over: who has it ask in the background is told so."""
+        """Cancel scoring calls that background tasks of the episode still await."""
         for asking in self._asking:
             asking.cancel()
 
@@ -170,11 +171,11 @@ BITS_64 = (1 << 64) - 1
 
 
 def turn_seed(run_seed: int, rollout: Rollout, turn: int) -> int:
-    """A 63-bit seed for a turn of the rollout: splitmix64's finaliser over what names it.
+    """Return a 63-bit sampling seed for a turn, by splitmix64's finaliser.
 
-    Its name is its group, its place there and the turn: the same in every run with these tasks.
-    Each part has an odd factor of its own (fractions of the golden ratio, sqrt 2 and sqrt 3), so
-    that no two small names meet in one number.
+    It depends on the run's seed, the group, the place in the group and the turn, so it is the same
+    in every run with these tasks. Each part has its own odd factor (fractions of the golden ratio,
+    sqrt 2 and sqrt 3), so that small numbers do not collide.
     """
     x = run_seed + rollout.group_id * 0x9E3779B97F4A7C15
     x += rollout.index * 0x6A09E667F3BCC909 + turn * 0xBB67AE8584CAA73B
@@ -182,7 +183,7 @@ def turn_seed(run_seed: int, rollout: Rollout, turn: int) -> int:
 
 
 def mixed(x: int) -> int:
-    """splitmix64's finaliser."""
+    """Return splitmix64's finaliser of ``x``."""
     x &= BITS_64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS_64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & BITS_64
@@ -190,10 +191,10 @@ def mixed(x: int) -> int:
 
 
 async def within(timeout_s: float, coming: Awaitable[Turn], rollout: Rollout) -> Turn:
-    """The turn that ``rollout`` waits for.
+    """Await the turn of ``rollout`` for at most ``timeout_s``.
 
     Raises:
-        TurnTimeout: it took longer.
+        TurnTimeout: the turn took longer.
     """
     clock = asyncio.timeout(timeout_s)
     try:
@@ -206,26 +207,26 @@ async def within(timeout_s: float, coming: Awaitable[Turn], rollout: Rollout) ->
 
 
 NOT_REPEATABLE = ("cancelled", "refused")
-"""How a turn may have ended that can't be given again: its episode saw an exception."""
+"""Finish reasons of turns that can't be replayed, because their episode got an exception."""
 
 
 class Recollection:
-    """A rollout's past, and how far the episode has come in it."""
+    """Replay of a rollout's turns, for an episode that runs again after a resume."""
 
     def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
         self.turns = 0
-        """Lived through again."""
+        """Number of turns replayed."""
         self.tokens = 0
-        """Of the context, lived through again."""
+        """Number of context tokens replayed."""
 
     @property
     def is_over(self) -> bool:
-        """Whether what comes now is new."""
+        """Whether all turns are replayed, so that the next one is new."""
         return self.turns >= len(self._rollout.turns)
 
     def follows(self, given: "array[int]") -> bool:
-        """Whether the episode appended these then, too; if so, they are in the context already."""
+        """Whether these tokens were appended here before, so that the context has them already."""
         end = self.tokens + len(given)
         next_turn = self._rollout.turns[self.turns]
         if end > next_turn.start or self._rollout.token_ids[self.tokens : end] != given:
@@ -235,11 +236,11 @@ class Recollection:
 
     @property
     def next_seed(self) -> int:
-        """Of the turn that comes next."""
+        """Seed of the next turn to replay."""
         return self._rollout.turns[self.turns].sampling.seed
 
     def next_turn(self, sampling: SamplingParams, media: tuple[Media, ...] = ()) -> Turn | None:
-        """The turn that the episode asked for here, then; None if it asks for another."""
+        """Return the next turn to replay, if the episode asks for the same; None if it diverges."""
         turn = self._rollout.turns[self.turns]
         is_same = self.tokens == turn.start and sampling == turn.sampling and media == turn.media
         if not is_same or turn.finish_reason in NOT_REPEATABLE:
@@ -247,13 +248,13 @@ class Recollection:
         return turn
 
     def lived_through(self, turn: Turn) -> None:
-        """The episode has got this turn again, whole."""
+        """Note that a turn was replayed to its end."""
         self.turns += 1
         self.tokens = turn.start + turn.length
 
 
 def too_long(tokens: int) -> TurnRefused:
-    """The error for a context that no message to an engine can hold."""
+    """Return the error for a context that fits no message to an engine."""
     return TurnRefused(
         f"a context of {tokens} tokens; one may have {CONTEXT_TOKENS_MAX}, for a message to an "
         f"engine holds no more. Shorten the prompt, or what is appended to it"
@@ -268,10 +269,10 @@ def refuse_too_large(
 ) -> None:
     """Refuse a turn that no engine reads, or that does not fit one message.
 
-    ``context_tokens_max``: the longest context that an engine of the run reads; 0 if none is known.
+    ``context_tokens_max``: longest context that an engine of the run reads; 0 if unknown.
 
     Raises:
-        TurnRefused: its context is too long, or context, options and media are too large together.
+        TurnRefused: its context is too long, or context, options and media together are too large.
     """
     context = rollout.token_ids
     if context_tokens_max and len(context) >= context_tokens_max:
@@ -288,7 +289,7 @@ def refuse_too_large(
     )
     try:
         turn_bytes = len(encode(turn))
-    except (ValueError, TypeError, OverflowError) as error:  # a text that is no Unicode
+    except (ValueError, TypeError, OverflowError) as error:  # a text that is not valid Unicode
         raise TurnRefused(f"this turn can't be sent to an engine: {error}") from None
     if turn_bytes > TURN_BYTES_MAX:
         raise TurnRefused(
@@ -301,7 +302,8 @@ _replace = msgspec.structs.replace
 
 
 class Episode(ScoringEpisode):
-    """One attempt at a task, or a branch of one. It takes one turn at a time; branches, theirs."""
+    """One attempt at a task, or a branch of one. It generates one turn at a time; branches generate
+    theirs side by side."""
 
     __slots__ = (
         "__weakref__",
@@ -327,66 +329,66 @@ class Episode(ScoringEpisode):
         *,
         parent: "Episode | None" = None,
     ) -> None:
-        """``parent``: of a branch, what it was forked from."""
-        ScoringEpisode.__init__(self, rollout, generating)  # super() takes as long as all of it
+        """``parent``: for a branch, the episode that it was forked from."""
+        ScoringEpisode.__init__(self, rollout, generating)  # super() would double the cost
         self._salt: int = 0 if parent is None else mixed(parent._salt + len(parent.branches) + 1)
-        """Tells a branch's random numbers from others'; made of its place, the same in any run."""
+        """Separates a branch's random seeds from others'; made of its place, equal in every run."""
         self.branches: list[Episode] = []
-        """Forked from this one, in order."""
+        """Branches forked from this episode, in order."""
         self._turns: list[GeneratedTurn] = []
         self._conversation: Conversation[Episode] | None = None
         self._given_media: tuple[Media, ...] = ()
-        """Since the last turn."""
+        """Media appended since the last turn."""
         self._model = model
         self._defaults = defaults
         self._past = Recollection(rollout) if rollout.turns else None
-        """After a resume, until what happened before has happened again."""
+        """After a resume: replay of earlier turns, until all have been replayed; else None."""
         self._past_branches = rollout.branches
-        """After a resume: those not forked again yet."""
+        """After a resume: branches not forked again yet."""
         self._is_generating = False
         self._is_reserved = False
 
     @property
     def token_ids(self) -> list[int]:
-        """The context so far, copied."""
+        """Copy of the context's token ids so far."""
         past, token_ids = self._past, self._rollout.token_ids
         return (token_ids[: past.tokens] if past else token_ids).tolist()
 
     @property
     def num_tokens(self) -> int:
-        """Of the context so far."""
+        """Length of the context so far, in tokens."""
         return self._past.tokens if self._past else len(self._rollout.token_ids)
 
     @property
     def media(self) -> list[Media]:
-        """What the context has beside tokens, in order."""
+        """Media of the context, in order."""
         turns = self._rollout.turns[: self._past.turns] if self._past else self._rollout.turns
         return [*(each for turn in turns for each in turn.media), *self._given_media]
 
     @property
     def is_idle(self) -> bool:
-        """Whether no turn is being generated, or about to be."""
+        """Whether no turn is being generated, and none is reserved."""
         return not self._is_generating and not self._is_reserved
 
     def reserve(self) -> None:
-        """Its next turn is about to be asked for: nobody else is to go on from here."""
+        """Reserve this row for a turn about to be generated; other callers must not continue it."""
         self._is_reserved = True
 
     @property
     def rollout_id(self) -> int:
-        """As in trajectories.parquet; a branch has its own."""
+        """Number of the row in its run, as in trajectories.parquet; a branch has its own."""
         return self._rollout.rollout_id
 
     def encoded(self, text: str) -> Awaitable[list[int]]:
-        """A text as tokens, none added; those of a long one are found in a thread."""
+        """Return a text as tokens, without special tokens; long texts are encoded in a thread."""
         return self._model.encoded(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Tokens as text, special ones left out."""
+        """Return tokens as text, without special tokens."""
         return str(self._model.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def row_from(self, context: Sequence[int]) -> "Episode":
-        """A row with exactly this context: the one that it goes on from, or a new branch."""
+        """Return a row with exactly this context: the row that it continues, or a new branch."""
         context = list(context)
         for row in sorted(self.rows, key=lambda row: -row.num_tokens):
             known = row.num_tokens
@@ -400,14 +402,14 @@ class Episode(ScoringEpisode):
 
     @property
     def rows(self) -> "Iterator[Episode]":
-        """This one and its branches, and theirs."""
+        """This episode, its branches, and theirs."""
         yield self
         for branch in self.branches:
             yield from branch.rows
 
     @property
     def conversation(self) -> "Conversation[Episode]":
-        """What ``generate(messages=…)`` keeps of them.
+        """State of ``generate(messages=…)`` for this episode.
 
         Raises:
             ModelError: the model has no chat template.
@@ -418,24 +420,25 @@ class Episode(ScoringEpisode):
 
     @property
     def index(self) -> int:
-        """Place of this rollout in its group."""
+        """Place of this rollout in its group, 0 <= index < group_size."""
         return self._rollout.index
 
     @property
     def group_id(self) -> int:
-        """Number of the group, which all attempts at one task share; a resumed run keeps it."""
+        """Number of the group, shared by all attempts at one task; a resumed run keeps it."""
         return self._rollout.group_id
 
     def append(self, content: str | Sequence[int], *, media: Sequence[Media] = ()) -> None:
-        """Add given text or tokens (a prompt, an observation) to the context; never trained on.
+        """Append text or tokens (a prompt, an observation) to the context. They are never trained
+        on.
 
-        ``media``: those whose placeholders are in it, in order.
+        ``media``: images, audio or video whose placeholders are in ``content``, in order.
 
         Raises:
-            ConfigError: they are too many, or too large.
-            TurnRefused: no turn could ever be asked for after it, so long is the context then.
+            ConfigError: the media are too many, or too large.
+            TurnRefused: the context is too long for any turn after it.
         """
-        if self._is_over:  # looked at here too, for the call costs as much again
+        if self._is_over:  # checked here first, because the call costs as much again
             self._refuse_if_over()
         if self._is_generating:
             raise RuntimeError("the context can't be appended to while a turn is generated")
@@ -457,12 +460,13 @@ class Episode(ScoringEpisode):
         self._given_media += given
 
     def fork(self) -> "Episode":
-        """A branch: it has this context, and from here on goes a way of its own.
+        """Return a branch, which has a copy of this context and continues on its own.
 
-        It is for sub-agents, and for trying several ways at once: branches generate side by side.
-        Each with a turn is a row in the trainer's batch, with this rollout's reward and advantage.
-        What was sampled before the fork is trained once, here: to the branch it was given. Branches
-        end with the rollout; an episode waits for those that it wants to hear of.
+        Use it for sub-agents, or to try several continuations: branches generate side by side. Each
+        branch with a turn is a row in the trainer's batch, with this rollout's reward and
+        advantage. Tokens sampled before the fork are trained once, here; in the branch they count
+        as given. Branches end with the rollout, so an episode must await those whose results it
+        needs.
         """
         if self._is_generating:
             raise RuntimeError("fork before a turn is generated, or when it has ended")
@@ -471,7 +475,7 @@ class Episode(ScoringEpisode):
     def branch(
         self, context: Sequence[int], reason: str, *, media: Sequence[Media] = ()
     ) -> "Episode":
-        """As :meth:`fork`, but with another context; ``reason`` is recorded."""
+        """Return a branch with another context than this one's; ``reason`` is recorded."""
         self._refuse_if_over()
         if self._past_branches:
             row, *later = self._past_branches
@@ -484,26 +488,27 @@ class Episode(ScoringEpisode):
         return branch
 
     async def park(self) -> None:
-        """Leave the engines to others, and go on under newer weights, after having taken long.
+        """Wait for newer weights, and leave the engines to other rollouts meanwhile.
 
-        Returns once newer weights are live, or the trainer waits for a batch: none come without
-        rollouts like this one. At once in an evaluation, and in what is lived through again after a
-        resume. Meanwhile its time stands still. ``episode_budget_s`` has it done by itself.
+        Returns once newer weights are live, or the trainer waits for a batch, because no weights
+        come without rollouts. Returns at once in an evaluation, and for turns replayed after a
+        resume. The episode's timeout does not run meanwhile. With ``episode_budget_s``,
+        ``generate`` parks by itself.
         """
         self._refuse_if_over()
         if self._past is None and self._rollout.group_id >= 0:
             await self._generating.park(self._rollout)
 
     def doing(self, name: str) -> AbstractContextManager[None]:
-        """Have the time spent within counted, and shown on the trace, by this name.
+        """Count the time within as a named activity, and show it on the trace.
 
-        ``with episode.doing("reward"): …``; nothing else comes of it. Environments, tools called
-        from the episode's own coroutine, and scores do so by themselves.
+        ``with episode.doing("reward"): …`` has no other effect. Environments, tools called from the
+        episode's own coroutine, and scoring count their time by themselves.
         """
         return self._generating.doing(self._rollout, name)
 
     def turn_so_far(self) -> GeneratedTurn | None:
-        """Its last turn with the tokens that are there by now, whether it goes on or has ended."""
+        """Return the last turn with its tokens so far, running or ended; None before the first."""
         turns = self._rollout.turns[: self._past.turns] if self._past else self._rollout.turns
         return GeneratedTurn(turns[-1], self._model.tokenizer) if turns else None
 
@@ -521,18 +526,19 @@ class Episode(ScoringEpisode):
         timeout_s: float | None = None,
         **options: Unpack[SamplingOptions],
     ) -> GeneratedTurn:
-        """Have the model continue the context, and append what it says.
+        """Have the model continue the context, and append the tokens that it samples.
 
         ``options`` are those of :class:`SamplingOptions`: penalties, stop strings, processors and
-        more. There is no ``n``: a group is ``group_size`` samples of its prompt already.
+        more. There is no ``n``, because a group is ``group_size`` samples of its prompt already.
 
-        With ``messages`` it is asked as OpenAI's API is: with the whole conversation each time,
-        rendered by the model's chat template, and ``turn.message`` to be added to it. What the
-        model said before stays the tokens that it was; see :mod:`conversation` for what forks.
-        ``tool_choice`` is OpenAI's: ``required`` or a named function hold the turn to a call.
+        With ``messages`` it works as OpenAI's API: pass the whole conversation each time, which is
+        rendered by the model's chat template, and add ``turn.message`` to it. Turns generated
+        before keep their tokens; see :mod:`conversation` for when the context forks.
+        ``tool_choice`` is OpenAI's: ``required`` or a named function constrains the turn to a tool
+        call.
 
-        Cancelled, or after ``timeout_s``, the engine stops; what it has sampled stays in the
-        context.
+        If it is cancelled, or after ``timeout_s``, the engine stops; tokens sampled so far stay in
+        the context.
 
         Raises:
             TurnTimeout: it took longer than ``timeout_s``.
@@ -564,7 +570,7 @@ class Episode(ScoringEpisode):
         )
         sampling = self._completed(sampling, options)
         self._is_generating = True
-        try:  # here, for a coroutine of its own would be stepped with each of the turn's steps
+        try:  # inline: a nested coroutine would be stepped with each of the turn's steps
             if self._generating.is_over_budget(self._rollout):
                 await self.park()
             try:
@@ -578,7 +584,6 @@ class Episode(ScoringEpisode):
         return self._turns[-1]
 
     def _refuse_turn(self) -> None:
-        """Unless one can be generated now."""
         if self._is_over:
             self._refuse_if_over()
         self._is_reserved = False
@@ -588,7 +593,7 @@ class Episode(ScoringEpisode):
             raise RuntimeError("the context is empty; append a prompt first")
 
     def _completed(self, sampling: SamplingParams, options: SamplingOptions) -> SamplingParams:
-        """With the run's adapter and the turn's own seed, where the episode names none."""
+        """Add the run's adapter and the turn's seed, unless the episode gave its own."""
         if self._defaults.adapter and "adapter" not in options:
             sampling = _replace(sampling, adapter=self._defaults.adapter)
         if "seed" not in options:
@@ -596,7 +601,7 @@ class Episode(ScoringEpisode):
         return sampling
 
     def _asked(self, sampling: SamplingParams, timeout_s: float | None) -> Awaitable[Turn]:
-        media, self._given_media = self._given_media, ()  # they are the turn's
+        media, self._given_media = self._given_media, ()  # now they belong to the turn
         coming: Awaitable[Turn]
         if self._past is not None:
             coming = self._turn_again(self._past, sampling, media)
@@ -605,9 +610,9 @@ class Episode(ScoringEpisode):
         return coming if timeout_s is None else within(timeout_s, coming, self._rollout)
 
     def end(self) -> None:
-        """The episode has returned: what it left running in the background changes nothing.
+        """Close the context: background tasks of a returned episode can't change it any more.
 
-        If it did so before it had come to where it was before a crash, the rest is forgotten.
+        Turns of the journal that the episode had not replayed are discarded.
         """
         if self._is_over:
             return
@@ -623,7 +628,7 @@ class Episode(ScoringEpisode):
             self._take_scores_back()
 
     def turn_rewards(self) -> list[TurnsRewarded]:
-        """What single turns were rewarded with, of this row and its branches."""
+        """Return the rewards of single turns, of this row and its branches."""
         given: list[TurnsRewarded] = []
         rewards: list[tuple[int, float]] = []
         for turn in self._turns:
@@ -636,7 +641,7 @@ class Episode(ScoringEpisode):
         return given
 
     def _next_seed(self) -> int:
-        """A turn of the past keeps its own: its group has another number since, if it was split."""
+        """Return the next turn's seed; a replayed one keeps its own, as splits renumber groups."""
         if self._past is not None:
             return self._past.next_seed
         rollout = self._rollout
@@ -645,7 +650,7 @@ class Episode(ScoringEpisode):
     async def _turn_again(
         self, past: Recollection, sampling: SamplingParams, media: tuple[Media, ...]
     ) -> Turn:
-        """A turn of the past, if the episode is still there; else a new one."""
+        """Replay the next turn, or ask for a new one if the episode has diverged."""
         turn = past.next_turn(sampling, media)
         if turn is None:
             self._forget_the_past()
@@ -658,9 +663,9 @@ class Episode(ScoringEpisode):
         return turn
 
     def _forget_the_past(self) -> None:
-        """Go another way from here: discard the turns that the episode has not repeated.
+        """Stop replaying: discard the turns that the episode has not repeated.
 
-        The cut removes every token after the last repeated turn. Those that the episode has
+        The cut removes every token after the last repeated turn. Tokens that the episode has
         appended again since that turn are put back, as if it had just appended them.
         """
         past, self._past = self._past, None

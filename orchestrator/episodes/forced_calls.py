@@ -1,7 +1,7 @@
-"""How is a model made to call a tool? By a grammar of its family's form, that engines hold it to.
+"""Constrained tool calls: a grammar in the model family's own format, for ``tool_choice``.
 
-A family is known by its chat template. Which engines can hold a turn to a grammar is theirs to say;
-what the call then is, :mod:`tool_calls` reads like any other.
+:class:`Conversation` passes it to engines as a processor. The family is known by the chat template.
+An engine may refuse grammars; the resulting call is parsed by :mod:`tool_calls` like any other.
 """
 
 import json
@@ -12,28 +12,28 @@ from tidegate.errors import ChatRefused
 from tidegate.transport.sampling import Processor
 
 Choice = str | Mapping[str, Any] | None
-"""As OpenAI's ``tool_choice``: ``auto`` (or None), ``none``, ``required``, or one function."""
+"""OpenAI's ``tool_choice``: ``auto`` (or None), ``none``, ``required``, or one function."""
 
 ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 
 HERMES_MARK, LLAMA_MARKS = "<tool_call>", ("<|start_header_id|>", '"parameters"')
-"""What templates of these families write."""
+"""Strings in the chat templates of these families."""
 
 
 def is_free(choice: Choice) -> bool:
-    """Whether the model may say what it wants."""
+    """Whether no tool call is forced."""
     return choice in (None, "auto", "none")
 
 
 def forced_call(
     choice: Choice, tools: Sequence[Mapping[str, Any]] | None, template: str
 ) -> Processor:
-    """What holds a turn to a call of one of ``tools``; or of the one that ``choice`` names.
+    """Return the processor that constrains a turn to a call of one of ``tools``, or of ``choice``.
 
     ``template`` is the source of the model's chat template.
 
     Raises:
-        ChatRefused: there is no such tool, or no call of this model's can be forced.
+        ChatRefused: there is no such tool, or this model's calls can't be constrained.
     """
     functions = _chosen(choice, tools or ())
     if HERMES_MARK in template:
@@ -67,7 +67,7 @@ def _chosen(choice: Choice, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[
 
 
 def _either(functions: Sequence[Mapping[str, Any]], arguments: str) -> dict[str, Any]:
-    """A schema of the call of any of them; its fields in the order in which models write them."""
+    """Return the JSON schema of a call of any function, in the field order that models write."""
     calls = [
         {
             "type": "object",

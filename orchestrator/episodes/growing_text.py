@@ -1,17 +1,17 @@
-"""What do tokens say that come a few at a time? Each is decoded once or twice, however many follow.
+"""Incremental detokenizer: decodes the tokens of a running turn, each at most twice.
 
-A token's text may depend on the one before it (some tokenizers write a space only between words),
-and half a character is no text yet. It knows a tokenizer's function, and no turns.
+Streaming servers use it. A token's text may depend on the token before it (some tokenizers write a
+space only between words), and an incomplete character is held back until its last token.
 """
 
 from collections.abc import Callable, Sequence
 
 HALF_A_CHARACTER = "\ufffd"
-"""What tokens that are part of one decode to, until the others are there."""
+"""Text that an incomplete character decodes to."""
 
 
 class GrowingText:
-    """The text of an output that goes on, up to its last whole character."""
+    """Text of a running output, up to its last complete character."""
 
     __slots__ = ("_decode", "_joined", "_window", "text", "tokens")
 
@@ -19,15 +19,14 @@ class GrowingText:
         self._decode = decode
         self.text = ""
         self.tokens = 0
-        """That it has been given."""
+        """Number of tokens added."""
         self._window: list[int] = []
-        """The last of them: those that are in the text only to be joined with, and those that are
-        not in it yet."""
+        """Last tokens: first those in the text, kept as context, then those not in it yet."""
         self._joined = 0
-        """How many of them are the former."""
+        """Number of tokens of the window that are already in the text."""
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Take in the next tokens."""
+        """Append the next tokens."""
         if not token_ids:
             return
         self._window += token_ids

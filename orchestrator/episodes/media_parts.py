@@ -1,7 +1,7 @@
-"""Which parts of a message are no text? Images, audio and video, as OpenAI's API has them.
+"""Media parts of OpenAI messages (images, audio, video), as references for engines and templates.
 
-Here they become references, and what chat templates take for their places. What is at the end of a
-reference nobody looks at; whether an engine reads it is not known here.
+:class:`Conversation` and :class:`Episode` use it. Nothing is fetched: only an engine reads what a
+reference points to, if its model can.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ KINDS: Mapping[str, MediaKind] = {
     "video_url": "video",
     "input_audio": "audio",
 }
-"""Types of parts in messages. OpenAI's has no reference for audio but its content."""
+"""Message part types and their kinds. OpenAI's ``input_audio`` has no reference but its content."""
 
 
 def plain_part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A part as chat templates know it: ``{"type": "image", "url": …}``.
+    """Return a part in the form of chat templates: ``{"type": "image", "url": …}``.
 
     Raises:
-        ChatRefused: it has no reference, or a longer one than there may be.
+        ChatRefused: it has no reference, or one that is too long.
     """
     kind = KINDS[part["type"]]
     told = part.get(part["type"])
@@ -53,20 +53,20 @@ def _audio_url(told: object) -> str | None:
 
 
 def media_of(messages: Sequence[Mapping[str, Any]]) -> list[Media]:
-    """What plain messages have beside text, in order."""
+    """Return the media of plain messages, in order."""
     parts = [p for m in messages if isinstance(m["content"], list) for p in m["content"]]
     return [Media(part["type"], part["url"]) for part in parts if part["type"] != "text"]
 
 
 def words_of(content: "str | list[dict[str, Any]]") -> str:
-    """Its text, without what stands for media."""
+    """Return the text of a message's content, without media."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] for part in content if part["type"] == "text")
 
 
 def refuse_if_written_out(prompt: str, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ChatRefused if the chat template took parts for text: then it knows no media."""
+    """Raise ChatRefused if the template wrote media parts as text: then it knows no media."""
     media = media_of(messages)
     words = "".join(words_of(message["content"]) for message in messages) if media else ""
     if any(prompt.count(each.url) > words.count(each.url) for each in media):
@@ -77,7 +77,7 @@ def refuse_if_written_out(prompt: str, messages: Sequence[Mapping[str, Any]]) ->
 
 
 def refuse_too_much(media: Sequence[Media]) -> None:
-    """Raise ConfigError if a context has more beside tokens than there may be."""
+    """Raise ConfigError if a context has too many or too large media."""
     if len(media) > MEDIA_MAX:
         raise ConfigError(f"a context may have {MEDIA_MAX} media, and this one has {len(media)}")
     chars = sum(len(each.url) for each in media)
@@ -102,7 +102,7 @@ def _too_long(url: str) -> str:
 
 
 def recorded(media: Media) -> dict[str, Any]:
-    """As it is recorded: of what is its own content, the kind and a digest."""
+    """Return media for a recording; inline content is replaced by its digest."""
     url = media.url
     if url.startswith("data:"):
         head, _, _ = url.partition(",")

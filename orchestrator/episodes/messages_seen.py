@@ -1,7 +1,7 @@
-"""Are these messages those of before? An agent sends the whole conversation each time, in dress.
+"""Normal form of OpenAI messages, and digests by which earlier conversations are recognised.
 
-Clients add fields that say nothing (``refusal: None``), split texts into parts, and write arguments
-as strings where templates want objects. Here they get one shape. It renders and tokenises nothing.
+:class:`Conversation` uses both. Clients add fields without content (``refusal: None``), split texts
+into parts, and write arguments as strings where templates want objects.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from tidegate.orchestrator.episodes.media_parts import KINDS, plain_part
 _encoder = msgspec.json.Encoder(order="sorted", enc_hook=repr)
 
 KEPT_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
-"""What templates look at; the rest of a message is dropped."""
+"""Fields that templates read; all other fields are dropped."""
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:
-    """In the one shape that templates take.
+    """Return messages in normal form.
 
     Raises:
-        ChatRefused: they are no conversation of texts.
+        ChatRefused: they are no conversation of texts and media.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise ChatRefused("messages must be a list of at least one message")
@@ -44,7 +44,7 @@ def _plain(message: object, number: int) -> dict[str, Any]:
 
 
 def _text(content: object, number: int) -> str | list[dict[str, Any]]:
-    """Text; or, if there are media in it, parts."""
+    """Return a string; or a list of parts if there are media in it."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
@@ -79,7 +79,7 @@ def _plain_calls(calls: object, number: int) -> list[dict[str, Any]]:
             raise ChatRefused(f"messages[{number}].tool_calls has one without function.name")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
-            with contextlib.suppress(ValueError, RecursionError):  # else as the model wrote it
+            with contextlib.suppress(ValueError, RecursionError):  # else left as it was written
                 arguments = json.loads(arguments)
         own = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
         plain.append({"id": call["id"], **own} if isinstance(call.get("id"), str) else own)
@@ -87,7 +87,7 @@ def _plain_calls(calls: object, number: int) -> list[dict[str, Any]]:
 
 
 def keys(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """For each message, a digest of the conversation up to it; equal ones say the same."""
+    """Return a digest of each prefix of the conversation; equal digests mean equal messages."""
     digest = hashlib.blake2b(digest_size=16)
     found: list[bytes] = []
     for message in messages:

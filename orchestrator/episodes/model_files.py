@@ -1,7 +1,8 @@
 """Tokenizer and stop tokens of a model directory, and the tokens of texts that episodes append.
 
-Reads no weights and imports no torch. A group's rollouts append the same texts, so the tokens of
-the last few are remembered.
+The run reads them once at its start; episodes and the HTTP servers share them. Reads no weights and
+imports no torch. A group's rollouts append the same texts, so the tokens of the last few are
+cached.
 """
 
 import asyncio
@@ -19,37 +20,37 @@ from tidegate.orchestrator.core.token_arrays import token_array
 from tidegate.transport.regular_files import check_all_regular, read_regular
 
 TEXTS_REMEMBERED = 64
-"""A group's rollouts begin side by side, with a few texts each."""
+"""Cached texts: a group's rollouts begin side by side, with a few texts each."""
 
 TEXT_CHARACTERS_MAX = 32 * 1024
-"""Of one that is remembered: so all of them are some megabytes."""
+"""Longest cached text, so that the cache takes some megabytes at most."""
 
 
 class GivenTokens:
-    """Of a run's episodes. What it gives out is read, never changed."""
+    """Cache of tokens that a run's episodes append; callers must not change its arrays."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[str, array[int]] = {}
-        """The oldest first."""
+        """Tokens by text, oldest first."""
         self._list: list[int] = []
         self._array: array[int] = array("i")
-        """The same tokens as in the list."""
+        """Tokens of ``_list`` as an array."""
 
     def of(self, content: str | Sequence[int]) -> "array[int]":
-        """A text's tokens, none added; or these tokens.
+        """Return a text's tokens, without special tokens; or given token ids as an array.
 
         Raises:
-            TypeError: one is no number.
-            OverflowError: one is no int32.
+            TypeError: an id is not an int.
+            OverflowError: an id does not fit int32.
         """
         if isinstance(content, str):
             return self._of_text(content)
         if type(content) is not list:
             return token_array(content)
-        if content != self._list:  # a sixth of the time that it takes to make the array
+        if content != self._list:  # comparing takes a sixth of the time of making the array
             self._array = token_array(content)
-            self._list = content.copy()  # whose it is may change it
+            self._list = content.copy()  # a copy: the caller may change its list
         return self._array
 
     def _of_text(self, text: str) -> "array[int]":
@@ -64,39 +65,39 @@ class GivenTokens:
 
 
 LONG_CHARACTERS = 32 * 1024
-"""A text of so many takes its tokenizer 30 ms or so; a megabyte takes a second."""
+"""Text length from which encoding runs in a thread: about 30 ms; a megabyte takes a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The parts of a Hugging Face directory that episodes use."""
+    """The parts of a Hugging Face model directory that episodes use."""
 
     path: Path
     tokenizer: Tokenizer
     stop_token_ids: tuple[int, ...]
-    """Those that end a turn unless ``generate`` says otherwise."""
+    """Tokens that end a turn unless ``generate`` is given others."""
     dtype: str = ""
-    """What the weights are stored in, by config.json: ``float32``; empty: it doesn't say."""
+    """Dtype of the weights by config.json, such as ``float32``; empty if it has none."""
     given: GivenTokens = field(init=False, compare=False, repr=False)
-    """What episodes append, as tokens."""
+    """Cached tokens of texts that episodes append."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "given", GivenTokens(self.tokenizer))
 
     async def encoded(self, text: str) -> list[int]:
-        """A text as tokens, none added; a long one in a thread, where it holds up nobody."""
+        """Return a text as tokens, without special tokens; a long one is encoded in a thread."""
         if len(text) < LONG_CHARACTERS:
             return self.given.of(text).tolist()
         return await asyncio.to_thread(self.encode, text)
 
     def encode(self, text: str) -> list[int]:
-        """The same, at once."""
+        """Return a text as tokens, without special tokens, encoded in the calling thread."""
         return encode_text(self.tokenizer, text)
 
 
 def encode_text(tokenizer: Tokenizer, text: str, adds_special_tokens: bool = False) -> list[int]:
-    """Return a text as tokens, computed at once."""
-    # Of a batch, for the library keeps the interpreter to itself while it encodes a single one.
+    """Return a text as tokens, encoded in the calling thread."""
+    # A batch of one, because the library holds the GIL while it encodes a single text.
     (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
     ids: list[int] = encoding.ids
     return ids
@@ -143,7 +144,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """That of a tokenizer.json; raises ModelError."""
+    """Read a tokenizer.json; raises ModelError."""
     if not path.exists():
         raise ModelError(
             f"{path} is missing; save the tokenizer in its fast form, with "

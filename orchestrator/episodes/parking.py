@@ -1,7 +1,8 @@
-"""When does an episode go on that would wait for newer weights? Not later than it is missed.
+"""Parking: episodes that wait between two turns until newer weights are live.
 
-Episodes that wait here have no turn, so their slots are others'. What they wait for comes by
-itself, unless the trainer waits for them: then they go on at once. Of engines it knows nothing.
+The episode runner parks them, and the scheduler calls :meth:`Parking.look` after events. A parked
+episode has no turn, so its slots are free for other rollouts. If the trainer waits for a batch, all
+parked episodes continue at once, because no weights come without rollouts.
 """
 
 import asyncio
@@ -10,29 +11,29 @@ from collections.abc import Callable
 
 
 class Parking:
-    """The episodes of a run that wait between two turns."""
+    """Parked episodes of a run."""
 
     def __init__(self, live_version: Callable[[], int], is_starved: Callable[[], bool]) -> None:
-        """``is_starved``: whether the trainer waits for a batch that isn't there."""
+        """``is_starved`` returns whether the trainer waits for a batch."""
         self._live_version = live_version
         self._is_starved = is_starved
         self.parked: dict[asyncio.Future[None], int] = {}
-        """With the version that was live when each came."""
+        """Futures of parked rows, with the version that was live when each parked."""
         self.rows: Counter[int] = Counter()
-        """How many rows of an episode are among them, by its rollout."""
+        """Number of parked rows of each episode, by rollout id."""
         self._seen = (-1, False)
-        """The live version, and whether the trainer waits, that everybody here knows of."""
+        """(live version, whether the trainer waits) when ``look`` last resumed episodes."""
 
     @property
     def is_of_use(self) -> bool:
-        """Whether newer weights may come without those who would wait for them."""
+        """Whether newer weights may come without the rollouts that would park."""
         return not self._is_starved()
 
     async def wait(self, rollout_id: int) -> None:
-        """Return once newer weights are live than now, or the trainer waits for a batch."""
+        """Return once weights newer than now are live, or the trainer waits for a batch."""
         if not self.is_of_use:
             return
-        self.look()  # what has changed unseen is for those who came before
+        self.look()  # changes so far concern only rows parked before
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.parked[future] = self._live_version()
         self.rows[rollout_id] += 1
@@ -45,7 +46,7 @@ class Parking:
                 del self.rows[rollout_id]
 
     def look(self) -> None:
-        """Something has happened: let go on who may. Mostly nobody may, and thousands wait."""
+        """Resume the episodes that may continue. Mostly none may, with thousands parked."""
         live, is_starved = now = self._live_version(), self._is_starved()
         if now == self._seen:
             return

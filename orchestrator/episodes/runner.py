@@ -1,8 +1,9 @@
-"""Runs users' episodes, one task per rollout, each within its time budget.
+"""Runs users' episodes, one task per rollout, each within its timeout.
 
-Whatever an episode raises costs its rollout and no other; its end becomes one event for the core.
-All episodes have the same budget, so they are due in the order in which they began: one timer
-serves all, because one ``asyncio.timeout`` each would cost as much as a short episode.
+The scheduler makes one runner. An exception in an episode costs its rollout and no other; its end
+becomes one event for the core. All episodes have the same timeout, so they are due in the order in
+which they began: one timer serves all, because one ``asyncio.timeout`` each would cost as much as a
+short episode.
 """
 
 import asyncio
@@ -40,41 +41,41 @@ from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
 GRACE_S = 5.0
-"""A task that was cancelled may clean up for so long. One that goes on all the same swallows
-``CancelledError``, and nothing can stop it."""
+"""Time that a cancelled task has to clean up. One that runs on swallows ``CancelledError``: nothing
+can stop it."""
 
 LOOK_AGAIN_S = 1.0
-"""While nobody's time runs, there is nothing to be on time for."""
+"""Interval of the timer while all clocks are stopped, when nothing is due."""
 
 Task = TypeVar("Task", bound="asyncio.Task[object] | SteppedTask")
 
 
 class Deadlines(Generic[Task]):
-    """The tasks that are to end within ``timeout_s`` of their beginning."""
+    """Cancels tasks that have not ended within ``timeout_s`` of their begin."""
 
     def __init__(self, timeout_s: float, give_up: Callable[[Task], None]) -> None:
-        """``give_up`` is called for a task that can't be ended."""
+        """``give_up`` is called for a task that does not end after it was cancelled."""
         self._timeout_s = timeout_s
         self._give_up = give_up
         self._due_s: dict[Task, float] = {}
-        """When each is to have ended, on the loop's clock, earliest first."""
+        """Deadline of each task on the loop's clock, earliest first."""
         self._is_in_order = True
-        """Whether it is earliest first just now; some have been held for a while."""
+        """Whether the deadlines are sorted; they are not after a held task was released."""
         self._held: dict[Task, float] = {}
-        """Those whose time doesn't run, with how much they have left."""
+        """Tasks whose clock is stopped, with the seconds that they have left."""
         self._cancelled: dict[Task, float] = {}
-        """When those that had not are given up, earliest first."""
+        """Cancelled tasks with the time at which each is given up, earliest first."""
         self._timer: asyncio.TimerHandle | None = None
         self._stood_still_at_s: float | None = None
-        """Since when nobody's time runs; None while it does."""
+        """Since when all clocks are stopped; None while they run."""
 
     def stand_still(self, now_s: float) -> None:
-        """Nobody's time runs from now on. Those that were cancelled are not spared."""
+        """Stop all clocks. Tasks that were cancelled already keep their deadline."""
         if self._stood_still_at_s is None:
             self._stood_still_at_s = now_s
 
     def go_on(self, now_s: float) -> None:
-        """Everybody has as much time left as before. Harmless if it runs."""
+        """Start all clocks again, with as much time left as before. Harmless if repeated."""
         if self._stood_still_at_s is None:
             return
         late_s = now_s - self._stood_still_at_s
@@ -82,38 +83,38 @@ class Deadlines(Generic[Task]):
         self._due_s = {task: due_s + late_s for task, due_s in self._due_s.items()}
 
     def begin(self, task: Task) -> None:
-        """From now on, this task's time runs."""
+        """Start this task's clock."""
         loop, stood_still_at_s = task.get_loop(), self._stood_still_at_s
-        # As _now_s, whose call costs as much again: each episode comes by here.
+        # _now_s inlined: every episode calls this, and the call would cost as much again.
         due_s = (loop.time() if stood_still_at_s is None else stood_still_at_s) + self._timeout_s
         self._due_s[task] = due_s
         if self._timer is None or self._timer.when() > due_s:
             self._call_by(due_s, loop)
 
     def left_s(self, task: Task) -> float:
-        """How much time it has; for ever, if its time is up or never began."""
+        """Return the seconds that a task has left; infinite if its time is up or never began."""
         if task in self._held:
             return self._held[task]
         due_s = self._due_s.get(task)
         return math.inf if due_s is None else due_s - self._now_s(task.get_loop())
 
     def hold(self, task: Task) -> None:
-        """Its own time doesn't run from now on. Nothing happens if it was up before."""
+        """Stop this task's own clock. Does nothing if its time is up."""
         left_s = self.left_s(task)
         if self._due_s.pop(task, None) is not None:
             self._held[task] = left_s
 
     def let_go(self, task: Task) -> None:
-        """It has as much time left as when it was held. Harmless if it isn't."""
+        """Start a held task's clock again. Harmless if it isn't held."""
         left_s = self._held.pop(task, None)
         if left_s is not None:
             loop = task.get_loop()
             due_s = self._due_s[task] = self._now_s(loop) + left_s
-            self._is_in_order = False  # thousands may be let go together: put in order once
+            self._is_in_order = False  # thousands may be released together: sort once
             self._call_by(due_s, loop)
 
     def cut_short(self, task: Task) -> None:
-        """Its time is up now. Nothing happens if it was before."""
+        """Cancel this task now. Does nothing if its time is up."""
         if self._due_s.pop(task, None) is not None or self._held.pop(task, None) is not None:
             loop = task.get_loop()
             self._cancelled[task] = loop.time() + GRACE_S
@@ -121,9 +122,9 @@ class Deadlines(Generic[Task]):
             self._set_timer(loop)
 
     def end(self, task: Task) -> bool:
-        """Its time runs no longer; whether it was too long, and that is why it was cancelled.
+        """Stop tracking a task; return whether it was cancelled because of its deadline.
 
-        Where somebody else has cancelled the task as well, it is theirs.
+        False if other code has cancelled the task as well.
         """
         if self._due_s.pop(task, None) is not None or self._held.pop(task, None) is not None:
             return False
@@ -142,11 +143,10 @@ class Deadlines(Generic[Task]):
         self._set_timer(loop)
 
     def _now_s(self, loop: asyncio.AbstractEventLoop) -> float:
-        """By the clock that stands still when nobody's time runs."""
+        """Return the time on the clock that stops when all tasks' clocks do."""
         return loop.time() if self._stood_still_at_s is None else self._stood_still_at_s
 
     def _call_by(self, due_s: float, loop: asyncio.AbstractEventLoop) -> None:
-        """Look at who is due then, if not before."""
         if self._timer is not None:
             if self._timer.when() <= due_s:
                 return
@@ -174,7 +174,6 @@ class Deadlines(Generic[Task]):
 
 
 def _take_due(waiting: dict[Task, float], now_s: float) -> list[Task]:
-    """Those whose time is up, which are waited for no more."""
     due: list[Task] = []
     while waiting:
         task, due_s = next(iter(waiting.items()))
@@ -186,49 +185,49 @@ def _take_due(waiting: dict[Task, float], now_s: float) -> list[Task]:
 
 
 EpisodeFunction = Callable[[Episode, Any], Awaitable[float]]
-"""A user's episode: gets the context and a task, returns the reward."""
+"""A user's episode: gets an :class:`Episode` and a task, returns the reward."""
 
 EPISODE_FAILURES_MAX = 100
-"""So many failed episodes in a row, without one success, end the run: the code is wrong, not a
-task. Fewer would let one bad batch of tasks end it."""
+"""Failed episodes in a row, without one success, that end the run: the code is wrong, not a task. A
+lower limit would let one bad batch of tasks end it."""
 
 EPISODE_IS_OVER = "the episode has returned; its rollout can't go on"
 
 ENDED_REMEMBERED = 256
-"""Enough to tell a program that keeps every episode from one that keeps a few."""
+"""Ended episodes checked for references: enough to tell keeping all from keeping a few."""
 
 log = logging.getLogger("tidegate")
 
 
 @dataclass(slots=True)
 class LeftBehind:
-    """What should be gone once its episode is over."""
+    """Objects that should be gone once their episode is over; the run's watchdog checks them."""
 
     stubborn: set[int] = field(default_factory=set)
-    """Rollouts that were given up while their episode goes on, deaf to being cancelled."""
+    """Rollouts that were given up while their episode still runs after being cancelled."""
     ended: deque[weakref.ref[Episode]] = field(
         default_factory=lambda: deque(maxlen=ENDED_REMEMBERED)
     )
-    """The episodes that ended last."""
+    """Weak references to the episodes that ended last."""
 
 
 class EpisodeTask(SteppedTask):
-    """One episode."""
+    """Task of one episode."""
 
     __slots__ = ("_function", "_runner", "_task", "episode", "parks_at_left_s", "rollout")
 
     def __init__(
         self, runner: "EpisodeRunner", rollout: Rollout, task: object, function: EpisodeFunction
     ) -> None:
-        SteppedTask.__init__(self, runner.rounds)  # super() takes as long as a short method
+        SteppedTask.__init__(self, runner.rounds)  # super() costs as much as a short method
         self._runner = runner
         self.rollout = rollout
         self._task = task
         self._function = function
         self.episode: Episode | None = None
-        """None until it has begun."""
+        """None until the task has begun."""
         self.parks_at_left_s = -math.inf
-        """Of its time, at the end of a turn: it has gone on for its budget then."""
+        """Seconds left before the deadline at which the episode has used its budget and parks."""
 
     def begin(self) -> Coroutine[Any, Any, Any]:
         """Call the user's function."""
@@ -243,13 +242,13 @@ class EpisodeTask(SteppedTask):
         self._runner.ended(self, value, error)
 
     def get_name(self) -> str:
-        """By its rollout."""
+        """Return a name with the rollout's number."""
         return f"rollout {self.rollout.rollout_id}"
 
 
 def _reward(value: object) -> float | BaseException:
-    """What an episode has returned, or what is wrong with that."""
-    if type(value) is float and -REWARD_MAX <= value <= REWARD_MAX:  # as most are
+    """Return the reward that an episode returned, or the error if it is none."""
+    if type(value) is float and -REWARD_MAX <= value <= REWARD_MAX:  # the usual case
         return value
     try:
         return checked_reward(value)
@@ -262,7 +261,7 @@ async def _awaited(playing: Awaitable[object]) -> object:
 
 
 class EpisodeRunner:
-    """Runs the episodes of a run, on its event loop."""
+    """Runs the episodes of one run on its event loop, and serves what they ask for."""
 
     def __init__(
         self,
@@ -279,10 +278,10 @@ class EpisodeRunner:
         context_tokens_max: Callable[[], int] = lambda: 0,
         diary: EpisodeDiary | None = None,
     ) -> None:
-        """``handle`` feeds events to the core; ``on_error`` hears what the run can't go on after,
-        such as one failed episode too many; ``on_over`` of rollouts that ask for no more turns,
-        maybe twice; ``diary`` of what episodes spend their time on. ``score`` asks engines.
-        ``context_tokens_max``: the longest context that an engine reads; 0 if none is known."""
+        """``handle`` feeds events to the core; ``on_error`` gets errors that end the run, such as
+        one failed episode too many; ``on_over`` gets rollouts that ask for no more turns, maybe
+        twice; ``score`` asks engines; ``diary`` logs what episodes spend their time on.
+        ``context_tokens_max`` returns the longest context that an engine reads, 0 if unknown."""
         self._loop = asyncio.get_running_loop()
         self.rounds = Rounds(self._loop, on_error)
         self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up)
@@ -299,15 +298,15 @@ class EpisodeRunner:
         self._diary = diary
         self._failures_in_a_row = 0
         self._going: dict[int, EpisodeTask] = {}
-        """By rollout."""
+        """Tasks of running episodes, by rollout id."""
         self._is_ending = False
         self.left = LeftBehind()
         self._forked: Rollout | None = None
         self._broken: EpisodeError | None = None
-        """Why no other episode is to begin."""
+        """Error that every further episode fails with, after too many failures."""
 
     def stand_still(self, is_still: bool) -> None:
-        """No episode's time runs while engines are paused: it would wait for them in vain."""
+        """Stop the clocks of all episodes while engines are paused, or start them again."""
         change = self._deadlines.stand_still if is_still else self._deadlines.go_on
         change(self._loop.time())
 
@@ -317,7 +316,7 @@ class EpisodeRunner:
             self._going[rollout.rollout_id] = EpisodeTask(self, rollout, task, function)
 
     def stop(self, rollout: Rollout) -> None:
-        """Cancel the episode of a rollout that is given up; whatever it says changes nothing."""
+        """Cancel the episode of a discarded rollout, and ignore its result."""
         task = self._going.get(rollout.rollout_id)
         if task is not None:
             self.left.stubborn.add(rollout.rollout_id)  # until it has ended
@@ -325,20 +324,20 @@ class EpisodeRunner:
         self._on_over(rollout)
 
     async def end(self) -> None:
-        """Cancel every episode, and return once all have ended; none begins any more."""
+        """Cancel every episode, and return once all have ended; no further one begins."""
         self._is_ending = True
         for task in list(self._going.values()):
             task.cancel()
         while self._going:
-            with contextlib.suppress(asyncio.CancelledError):  # who cancels this waits for them too
+            with contextlib.suppress(asyncio.CancelledError):  # if cancelled, still wait for them
                 await asyncio.wait(self._going.values())
 
     def opened(self, task: "EpisodeTask") -> Episode:
-        """What a task's function talks to; from now on its time runs.
+        """Make the :class:`Episode` of a task that begins, and start its clock.
 
         Raises:
-            CancelledError: it was stopped already.
-            EpisodeError: no other episode is to begin.
+            CancelledError: the rollout was stopped already.
+            EpisodeError: too many episodes have failed.
         """
         rollout = task.rollout
         if rollout.rollout_id in self.left.stubborn:
@@ -354,7 +353,7 @@ class EpisodeRunner:
         return episode
 
     def ended(self, task: "EpisodeTask", value: object, error: BaseException | None) -> None:
-        """A task has come to its end.
+        """Settle a task that has ended.
 
         Raises:
             EpisodeError: it was one failure too many.
@@ -364,7 +363,7 @@ class EpisodeRunner:
         try:
             event = self._said(task, value, error)
             rollout.ended_s = self._loop.time()
-            # Cancelled for its rollout was given up, or for the run ends: what it says is void.
+            # Ignored if it was cancelled because its rollout was discarded, or the run ends.
             if event is not None and not (number in stubborn or self._is_ending):
                 assert task.episode is not None
                 for rewarded in task.episode.turn_rewards():
@@ -380,7 +379,7 @@ class EpisodeRunner:
     def _said(
         self, task: "EpisodeTask", value: object, error: BaseException | None
     ) -> ev.Event | None:
-        """What a task's end means to its rollout; nothing, if it never began."""
+        """Return the event of a task's end; None if its episode never began."""
         episode = task.episode
         if episode is None:  # it never began
             if error is not None and not isinstance(error, asyncio.CancelledError):
@@ -396,7 +395,7 @@ class EpisodeRunner:
             raise reward
         else:
             event = self._failed(task, reward)
-        if not self._is_ending:  # else a resumed run goes on with what is unfinished
+        if not self._is_ending:  # else a resumed run continues unfinished rollouts
             self._settle(task.rollout, episode)
         return event
 
@@ -414,19 +413,19 @@ class EpisodeRunner:
     def _settle(self, rollout: Rollout, episode: Episode) -> None:
         episode.end()
         self.left.ended.append(weakref.ref(episode))
-        # Its rollout has left those rows out that have no tokens; the episode still knows them.
+        # The rollout has dropped rows without tokens; the episode still has them.
         for row in episode.rows if episode.branches else (rollout,):
             left = self._waiting.turns.pop(row.rollout_id, None)
             if left is not None:
                 fail(left, RunClosed(EPISODE_IS_OVER))
 
     def _give_up(self, task: "EpisodeTask") -> None:
-        """Go on without an episode that goes on after it was cancelled at its deadline."""
+        """Settle a rollout whose episode still runs after it was cancelled at its deadline."""
         rollout, episode = task.rollout, task.episode
         assert episode is not None, "its time has begun with it"
         self._settle(rollout, episode)
         if rollout.rollout_id in self.left.stubborn:
-            return  # it was stopped, and the core waits for it no more
+            return  # it was stopped: the core has settled it
         self.left.stubborn.add(rollout.rollout_id)
         try:
             self._count_failure(rollout, TimeoutError("it took too long, and won't be cancelled"))
@@ -449,15 +448,16 @@ class EpisodeRunner:
     def ask(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
     ) -> "SteppedFuture[Turn]":
-        """A new turn of this rollout, once it has ended; ``media`` are new in its context.
+        """Ask for a new turn; the future is done when it has ended. ``media`` are new in the
+        context.
 
         Raises:
-            TurnRefused: no engine could read it, or no message to one hold it.
+            TurnRefused: no engine could read it, or it fits no message to one.
         """
         if self.left.stubborn:
             self._refuse_if_given_up(rollout)
         refuse_too_large(rollout, sampling, media, self._context_tokens_max())
-        # As rejoin, whose call costs as much again.
+        # rejoin inlined: the call would cost as much again.
         future: SteppedFuture[Turn] = stepped_future(self._loop)
         self._waiting.turns[rollout.rollout_id] = future
         if self._diary is not None:
@@ -466,7 +466,7 @@ class EpisodeRunner:
         return future
 
     def rejoin(self, rollout: Rollout) -> "SteppedFuture[Turn]":
-        """The turn that this rollout has on some engine, once it has ended."""
+        """Await the turn that this rollout has on some engine."""
         future: SteppedFuture[Turn] = stepped_future(self._loop)
         self._waiting.turns[rollout.rollout_id] = future
         if self._diary is not None:
@@ -474,7 +474,7 @@ class EpisodeRunner:
         return future
 
     def is_over_budget(self, rollout: Rollout) -> bool:
-        """Whether its episode has gone on for its budget, since it began or was parked."""
+        """Whether the episode has used its budget, since it began or was last parked."""
         if self._budget_s is None:
             return False
         task = self._going.get(rollout.root.rollout_id)
@@ -483,7 +483,7 @@ class EpisodeRunner:
     async def park(self, rollout: Rollout) -> None:
         """Return once newer weights are live, or the trainer waits for rollouts.
 
-        The episode's time stands still while a row of it waits here.
+        The episode's clock is stopped while a row of it waits here.
         """
         self._refuse_if_given_up(rollout)
         number = rollout.root.rollout_id
@@ -507,7 +507,7 @@ class EpisodeRunner:
 
     @contextlib.contextmanager
     def doing(self, rollout: Rollout, name: str) -> Iterator[None]:
-        """Its episode is at this, and not at generating."""
+        """Count the time within as a named activity of the episode."""
         name = self.activities.begin(name)
         if self._diary is not None:
             self._diary.does(rollout, name)
@@ -519,12 +519,12 @@ class EpisodeRunner:
                 self._diary.did(rollout, name)
 
     def score(self, rollout: Rollout, asked: Sequence[Asked]) -> Awaitable[list[Score]]:
-        """What the run's engines make of given tokens."""
+        """Have the run's engines score given tokens."""
         self._refuse_if_given_up(rollout)
         return self._score(asked)
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
-        """Another row for this one's episode, with nothing in it yet."""
+        """Make another row for this row's episode, with an empty context."""
         self._refuse_if_given_up(rollout)
         self._handle(ev.RolloutForked(rollout.rollout_id, reason))
         if self._forked is None:
@@ -533,7 +533,7 @@ class EpisodeRunner:
         return row
 
     def forked(self, row: Rollout) -> None:
-        """The core has made the row that :meth:`fork` asks for."""
+        """Take the row that the core has made for :meth:`fork`."""
         self._forked = row
 
     def _refuse_if_given_up(self, rollout: Rollout) -> None:
@@ -541,7 +541,7 @@ class EpisodeRunner:
             raise RunClosed("this rollout was given up; its episode was cancelled, and must end")
 
     def give_up_turn(self, rollout: Rollout) -> None:
-        """Who asked for this rollout's turn doesn't wait for it any more."""
+        """Cancel this rollout's turn."""
         self._waiting.turns.pop(rollout.rollout_id, None)
         self._handle(ev.TurnGivenUp(rollout.rollout_id))
 

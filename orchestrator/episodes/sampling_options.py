@@ -1,7 +1,7 @@
-"""What else may ``Episode.generate`` be asked for? Options as users write them, and as they travel.
+"""Sampling options of ``Episode.generate``: checks them, and makes :class:`SamplingParams` of them.
 
-What no engine could even read is refused here, by name.
-What an engine can't serve, it refuses itself. The options' meanings: :class:`SamplingParams`.
+Options that no engine could read are refused here, by name; an engine refuses those that it can't
+serve. Their meanings are documented in :class:`SamplingParams`.
 """
 
 import math
@@ -15,15 +15,15 @@ from tidegate.errors import ConfigError, TurnRefused
 from tidegate.transport.sampling import Processor, SamplingParams, TokenBias
 
 SEED_MASK = 2**64 - 1
-"""Seeds may be any int; engines take 64 bits."""
+"""Seeds may be any int; engines take 64 bits of it."""
 
 SAMPLING_BYTES_MAX = 4 * 1024 * 1024
-"""Of one turn's options, as they are sent: beside a context of millions of tokens in one frame."""
+"""Largest encoded options of one turn: they share a frame with a context of millions of tokens."""
 
 COUNTS = ("max_tokens", "top_k", "min_tokens", "top_logprobs")
 
 COUNT_MAX = 2**31 - 1
-"""What an int32 holds: tokens are recorded as such."""
+"""Largest int32, because tokens are recorded as int32."""
 
 FLOATS = (
     "temperature",
@@ -36,25 +36,25 @@ FLOATS = (
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Keywords of ``generate`` that few episodes need; each is as in ``SamplingParams``."""
+    """Further keywords of ``generate``; each is described in ``SamplingParams``."""
 
     seed: int
-    """In place of the one that group, rollout and turn give; equal contexts then sample equally."""
+    """Replaces the seed made of group, rollout and turn; equal contexts then sample equally."""
     min_p: float
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
-    """By token id."""
+    """Bias by token id."""
     min_tokens: int
     stop_strings: Sequence[str]
     top_logprobs: int
-    """Read them off ``GeneratedTurn.top_logprobs``."""
+    """Number of likeliest tokens to return in ``GeneratedTurn.top_logprobs``."""
     raw_logprobs: bool
-    """Read them off ``GeneratedTurn.raw_logprobs``."""
+    """Whether to return ``GeneratedTurn.raw_logprobs``."""
     processors: Sequence[Processor | str]
     adapter: str
-    """In place of the run's own; empty: none."""
+    """LoRA adapter in place of the run's own; empty for none."""
     cache_salt: str
 
 
@@ -66,10 +66,10 @@ def sampling_params(
     stop_token_ids: Sequence[int],
     options: SamplingOptions,
 ) -> SamplingParams:
-    """All of it, as it travels.
+    """Check all options and return them in their wire form.
 
     Raises:
-        TurnRefused: no engine could read it.
+        TurnRefused: no engine could read an option.
         TypeError: there is no such option.
     """
     if options and (unknown := options.keys() - SamplingOptions.__annotations__.keys()):
@@ -118,7 +118,7 @@ def _as_text(processor: Processor | str) -> str:
 
 
 def _checked(sampling: SamplingParams) -> SamplingParams:
-    """As an engine will read it; numbers of numpy become ours, and no other type gets through."""
+    """Return the options as an engine will decode them; numpy's numbers become Python's."""
     sent = msgspec.msgpack.encode(sampling, enc_hook=_number)
     if len(sent) > SAMPLING_BYTES_MAX:
         raise ValueError(

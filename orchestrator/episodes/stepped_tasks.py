@@ -1,9 +1,9 @@
-"""Tasks that are stepped in rounds, so that thousands of coroutines cost little each.
+"""Asyncio tasks stepped in rounds, so that thousands of short coroutines cost little each.
 
-A task of asyncio's own costs a callback of the loop for each of its steps, a set's bookkeeping in a
-task group, and a name. Here one callback per turn of the loop steps all that can go on, in the
-order in which they could. To the code that runs in them they are tasks like any other: what they
-are made of is asyncio's documented way to have tasks of one's own. It knows no episode.
+Episodes run as these tasks. An ``asyncio.Task`` costs a loop callback for each of its steps, a
+set's bookkeeping in a task group, and a name. Here one callback per loop iteration steps all tasks
+that are ready, in the order in which they became so. Code that runs in them sees ordinary tasks:
+they are registered by asyncio's documented functions for custom task classes.
 """
 
 import asyncio
@@ -16,35 +16,35 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 _set_result = asyncio.Future.set_result
-"""To be called at once: to look it up by ``super()`` takes as long as it does."""
+"""Bound once, because ``super()`` takes as long as the call itself."""
 
 
 class Rounds:
-    """The tasks of one loop that can go on."""
+    """Ready tasks of one event loop."""
 
     __slots__ = ("_on_error", "_ready", "loop")
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, on_error: Callable[[BaseException], None]
     ) -> None:
-        """``on_error`` hears what :meth:`SteppedTask.end` raises, and what no code should catch."""
+        """``on_error`` gets errors of :meth:`SteppedTask.end`, and those never to be caught."""
         self.loop = loop
         self._on_error = on_error
         self._ready: list[SteppedTask] = []
 
     def add(self, task: "SteppedTask") -> None:
-        """Step this one in the loop's next turn."""
+        """Step this task in the loop's next iteration."""
         if not self._ready:
             self.loop.call_soon(self._step_all)
         self._ready.append(task)
 
     def _step_all(self) -> None:
-        """Those that can go on again by then wait for the next round, as a callback would."""
+        """Step all ready tasks; those that become ready meanwhile wait for the next round."""
         ready, self._ready = self._ready, []
         for task in ready:
             try:
                 task.step()
-            except BaseException as error:  # noqa: BLE001 - it must not keep others from going on
+            except BaseException as error:  # noqa: BLE001 - other tasks must still be stepped
                 self._on_error(error)
 
 
@@ -59,8 +59,8 @@ def contained_task(
 ) -> "asyncio.Task[Result]":
     """Create a task; the task factory of loops that run users' code.
 
-    asyncio lets ``SystemExit`` and ``KeyboardInterrupt`` of a task end the loop, with all that runs
-    on it. Here they become :class:`ContainedExit`, which whoever awaits the task can handle.
+    asyncio lets ``SystemExit`` and ``KeyboardInterrupt`` of a task end the loop, with everything
+    that runs on it. Here they become :class:`ContainedExit`, which the awaiting code can handle.
     """
     return asyncio.Task(_Contained(coro), loop=loop, **options)
 
@@ -72,7 +72,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine whose ``SystemExit`` and ``KeyboardInterrupt`` are :class:`ContainedExit`."""
+    """A coroutine whose ``SystemExit`` and ``KeyboardInterrupt`` become :class:`ContainedExit`."""
 
     def __init__(self, coro: Coroutine[Any, Any, Any] | Generator[Any, None, Any]) -> None:
         self._coro: Any = coro
@@ -82,10 +82,10 @@ class _Contained(Coroutine[Any, Any, Any]):
         return awaiting
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._coro, name)  # where it waits, for whoever shows that
+        return getattr(self._coro, name)  # cr_await and others, for debuggers
 
     def send(self, value: Any) -> Any:
-        """As the coroutine's."""
+        """As of the wrapped coroutine."""
         try:
             return self._coro.send(value)
         except (SystemExit, KeyboardInterrupt) as error:
@@ -94,7 +94,7 @@ class _Contained(Coroutine[Any, Any, Any]):
             raise ContainedExit(f"a task raised {error!r}") from error
 
     def throw(self, *error: Any) -> Any:
-        """As the coroutine's."""
+        """As of the wrapped coroutine."""
         try:
             return self._coro.throw(*error)
         except (SystemExit, KeyboardInterrupt) as exited:
@@ -103,41 +103,41 @@ class _Contained(Coroutine[Any, Any, Any]):
             raise ContainedExit(f"a task raised {exited!r}") from exited
 
     def close(self) -> None:
-        """As the coroutine's."""
+        """As of the wrapped coroutine."""
         self._coro.close()
 
 
 class SteppedFuture(asyncio.Future[Result]):
-    """A future whose waiter goes on in the next round, with no callback of its own.
+    """A future whose stepped waiter continues in the next round, without a callback of its own.
 
-    :func:`stepped_future` makes it: a constructor in Python takes thrice as long.
+    Make it by :func:`stepped_future`: a constructor in Python takes three times as long.
     """
 
     __slots__ = ("waiter",)
 
     waiter: "SteppedTask | None"
-    """Who waits; other tasks than ours wait for it as for any future."""
+    """Stepped task that awaits this; other tasks await it as any future."""
 
     def set_result(self, result: Result, /) -> None:
-        """As any future's."""
+        """As :meth:`asyncio.Future.set_result`."""
         _set_result(self, result)
         waiter = self.waiter
         if waiter is None:
             return
         rounds = waiter._rounds
-        if rounds._ready:  # as add, whose call costs as much again
+        if rounds._ready:  # add inlined: the call would cost as much again
             rounds._ready.append(waiter)
         else:
             rounds.add(waiter)
 
     def set_exception(self, exception: type[BaseException] | BaseException, /) -> None:
-        """As any future's."""
+        """As :meth:`asyncio.Future.set_exception`."""
         super().set_exception(exception)
         if self.waiter is not None:
             self.waiter.wake()
 
     def cancel(self, msg: Any = None) -> bool:
-        """As any future's."""
+        """As :meth:`asyncio.Future.cancel`."""
         is_cancelled = super().cancel(msg)
         if is_cancelled and self.waiter is not None:
             self.waiter.wake()
@@ -145,17 +145,17 @@ class SteppedFuture(asyncio.Future[Result]):
 
 
 def stepped_future(loop: asyncio.AbstractEventLoop) -> SteppedFuture[Any]:
-    """A new one, for which nobody waits."""
+    """Return a new future without a waiter."""
     future: SteppedFuture[Any] = SteppedFuture(loop=loop)
     future.waiter = None
     return future
 
 
 class SteppedTask(asyncio.Future[None]):
-    """A task whose coroutine :meth:`begin` makes, and whose end :meth:`end` hears of.
+    """A task whose coroutine :meth:`begin` makes, and whose result :meth:`end` gets.
 
-    Its methods and attributes are those of :class:`asyncio.Task` that libraries look for: anyio,
-    aiohttp and asyncio's own timeouts and groups ask the current task for them.
+    It has the methods and attributes of :class:`asyncio.Task` that libraries use: anyio, aiohttp
+    and asyncio's own timeouts and groups read them from the current task.
     """
 
     __slots__ = (
@@ -170,7 +170,7 @@ class SteppedTask(asyncio.Future[None]):
     )
 
     def __init__(self, rounds: Rounds) -> None:
-        """Begins in the next round."""
+        """Begin in the next round."""
         asyncio.Future.__init__(self, loop=rounds.loop)
         self._rounds = rounds
         self._context = contextvars.copy_context()
@@ -178,10 +178,10 @@ class SteppedTask(asyncio.Future[None]):
         self._fut_waiter: asyncio.Future[Any] | None = None
         self._must_cancel = False
         self._cancel_message: Any = None
-        """What the error of a cancel says: anyio knows by it whose scope was cancelled."""
+        """Message of the cancellation; anyio finds the cancelled scope by it."""
         self._cancels = 0
         self._error: BaseException | None = None
-        """What is wrong with what the coroutine has awaited; it is told so."""
+        """Error to throw into the coroutine, because it awaited something invalid."""
         _register_task(self)  # type: ignore[arg-type]
         if rounds._ready:  # as in set_result
             rounds._ready.append(self)
@@ -191,21 +191,21 @@ class SteppedTask(asyncio.Future[None]):
     # ------------------------------------------------------------ for those who make tasks of it
 
     def begin(self) -> Coroutine[Any, Any, Any]:
-        """What is to run. Called as part of the first step, unless it is cancelled before."""
+        """Return the coroutine to run. Called in the first step, unless cancelled before."""
         raise NotImplementedError
 
     def end(self, value: Any, error: BaseException | None) -> None:
-        """It has returned ``value``, or raised ``error``."""
+        """Take the coroutine's result: it returned ``value``, or raised ``error``."""
         raise NotImplementedError
 
     # ------------------------------------------------------------ steps
 
     def wake(self) -> None:
-        """What it waited for is there: it goes on in the next round."""
+        """Continue in the next round."""
         self._rounds.add(self)
 
     def step(self) -> None:
-        """Run until it waits again, or ends."""
+        """Run the coroutine until it waits again, or ends."""
         loop = self._rounds.loop
         value: Any = None
         failure: BaseException | None = None
@@ -225,7 +225,7 @@ class SteppedTask(asyncio.Future[None]):
                 and not self._must_cancel
                 and waits_for._asyncio_future_blocking
                 and waits_for.get_loop() is loop
-            ):  # as mostly, and as below
+            ):  # the usual case of _wait_for, inlined
                 waits_for._asyncio_future_blocking = False
                 self._fut_waiter = waits_for
                 waits_for.waiter = self
@@ -234,16 +234,16 @@ class SteppedTask(asyncio.Future[None]):
             return
         except StopIteration as returned:
             value = returned.value
-            if self._must_cancel:  # by itself, in its last step
+            if self._must_cancel:  # it cancelled itself in its last step
                 failure = self._cancelled_error()
-        except BaseException as error:  # noqa: BLE001 - it is told of it
+        except BaseException as error:  # noqa: BLE001 - end() gets it
             failure = error
         finally:
             _leave_task(loop, self)  # type: ignore[arg-type]
         try:
             self.end(value, failure)
         finally:
-            failure = None  # whose traceback holds this frame
+            failure = None  # its traceback refers to this frame
             _set_result(self, None)
             self._coro = self._fut_waiter = None
 
@@ -289,7 +289,7 @@ class SteppedTask(asyncio.Future[None]):
     # ------------------------------------------------------------ as asyncio.Task
 
     def cancel(self, msg: Any = None) -> bool:
-        """Have its coroutine raise ``CancelledError``, where it waits or at once it does."""
+        """Raise ``CancelledError`` in the coroutine, where it waits or when it next does."""
         if self.done():
             return False
         self._cancels += 1
@@ -298,18 +298,18 @@ class SteppedTask(asyncio.Future[None]):
         return True
 
     def cancelling(self) -> int:
-        """How often it was cancelled and that not taken back."""
+        """Return the number of cancellations that were not taken back."""
         return self._cancels
 
     def uncancel(self) -> int:
-        """Take one cancel back; how many are left."""
+        """Take one cancellation back; return how many are left."""
         self._cancels = max(0, self._cancels - 1)
         return self._cancels
 
     def get_coro(self) -> Coroutine[Any, Any, Any] | None:
-        """Its coroutine, while it goes on."""
+        """Return the coroutine, while the task runs."""
         return self._coro
 
     def get_name(self) -> str:
-        """What it is called where tasks are told of."""
+        """Return the task's name."""
         raise NotImplementedError

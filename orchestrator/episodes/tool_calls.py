@@ -1,4 +1,4 @@
-"""Which tools does a model call in what it says? Read from the forms that models are taught.
+"""Parser of tool calls in a model's output, for the formats that model families are trained on.
 
     <tool_call>{"name": …, "arguments": …}</tool_call>     Hermes, Qwen; any number of them
     {"name": …, "parameters": …}                            Llama 3, the whole of a turn
@@ -7,8 +7,8 @@
     [TOOL_CALLS] [{"name": …, "arguments": …}, …]           Mistral, the end of a turn; or all of
                                                             it: the mark may be a special token
 
-What can't be read stays in the content, as it was said: whether that is an error is the agent's to
-say. Knows no tokens, and calls nothing.
+:class:`Conversation`, the gateway and the dashboard use it. Text that can't be parsed stays in the
+content unchanged: whether that is an error is the agent's decision.
 """
 
 import json
@@ -21,7 +21,7 @@ _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def _deepseek_mark(words: str) -> str:
-    """A special word of DeepSeek's, whose bars and blanks are not those of a keyboard."""
+    """Return a special token of DeepSeek's, with its own characters for bars and blanks."""
     return "<\uff5c" + words.replace(" ", "\u2581") + "\uff5c>"
 
 
@@ -36,16 +36,16 @@ _JSON_BLOCK = re.compile(r"\s*(\S+)\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
 MISTRAL_MARK = "[TOOL_CALLS]"
 
 PYTHON_TAG = "<|python_tag|>"
-"""Llama 3 begins a call with it, or doesn't."""
+"""Optional beginning of a Llama 3 call."""
 
 _MARKS = ("<tool_call>", _CALLS, MISTRAL_MARK, PYTHON_TAG)
 _BEGIN_CALLS = ("{", "[")
-"""Of turns that are calls without a mark."""
+"""First characters of turns that are calls without a mark."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool, and what it is called with."""
+    """A tool's name and arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -53,14 +53,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a model said."""
+    """Text and tool calls of a turn."""
 
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
 
 
 def parse_reply(text: str, tools: Collection[str]) -> Reply:
-    """Part what was said into words and calls; ``tools`` are the names of those it was offered."""
+    """Split a turn's text into content and calls; ``tools`` are the names of the offered tools."""
     if not tools:
         return Reply(text)
     read = _hermes(text) or _llama(text, tools) or _deepseek(text) or _mistral(text, tools)
@@ -68,9 +68,9 @@ def parse_reply(text: str, tools: Collection[str]) -> Reply:
 
 
 def settled_words(text: str, tools: Collection[str], stops: Collection[str] = ()) -> str:
-    """Of a turn that goes on: words that its reply's content will begin with, whatever follows.
+    """Return the text of a running turn that is certain to begin its content, whatever follows.
 
-    They end where a call, or one of the strings that end the turn, may begin.
+    It ends where a call, or one of the strings that end the turn, may begin.
     """
     marks = tuple(stops)
     if tools:
@@ -82,7 +82,7 @@ def settled_words(text: str, tools: Collection[str], stops: Collection[str] = ()
 
 
 def _may_begin(mark: str, text: str) -> int:
-    """Where it stands, or may once the text has gone on; else the end."""
+    """Return where a mark stands or may begin at the text's end; else the text's length."""
     place = text.find(mark)
     if place >= 0:
         return place
@@ -100,7 +100,7 @@ def _hermes(text: str) -> Reply | None:
 
 
 def _llama(text: str, tools: Collection[str]) -> Reply | None:
-    """Any JSON may be an answer, so it is a call only if it names a tool that there is."""
+    """Any JSON may be an answer, so it is a call only if it names an offered tool."""
     said = text.strip().removeprefix(PYTHON_TAG).strip()
     if not said.startswith("{"):
         return None
@@ -118,14 +118,14 @@ def _deepseek(text: str) -> Reply | None:
 
 
 def _deepseek_call(before: str, after: str) -> ToolCall | None:
-    """Before V3.1 a kind stands before the mark, and after it the name and a block of JSON."""
+    """Before V3.1, a type stands before the separator, and the name and a JSON block after it."""
     block = _JSON_BLOCK.fullmatch(after)
     name, arguments = (before, after) if block is None else (block[1], block[2])
     return _call({"name": name, "arguments": _json(arguments)}, "arguments")
 
 
 def _mistral(text: str, tools: Collection[str]) -> Reply | None:
-    """Where the mark is missing, a list is an answer unless it names tools that there are."""
+    """Without the mark, a list is an answer unless it names offered tools only."""
     content, mark, said = text.rpartition(MISTRAL_MARK)
     values = _json(said.strip())
     if not isinstance(values, list) or not values:

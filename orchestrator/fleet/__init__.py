@@ -1,1 +1,1 @@
-"""The engines of a run: which there are, what they are told, and which of them pause or sleep."""
+"""Engines of a run: membership, heartbeats, processes, sessions and scoring."""

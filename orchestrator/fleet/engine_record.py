@@ -1,4 +1,4 @@
-"""What has one engine said so far? Counts; it knows no other engine, and decides nothing."""
+"""Counters of one engine, made from its steps and messages; the fleet keeps one for each engine."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from tidegate.transport.streams import ReceiveWindow
 
 @dataclass(slots=True)
 class Engine:
-    """One engine of the fleet."""
+    """State and counters of one engine of the fleet."""
 
     hello: Hello
     window: ReceiveWindow
     heard_s: float
-    """When it last said anything, on the orchestrator's clock."""
+    """When its last message arrived, on the orchestrator's clock."""
     weight_version: int
     tokens: int = 0
     busy_us: int = 0
@@ -23,7 +23,7 @@ class Engine:
     rows: int = 0
     rows_squared: int = 0
     rows_busy_us: int = 0
-    """Each step's rows times its time, added up."""
+    """Sum over steps of rows times time, in microseconds."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     running_turns: int = 0
@@ -31,14 +31,14 @@ class Engine:
     out_of_memory_steps: int = 0
     swaps: int = 0
     standstill_us: int = 0
-    """In all swaps."""
+    """Time without decoding in all swaps, in microseconds."""
     stuck_since_s: float | None = None
-    """Since when its next step is missing, or is refused whenever it comes."""
+    """Since when its next step is missing, or is refused each time it arrives; None if neither."""
     may_return: bool = False
-    """It was given up for its silence only, and is welcome again if it says hello."""
+    """Whether it was given up for its silence only, so that it may rejoin by a hello."""
 
     def count(self, step: StepArrived) -> None:
-        """Take a new step into its figures."""
+        """Add a new step to the counters."""
         rows = len(step.turns)
         self.tokens += len(step.token_ids)
         self.busy_us += step.busy_us
@@ -48,18 +48,18 @@ class Engine:
         self.rows_busy_us += rows * step.busy_us
 
     def count_drafts(self, step: Step) -> None:
-        """Of a new step, what no decision needs, so that no event has it."""
+        """Add a step's draft tokens, which are not in the event because no decision needs them."""
         self.drafted_tokens += step.drafted_tokens
         self.accepted_tokens += step.accepted_tokens
 
     def count_swap(self, live: WeightsLive) -> None:
-        """It serves other weights."""
+        """Count a swap to other weights."""
         self.weight_version = live.version
         self.swaps += 1
         self.standstill_us += live.standstill_us
 
     def statistics(self, name: str) -> EngineStatistics:
-        """A snapshot."""
+        """Return a snapshot."""
         return EngineStatistics(
             name=name,
             weight_version=self.weight_version,

@@ -1,7 +1,7 @@
-"""Registry of a run's engines: turns their frames into events; time is an argument.
+"""Registry of a run's engines: turns their frames into events of the core. Time is an argument.
 
-Owns the handshake (and which engines may join), acknowledgements, credits and heartbeats. It is
-given a function to send with, and knows neither rollouts nor batches.
+The scheduler's engine side feeds it frames from the ZeroMQ ROUTER. It owns the handshake (and which
+engines may join), acknowledgements, credits and heartbeats, and sends by a given function.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,20 +40,20 @@ ENGINE_NAME_BYTES_MAX = 200
 """ZeroMQ identities are at most 255 bytes."""
 
 ENGINES_MAX = 4096
-"""More than one process can hear; a peer that joins under ever new names is stopped there."""
+"""Limit of engines, above what one process serves; stops a peer that joins under ever new names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demands:
-    """What a run wants of each of its engines."""
+    """Requirements of a run that each engine must meet."""
 
     is_deterministic: bool
     quantization: str
-    """What weights are rounded to; empty: nothing."""
+    """Quantization of weights; empty for none."""
     kv_policy: KvPolicy | None
-    """None: any."""
+    """KV policy that engines must support; None for any."""
     weight_channel: str | None
-    """None: any."""
+    """Weight channel that engines must support; None for any."""
 
 
 def objection(
@@ -63,9 +63,9 @@ def objection(
     engines: Mapping[str, Engine],
     newest_version: int,
 ) -> str | None:
-    """Why this engine can't join those that are there; None if it can.
+    """Return why an engine can't join the run; None if it can.
 
-    ``newest_version``: of the weights that this run has published.
+    ``newest_version``: newest version that this run has published.
     """
     return (
         _of_its_name(peer, hello, engines)
@@ -117,7 +117,7 @@ def _of_what_it_can(hello: Hello, demands: Demands) -> str | None:
 
 
 def _of_its_blocks(hello: Hello, demands: Demands, engines: Mapping[str, Engine]) -> str | None:
-    """Deterministic engines add up attention block by block, so all need blocks of one size."""
+    """Require one block size, because deterministic engines sum attention block by block."""
     for other in engines.values() if demands.is_deterministic else ():
         its = other.hello.block_tokens
         if other.hello.engine != hello.engine and its != hello.block_tokens:
@@ -154,23 +154,23 @@ def _of_its_weights(
 
 
 REMEMBERED_MAX = 1000
-"""Engines that left or were refused; the oldest are forgotten."""
+"""Engines that left or were refused whose reasons are kept; the oldest are forgotten."""
 
 ANSWERS_PER_S_MAX = 32
-"""Complaints and refusals to one peer, and remarks of it; the rest is only counted."""
+"""Complaints and refusals sent to one peer, and complaints taken from it; others are counted."""
 
 HELLOS_PER_S_MAX = 8
-"""Of one peer. Each may have to be answered by all that it is to do."""
+"""Hellos accepted from one peer per second. Each may be answered with all turns and weights."""
 
 VOCAB_SIZE_UNKNOWN = 1 << 31
-"""More than an id can be."""
+"""Larger than any token id."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an engine says of weights, pauses, sleep and scores, which the fleet only passes on."""
+    """Engine message about weights, pauses, sleep or scoring, which the fleet passes on."""
 
     engine: str
     message: FromEngine
@@ -178,7 +178,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class DueAck:
-    """An acknowledgement that waits until what it confirms is safe."""
+    """Acknowledgement that is sent once the acknowledged steps are committed."""
 
     engine: str
     epoch: int
@@ -186,11 +186,11 @@ class DueAck:
 
 
 Heard = list[Event | Answer]
-"""What a batch of frames meant, in order."""
+"""Meaning of a batch of frames, in order."""
 
 
 class Fleet:
-    """The engines of a run."""
+    """All engines of a run."""
 
     def __init__(
         self,
@@ -210,46 +210,46 @@ class Fleet:
         self.engines: dict[str, Engine] = {}
         self.malformed_frames = 0
         self.prefilled_tokens = 0
-        """Context positions of all prefills so far, of engines that left too."""
+        """Context positions of all prefills so far, including engines that left."""
         self.cached_tokens = 0
-        """Of them, those that engines had computed before."""
+        """Number of these positions that engines had cached."""
         self.refused_engines: dict[str, str] = {}
         """Name -> why it could not join."""
         self.departed: dict[str, str] = {}
         """Name -> why it left."""
         self._given_up: dict[str, Engine] = {}
-        """Those that left, by name: one that was only silent comes back in mid-stream."""
+        """Engines that left, by name: one that was only silent may continue its stream."""
         self._streams: Mapping[str, tuple[int, int]] = {}
-        """Engine -> (epoch, next seq), of the process that this one goes on for."""
+        """After a resume: engine -> (epoch, next seq) of the crashed process."""
         self._expected: dict[str, float] = {}
-        """Engines of that process, and until when they may come back."""
+        """After a resume: engines of the crashed process, and until when they may return."""
         self._acks: dict[str, DueAck] = {}
-        """By engine: up to where its steps were heard, and it wasn't told."""
+        """Acknowledgements not sent yet, by engine."""
         self._next_tick_s: float | None = None
-        """When :meth:`tick` is to be called again."""
+        """When :meth:`tick` is due again."""
         self.newest_version = 0
-        """Of the weights published; an engine that serves newer ones is of another run."""
+        """Newest version published; an engine that serves a newer one belongs to another run."""
         self._vocab_size_min = VOCAB_SIZE_UNKNOWN
-        """No engine so far had a smaller one."""
+        """Smallest vocabulary of any engine so far."""
         self.context_tokens_max = 0
-        """The longest context that any engine so far reads; 0 before the first has joined."""
+        """Longest context that any engine so far reads; 0 before the first has joined."""
         self._have_fine_tokens = False
-        """Of the steps that are heard at the moment: whether none has a number out of range."""
+        """Whether all token ids and log-probs of the steps being handled are in range."""
         self._answers = Patience(answers_max=ANSWERS_PER_S_MAX, interval_s=1.0)
         self._hellos = Patience(answers_max=HELLOS_PER_S_MAX, interval_s=1.0)
 
     def resume(self, streams: Mapping[str, tuple[int, int]], away: list[str], now_s: float) -> None:
-        """Go on for a process that has crashed: its engines are to come back, with their steps."""
+        """Expect the engines of a crashed process, which reconnect and replay their steps."""
         self._streams = dict(streams)
         self._expected = dict.fromkeys(away, now_s + self._settings.engine_timeout_s)
 
     def take_acks(self) -> list[DueAck]:
-        """What to tell engines once all that was heard so far is safe."""
+        """Return the acknowledgements to send once everything heard so far is committed."""
         acks, self._acks = self._acks, {}
         return list(acks.values())
 
     def acknowledge(self, acks: list[DueAck]) -> None:
-        """Tell them, except who has been replaced by another process since."""
+        """Send acknowledgements, except to engines that were restarted since."""
         for ack in acks:
             engine = self.engines.get(ack.engine)
             if engine is not None and engine.hello.epoch == ack.epoch:
@@ -258,7 +258,7 @@ class Fleet:
     # ------------------------------------------------------------ outgoing
 
     def send(self, engine: str, message: Message) -> None:
-        """Send a message to an engine; to a vanished one it is dropped, its loss is noticed."""
+        """Send a message to an engine; dropped if the engine has vanished."""
         self._send(engine.encode(), message)
 
     def takes_turns_together(self, engine: str) -> bool:
@@ -267,7 +267,7 @@ class Fleet:
         return known is not None and known.hello.takes_turns_together
 
     def tick(self, now_s: float) -> list[Event]:
-        """Send heartbeats; notice who has been silent for too long."""
+        """Send heartbeats, and remove engines that were silent for too long."""
         events: list[Event] = []
         deaf_s = self._deaf_s(now_s)
         for name, engine in list(self.engines.items()):
@@ -283,17 +283,17 @@ class Fleet:
         for name in [name for name, until_s in self._expected.items() if now_s > until_s]:
             del self._expected[name]
             self.departed[name] = "did not come back after the run was resumed"
-            events.append(EngineLeft(name, is_crash=False))  # its host may have died with the run
+            events.append(EngineLeft(name, is_crash=False))  # its host may have died with the run's
         return events
 
     def _deaf_s(self, now_s: float) -> float:
-        """How long the user's code has kept this loop from listening: that is nobody's silence."""
+        """Return how long user code has blocked this loop, which is no engine's silence."""
         due_s = self._next_tick_s if self._next_tick_s is not None else now_s
         self._next_tick_s = now_s + self._settings.heartbeat_interval_s
         return max(0.0, now_s - due_s)
 
     def lose(self, name: str, why: str, *, is_crash: bool = True) -> list[Event]:
-        """Strike an engine from the fleet; ``is_crash``: one of its turns may have ended it."""
+        """Remove an engine; ``is_crash``: one of its turns may have caused the loss."""
         engine = self.engines.pop(name, None)
         if engine is None:
             return []
@@ -304,7 +304,7 @@ class Fleet:
     # ------------------------------------------------------------ incoming
 
     def hear(self, frames: list[tuple[bytes, bytes]], now_s: float) -> Heard:
-        """Read what engines sent. A bad frame is counted, answered, and harms nobody else."""
+        """Decode frames of engines. A bad frame is counted, answered and dropped, alone."""
         heard: Heard = []
         messages = [_decoded(frame) for _, frame in frames]
         steps = [message for message in messages if type(message) is Step]
@@ -324,7 +324,6 @@ class Fleet:
         self._answer(peer, Complaint(message=cut(str(error))), now_s)
 
     def _answer(self, peer: bytes, message: Message, now_s: float) -> None:
-        """Tell a peer what is wrong with it, unless it was told too often."""
         if self._answers.has(peer, now_s):
             self._send(peer, message)
 
@@ -338,14 +337,14 @@ class Fleet:
         engine = self.engines.get(name)
         if engine is None:
             gone = self._given_up.get(name)
-            if gone is not None and gone.may_return:  # it hung, or messages did; it is back
+            if gone is not None and gone.may_return:  # it or the network hung; it is back
                 raise BadFrame(f"{name!r} {self.departed[name]} and was given up; say hello again")
             if name in self.departed:  # its turns went elsewhere: it must end
                 self._answer(peer, Refused(message=f"given up: {self.departed[name]}"), now_s)
                 return
             raise BadFrame(f"{name!r} sent a message before its hello was accepted")
         engine.heard_s = now_s
-        if type(message) is Step:  # nearly all are; to match the class costs ten times as much
+        if type(message) is Step:  # nearly all are; a class pattern costs ten times as much
             self._hear_step(name, engine, message, heard)
             return
         match message:
@@ -358,7 +357,7 @@ class Fleet:
             case Goodbye(reason=reason, has_failed=has_failed):
                 heard += self.lose(name, reason, is_crash=has_failed)
             case Complaint() if not self._answers.has(peer, now_s):
-                self.malformed_frames += 1  # nobody would read so many
+                self.malformed_frames += 1  # above the rate limit: counted, not logged
             case _:
                 if isinstance(message, WeightsLive):
                     self._hear_live(engine, message)
@@ -371,7 +370,7 @@ class Fleet:
         engine.count_swap(live)
 
     def _hear_step(self, name: str, engine: Engine, step: Step, heard: Heard) -> None:
-        try:  # a bad one doesn't count as received
+        try:  # a bad step doesn't count as received
             event = step_arrived(name, step, engine.hello.epoch)
             check_step(
                 event,
@@ -412,7 +411,7 @@ class Fleet:
             heard += self.lose(hello.engine, "came back as a new process")
         before = known or self._given_up.get(hello.engine)
         if before is not None and before.hello.epoch == hello.epoch:
-            window = before.window  # it has reconnected: its stream goes on where it was
+            window = before.window  # it has reconnected: its stream continues
         else:
             window = self._window(hello)
         self._given_up.pop(hello.engine, None)
@@ -437,7 +436,7 @@ class Fleet:
         heard.append(joined)
 
     def _window(self, hello: Hello) -> ReceiveWindow:
-        """The stream of a process that this one has not heard before."""
+        """Make the receive window of an engine process that this process has not heard before."""
         epoch, next_seq = self._streams.get(hello.engine, (hello.epoch, 0))
         if epoch != hello.epoch:
             next_seq = 0
@@ -445,17 +444,17 @@ class Fleet:
         return ReceiveWindow(self._settings.credit_steps, epoch=hello.epoch, next_seq=start)
 
     def statistics(self) -> tuple[EngineStatistics, ...]:
-        """A snapshot of every engine."""
+        """Return a snapshot of every engine."""
         return tuple(engine.statistics(name) for name, engine in sorted(self.engines.items()))
 
     def work(self) -> dict[str, EngineWork]:
-        """What every engine has done, by its name. Any thread may ask."""
+        """Return the work of every engine so far, by name. Safe to call from any thread."""
         engines = list(self.engines.items())  # at once: engines come and go meanwhile
         return {name: EngineWork(engine.busy_us, engine.tokens) for name, engine in engines}
 
 
 def _decoded(frame: bytes) -> FromEngine | BadFrame:
-    """What a frame says, or what is wrong with it: others that came with it are read anyway."""
+    """Decode a frame; errors are returned, so that the other frames are read anyway."""
     try:
         return decode_from_engine(frame)
     except BadFrame as error:

@@ -1,6 +1,6 @@
-"""When is a silent engine given up, and when a run that has none? Looked at once per heartbeat.
+"""Heartbeat task: gives up silent engines, and ends a run that has been without any for too long.
 
-What silence is, the fleet knows; what becomes of an engine's turns, the core.
+The scheduler runs it. :meth:`Fleet.tick` decides which engines are silent.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from tidegate.orchestrator.fleet.fleet import Fleet
 
 
 class Heartbeats:
-    """Keeps the fleet's time."""
+    """Calls the fleet once per heartbeat interval."""
 
     def __init__(
         self,
@@ -23,8 +23,8 @@ class Heartbeats:
         interval_s: float,
         patience_s: float,
     ) -> None:
-        """``handle`` feeds events to the core; ``on_silent`` is told of engines given up;
-        ``patience_s``: a run without any engine waits so long for one."""
+        """``handle`` feeds events to the core; ``on_silent`` gets the names of engines that were
+        given up; ``patience_s``: how long a run without any engine waits for one."""
         self._fleet = fleet
         self._handle = handle
         self._on_silent = on_silent
@@ -33,10 +33,10 @@ class Heartbeats:
         self._alone_since_s: float | None = None
 
     async def run(self) -> None:
-        """Go on until cancelled.
+        """Run until cancelled.
 
         Raises:
-            EngineLost: none has been there for too long.
+            EngineLost: the run had no engine for too long.
         """
         loop = asyncio.get_running_loop()
         while True:

@@ -1,10 +1,9 @@
-"""Which engines keep a rollout's context while it waits for its tools, and hear that it is over?
+"""Sessions whose context an engine keeps between turns; tells engines when a session has ended.
 
-It knows engines and sessions; not what a context is. Nothing follows from it but speed, so it is no
-part of the core: after a crash engines begin to keep contexts anew.
-
-Each row of a rollout is a session. Its turns say so by themselves; this tells an engine which has
-kept a context that no turn will come for it, the row having ended, or gone elsewhere.
+Each row of a rollout is a session. An engine may keep a session's KV while its episode uses tools.
+Turns name their session; this tells the engine that no further turn will come, because the row has
+ended or its next turn went to another engine. It affects only speed, so it is not part of the core:
+after a crash engines keep sessions anew.
 """
 
 import asyncio
@@ -14,41 +13,41 @@ from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.transport.messages import EndSessions, Hello, Message
 
 SESSIONS_PER_MESSAGE = 4096
-"""At 9 bytes each at most, that is half of what a frame may have."""
+"""Sessions in one message: at 9 bytes each at most, half of a frame."""
 
 
 class OpenSessions:
-    """Where each session's turns were sent last."""
+    """Engine to which each session's last turn was sent."""
 
     def __init__(self, post: Callable[[str, Message], None]) -> None:
         self._post = post
         self._keepers: set[str] = set()
-        """Engines that want to know."""
+        """Engines that keep sessions, by their hello."""
         self._engines: dict[int, str] = {}
-        """By session, the keeper that has its context."""
+        """Engine that keeps each session's context."""
         self._due: dict[str, list[int]] = {}
-        """Sessions that have ended, and engines that are yet to be told."""
+        """Ended sessions, by the engine that is still to be told."""
 
     def joined(self, engine: str, hello: Hello | None) -> None:
-        """An engine came, or came back."""
+        """Add an engine that has joined or reconnected."""
         self.left(engine)
         if hello is not None and hello.keeps_sessions:
             self._keepers.add(engine)
 
     def left(self, engine: str) -> None:
-        """An engine is gone, or has forgotten whose contexts it has."""
+        """Remove an engine."""
         self._keepers.discard(engine)
         self._due.pop(engine, None)
 
     def close(self) -> None:
-        """Engines end, too: nobody need be told of anything any more."""
+        """Send nothing more, because engines end with the run."""
         self._keepers.clear()
         self._due.clear()
 
     def submitted(self, engine: str, session: int) -> None:
-        """A turn of this session was sent there."""
+        """Note that a turn of this session was sent to an engine."""
         if not self._keepers and not self._engines:
-            return  # nobody keeps any
+            return  # no engine keeps sessions
         before = self._engines.get(session)
         if before == engine:
             return
@@ -58,9 +57,9 @@ class OpenSessions:
             self._engines[session] = engine
 
     def over(self, rollout: Rollout) -> None:
-        """A rollout asks for no more turns; harmless where that was said before."""
+        """Note that a rollout asks for no more turns; harmless if repeated."""
         if not self._engines:
-            return  # nobody keeps any
+            return  # no engine keeps sessions
         for row in rollout.rows:
             session = row.rollout_id + 1
             engine = self._engines.pop(session, None)
@@ -75,7 +74,7 @@ class OpenSessions:
         self._due.setdefault(engine, []).append(session)
 
     def _tell(self) -> None:
-        """After whatever was posted before, a turn's cancellation say."""
+        """Send the ended sessions, after messages posted before, such as a turn's cancel."""
         due, self._due = self._due, {}
         for engine, sessions in due.items():
             for start in range(0, len(sessions), SESSIONS_PER_MESSAGE):

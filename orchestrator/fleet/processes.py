@@ -1,6 +1,7 @@
-"""How do engine processes on this machine start and end? They are started by command line.
+"""Engine processes on this machine: command lines, start, restart, logs and end.
 
-The orchestrator never imports the engine: a worker is another program that speaks the wire.
+:class:`ThisMachine` uses them. The orchestrator never imports the engine: a worker is a separate
+program that speaks the wire protocol.
 """
 
 import asyncio
@@ -17,23 +18,23 @@ from tidegate.transport.private_directory import make_private_directory, make_pr
 from tidegate.transport.security import ENGINE_DEFAULT
 
 LOG_LINES_SHOWN = 8
-"""Of a failed engine's log, in the error that reports it."""
+"""Last lines of a failed engine's log that its error message quotes."""
 
 RESTARTS_MAX = 3
-"""Of one engine, in a run. What kills it so often is no accident."""
+"""Restarts of one engine in a run. More crashes than that are no accident."""
 
 RESTART_DELAY_FIRST_S = 0.5
-"""Four times longer each time: 0.5, 2, 8 s."""
+"""Delay of the first restart, four times longer each time: 0.5, 2, 8 s."""
 
 WORKER = "tidegate.engine.worker"
-"""The program. It is known by name only: the orchestrator imports nothing of the engine."""
+"""Module of the worker program, by name, because the orchestrator imports nothing of the engine."""
 
 STOP_TIMEOUT_S = 5.0
-"""After being told to stop, a process has so long before it is killed."""
+"""Time that a process has to end after SIGTERM before it is killed."""
 
 
 class EngineProcess:
-    """A worker started by this run."""
+    """One worker process started by this run."""
 
     def __init__(self, name: str, command: list[str], log: Path) -> None:
         self.name = name
@@ -41,7 +42,7 @@ class EngineProcess:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         make_private_file(log)
         with log.open("ab") as output:
-            # Its own session: Ctrl-C in the terminal is for the run, which then ends its engines.
+            # In its own session, Ctrl-C reaches only the run, which then ends its engines.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -52,7 +53,7 @@ class EngineProcess:
             )
         self.pid = self._process.pid
         self._pidfd: int | None = os.pidfd_open(self.pid)
-        """None once it has been waited for: then the number may be another file's."""
+        """None after the process was waited for, because the descriptor is closed then."""
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[str], None]) -> None:
         """Have ``loop`` call ``on_exit`` with the name as soon as the process ends."""
@@ -65,17 +66,17 @@ class EngineProcess:
             loop.add_reader(self._pidfd, ended)
 
     def unwatch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Call nobody any more. Harmless if repeated."""
+        """Cancel :meth:`watch`. Harmless if repeated."""
         if self._pidfd is not None:
             loop.remove_reader(self._pidfd)
 
     @property
     def is_running(self) -> bool:
-        """Whether the process lives."""
+        """Whether the process is alive."""
         return self._process.poll() is None
 
     def epitaph(self) -> str:
-        """Why it ended: its status, and the end of its log."""
+        """Return why the process ended: its exit status, and the end of its log."""
         status = self._process.poll()
         how = (
             f"killed by {signal.Signals(-status).name}"
@@ -88,18 +89,19 @@ class EngineProcess:
         return "\n  ".join([f"{how}; end of {self.log}:", *lines]) if lines else how
 
     def kill(self) -> None:
-        """End it now. Harmless if it has ended."""
+        """Kill the process. Harmless if it has ended."""
         self._process.kill()
 
     def stop(self) -> None:
-        """Ask it to end; :meth:`join` waits for it."""
+        """Ask the process to end; :meth:`join` waits for that."""
         if self.is_running:
             self._process.terminate()
 
     def join(self) -> None:
-        """Wait until it has ended, killing it if it takes too long. Harmless if repeated.
+        """Wait until the process has ended, and kill it if that takes too long. Harmless if
+        repeated.
 
-        Nobody may watch it any more.
+        Call :meth:`unwatch` first.
         """
         try:
             self._process.wait(STOP_TIMEOUT_S)
@@ -112,7 +114,7 @@ class EngineProcess:
 
 
 class LocalEngines:
-    """The engines that a run has started on this machine; one that dies is started again."""
+    """Engines that a run has started on this machine; one that dies is started again."""
 
     def __init__(
         self,
@@ -122,7 +124,7 @@ class LocalEngines:
         *,
         on_exit: Callable[[str, str], None],
     ) -> None:
-        """``on_exit`` is told the name of each engine that ends, and why it did."""
+        """``on_exit`` is called with the name of each engine that ends, and the reason."""
         self._settings = settings
         self._address = address
         self._logs = logs
@@ -131,18 +133,18 @@ class LocalEngines:
         self._processes: dict[str, EngineProcess] = {}
         self._restarts: Counter[str] = Counter()
         self._pending: dict[str, asyncio.TimerHandle] = {}
-        """Engines that will be started again."""
+        """Timers of engines that will be started again."""
         self.may_restart = False
-        """An engine that never got ready is not tried again: its settings are wrong."""
+        """Whether engines that die are restarted; set once the first ones are ready."""
 
     def start(self) -> None:
-        """Start all of them; they join when they have loaded the model."""
+        """Start all engines; they join when they have loaded the model."""
         make_private_directory(self._logs)
         for index in range(self._settings.fleet.engines_started):
             self._start(f"engine-{index}")
 
     def _command(self, name: str) -> list[str]:
-        """Engines come first, then an adapter for each of ``engine_urls``."""
+        """Return an engine's command; workers for ``engine_urls`` are numbered after engines."""
         settings = self._settings
         number = int(name.removeprefix("engine-")) - settings.fleet.engines
         if number < 0:
@@ -151,7 +153,7 @@ class LocalEngines:
 
     @property
     def are_gone(self) -> bool:
-        """Whether none runs, and none will be started again."""
+        """Whether no engine runs, and none will be started again."""
         running = any(process.is_running for process in self._processes.values())
         return not running and not self._pending
 
@@ -176,17 +178,17 @@ class LocalEngines:
         self._on_exit(name, why)
 
     def kill(self, name: str) -> None:
-        """Kill an engine that doesn't answer, stopped ones too; it is started again as any."""
+        """Kill an engine that does not answer, even a stopped process; it is restarted."""
         if name in self._processes:
             self._processes[name].kill()
 
     def kill_all(self) -> None:
-        """The last resort, from any thread."""
+        """Kill all processes, as a last resort, from any thread."""
         for process in list(self._processes.values()):
             process.kill()
 
     def stop(self) -> None:
-        """End all of them and wait for it; those that don't end when told to are killed."""
+        """End all engines and wait for that; those that don't end in time are killed."""
         for timer in self._pending.values():
             timer.cancel()
         for process in self._processes.values():
@@ -197,7 +199,7 @@ class LocalEngines:
 
 
 def engine_command(settings: RunSettings, name: str, address: str) -> list[str]:
-    """The command line of a worker that serves ``settings.model``."""
+    """Return the command line of a worker that serves ``settings.model``."""
     command = [sys.executable, "-m", WORKER, "--die-with-parent", str(os.getpid())]
     if settings.fleet.keys is not None:
         command += ["--keys", str(settings.fleet.keys / ENGINE_DEFAULT)]
@@ -208,7 +210,7 @@ def engine_command(settings: RunSettings, name: str, address: str) -> list[str]:
 def engine_options(
     model: Path, settings: EngineSettings, name: str, address: str, threads: int | None = None
 ) -> list[str]:
-    """Return a worker's options; ``threads`` if it runs on this host, whose cores are known."""
+    """Return a worker's options; ``threads`` is given if it runs on this host."""
     command: list[str] = []
     options: dict[str, object] = {
         "connect": address,
@@ -240,7 +242,7 @@ def engine_options(
 
 
 def adapter_command(settings: RunSettings, name: str, address: str, url: str) -> list[str]:
-    """The command line of a worker that drives the server at ``url``, which serves that model."""
+    """Return the command line of a worker that drives the external server at ``url``."""
     command = [sys.executable, "-m", "tidegate.engine.external.worker"]
     options: dict[str, object] = {
         "die-with-parent": os.getpid(),

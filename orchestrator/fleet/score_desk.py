@@ -1,7 +1,8 @@
-"""Which request to score is on which engine, and who waits for its answer? Knows no turns.
+"""Scheduler of scoring requests: assigns them to engines, and assembles the answers.
 
-Scores are beside the run: no ledger counts them, no journal holds them. What an engine loses is
-sent to another; an answer is whole, and of one version of the weights, or there is none.
+The engine side owns one; episodes and trainers call :meth:`ScoreDesk.ask_all`. Scoring is outside
+the run: no ledger counts it and no journal holds it. A request lost with its engine is sent to
+another; an answer is whole and computed by one weight version, or there is none.
 """
 
 import asyncio
@@ -21,16 +22,16 @@ from tidegate.transport.scoring import ScoreRefused as Refusal
 
 
 class FleetView(Protocol):
-    """What the desk needs of the fleet."""
+    """Part of :class:`Fleet` that scoring reads."""
 
     @property
     def engines(self) -> Mapping[str, Engine]:
-        """Those that are there."""
+        """Engines that have joined, by name."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One that is not answered yet."""
+    """A request that is not answered yet."""
 
     asked: Asked
     future: "asyncio.Future[Score]"
@@ -40,7 +41,7 @@ class _Request:
 
 
 class ScoreDesk:
-    """All requests to score of a run."""
+    """All scoring requests of a run."""
 
     def __init__(
         self,
@@ -50,18 +51,18 @@ class ScoreDesk:
         live_version: Callable[[], int],
         post: Callable[[str, Message], None],
     ) -> None:
-        """``live_version``: engines with older weights are not asked."""
+        """``live_version``: engines with older weights get no requests."""
         self._fleet = fleet
         self._waiting = waiting
         self._live_version = live_version
         self._post = post
         self._queue: deque[_Request] = deque()
         self._sent: dict[str, dict[int, _Request]] = {}
-        """By engine and number."""
+        """Requests on engines, by engine and number."""
         self._next_number = 0
 
     def ask(self, asked: Asked) -> "asyncio.Future[Score]":
-        """Have an engine score something; cancelling the future takes it back."""
+        """Send one sequence to an engine; cancelling the future cancels the request."""
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._waiting.add(future)
         future.add_done_callback(self._settled)
@@ -70,26 +71,26 @@ class ScoreDesk:
         return future
 
     async def ask_all(self, asked: Sequence[Asked]) -> list[Score]:
-        """An answer to each, or what the first of them fails of; cancelled, all are taken back."""
+        """Return an answer to each, or raise the first error; if cancelled, all requests are."""
         futures = [self.ask(one) for one in asked]
         try:
             return await asyncio.gather(*futures)
         finally:
             for future in futures:
-                future.cancel()  # one has failed, or nobody waits for any
+                future.cancel()  # one has failed, or the caller was cancelled
 
     def joined(self, engine: str) -> None:
-        """An engine begins a conversation: it has no requests, whatever it was sent before."""
+        """Note that an engine has (re)connected, and holds no requests."""
         self._take_back(engine, is_lost=False)
         self.advance()
 
     def left(self, engine: str) -> None:
-        """An engine is gone."""
+        """Note that an engine is gone; its requests are sent to others."""
         self._take_back(engine, is_lost=True)
         self.advance()
 
     def heard(self, engine: str, message: Scored | Refusal) -> None:
-        """An engine has answered; whatever is nobody's any more is ignored."""
+        """Take an engine's answer, or part of one; answers to cancelled requests are ignored."""
         request = self._sent.get(engine, {}).get(message.request)
         if request is None:
             return
@@ -108,7 +109,7 @@ class ScoreDesk:
                 fail(request.future, error)
 
     def advance(self) -> None:
-        """Send what waits to engines that have room."""
+        """Send queued requests to engines that have capacity."""
         while self._queue:
             request = self._queue[0]
             if not request.future.done():
@@ -122,10 +123,10 @@ class ScoreDesk:
     # ------------------------------------------------------------ inside
 
     def _choose(self, want: str) -> str | None:
-        """The engine with the most room, of those that can tell it."""
+        """Return the least loaded engine that can compute ``want``; None if all are full."""
         live_version, best, best_load = self._live_version(), None, 1.0
         for name, engine in self._fleet.engines.items():
-            # Half of its slots: the others are for turns, however much there is to score.
+            # Half of its slots; the other half is for turns, however much there is to score.
             room = max(1, engine.hello.max_running_turns // 2)
             load = len(self._sent.get(name, ())) / room
             is_able = want in engine.hello.scores and engine.weight_version >= live_version
@@ -134,10 +135,10 @@ class ScoreDesk:
         return best
 
     def _refuse_hopeless(self) -> None:
-        """Answer those that no engine will ever tell, rather than let them wait."""
+        """Fail requests that no engine of the run can ever answer."""
         told = {want for engine in self._fleet.engines.values() for want in engine.hello.scores}
         if not self._fleet.engines:
-            return  # others may come; a run without any ends
+            return  # engines may still join; a run without any ends
         for request in self._queue:
             if request.asked.want not in told:
                 can = ", ".join(sorted(told)) or "nothing"
@@ -153,7 +154,7 @@ class ScoreDesk:
 
     def _end(self, engine: str, number: int) -> None:
         del self._sent[engine][number]
-        asyncio.get_running_loop().call_soon(self.advance)  # whoever waits for this one first
+        asyncio.get_running_loop().call_soon(self.advance)  # later: first its caller continues
 
     def _take_back(self, engine: str, *, is_lost: bool) -> None:
         for request in reversed(self._sent.pop(engine, {}).values()):
@@ -167,7 +168,7 @@ class ScoreDesk:
                 self._queue.appendleft(request)
 
     def _settled(self, future: "asyncio.Future[Score]") -> None:
-        """Nobody waits any more: if there is no answer yet, there need be none."""
+        """Cancel a request on its engine if its future was cancelled."""
         self._waiting.discard(future)
         if not future.cancelled():
             return

@@ -1,6 +1,8 @@
-"""What can be asked of given tokens, and what is the answer? Knows no engine's state, and no wire.
+"""Requests to score token sequences, and their answers: log-probs, embeddings and rewards.
 
-Letters in shapes: N tokens of a sequence, k likeliest tokens, H hidden, L labels.
+``Rollouts.score``, ``embed`` and ``reward`` and the :class:`Episode` methods use it;
+:class:`ScoreDesk` sends the requests. Letters in shapes: N tokens of a sequence, k likeliest
+tokens, H hidden, L labels.
 """
 
 from collections.abc import Sequence
@@ -15,10 +17,10 @@ from tidegate.errors import ConfigError, ScoreRefused
 from tidegate.transport.scoring import TOP_LOGPROBS_MAX, Scored, ScoreTokens, Want
 
 TOKENS_MAX = 2**21
-"""Of one sequence: 8 MiB of ids, which a frame holds."""
+"""Longest sequence, in tokens: 8 MiB of ids, which fit a frame."""
 
 LOGPROB_MAX = 1e-3
-"""A probability may exceed 1 by so much: rounding."""
+"""Largest accepted log-prob: rounding may put a probability above 1."""
 
 Pooling = Literal["last", "mean", "none"]
 """Which hidden states an embedding is: the last token's, their mean, or all of them."""
@@ -34,13 +36,13 @@ _WANTS: dict[Pooling, Want] = {
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """How likely each token of a sequence was, given those before it."""
+    """Log-probability of each token of a sequence, given the tokens before it."""
 
     version: int
-    """The weights that computed all of it."""
+    """Weight version that computed all values."""
     engine: str
     start: int
-    """The position that the first log-prob is of."""
+    """Position in the sequence of the first log-prob."""
     logprobs: Floats
     """[N - start], natural log."""
     top_ids: npt.NDArray[np.int32]
@@ -48,19 +50,19 @@ class TokenScores:
     top_logprobs: Floats
     """[N - start, k]"""
     ranks: npt.NDArray[np.int32] | None = None
-    """[N - start], of the tokens themselves, 1 for the likeliest; None without ``top_logprobs``, or
-    where an engine doesn't tell."""
+    """[N - start]: rank of each token, 1 for the likeliest; None without ``top_logprobs``, or if
+    the engine doesn't report it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Readout:
-    """What a model makes of a sequence: an embedding, or rewards."""
+    """Output of a model for a sequence: an embedding, or rewards."""
 
     version: int
-    """The weights that computed all of it."""
+    """Weight version that computed all values."""
     engine: str
     values: Floats
-    """[H]; [N - start, H] of all hidden states; [L] of rewards."""
+    """[H] for an embedding; [N - start, H] for all hidden states; [L] for rewards."""
 
 
 Score = TokenScores | Readout
@@ -68,7 +70,7 @@ Score = TokenScores | Readout
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One sequence, and what is wanted of it."""
+    """One sequence, and what to compute for it."""
 
     token_ids: bytes
     want: Want
@@ -78,11 +80,11 @@ class Asked:
 
     @property
     def tokens(self) -> int:
-        """N."""
+        """N, the length of the sequence."""
         return len(self.token_ids) // 4
 
     def message(self, request: int) -> ScoreTokens:
-        """As it travels."""
+        """Return the request's wire message."""
         return ScoreTokens(
             request=request,
             token_ids=self.token_ids,
@@ -99,10 +101,10 @@ def ask_logprobs(
     top_logprobs: int,
     temperature: float,
 ) -> list[Asked]:
-    """What ``score`` asks.
+    """Check the arguments of ``score`` and make its requests.
 
     Raises:
-        ConfigError: an argument is none that could be sent.
+        ConfigError: an argument has no valid value.
     """
     top = _whole("top_logprobs", top_logprobs)
     if not 0 <= top <= TOP_LOGPROBS_MAX:
@@ -122,10 +124,10 @@ def ask_logprobs(
 def ask_embeddings(
     sequences: Sequence[Any], pooling: Pooling, start: int | Sequence[int]
 ) -> list[Asked]:
-    """What ``embed`` asks.
+    """Check the arguments of ``embed`` and make its requests.
 
     Raises:
-        ConfigError: an argument is none that could be sent.
+        ConfigError: an argument has no valid value.
     """
     if pooling not in _WANTS:
         raise ConfigError(f"pooling is 'last', 'mean' or 'none', got {pooling!r}")
@@ -137,19 +139,19 @@ def ask_embeddings(
 
 
 def ask_rewards(sequences: Sequence[Any]) -> list[Asked]:
-    """What ``reward`` asks.
+    """Check the arguments of ``reward`` and make its requests.
 
     Raises:
-        ConfigError: a sequence is none.
+        ConfigError: a sequence is not a list of token ids.
     """
     return [Asked(column, "rewards") for column in _columns(sequences)]
 
 
 def read_answer(engine: str, asked: Asked, parts: Sequence[Scored]) -> Score:
-    """Put an answer's parts together.
+    """Assemble the parts of an answer.
 
     Raises:
-        ScoreRefused: they are none to what was asked.
+        ScoreRefused: they don't fit the request.
     """
     rows, k = asked.tokens - asked.start, asked.top_logprobs
     version = parts[0].version
@@ -211,7 +213,7 @@ def _columns(sequences: Any) -> list[bytes]:
 
 
 def _column(token_ids: Any) -> bytes:
-    """A sequence's ids as they travel; lists, arrays and tensors will do."""
+    """Return a sequence's ids in wire form; lists, arrays and tensors are accepted."""
     if isinstance(token_ids, str):
         raise ConfigError("sequences hold token ids, got a text; encode it by the tokenizer")
     column = np.asarray(token_ids)
@@ -230,7 +232,6 @@ def _column(token_ids: Any) -> bytes:
 
 
 def _starts(start: Any, sequences: int, *, least: int) -> list[int]:
-    """A position for each sequence, of one for all or of as many."""
     if np.ndim(start):
         starts = [_whole("start", one) for one in start]
     else:
@@ -244,7 +245,7 @@ def _starts(start: Any, sequences: int, *, least: int) -> list[int]:
 
 
 def _whole(name: str, value: Any) -> int:
-    """A count of ours: numpy's and torch's will do, but no engine reads a bool as one."""
+    """Return an int; numpy's and torch's are accepted, bools are not."""
     try:
         if not isinstance(value, bool | np.bool_):
             return index(value)

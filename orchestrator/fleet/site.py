@@ -1,7 +1,8 @@
-"""Who starts a run's engines, and how do they reach it? A site: this machine, or Ray's.
+"""Sites at which a run's engines are started: the interface, and the site of this machine.
 
-It decides nothing about turns or weights. An engine, once started, joins over the wire like any
-other, whoever started it; so a site needs to start, end and tell of ends, and no more.
+The composition root chooses a site by the settings; integrations/ray has another one. An engine
+joins over the wire like any other, whoever has started it, so a site only starts engines, ends them
+and reports their ends.
 """
 
 from collections.abc import Callable
@@ -13,60 +14,60 @@ from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.transport.security import OrchestratorKeys, read_orchestrator_keys
 
 OnExit = Callable[[str, str], None]
-"""Told the name of each engine that ends, and why it did; on the run's loop."""
+"""Called on the run's loop with the name of each engine that ends, and the reason."""
 
 
 class Engines(Protocol):
-    """The engines that a run has started, and starts again when they die."""
+    """Engines that a run has started, and restarts when they die."""
 
     may_restart: bool
-    """An engine that never got ready is not tried again: its settings are wrong."""
+    """Whether engines that die are restarted: an engine that never got ready has wrong settings."""
 
     @property
     def are_gone(self) -> bool:
-        """Whether none runs, and none will be started again."""
+        """Whether no engine runs, and none will be started again."""
         ...
 
     def start(self) -> None:
-        """Start all of them; they join when they have loaded the model."""
+        """Start all engines; they join when they have loaded the model."""
         ...
 
     def kill(self, name: str) -> None:
-        """Kill an engine that doesn't answer; it is started again as any."""
+        """Kill an engine that does not answer; it is restarted like any other."""
         ...
 
     def kill_all(self) -> None:
-        """The last resort, from any thread."""
+        """Kill all engines, as a last resort, from any thread."""
         ...
 
     def stop(self) -> None:
-        """End all of them and wait for it."""
+        """End all engines and wait for that."""
         ...
 
 
 class Site(Protocol):
-    """Where a run's engines are."""
+    """Place where a run's engines are started."""
 
     @property
     def address(self) -> str | None:
-        """Where the run listens for them; None is a private ipc socket."""
+        """Address at which the run listens for engines; None for a private ipc socket."""
         ...
 
     @property
     def keys(self) -> OrchestratorKeys | None:
-        """Whom it lets in."""
+        """CURVE keys of the run and of the peers that it accepts; None without encryption."""
         ...
 
     def engines(self, address: str, logs: Path, *, on_exit: OnExit) -> Engines:
-        """To be started; called on the run's loop, which listens at ``address``."""
+        """Return engines that are not started yet; called on the run's loop."""
         ...
 
 
 class ThisMachine:
-    """Engines are processes beside the run's."""
+    """Site whose engines are processes on this machine."""
 
     def __init__(self, settings: RunSettings) -> None:
-        """Reads the keys, if there are to be some.
+        """Read the keys, if the settings name some.
 
         Raises:
             ConfigError: they can't be read.
@@ -78,5 +79,5 @@ class ThisMachine:
         )
 
     def engines(self, address: str, logs: Path, *, on_exit: OnExit) -> Engines:
-        """Started by command line."""
+        """Return engines that are started by command line."""
         return LocalEngines(self._settings, address, logs, on_exit=on_exit)

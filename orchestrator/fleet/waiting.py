@@ -1,4 +1,7 @@
-"""Waiters of the run's loop: futures, by what resolves them. Decides nothing."""
+"""Futures of calls that wait on the run's loop, by what resolves them.
+
+The scheduler and its parts register and resolve them; a failed run fails all of them.
+"""
 
 import asyncio
 import threading
@@ -15,14 +18,14 @@ from tidegate.orchestrator.fleet.scores import Score
 class BatchRequest:
     """One call for the next batch, shared by the run's loop and the caller's thread.
 
-    A batch that is on offer is either taken by the caller or withdrawn by the run, never both:
-    whoever comes first. So no batch is lost where the caller stops waiting while its loop has not
-    looked yet, and none is taken that a publish has made older meanwhile.
+    A batch on offer is either taken by the caller or withdrawn by the run, never both, whichever
+    comes first. So no batch is lost if the caller stops waiting before its own loop has seen the
+    offer, and none is taken that a publish has made older meanwhile.
     """
 
     def __init__(self) -> None:
         self.future: asyncio.Future[bool] | None = None
-        """Of the run's loop: resolved once a batch was on offer (True) or none will be (False)."""
+        """Future of the run's loop: True once a batch is on offer, False if there will be none."""
         self._lock = threading.Lock()
         self._batch: ev.HandOver | None = None
         self._is_taken = False
@@ -30,16 +33,16 @@ class BatchRequest:
 
     @property
     def is_offered(self) -> bool:
-        """Whether there is a batch to take, or that was taken."""
+        """Whether a batch is on offer, or was taken."""
         return self._batch is not None
 
     @property
     def batch(self) -> ev.HandOver | None:
-        """The batch on offer; it may be withdrawn until it is taken."""
+        """Batch on offer; it may be withdrawn until it is taken."""
         return self._batch
 
     def take(self, batch: ev.HandOver) -> bool:
-        """Take this batch, on the caller's thread; False: it is not on offer any more."""
+        """Take this batch, on the caller's thread; False if it is no longer on offer."""
         with self._lock:
             self._is_taken = self._batch is batch and not self._is_closed
             return self._is_taken
@@ -50,14 +53,14 @@ class BatchRequest:
             self._batch = batch
 
     def withdraw(self) -> bool:
-        """Take the offer back, on the run's loop; False: the caller has taken it."""
+        """Withdraw the offer, on the run's loop; False if the caller has taken it."""
         with self._lock:
             if not self._is_taken:
                 self._batch = None
             return not self._is_taken
 
     def close(self) -> None:
-        """The call is over without a batch."""
+        """End the call without a batch."""
         with self._lock:
             self._is_closed = True
         if self.future is not None:
@@ -66,21 +69,21 @@ class BatchRequest:
 
 @dataclass(slots=True)
 class Waiting:
-    """Who waits for what, on this loop."""
+    """All waiting calls of a run."""
 
     turns: dict[int, asyncio.Future[Turn]] = field(default_factory=dict)
-    """By rollout."""
+    """Episodes' turns, by rollout id."""
     batches: deque[BatchRequest] = field(default_factory=deque)
     evaluations: dict[int, asyncio.Future[Rollout]] = field(default_factory=dict)
-    """By rollout."""
+    """Evaluation rollouts, by rollout id."""
     scores: set[asyncio.Future[Score]] = field(default_factory=set)
     calls: dict[int, asyncio.Future[None]] = field(default_factory=dict)
-    """Trainers' calls about weights, pauses and sleep, by number."""
+    """Trainer's calls about weights, pauses and sleep, by number."""
     conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = field(default_factory=list)
-    """Looked at whenever an engine or its weights have changed."""
+    """Conditions checked whenever an engine or its weights have changed."""
 
     def futures(self) -> "list[asyncio.Future[Any]]":
-        """All of them."""
+        """Return all futures."""
         conditions = [future for _, future in self.conditions]
         return [
             *self.turns.values(),
@@ -92,14 +95,14 @@ class Waiting:
         ]
 
     def fail_all(self, error: BaseException) -> None:
-        """Tell everybody that nothing will come."""
+        """Raise ``error`` in every waiting call."""
         for future in self.futures():
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # retrieved: a waiter that is gone is no news
+                future.exception()  # marks it as retrieved, for asyncio's log
 
     def notify(self) -> None:
-        """Wake whose condition has come true."""
+        """Resolve the futures whose condition holds now."""
         waiting, self.conditions = self.conditions, []
         for condition, future in waiting:
             if condition():
@@ -116,12 +119,12 @@ class Waiting:
 
 
 def resolve(future: "asyncio.Future[Any] | None", value: object) -> None:
-    """Give a waiter what it waits for, if it still does."""
+    """Set a future's result, unless it is done."""
     if future is not None and not future.done():
         future.set_result(value)
 
 
 def fail(future: "asyncio.Future[Any] | None", error: Exception) -> None:
-    """Tell a waiter, if it still is one, that it waits in vain."""
+    """Set a future's exception, unless it is done."""
     if future is not None and not future.done():
         future.set_exception(error)

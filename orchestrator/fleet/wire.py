@@ -1,4 +1,4 @@
-"""What does the scheduler need of the wire? The surface that real and simulated sockets share."""
+"""Interface of the orchestrator's socket; the ZeroMQ ROUTER and the simulated wire implement it."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from tidegate.transport.messages import Message
 
 
 class Wire(Protocol):
-    """The orchestrator's end of the wire, with any number of engines at the other."""
+    """The orchestrator's end of the wire, connected with any number of engines."""
 
     address: str
 
@@ -26,4 +26,4 @@ class Wire(Protocol):
         """Stop calling back."""
 
     def close(self) -> None:
-        """Let go of the address."""
+        """Release the address."""

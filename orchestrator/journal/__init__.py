@@ -1,1 +1,1 @@
-"""What survives the death of a run's process, and how a run goes on from it."""
+"""Journal of a run's events, and resume and replay from it."""

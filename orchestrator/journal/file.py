@@ -1,8 +1,8 @@
-"""How do records get into the journal's file so that they survive whatever happens next?
+"""The journal's file: an SQLite database in WAL mode with ``synchronous=FULL``.
 
-One SQLite database in WAL mode with ``synchronous=FULL``: a commit is on the disk when it returns,
-so it outlives the process and also the machine's power, as far as the disk keeps its word. Does not
-know what records say, and knows no threads: it belongs to one caller at a time.
+:class:`Journal` writes it from its thread; one caller at a time. A commit is on the disk when it
+returns, so it survives a crash of the process and of the machine, as far as the disk keeps its
+promises. Records are opaque bytes here.
 """
 
 import sqlite3
@@ -34,23 +34,23 @@ from tidegate.orchestrator.journal.schema import (
 from tidegate.transport.private_directory import make_private_directory, make_private_file
 
 WAL_BYTES_MAX = 64 * 1024 * 1024
-"""Merged into the database when it has grown by so much. With the largest commit it is what the WAL
-takes on disk, and what a reopening has to read again: some 0.1 s. 16 MiB cost a tenth more time."""
+"""WAL size at which it is merged into the database. With the largest commit it bounds the WAL's
+disk space, and what a reopening has to read again: some 0.1 s. 16 MiB cost a tenth more time."""
 
 BUSY_TIMEOUT_S = 10.0
-"""Other journals are kept off at once, by the lock; this is for people who look into the file with
-tools of their own, which may lock it for a moment."""
+"""How long to wait for SQLite's own lock. Other runs are refused at once, by the lock file; this is
+for people who open the file with other tools, which may lock it for a moment."""
 
 
 class JournalFile:
-    """An open journal. Make one with :meth:`create` or :meth:`open`."""
+    """An open journal file. Make one with :meth:`create` or :meth:`open`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.header = b""
         self.snapshot: Snapshot | None = None
         self.last_lsn = 0
-        """Of the newest committed record; 0 before the first."""
+        """Lsn of the newest committed record; 0 before the first."""
         self._files = (path, path.with_name(path.name + "-wal"))
         self._inodes: list[int] = []
         self._unmerged_bytes = 0
@@ -62,13 +62,13 @@ class JournalFile:
         except BaseException:
             self._lock.release()
             raise
-        self._connection.text_factory = bytes  # damage can make text of a body, and not of UTF-8
+        self._connection.text_factory = bytes  # a damaged body may read as text, not valid UTF-8
 
     # ------------------------------------------------------------------------- opening, closing
 
     @classmethod
     def create(cls, path: Path, header: bytes) -> "JournalFile":
-        """Make a journal with nothing in it but its header."""
+        """Create a journal that holds only its header."""
         with as_journal_errors(path):
             make_private_directory(path.parent)
             _refuse_orphaned_wal(path)
@@ -87,7 +87,7 @@ class JournalFile:
 
     @classmethod
     def open(cls, path: Path) -> "JournalFile":
-        """Open what :meth:`create` made, recover it, check it, and bring it to this schema."""
+        """Open an existing journal, recover and check it, and migrate it to this schema."""
         with as_journal_errors(path):
             _refuse_orphaned_wal(path)
             if not path.exists() or path.stat().st_size == 0:
@@ -105,7 +105,7 @@ class JournalFile:
 
     def _refuse_if_used(self) -> None:
         try:
-            if is_unused(self._connection):  # a creator that died on the way is no obstacle
+            if is_unused(self._connection):  # left by a creator that died
                 return
         except SQLITE_PROBLEMS:
             pass  # not a database: something else's file
@@ -116,11 +116,11 @@ class JournalFile:
         execute(f"PRAGMA page_size = {PAGE_BYTES}")
         execute("PRAGMA journal_mode = WAL")
         execute("PRAGMA synchronous = FULL")
-        execute("PRAGMA wal_autocheckpoint = 0")  # not within a commit that somebody waits for
+        execute("PRAGMA wal_autocheckpoint = 0")  # merge_wal does it, outside of commits
         execute(f"PRAGMA journal_size_limit = {2 * WAL_BYTES_MAX}")  # after a larger commit
         execute("PRAGMA secure_delete = OFF")  # on in some builds: each deletion would be written
         execute("BEGIN IMMEDIATE")
-        # Writes nothing, but a file that can't be written says so now.
+        # Changes nothing, but fails now if the file can't be written.
         execute(f"PRAGMA user_version = {pragma(self._connection, 'user_version')}")
         execute("ROLLBACK")
 
@@ -131,7 +131,7 @@ class JournalFile:
         self._inodes = [file.stat().st_ino for file in self._files]
 
     def close(self) -> None:
-        """Merge the WAL and let go of the file. Harmless when repeated."""
+        """Merge the WAL and release the file. Harmless when repeated."""
         # What can't be merged now stays in the WAL, and is merged by the next opening.
         with suppress(sqlite3.Error):
             self._connection.close()
@@ -144,12 +144,12 @@ class JournalFile:
         return read_records(self.path, self._connection, self.snapshot)
 
     def payload_bytes(self) -> int:
-        """Bytes of the records that are kept."""
+        """Return the bytes of the records that are kept."""
         query = "SELECT total(length(body) - 4 * records) FROM batches"
         return int(self._connection.execute(query).fetchone()[0])
 
     def file_bytes(self) -> int:
-        """What it takes on disk now, the WAL included."""
+        """Return the size on disk, the WAL included."""
         taken = 0
         for file in self._files:
             with suppress(FileNotFoundError):
@@ -159,10 +159,10 @@ class JournalFile:
     # ------------------------------------------------------------------------- writing
 
     def commit(self, records: Sequence[bytes], snapshot: Snapshot | None) -> None:
-        """Add records and, if there is one, put a snapshot in the place of all that it holds.
+        """Add records and, if there is one, replace all records that a snapshot covers by it.
 
-        On return it is on the disk. If this raises it may be there or not, but never in part; write
-        no more then, but close the file and open it again.
+        On return they are on the disk. If this raises, they may be there or not, but never in part;
+        then write no more, but close the file and open it again.
         """
         with as_journal_errors(self.path):
             try:
@@ -181,7 +181,7 @@ class JournalFile:
         self.snapshot = snapshot or self.snapshot
 
     def merge_wal(self) -> bool:
-        """Merge the WAL into the database if it has grown enough; say whether that was so."""
+        """Merge the WAL into the database if it has grown enough; return whether it had."""
         if self._unmerged_bytes < WAL_BYTES_MAX:
             return False
         with as_journal_errors(self.path):
@@ -199,7 +199,8 @@ class JournalFile:
         self._unmerged_bytes += len(body) + PAGE_BYTES  # a commit writes whole pages
 
     def _compact(self, snapshot: Snapshot) -> None:
-        """A row of which the snapshot holds only some records stays; reading skips those."""
+        """Replace records by a snapshot. A row that the snapshot covers only in part stays; reading
+        skips its covered records."""
         execute = self._connection.execute
         execute("DELETE FROM snapshots")
         execute(
@@ -210,7 +211,7 @@ class JournalFile:
         self._unmerged_bytes += len(snapshot.body) + PAGE_BYTES
 
     def _check_in_place(self) -> None:
-        """SQLite goes on writing to a file that was deleted or replaced, and calls it committed."""
+        """Fail if a file was deleted or replaced: SQLite would still write to it and commit."""
         for file, inode in zip(self._files, self._inodes, strict=True):
             try:
                 is_in_place = file.stat().st_ino == inode
@@ -223,7 +224,7 @@ class JournalFile:
 
 
 def refuse_irregular(path: Path) -> None:
-    """Refuse a journal one of whose files is a FIFO or a device: SQLite would wait for it."""
+    """Refuse a journal whose files include a FIFO or a device, on which SQLite would block."""
     for suffix in ("", "-wal", "-shm"):
         file = path.with_name(path.name + suffix)
         if file.exists() and not file.is_file():
@@ -231,9 +232,9 @@ def refuse_irregular(path: Path) -> None:
 
 
 def _refuse_orphaned_wal(path: Path) -> None:
-    """SQLite deletes the WAL of a database that is empty or gone, and with it what was committed.
+    """Refuse an empty or missing database with a WAL: SQLite would delete the WAL and its commits.
 
-    A creator that died leaves no such thing: the database is never empty once there is a WAL.
+    A creator that died leaves no such state: the database is never empty once there is a WAL.
     """
     refuse_irregular(path)
     wal = path.with_name(path.name + "-wal")

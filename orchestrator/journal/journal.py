@@ -1,8 +1,8 @@
-"""How does what must survive a crash reach the disk without the event loop ever waiting for it?
+"""Journal of byte records that survive a crash, committed by a thread of its own (group commit).
 
-``append`` takes a record and returns at once; one thread commits all that has come since its last
-commit, and tells how far it got. So the slower the disk, the more records share a commit. Knows
-bytes and their order: what a record says, and when a snapshot is due, is its caller's business.
+:class:`RunJournal` appends to it. ``append`` returns at once; one thread commits all records that
+have come since its last commit, and reports how far it got. So the slower the disk, the more
+records share a commit, and the event loop never waits for the disk.
 """
 
 import itertools
@@ -19,42 +19,42 @@ from tidegate.orchestrator.journal.file import JournalFile
 from tidegate.orchestrator.journal.reading import Snapshot
 
 COMMIT_BYTES_MAX = 8 * 1024 * 1024
-"""Of records in one commit: larger ones are no faster, and the first record waits for the last."""
+"""Record bytes in one commit: larger ones are no faster, and delay their first record."""
 
 PENDING_BYTES_MAX = 1024 * 1024 * 1024
-"""Of records that wait for the disk: 10 s of 20,000 groups/s. More means that it hangs."""
+"""Record bytes that may wait for the disk: 10 s of 20,000 groups/s. More: the disk hangs."""
 
 BODY_BYTES_MAX = 512 * 1024 * 1024
-"""Of one record or snapshot; SQLite's own limit is 10⁹, and two copies are made of each."""
+"""Largest record or snapshot; SQLite's own limit is 10⁹ bytes, and two copies are made of each."""
 
 CLOSE_TIMEOUT_S = 60.0
-"""For what is pending: a disk that needs longer for 1 GiB has stopped."""
+"""Time to commit what is pending: a disk that needs longer for 1 GiB has stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalStatistics:
-    """A journal at one instant. Counts are since it was opened."""
+    """Counters of a journal at one instant, since it was opened."""
 
     appended_lsn: int
     committed_lsn: int
     snapshot_lsn: int
-    """0 if there is none."""
+    """Lsn of the newest stored snapshot; 0 without one."""
     records: int
-    """Committed."""
+    """Number of committed records."""
     payload_bytes: int
-    """Of the records committed, without what the file adds."""
+    """Bytes of committed records, without the file's overhead."""
     commits: int
     compactions: int
     longest_commit_s: float
     pending_bytes: int
-    """Of records not committed yet."""
+    """Bytes of records not committed yet."""
     file_bytes: int
-    """On disk, the WAL included."""
+    """Size on disk, the WAL included."""
 
 
 @dataclass(slots=True)
 class _Work:
-    """What the writer takes in one go."""
+    """Records and snapshot of one commit."""
 
     records: list[bytes]
     payload_bytes: int
@@ -64,8 +64,8 @@ class _Work:
 class Journal:
     """An open journal: read it, then :meth:`start` it, then append.
 
-    A write that fails ends it: nothing more is committed, ``on_error`` is told once, and later
-    calls of ``append`` raise. To go on, close it, mend the disk and open it again.
+    A write that fails ends it: nothing more is committed, ``on_error`` is called once, and later
+    calls of ``append`` raise. To continue, close it, repair the disk and open it again.
     """
 
     def __init__(self, file: JournalFile) -> None:
@@ -76,34 +76,34 @@ class Journal:
         self._pending: list[bytes] = []
         self._pending_bytes = 0
         self._snapshot: Snapshot | None = None
-        """The newest one not stored yet: an older one is not worth storing any more."""
+        """Newest snapshot that is not stored yet; it replaces older ones."""
         self._appended_lsn = self._committed_lsn = file.last_lsn
         self._records_since_open = self._payload_bytes = self._commits = self._compactions = 0
         self._longest_commit_s = 0.0
         self._bytes_since_snapshot = file.payload_bytes()
         self._refusal: Exception | None = RuntimeError("start() the journal, then write to it")
-        """What everybody gets who writes to it now; None while it takes records."""
+        """Error that every write raises; None while records are accepted."""
         self._is_idle = False
-        """The writer waits for something to do."""
+        """Whether the writing thread waits for work."""
         self._thread: threading.Thread | None = None
 
     @classmethod
     def create(cls, path: Path, *, header: bytes) -> Self:
-        """Make a journal that holds nothing but ``header``, and open it.
+        """Create a journal that holds only ``header``, and open it.
 
         Raises:
             JournalExists: there is one already, or another file of that name.
-            JournalLocked: another run is just making it.
+            JournalLocked: another run is just creating it.
             JournalFailed: the disk refuses it.
         """
         return cls(JournalFile.create(Path(path), header))
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open a journal as it was when its last user ended, in whatever way.
+        """Open a journal as its last user left it, in whatever way that one ended.
 
         Raises:
-            JournalMissing: there is none, or its creator died before it was one.
+            JournalMissing: there is none, or its creator died before it was complete.
             JournalLocked: another run is using it.
             JournalCorrupt: it is damaged, or not a journal.
             JournalTooNew: a newer Tidegate wrote it.
@@ -115,18 +115,19 @@ class Journal:
 
     @property
     def header(self) -> bytes:
-        """As given to :meth:`create`."""
+        """Bytes that were given to :meth:`create`."""
         return self._file.header
 
     def snapshot(self) -> Snapshot | None:
-        """The newest stored snapshot, and the lsn up to which it holds."""
+        """Return the newest stored snapshot with its lsn; None without one."""
         return self._file.snapshot
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """The records after the snapshot, in order, each with its lsn. Only before :meth:`start`.
+        """Yield the records after the snapshot, in order, each with its lsn. Only before
+        :meth:`start`.
 
         Raises:
-            JournalCorrupt: from here on the bytes are not what was written.
+            JournalCorrupt: the bytes from here on are damaged.
         """
         if self._thread is not None:
             raise RuntimeError("the journal is being written; read it before start()")
@@ -134,15 +135,15 @@ class Journal:
 
     @property
     def bytes_since_snapshot(self) -> int:
-        """Of records appended since the last :meth:`compact`: what a reopening would read.
+        """Bytes of records appended since the last :meth:`compact`: what a reopening would read.
 
-        After a reopening also of those that the snapshot holds but that shared a commit with
-        others.
+        After a reopening it also counts records that the snapshot covers but that share a commit
+        with others.
         """
         return self._bytes_since_snapshot
 
     def statistics(self) -> JournalStatistics:
-        """Where it stands; from any thread."""
+        """Return the counters; safe to call from any thread."""
         file_bytes = self._file.file_bytes()
         with self._lock:
             stored = self._file.snapshot
@@ -180,14 +181,14 @@ class Journal:
         self._thread.start()
 
     def append(self, record: bytes) -> int:
-        """Have a record committed soon, after all that were appended before; return its lsn.
+        """Queue a record to be committed after all earlier ones; return its lsn.
 
-        Never waits for the disk. The lsns count from 1, over reopenings too.
+        Never waits for the disk. Lsns count from 1, over reopenings too.
 
         Raises:
-            JournalFailed: a write has failed before.
-            JournalBehind: more waits for the disk than memory should hold.
-            RunClosed: it is closed.
+            JournalFailed: an earlier write has failed.
+            JournalBehind: too many bytes wait for the disk.
+            RunClosed: the journal is closed.
         """
         _refuse_larger(record)
         with self._lock:
@@ -203,7 +204,7 @@ class Journal:
             return self._appended_lsn
 
     def compact(self, lsn: int, snapshot: bytes) -> None:
-        """Have ``snapshot``, soon, take the place of all records up to ``lsn``; never waits.
+        """Queue ``snapshot`` to replace all records up to ``lsn``; never waits for the disk.
 
         It is stored and they are deleted in one transaction, after they were committed.
         """
@@ -223,7 +224,7 @@ class Journal:
                 self._has_work.notify()
 
     def flush(self, timeout_s: float) -> int:
-        """Wait until all that was appended so far is committed; return the last lsn of it.
+        """Wait until everything appended so far is committed; return its last lsn.
 
         Raises:
             JournalFailed: writing has failed, before or meanwhile.
@@ -241,7 +242,7 @@ class Journal:
         return lsn
 
     def close(self) -> None:
-        """Commit what is pending, end the thread, let go of the file. Harmless when repeated.
+        """Commit what is pending, end the thread and release the file. Harmless when repeated.
 
         Raises:
             JournalBehind: the disk hangs; what is pending is lost.
@@ -280,7 +281,7 @@ class Journal:
             on_error(self._fail(error))
 
     def _next_work(self) -> _Work | None:
-        """Wait for something to do; None once it is closed and all is done."""
+        """Wait for work; None once the journal is closed and everything is committed."""
         with self._lock:
             while not self._pending and self._snapshot is None:
                 if self._refusal is not None:
@@ -291,11 +292,11 @@ class Journal:
             records = self._take()
             snapshot = self._snapshot
             if snapshot is not None and snapshot.lsn > self._committed_lsn + len(records):
-                snapshot = None  # what it holds was appended, but is not all in this commit
+                snapshot = None  # some records that it covers are not in this commit
             return _Work(records, sum(map(len, records)), snapshot)
 
     def _take(self) -> list[bytes]:
-        """As many of the oldest pending records as one commit may hold."""
+        """Return as many of the oldest pending records as one commit may hold."""
         if self._pending_bytes <= COMMIT_BYTES_MAX:
             records, self._pending = self._pending, []
             return records
@@ -334,7 +335,7 @@ class Journal:
 
     def _refuse_if_over(self) -> None:
         if self._refusal is not None:
-            # One error is raised many times; each raise would add to its traceback.
+            # The same error is raised many times, and each raise would add to its traceback.
             raise self._refusal.with_traceback(None)
 
     def _failure(self, error: Exception) -> JournalFailed:

@@ -1,7 +1,8 @@
-"""How is a second run kept off a journal, whatever becomes of the first?
+"""Exclusive lock on a journal, by ``flock`` on a file beside it.
 
-By ``flock`` on a file beside it: the kernel lets go when the holder ends, however it ends. The file
-stays, for to delete it would race with the next holder. Knows nothing of what it guards.
+:class:`JournalFile` holds it while the journal is open, so that a second run is refused. The kernel
+releases it when the holder ends, however that happens. The lock file stays, because deleting it
+would race with the next holder.
 """
 
 import fcntl
@@ -16,13 +17,14 @@ from tidegate.errors import JournalLocked
 class FileLock:
     """Holds ``path``'s lock until released; never waits for it.
 
-    ``flock`` and not ``lockf``: that one would be lost as soon as anything in this process closes
-    the file, and would let the same process in twice. But children inherit a ``flock``, so a
-    data loader's worker that outlives a killed trainer would hold it: forked children let go.
+    ``flock`` and not ``lockf``: that one is lost as soon as anything in this process closes the
+    file, and would let the same process in twice. But children inherit a ``flock``, so a data
+    loader's worker that outlives a killed trainer would hold it; therefore forked children release
+    it.
 
     Raises:
-        JournalLocked: somebody holds it, in this process or another.
-        OSError: the lock's file can't be made or opened.
+        JournalLocked: this process or another one holds it.
+        OSError: the lock file can't be made or opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,14 +41,14 @@ class FileLock:
         _release_in_children(self)
 
     def release(self) -> None:
-        """Let go; in a forked child, only of the child's copy. Harmless when repeated."""
+        """Release the lock; in a forked child, close only its copy. Harmless when repeated."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
 
 def _release_in_children(lock: FileLock) -> None:
-    reference = weakref.ref(lock)  # hooks can't be taken back, and must not keep the lock alive
+    reference = weakref.ref(lock)  # hooks can't be removed, and must not keep the lock alive
 
     def release() -> None:
         if (held := reference()) is not None:

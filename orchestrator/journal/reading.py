@@ -1,7 +1,7 @@
-"""What does a journal's file hold, and how much of it can be trusted?
+"""Reads and verifies a journal's file; shared by :class:`JournalFile` and the salvage command.
 
-Every row carries a checksum and every lsn is accounted for, so damage is found and named, never
-returned as a record. Reads only; who has the file open, and why, is its callers' business.
+Every row has a checksum and every lsn is accounted for, so damage is found and named, never
+returned as a record. Nothing is written.
 """
 
 import sqlite3
@@ -26,24 +26,24 @@ from tidegate.orchestrator.journal.schema import (
 )
 
 DAMAGE_CODES = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
-"""SQLite's reasons that lie in the file; the last is what a table with a damaged name leads to."""
+"""SQLite error codes that mean a damaged file; a damaged table name leads to the last one."""
 
 SQLITE_PROBLEMS = (sqlite3.Error, UnicodeDecodeError)
-"""What using a damaged file may raise: SQLite quotes names from it, which may be of any bytes."""
+"""Exceptions that a damaged file may raise: SQLite quotes names from it, of any bytes."""
 
 
 class Snapshot(NamedTuple):
-    """A state, and the lsn of the last record that it holds."""
+    """State of a core, and the lsn of the last record that it covers."""
 
     lsn: int
     body: bytes
 
 
 def check(path: Path, connection: sqlite3.Connection) -> None:
-    """Refuse what is not a whole journal of a schema we know."""
+    """Raise unless the file is an intact journal of a known schema."""
     if pragma(connection, "application_id") != APPLICATION_ID:
         if is_unused(connection):
-            raise JournalMissing(path=path)  # its creator died before it was one
+            raise JournalMissing(path=path)  # its creator died before it was complete
         raise JournalCorrupt(path=path, where="it is an SQLite database, but not a journal")
     if (found := pragma(connection, "user_version")) > SCHEMA_VERSION:
         raise JournalTooNew(path=path, found=found, known=SCHEMA_VERSION)
@@ -55,7 +55,7 @@ def check(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def read_header(path: Path, connection: sqlite3.Connection) -> bytes:
-    """What the journal was created with."""
+    """Return the bytes that the journal was created with."""
     for body, crc32 in connection.execute("SELECT body, crc32 FROM header"):
         if _is_intact(1, 0, body, crc32):
             return bytes(body)
@@ -63,7 +63,7 @@ def read_header(path: Path, connection: sqlite3.Connection) -> bytes:
 
 
 def read_snapshot(path: Path, connection: sqlite3.Connection) -> Snapshot | None:
-    """The newest snapshot, if there is one."""
+    """Return the newest snapshot; None without one."""
     query = "SELECT lsn, body, crc32 FROM snapshots ORDER BY lsn DESC LIMIT 1"
     for lsn, body, crc32 in connection.execute(query):
         if not _is_intact(lsn, 0, body, crc32):
@@ -73,7 +73,7 @@ def read_snapshot(path: Path, connection: sqlite3.Connection) -> Snapshot | None
 
 
 def read_last_lsn(path: Path, connection: sqlite3.Connection, snapshot: Snapshot | None) -> int:
-    """The lsn of the newest record; 0 before the first."""
+    """Return the lsn of the newest record; 0 before the first."""
     held = snapshot.lsn if snapshot else 0
     query = "SELECT first_lsn, records, body, crc32 FROM batches ORDER BY first_lsn DESC LIMIT 1"
     for first, count, body, crc32 in connection.execute(query):
@@ -87,7 +87,7 @@ def read_last_lsn(path: Path, connection: sqlite3.Connection, snapshot: Snapshot
 def read_records(
     path: Path, connection: sqlite3.Connection, snapshot: Snapshot | None
 ) -> Iterator[tuple[int, bytes]]:
-    """The records after the snapshot, in order, each with its lsn."""
+    """Yield the records after the snapshot, in order, each with its lsn."""
     last = held = snapshot.lsn if snapshot else 0
     query = "SELECT first_lsn, records, body, crc32 FROM batches ORDER BY first_lsn"
     try:
@@ -109,7 +109,7 @@ def read_records(
 
 
 def intact_lsn(path: Path, connection: sqlite3.Connection) -> int | None:
-    """The last record that can be read without a gap; None if not even the header can be."""
+    """Return the last lsn readable without a gap; None if not even the header is."""
     try:
         read_header(path, connection)
         snapshot = read_snapshot(path, connection)
@@ -124,20 +124,20 @@ def intact_lsn(path: Path, connection: sqlite3.Connection) -> int | None:
 
 
 def is_unused(connection: sqlite3.Connection) -> bool:
-    """Whether this is an empty database: new, or left by a creator that died before its end."""
+    """Whether the database is empty: new, or left by a creator that died early."""
     tables = connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchall()
     return not tables and pragma(connection, "application_id") == 0
 
 
 def pragma(connection: sqlite3.Connection, name: str) -> int:
-    """The value of a numeric pragma."""
+    """Return the value of a numeric pragma."""
     value: int = connection.execute(f"PRAGMA {name}").fetchone()[0]
     return value
 
 
 @contextmanager
 def as_journal_errors(path: Path) -> Iterator[None]:
-    """Turn what SQLite and the disk say into what a user can act upon."""
+    """Raise errors of SQLite and the disk as journal errors, which say what to do."""
     try:
         yield
     except JournalError:
@@ -151,7 +151,7 @@ def as_journal_errors(path: Path) -> Iterator[None]:
 
 
 def _is_damage(error: sqlite3.Error | UnicodeDecodeError) -> bool:
-    # The low byte is the kind, the others say where in SQLite it was noticed.
+    # The low byte is the primary code; the others say where in SQLite it occurred.
     return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF in DAMAGE_CODES
 
 

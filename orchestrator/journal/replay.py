@@ -1,7 +1,8 @@
-"""Do a run's recorded events lead to the state that the run was in? Has a new core live them again.
+"""Replay of a run's journal: a new core handles the recorded events, and the states are compared.
 
-The core reads no clock and draws no random number, so the same events must give the same state,
-bit for bit; what differs is a defect, and the event after which it shows is named.
+`tidegate replay` calls it. The core reads no clock and draws no random number, so the same events
+must give the same state, bit for bit. A difference is a bug, and the event at which it shows is
+named.
 """
 
 from collections import Counter
@@ -23,23 +24,23 @@ from tidegate.orchestrator.journal.run_journal import JournalHeader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayReport:
-    """How a replay went."""
+    """Result of a replay."""
 
     run_id: str
     snapshot_lsn: int
-    """The events up to this one were replaced by a snapshot; 0: none were."""
+    """Lsn up to which events were replaced by a snapshot; 0 if none were."""
     events: dict[str, int]
-    """Replayed, by kind."""
+    """Number of replayed events, by kind."""
     states_compared: int
     difference: str | None
-    """Where the replay came into another state than the run, or broke an invariant."""
+    """The first event at which the state differed, or an invariant broke; None if there is none."""
     trainer_version: int
     batches: int
     ledger: LedgerSnapshot
     digest: str
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Yield the report as lines of text."""
         ledger = self.ledger
         yield f"run {self.run_id}: {sum(self.events.values())} events after lsn {self.snapshot_lsn}"
         yield "  ".join(f"{kind} {count}" for kind, count in sorted(self.events.items()))
@@ -61,7 +62,7 @@ def replay_journal(run_directory: Path, *, policies: Iterable[type] = ()) -> Rep
     """Replay a run's journal, checking the core's invariants after every event.
 
     ``policies``: the user's own policy classes that the run was started with. A journal that names
-    any other class of a user's is refused: no class is ever imported because a journal names it.
+    any other user class is refused: no class is ever imported because a journal names it.
 
     Raises:
         ResumeMismatch: the run was started with a policy that is not in ``policies``.

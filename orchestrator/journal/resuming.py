@@ -1,7 +1,7 @@
-"""From where does a run go on after a crash? The journal, and the trainer's checkpoint, must agree.
+"""Opens or creates a run's journal, and finds where a resumed run continues.
 
-The trainer saves one small token with its weights; the journal knows all that happened. Where the
-two meet is decided here, once, before anything is started.
+``serve(resume=…)`` calls :func:`open_for` before anything is started. The trainer saves a small
+token with its weights; the journal has all events. Both must be of the same run, and fit.
 """
 
 import uuid
@@ -30,24 +30,24 @@ from tidegate.transport.private_directory import make_private_directory
 JOURNAL_FILE = "journal.db"
 
 Resume = Mapping[str, Any] | Literal[True] | None
-"""What to go on from: a ``state_dict()``; True for what was acknowledged last, or for a new run
-where there is none yet; None for a new run."""
+"""What to resume from: a ``state_dict()``; True for the last acknowledged checkpoint, or a new run
+if there is none yet; None for a new run."""
 
 
 class ResumeToken(msgspec.Struct, frozen=True):
-    """What a trainer's checkpoint holds of the run: how far it got with it."""
+    """Content of ``state_dict()``: how far the run had come at the trainer's checkpoint."""
 
     run_id: str
     batches: int
-    """Handed over before it was made."""
+    """Number of batches handed over before the checkpoint."""
     version: int
     offer: int
-    """The user's iterator in use, from 0."""
+    """Number of the user's iterator in use, from 0."""
 
 
 @dataclass(slots=True)
 class OpenedRun:
-    """A run's journal, if it has one, and where it goes on."""
+    """A run's journal, if it has one, and where the run continues."""
 
     journal: RunJournal | None = None
     resumed: Resumed | None = None
@@ -55,7 +55,7 @@ class OpenedRun:
     file: Journal | None = None
 
     def close(self) -> None:
-        """Commit what is pending and let go of the file. Harmless when repeated.
+        """Commit what is pending and release the file. Harmless when repeated.
 
         Raises:
             JournalError: the disk has not taken it.
@@ -65,11 +65,11 @@ class OpenedRun:
 
 
 def open_for(settings: RunSettings, resume: Resume) -> OpenedRun:
-    """Open or make what ``serve(resume=…)`` asks for.
+    """Open or create the journal that ``serve(resume=…)`` asks for.
 
     Raises:
-        ConfigError: there is no journal to resume from, or no such thing to resume.
-        JournalError: it can't be used; or there is one, and a new run was asked for.
+        ConfigError: there is no journal to resume from, or ``resume`` is not valid.
+        JournalError: the journal can't be used; or there is one, and a new run was asked for.
         ResumeMismatch: the checkpoint, the settings and the journal don't belong together.
     """
     if not settings.records.journal:
@@ -102,10 +102,10 @@ def open_for(settings: RunSettings, resume: Resume) -> OpenedRun:
 
 
 def resume_token(resume: Mapping[str, Any]) -> ResumeToken:
-    """Check a ``state_dict()``.
+    """Return the token in a ``state_dict()``.
 
     Raises:
-        ResumeMismatch: it is none.
+        ResumeMismatch: it has none.
     """
     try:
         return msgspec.convert(dict(resume), ResumeToken)
@@ -123,12 +123,13 @@ def _restored(file: Journal, settings: RunSettings) -> RunJournal:
 
 
 def core_of(header: JournalHeader, policies: Iterable[type] = ()) -> Core:
-    """Return a new core by the rules in a journal's header.
+    """Return an empty core with the policies that a journal's header names, for a replay.
 
-    ``policies``: the user's own policy classes that the header may name.
+    The journal's events bring it to a state; a resume uses :func:`new_core` instead. ``policies``:
+    the user's own policy classes that the header may name.
 
     Raises:
-        ResumeMismatch: the header names others, or its rules can't be made.
+        ResumeMismatch: the header names other classes, or its rules can't be made.
     """
     rules = made_of(header.rules, policies)
     if not isinstance(rules, Rules):
@@ -137,7 +138,8 @@ def core_of(header: JournalHeader, policies: Iterable[type] = ()) -> Core:
 
 
 def new_core(header: JournalHeader, settings: RunSettings) -> Core:
-    """Return a new core by the caller's rules, which must be those of the journal's header.
+    """Return an empty core with the caller's policies, which must equal those of the journal's
+    header.
 
     Nothing is made from the header: it is only compared.
 
@@ -156,7 +158,7 @@ def new_core(header: JournalHeader, settings: RunSettings) -> Core:
 
 
 def new_header(settings: RunSettings, run_id: str) -> JournalHeader:
-    """What is written first."""
+    """Return the header of a new journal."""
     return JournalHeader(
         run_id=run_id,
         rules=record_of(settings.rules()),
@@ -165,7 +167,7 @@ def new_header(settings: RunSettings, run_id: str) -> JournalHeader:
 
 
 def check_token(token: ResumeToken, journal: RunJournal) -> None:
-    """See that a checkpoint and a journal are of the same run, and fit.
+    """Check that a checkpoint and a journal are of the same run, and fit.
 
     Raises:
         ResumeMismatch: they don't.

@@ -1,9 +1,8 @@
-"""How does a run survive the death of its process? Every event is on disk before it has effects.
+"""Write-ahead log of a core's events: each is appended to the journal before the core handles it.
 
-The core's events are appended to the journal as they happen. What must not be known outside before
-it is safe (an acknowledgement to an engine, a batch for the trainer, a version for the engines)
-waits for the commit; all else goes on at once. From time to time a snapshot of the core takes the
-place of the events before it.
+The scheduler calls it. Effects that must survive a crash once others see them (an acknowledgement
+to an engine, a batch for the trainer, a version for the engines) wait for the commit; everything
+else continues at once. From time to time a snapshot of the core replaces the events before it.
 """
 
 import asyncio
@@ -24,39 +23,39 @@ from tidegate.orchestrator.journal.reading import Snapshot
 log = logging.getLogger("tidegate")
 
 SNAPSHOT_AFTER_BYTES = 64 * 1024 * 1024
-"""Of events: reading that many takes about ten seconds, which a resume may cost."""
+"""Bytes of events before a snapshot is taken: reading so many takes a resume about ten seconds."""
 
 SNAPSHOT_SHARE = 4
-"""And at least so many times the snapshot itself, or taking it would be most of the writing."""
+"""Events must also take this many times the snapshot's size; else snapshots dominate writing."""
 
 
 class Store(Protocol):
-    """Where records go: :class:`Journal`, or what a simulation puts in its place."""
+    """Interface of :class:`Journal`, which simulations replace."""
 
     @property
     def bytes_since_snapshot(self) -> int:
-        """Of records appended since the last one."""
+        """Bytes of records appended since the last snapshot."""
 
     def append(self, record: bytes) -> int:
-        """Have a record committed soon; its lsn, counting from 1."""
+        """Queue a record to be committed; return its lsn, counting from 1."""
 
     def compact(self, lsn: int, snapshot: bytes) -> None:
-        """Have a snapshot take the place of the records up to ``lsn``."""
+        """Queue a snapshot to replace the records up to ``lsn``."""
 
     def start(
         self, on_committed: Callable[[int], None], on_error: Callable[[BaseException], None]
     ) -> None:
-        """Take records from now on; the callbacks may come from another thread."""
+        """Begin to accept records; the callbacks may be called from another thread."""
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """The records after the snapshot, in order; before :meth:`start`."""
+        """Yield the records after the snapshot, in order; before :meth:`start`."""
 
     def snapshot(self) -> Snapshot | None:
-        """The newest, and the lsn up to which it holds."""
+        """Return the newest snapshot with its lsn; None without one."""
 
 
 class JournalHeader(msgspec.Struct, frozen=True):
-    """What a run is, for those who go on with it: all that its core was made from."""
+    """Everything that a run's core is made from; the journal's first content."""
 
     run_id: str
     rules: dict[str, Any]
@@ -64,7 +63,7 @@ class JournalHeader(msgspec.Struct, frozen=True):
 
 
 class RunJournal:
-    """A core, and the journal that it can be made again from."""
+    """A core, and the journal from which it can be restored."""
 
     def __init__(
         self, store: Store, core: Core, header: JournalHeader, *, is_threaded: bool = True
@@ -76,15 +75,15 @@ class RunJournal:
         self.header = header
         self._appended = self._committed = 0
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
-        """(lsn, what to do once it is committed), in order."""
+        """(lsn, action to call once it is committed), in order."""
         self._snapshot_bytes = 0
         self._keeps_events = False
 
     def restore(self) -> None:
-        """Bring the core to where the journal ends.
+        """Bring the core to the state at the journal's end: load the snapshot, replay later events.
 
         Raises:
-            ValueError: the journal holds what this version can't read.
+            ValueError: the journal holds records that this version can't read.
         """
         snapshot = self._store.snapshot()
         if snapshot is not None:
@@ -96,12 +95,17 @@ class RunJournal:
             self._appended = self._committed = lsn
 
     def restore_position(self, store: Store) -> None:
-        """The core has lived through the store already: go on after its last record."""
+        """Continue after the store's last record, whose events the core has handled already."""
         for lsn, _ in store.read():
             self._appended = self._committed = lsn
 
     def start(self, *, keeps_events: bool, on_error: Callable[[BaseException], None]) -> None:
-        """Take events from now on; called on the run's event loop."""
+        """Begin to append events. Call it once, on the run's event loop, before the first
+        :meth:`log`.
+
+        ``keeps_events``: take no snapshots, so that the journal keeps every event. ``on_error`` is
+        called on the loop, once, if a write fails; no event is committed after that.
+        """
         self._keeps_events = keeps_events
         if not self._is_threaded:
             self._store.start(self._on_committed, on_error)
@@ -113,28 +117,28 @@ class RunJournal:
         )
 
     def log(self, event: ev.Event) -> None:
-        """Have an event written; to be called before the core handles it.
+        """Append an event; to be called before the core handles it.
 
         Raises:
-            JournalFailed: the disk took no more.
+            JournalFailed: an earlier write has failed.
         """
         self._appended = self._store.append(encode_event(event, self.core))
 
     def when_safe(self, action: Callable[[], None]) -> None:
-        """Call ``action`` once all that was logged so far is committed; maybe at once."""
+        """Call ``action`` once everything logged so far is committed; at once if it is."""
         if self._committed >= self._appended:
             action()
         else:
             self._waiting.append((self._appended, action))
 
     async def wait_until_safe(self) -> None:
-        """Return once all that was logged so far is committed."""
+        """Return once everything logged so far is committed."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.when_safe(lambda: None if future.done() else future.set_result(None))
         await future
 
     def compact_if_due(self) -> None:
-        """Put a snapshot of the core in the place of its events, if they have become many."""
+        """Replace the events by a snapshot of the core, if there are many."""
         due = max(SNAPSHOT_AFTER_BYTES, SNAPSHOT_SHARE * self._snapshot_bytes)
         if self._keeps_events or self._store.bytes_since_snapshot < due:
             return
@@ -152,7 +156,7 @@ class RunJournal:
         self._store.compact(self._appended, snapshot)
 
     def note_state(self) -> None:
-        """Write down which state the core is in, for a replay to be compared with."""
+        """Append a digest of the core's state, which a replay compares."""
         self.log(ev.StateNoted(digest(self.core)))
 
     def _on_committed(self, lsn: int) -> None:

@@ -1,9 +1,9 @@
-"""How is a damaged journal made into one that can be resumed? By keeping what is before the damage.
+"""Command that copies the intact beginning of a damaged journal to a new one, which can be resumed.
 
     python -m tidegate.orchestrator.journal.salvage DAMAGED NEW_FILE
 
-Reads the damaged file only; what lies beyond the first damage is of no use, since every record
-changes what those before it have led to.
+Only reads the damaged file. Records beyond the first damage are useless, because every record
+depends on those before it.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tidegate.orchestrator.journal.reading import (
 from tidegate.transport.printable import say
 
 RECORDS_PER_COMMIT = 10_000
-"""A commit is some milliseconds, however small; these are 50 MB of the largest usual records."""
+"""Records in one commit, which takes milliseconds however small: at most about 50 MB."""
 
 
 def salvage(damaged: Path, target: Path) -> int:
@@ -34,7 +34,7 @@ def salvage(damaged: Path, target: Path) -> int:
     Raises:
         JournalExists: ``target`` exists.
         JournalCorrupt: the header or the snapshot is damaged, so nothing can be kept.
-        JournalLocked: a run is using the damaged one.
+        JournalLocked: a run is using the damaged journal.
     """
     if not damaged.exists():
         raise JournalMissing(path=damaged)
@@ -42,7 +42,7 @@ def salvage(damaged: Path, target: Path) -> int:
     lock = FileLock(damaged)
     try:
         with as_journal_errors(damaged):
-            # Read-only, so that closing does not merge its WAL: damage is not to be spread.
+            # Read-only, so that closing does not merge its WAL and spread the damage.
             connection = sqlite3.connect(f"{damaged.absolute().as_uri()}?mode=ro", uri=True)
             connection.text_factory = bytes
             with closing(connection):
@@ -74,7 +74,7 @@ def _copy(damaged: Path, connection: sqlite3.Connection, target: Path) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit status is 2 for what can't be salvaged."""
+    """Run the command; the exit status is 2 if nothing can be salvaged."""
     parser = argparse.ArgumentParser(description="Keep what is before a journal's first damage.")
     parser.add_argument("damaged", type=Path)
     parser.add_argument("target", type=Path, metavar="new_file")

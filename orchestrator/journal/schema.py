@@ -1,13 +1,12 @@
-"""What is in a journal's file, and how does a file of an older version become one of this version?
+"""Tables and row format of a journal's file, and migrations from older versions.
 
-A journal is an SQLite database of three tables, so `sqlite3 FILE` shows what is there:
+A journal is an SQLite database of three tables, so `sqlite3 FILE` shows its content:
 
     header     one row, written once, as given to ``Journal.create``
     batches    a row per commit: the records ``first_lsn, first_lsn + 1, …`` packed into one body
-    snapshots  one row: the newest snapshot, and the lsn up to which it holds
+    snapshots  one row: the newest snapshot, and the lsn of the last record that it covers
 
-A body is the records' lengths (uint32, little-endian, one each), then the records, end to end. Does
-not know what a record says, nor when anything is written.
+A body is the records' lengths (uint32, little-endian, one each), then the records, end to end.
 """
 
 import sqlite3
@@ -18,14 +17,13 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 
 APPLICATION_ID = 0x74676A6C
-""""tgjl" in SQLite's own field for it: tells a journal from any other database."""
+""""tgjl" in SQLite's application_id: tells a journal from any other database."""
 
 SCHEMA_VERSION = 1
-"""Of the tables below, kept in SQLite's user_version. A file with a greater one is refused."""
+"""Version of the tables below, in SQLite's user_version. A file with a greater one is refused."""
 
 PAGE_BYTES = 16384
-"""SQLite's pages. Twice as fast as 4 KiB for groups of 5 KB; a commit of one small record still
-writes one page only."""
+"""SQLite's page size: twice as fast as 4 KiB for groups of 5 KB. A small commit writes one page."""
 
 SCHEMA = """
 CREATE TABLE header (
@@ -42,12 +40,12 @@ CREATE TABLE snapshots (
 
 
 def checksum(number: int, count: int, body: bytes) -> int:
-    """CRC-32 of a row: its key, its count of records (0 if it has none), and its body."""
+    """Return the CRC-32 of a row: its key, its number of records (0 without any), and its body."""
     return zlib.crc32(body, zlib.crc32(struct.pack("<QQ", number, count)))
 
 
 def pack(records: Sequence[bytes]) -> bytes:
-    """Put records into one body."""
+    """Return one body of these records."""
     lengths = array("I", map(len, records))
     if sys.byteorder == "big":
         lengths.byteswap()
@@ -55,7 +53,7 @@ def pack(records: Sequence[bytes]) -> bytes:
 
 
 def unpack(count: int, body: bytes) -> Iterator[bytes]:
-    """The records of a body whose checksum was right."""
+    """Yield the records of a body whose checksum was right."""
     lengths = struct.unpack_from(f"<{count}I", body)
     start = 4 * count
     for length in lengths:
@@ -77,7 +75,7 @@ def create_schema(connection: sqlite3.Connection, header: bytes) -> None:
 
 
 def migrate(connection: sqlite3.Connection, found_version: int) -> None:
-    """Bring a file from ``found_version`` to this version; a crash meanwhile changes nothing."""
+    """Migrate a file from ``found_version`` to this version; a crash meanwhile changes nothing."""
     if found_version == SCHEMA_VERSION:
         return
     connection.execute("BEGIN IMMEDIATE")
@@ -88,7 +86,7 @@ def migrate(connection: sqlite3.Connection, found_version: int) -> None:
 
 
 def _add_checksums(connection: sqlite3.Connection) -> None:
-    """0 -> 1: rows had no checksum; trust what is there."""
+    """0 -> 1: compute checksums of rows that had none, trusting their content."""
     connection.create_function("checksum", 3, checksum, deterministic=True)
     for table, key, count in (
         ("header", "id", "0"),
@@ -100,4 +98,4 @@ def _add_checksums(connection: sqlite3.Connection) -> None:
 
 
 MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {1: _add_checksums}
-"""By the version that each leads to, from the one before."""
+"""Migrations by the version that each leads to, from the one before."""

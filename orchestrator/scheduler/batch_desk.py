@@ -1,13 +1,13 @@
-"""Queue of trainers' requests for batches, on the run's loop.
+"""Queue of the trainer's requests for batches, on the run's event loop.
 
-The scheduler puts requests in, and the core's hand-overs come out. A hand-over is an offer first:
-the trainer's thread takes it, see :class:`BatchRequest`, and acknowledges it once nothing can
-interrupt the call any more. Until then it can be undone: what a trainer does not take goes back to
-the core, which selects the next batch anew, by the version of then. One batch is on offer at a
-time, so what is undone is always the newest.
+The scheduler puts requests in and the core's hand-overs come out. A hand-over is an offer at first:
+the trainer's thread takes it (see :class:`BatchRequest`), and acknowledges it once nothing can
+interrupt its call any more. Until then it can be undone: a batch that the trainer does not take
+returns to the core, which selects the next batch anew at the version current then. One batch is on
+offer at a time, so the one undone is always the newest.
 
-While it is undecided which version the trainer has made, nothing is on offer: the batch's age would
-be counted from the version before.
+While it is undecided which version the trainer has made, no batch is on offer, because its
+staleness would be counted from the version before.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from tidegate.orchestrator.fleet.waiting import BatchRequest, Waiting, fail, res
 
 
 class BatchDesk:
-    """Hands batches to the trainer, to one request after the other."""
+    """Hands batches to the trainer's requests, one after the other."""
 
     def __init__(
         self,
@@ -29,25 +29,25 @@ class BatchDesk:
         when_safe: Callable[[Callable[[], None]], None],
         take_failure: Callable[[], TidegateError | None],
     ) -> None:
-        """``take_failure``: what the trainer must be told before it gets another batch."""
+        """``take_failure`` returns the error to raise before the trainer gets a batch, if any."""
         self._requests = waiting.batches
         """Requests without an offer, oldest first."""
         self._handle = handle
         self._when_safe = when_safe
         self._take_failure = take_failure
         self._offer: tuple[BatchRequest, ev.HandOver] | None = None
-        """Batch that the core has handed over and no trainer has acknowledged."""
+        """Batch that the core has handed over and no trainer has acknowledged, with its request."""
         self._is_asked = False
-        """Whether the core is asked for a batch, for the oldest request."""
+        """Whether the core has been asked for a batch, for the oldest request."""
         self._is_held = False
 
     async def wait(self, request: BatchRequest) -> bool:
-        """Wait until a batch is on offer to this request; False: there will be none any more.
+        """Wait until a batch is on offer to this request; False if there will be none.
 
         If this is cancelled, the request is closed, and an offer to it is undone.
 
         Raises:
-            TidegateError: an earlier publish failed behind its caller's back, or no batch can come.
+            TidegateError: a publish failed after its call had returned, or no batch can come.
         """
         if request.is_offered:
             return True
@@ -65,13 +65,13 @@ class BatchDesk:
             raise
 
     def acknowledge(self, request: BatchRequest) -> None:
-        """The trainer has the batch that was offered to this request."""
+        """Confirm that the trainer has the batch that was offered to this request."""
         if self._offer is not None and self._offer[0] is request:
             self._offer = None
             self._ask()
 
     def close(self, request: BatchRequest) -> None:
-        """The trainer's call ends without a batch, whatever was offered. Harmless if repeated."""
+        """End a request without a batch, and undo an offer to it. Harmless if repeated."""
         request.close()
         if request in self._requests:
             if self._requests[0] is request:
@@ -82,14 +82,14 @@ class BatchDesk:
         self._ask()
 
     def give_back(self, number: int, *, newest: int) -> bool:
-        """An acknowledged batch was not trained on; False: it is not the newest, or others wait."""
+        """Return an acknowledged batch untrained; False if it isn't the newest or requests wait."""
         if self._offer is not None or self._requests or number != newest:
             return False
         self._handle(ev.BatchReturned(number))
         return True
 
     def hold(self, is_held: bool) -> None:
-        """Have nothing on offer for now; or ask the core again for whoever waits."""
+        """Withdraw the offer and hold all requests; or ask the core for the oldest one again."""
         if not is_held and self._requests and (failure := self._take_failure()) is not None:
             self._withdraw_question(is_held=self._is_held)
             fail(self._requests.popleft().future, failure)
@@ -104,19 +104,19 @@ class BatchDesk:
             self._ask()
 
     def hand_over(self, batch: ev.HandOver) -> None:
-        """There is a batch for the oldest request."""
+        """Offer a batch to the oldest request, once the journal has committed the hand-over."""
         self._is_asked = False
         self._offer = (self._requests.popleft(), batch)
         self._when_safe(partial(self._deliver, self._offer))
 
     def end(self) -> None:
-        """There will be none for the oldest request."""
+        """End the oldest request without a batch: there are no more tasks."""
         self._is_asked = False
         resolve(self._requests.popleft().future, False)
         self._ask()
 
     def refuse(self, error: TidegateError) -> None:
-        """There can be none for the oldest request."""
+        """Fail the oldest request: no batch can fill."""
         self._is_asked = False
         fail(self._requests.popleft().future, error)
         self._ask()
@@ -124,7 +124,6 @@ class BatchDesk:
     # ------------------------------------------------------------ the core's side
 
     def _ask(self) -> None:
-        """Ask the core for a batch, if somebody waits, and nothing is on offer or held."""
         if self._requests and not (self._is_asked or self._is_held or self._offer):
             self._is_asked = True
             self._handle(ev.BatchAsked())
@@ -140,7 +139,7 @@ class BatchDesk:
         self._handle(ev.BatchReturned(batch.number, is_held=self._is_held))
 
     def _deliver(self, offer: tuple[BatchRequest, ev.HandOver]) -> None:
-        """No crash can undo this hand-over: the trainer may see it, unless it was undone."""
+        """Show an offer to the trainer, unless it was undone; called once no crash can undo it."""
         if self._offer is offer:
             request, batch = offer
             request.offer(batch)

@@ -1,7 +1,8 @@
-"""The scheduler's side that talks with engines: fleet, outbox, sessions, scores and control.
+"""The scheduler's part that talks with engines: fleet, outbox, sessions, scoring and weight
+control.
 
-It passes on what engines say, and tells each part of engines that come and go. The scheduler makes
-one of it.
+The scheduler makes one. It passes on engines' messages, and tells each part of engines that join
+and leave.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ log = logging.getLogger("tidegate")
 
 
 class Shell(Protocol):
-    """What engines' side needs of the scheduler."""
+    """Methods of :class:`Scheduler` that the engine side calls."""
 
     core: Core
 
@@ -46,20 +47,20 @@ class Shell(Protocol):
         """Feed events to the core."""
 
     def when_safe(self, action: Callable[[], None]) -> None:
-        """Do this once no crash can undo what has been handled so far."""
+        """Call ``action`` once no crash can undo the events handled so far."""
 
     def hold_batches(self, is_held: bool) -> None:
-        """Hand over no batch while it is undecided which version the trainer has made."""
+        """Hold batches while the trainer's version is undecided, or hand them over again."""
 
     def stand_still(self, is_still: bool) -> None:
-        """Count no episode's time while engines are paused."""
+        """Stop the clocks of all episodes while engines are paused, or start them again."""
 
     def fail(self, error: BaseException) -> None:
         """End the run with this error."""
 
 
 class EngineSide:
-    """A run's engines, as its scheduler has them."""
+    """Everything of a run that sends messages to engines or receives theirs."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class EngineSide:
         *,
         weights_dtype: str = "",
     ) -> None:
-        """``weights_dtype``: what the model directory's weights are stored in; empty: unknown."""
+        """``weights_dtype``: dtype of the model directory's weights; empty if unknown."""
         self._weights_dtype = weights_dtype
         self._settings = settings
         self._recorder = recorder
@@ -108,15 +109,15 @@ class EngineSide:
             post=self.outbox.post,
         )
         self.on_silent: Callable[[str], None] = lambda engine: None
-        """Told of engines that were given up for their silence."""
+        """Called with the name of each engine that was given up because it did not answer."""
 
     @property
     def core(self) -> Core:
-        """The run's."""
+        """The run's core."""
         return self._shell.core
 
     def heartbeats(self) -> Heartbeats:
-        """What tells engines that this process lives, and notices which of them don't."""
+        """Make the task that sends heartbeats and notices silent engines."""
         return Heartbeats(
             self.fleet,
             self.handle,
@@ -126,13 +127,13 @@ class EngineSide:
         )
 
     def send(self, outgoing: Sequence[tuple[str, Message]]) -> None:
-        """Send messages to engines, after all that was posted before."""
+        """Send messages to engines, after all messages posted before."""
         self.outbox.send(outgoing)
 
     def _refuse_unsendable(
         self, engine: str, message: SubmitTurn | ScoreTokens, error: BadFrame
     ) -> None:
-        """A turn or a request to score fits no frame: it fails, as if the engine had refused it."""
+        """Fail a turn or scoring request that fits no frame, as if the engine had refused it."""
         if isinstance(message, ScoreTokens):
             refusal = ScoreRefused(request=message.request, message=str(error))
             self.scores.heard(engine, refusal)
@@ -142,13 +143,13 @@ class EngineSide:
     # ------------------------------------------------------------ what they say
 
     def on_frames(self, frames: list[tuple[bytes, bytes]]) -> None:
-        """Take in what has arrived; what can't be taken in ends the run."""
+        """Handle the frames that have arrived; an unexpected error ends the run."""
         try:
             for item in self.fleet.hear(frames, asyncio.get_running_loop().time()):
                 self._on_heard(item)
             if acks := self.fleet.take_acks():
-                self.when_safe(lambda: self.fleet.acknowledge(acks))  # engines forget them
-        except Exception as error:  # noqa: BLE001 - ours: it ends the run, not only this callback
+                self.when_safe(lambda: self.fleet.acknowledge(acks))  # engines drop these
+        except Exception as error:  # noqa: BLE001 - a bug ends the run, not only this callback
             self._shell.fail(error)
 
     def _on_heard(self, item: ev.Event | Answer) -> None:
@@ -172,11 +173,11 @@ class EngineSide:
             )
 
     def staged(self, engine: str, version: int) -> None:
-        """An engine holds new weights beside its live ones."""
+        """Record that an engine holds new weights beside its live ones."""
         self._record(engine, "staged", version=version)
 
     def swapped(self, engine: str, message: WeightsLive) -> None:
-        """An engine serves other weights from now on."""
+        """Note that an engine serves other weights from now on."""
         self._record(
             engine,
             "swap",
@@ -188,14 +189,14 @@ class EngineSide:
         self.scores.advance()
 
     def hello_of(self, engine: str) -> Hello | None:
-        """What an engine said of itself; None if it has gone again."""
+        """Return an engine's hello; None if the engine has left again."""
         known = self.fleet.engines.get(engine)
         return known.hello if known is not None else None
 
     # ------------------------------------------------------------ who comes and goes
 
     def note(self, event: ev.EngineJoined | ev.EngineLeft) -> None:
-        """Tell those who must know which engines there are."""
+        """Tell weight control, scoring and sessions that an engine joined or left."""
         engine = event.engine
         if isinstance(event, ev.EngineJoined):
             self._note_dtype(engine)
@@ -210,7 +211,7 @@ class EngineSide:
         self._record(engine, "lost")
 
     def _note_dtype(self, engine: str) -> None:
-        """Record what an engine computes in, and warn if that is not what the run is to serve."""
+        """Record the dtype that an engine computes in; warn if it is not the requested one."""
         hello = self.hello_of(engine)
         if hello is None:
             return
@@ -230,16 +231,16 @@ class EngineSide:
             )
 
     def refuse_engine(self, engine: str, why: str) -> None:
-        """An engine refuses the weights that others serve."""
+        """Remove an engine that refuses the weights that others serve, and tell it why."""
         self.fleet.send(engine, Refused(message=why))
         self.handle(self.fleet.lose(engine, f"could not take weights: {why}", is_crash=False))
 
     def ended(self, engine: str, why: str) -> None:
-        """The process of a local engine has ended."""
+        """Remove a local engine whose process has ended."""
         self.handle(self.fleet.lose(engine, why))
 
     def give_up_engine(self, engine: str, why: str) -> None:
-        """Strike an engine that doesn't answer."""
+        """Remove an engine that does not answer."""
         self.handle(self.fleet.lose(engine, why, is_crash=False))
         self.on_silent(engine)
 

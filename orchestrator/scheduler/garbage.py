@@ -1,7 +1,8 @@
-"""How often is garbage looked for while runs go on? Rarely, for rollouts leave none behind.
+"""Thresholds of Python's garbage collector while runs are active, restored afterwards.
 
-Python has one collector per process, which the trainer and other runs use too: what the first run
-finds is what the last one leaves. It knows nothing of what is done meanwhile.
+A run enters :data:`RARE_LOOKS` for its duration. Python has one collector per process, which the
+trainer and other runs use too: the thresholds that the first run found are set again by the last.
+Rollouts leave no cycles behind, so frequent collections would be in vain.
 """
 
 import contextlib
@@ -10,36 +11,39 @@ import threading
 from collections.abc import Iterator
 
 YOUNG_OBJECTS_MIN = 50_000
-"""More objects made than let go, and garbage is looked for: 2 ms of looking. Rollouts are let go
-without it, so what is looked at in vain, each time that a batch of them begins, are those that run.
-Python's own 700 made that a sixth of all that a rollout cost."""
+"""Smallest threshold of the youngest generation (allocations minus deallocations); one collection
+then takes 2 ms. Rollouts are freed without the collector, so each collection only visits running
+ones. With Python's default of 700, collecting was a sixth of all CPU time that a rollout cost."""
 
 YOUNG_OBJECTS_PER_ROLLOUT = 10
-"""Or so many for each rollout that may be outstanding, if that is more: as many as are made of half
-of them. With 100,000 that took an eighth of what they cost, and 0.3 s at a time now and then."""
+"""Threshold for each rollout that may be outstanding, if that is more: half of them have as many
+objects. At 100,000 rollouts collecting took an eighth of their CPU time, and up to 0.3 s at a
+time."""
 
 YOUNG_OBJECTS_CEILING = 2_000_000
-"""However many those are: what users' code leaves behind in cycles is to be found at some time."""
+"""Maximum of the threshold, so that cycles of users' code are found at some time."""
 
 
 class RareLooks:
-    """What the runs of a process want of its collector."""
+    """GC thresholds of a process, while runs are active in it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._wanted: list[int] = []
-        """By each run that goes on: objects more made than let go before garbage is looked for."""
+        """Threshold wanted by each active run."""
         self._found = gc.get_threshold()
-        """Before the first of them."""
+        """Thresholds before the first run."""
         self._set = self._found
-        """By them, last."""
+        """Thresholds that this object set last."""
 
     @contextlib.contextmanager
     def during(self, young_objects: int) -> Iterator[None]:
-        """Look no sooner than that; with several runs at once, as the one that wants most.
+        """Raise the youngest generation's threshold while a run is active; the highest of all runs
+        holds.
 
-        A full collection looks at all that torch brought, some 100 ms in which no rollout gets on.
-        What there is by now hardly ever becomes garbage; so it is set aside till the end.
+        A full collection visits all objects that torch brought, some 100 ms in which no rollout
+        advances. Objects that exist by now hardly ever become garbage, so they are frozen until the
+        last run ends.
         """
         with self._lock:
             if not self._wanted:
@@ -57,7 +61,7 @@ class RareLooks:
                     gc.unfreeze()
 
     def _apply(self) -> None:
-        """Change nothing that somebody else has set meanwhile, nor where none is looked for (0)."""
+        """Set the threshold, unless other code has changed it, or collection is off (0)."""
         if gc.get_threshold() != self._set or not self._found[0]:
             return
         gc.set_threshold(max([self._found[0], *self._wanted]), *self._found[1:])
@@ -65,10 +69,10 @@ class RareLooks:
 
 
 RARE_LOOKS = RareLooks()
-"""One, as there is one collector."""
+"""The only instance, because there is one collector per process."""
 
 
 def young_objects_max(rollouts: int) -> int:
-    """How many objects more may be made than let go, where so many rollouts may be outstanding."""
+    """Return the threshold for a run with so many outstanding rollouts."""
     wanted = YOUNG_OBJECTS_PER_ROLLOUT * rollouts
     return min(max(YOUNG_OBJECTS_MIN, wanted), YOUNG_OBJECTS_CEILING)

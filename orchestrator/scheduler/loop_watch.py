@@ -1,7 +1,8 @@
 """Watchdog thread: names code that blocks the run's event loop, and measures the longest block.
 
-An episode that computes without awaiting stops every other, and with them the loop's own watchdog.
-The thread asks the loop for a sign of life, and where none comes names the code that is running.
+A run starts one on its loop. An episode that computes without awaiting stops every other episode,
+and with them the loop's own watchdog. The thread schedules a callback on the loop, and if the
+callback does not run in time, it logs which code is running.
 """
 
 import asyncio
@@ -18,34 +19,34 @@ from tidegate.errors import RunBlocked
 from tidegate.orchestrator.telemetry.watchdog import Stuck
 
 PATIENCE_S = 2.0
-"""A healthy loop answers within milliseconds; an engine's heartbeats are a second apart."""
+"""Delay of a blocked loop. A healthy one answers in milliseconds; heartbeats are 1 s apart."""
 
 LIMIT_MIN_S = 30.0
-"""A run is not ended for less, however short its episodes are to be: the machine may be busy."""
+"""Shortest block that ends a run, however short its episode timeout: the machine may be busy."""
 
 LOOK_INTERVAL_S = 0.5
 
 PLACES_TOLD_MAX = 100
-"""Places in the code that are named in the log, each once."""
+"""Places in code that are logged, each once."""
 
 log = logging.getLogger("tidegate")
 
 
 class LoopWatch:
-    """Watches one event loop from a thread of its own, between :meth:`start` and :meth:`stop`."""
+    """Thread that watches one event loop between :meth:`start` and :meth:`stop`."""
 
     def __init__(self, *, limit_s: float, on_dead: Callable[[RunBlocked], None]) -> None:
-        """``on_dead`` is told, on the watching thread, of a loop blocked for ``limit_s``."""
+        """``on_dead`` is called, on the watching thread, after a block of ``limit_s``."""
         self._limit_s = max(LIMIT_MIN_S, limit_s)
         self._on_dead = on_dead
         self._is_over = threading.Event()
         self._is_alive = False
-        """Whether the loop has given a sign of life since it was asked."""
+        """Whether the last scheduled callback has run."""
         self._is_asked = False
         self._asked_s = 0.0
-        """When the loop was asked, by ``time.monotonic()``."""
+        """When it was scheduled, by ``time.monotonic()``."""
         self._looks = 0
-        """Number of times the watching thread has woken up since then."""
+        """Number of times that the watching thread has woken up since then."""
         self._longest_block_s = 0.0
         self._blocked: Stuck | None = None
         self._told: set[str] = set()
@@ -59,27 +60,27 @@ class LoopWatch:
         ).start()
 
     def stop(self) -> None:
-        """Watch no more. Harmless if repeated, or never started."""
+        """Stop watching. Harmless if repeated, or never started."""
         self._is_over.set()
         self._blocked = None
 
     @property
     def blocked(self) -> Stuck | None:
-        """Who keeps the loop to itself, as of the last look; None if nobody does."""
+        """Code that blocks the loop, as of the last check; None if the loop is not blocked."""
         return self._blocked
 
     @property
     def longest_block_s(self) -> float:
-        """Longest time in seconds for which the loop ran nothing else, as far as it was seen.
+        """Longest time in seconds for which the loop ran nothing else.
 
-        The loop is asked every ``LOOK_INTERVAL_S``, so a block counts from the next time on, and
+        The loop is checked every ``LOOK_INTERVAL_S``, so a block counts from the next check on, and
         shorter ones may be missed.
         """
         waiting = self._is_asked and not self._is_alive and not self._is_over.is_set()
         return max(self._longest_block_s, self._waited_s()) if waiting else self._longest_block_s
 
     def _waited_s(self) -> float:
-        """Time since the loop was asked; without that in which the whole process was stopped."""
+        """Return the time since the callback was scheduled, without pauses of the whole process."""
         return min(time.monotonic() - self._asked_s, (self._looks + 1) * LOOK_INTERVAL_S)
 
     def _sign_of_life(self) -> None:
@@ -87,7 +88,7 @@ class LoopWatch:
         self._is_alive = True
 
     def _watch(self, loop: asyncio.AbstractEventLoop, thread_id: int) -> None:
-        blocked_s = 0.0  # counted, not timed: a process that was stopped has blocked nobody
+        blocked_s = 0.0  # counted, not timed: a stopped process is no block
         while not self._is_over.wait(LOOK_INTERVAL_S):
             self._looks += 1
             is_late = self._is_asked and not self._is_alive
@@ -121,7 +122,7 @@ class LoopWatch:
 
 
 def _name(loop: asyncio.AbstractEventLoop, thread_id: int, blocked_s: float) -> Stuck:
-    """Whose task it is in, and where in their code. Both may just have changed: a guess then."""
+    """Name the running task and its place in the code; a guess, as both may have just changed."""
     task = asyncio.current_task(loop)
     who = task.get_name() if task is not None else "a callback"
     frame = sys._current_frames().get(thread_id)
@@ -135,11 +136,11 @@ _NOT_THEIRS = (
     sysconfig.get_path("purelib"),
     "<frozen",
 )
-"""Where code begins that nobody is to be blamed for."""
+"""Path prefixes of code that is never named as the cause: ours, Python's and libraries'."""
 
 
 def _place(frame: FrameType) -> str:
-    """The innermost line that is neither a library's nor ours, or else the innermost."""
+    """Return the innermost line that is neither a library's nor ours; else the innermost line."""
     innermost = frame
     found: FrameType | None = frame
     while found is not None:

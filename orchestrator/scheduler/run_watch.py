@@ -1,7 +1,8 @@
-"""What in a run should get on, and how far is it? Looks at all of it a few times per patience.
+"""Watchdog of a run: finds engines, turns, episodes, weights and trainers that make no progress.
 
-It only reads: the core's groups and turns, the fleet, the weights on their way. What has not got on
-is logged, once, and kept for :attr:`RunWatch.stuck`.
+The scheduler runs it as a task, which checks everything four times per ``stuck_after_s``. It only
+reads the core, the fleet and weight control, and changes and records nothing: each finding is
+logged once, and :attr:`RunWatch.stuck` has the current ones for the run's statistics.
 """
 
 import asyncio
@@ -20,29 +21,29 @@ from tidegate.orchestrator.fleet.fleet import Fleet
 from tidegate.orchestrator.telemetry.watchdog import Stuck, Watchdog
 
 ROUNDS_PER_PATIENCE = 4
-"""So what is stuck is named after 1 to 1.25 times the patience."""
+"""Rounds per patience, so that anything stuck is named after 1 to 1.25 times the patience."""
 
 LOOKED_AT_AT_ONCE = 500
-"""Rollouts, before the loop sees to its sockets again: about half a millisecond."""
+"""Rollouts checked before the loop serves its sockets again: about half a millisecond."""
 
 LOGGED_AT_ONCE_MAX = 10
-"""Of what is found in one round; the others are counted."""
+"""Findings logged in one round; the others are only counted."""
 
 TRAINER_PATIENCE = 5.0
-"""A train step may well take minutes while all else is done, and nothing is wrong with it."""
+"""Factor of the trainer's patience: a train step may take minutes with all other work done."""
 
 KEPT_SHARE = 0.75
-"""Of the episodes that ended last. Some stay by chance, until the garbage collector comes by."""
+"""Share of ended episodes that may still be referenced: some are until the next collection."""
 
 _SHORT = reprlib.Repr()
-"""Of a task: enough to know it by."""
+"""Repr of a task for log lines: enough to recognise it."""
 _SHORT.maxstring = _SHORT.maxother = 80
 
 log = logging.getLogger("tidegate")
 
 
 class RunWatch:
-    """Watches one run."""
+    """Checks the progress of one run, in rounds."""
 
     def __init__(
         self,
@@ -55,7 +56,8 @@ class RunWatch:
         is_paused: Callable[[], bool] = lambda: False,
         patience_s: float,
     ) -> None:
-        """``parked``: rollouts whose episodes wait for newer weights, as they should."""
+        """``parked``: rollouts whose episodes wait for newer weights, which is no fault.
+        ``patience_s``: how long a thing may stay without progress."""
         self._core = core
         self._fleet = fleet
         self._weights = weights
@@ -66,7 +68,7 @@ class RunWatch:
         self._dog = Watchdog(patience_s)
 
     async def run(self) -> None:
-        """Look at everything, again and again, until cancelled."""
+        """Check everything, round after round, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._round_s)
@@ -79,13 +81,13 @@ class RunWatch:
 
     @property
     def stuck(self) -> tuple[Stuck, ...]:
-        """What has not got on, as of the last round."""
+        """Everything without progress, as of the last round."""
         return self._dog.stuck
 
     # ------------------------------------------------------------ rollouts
 
     async def _look_at_rollouts(self, engines: set[str]) -> None:
-        """Each in its turn, on one of these engines, or in the user's code; the others wait."""
+        """Check rollouts in the user's code, and those with a turn on one of these engines."""
         is_stuck, awaited = self._dog.is_stuck, self._core.awaited
         for number, (rollout, group) in enumerate(list(self._core.groups.running.values()), 1):
             if number % LOOKED_AT_AT_ONCE == 0:
@@ -107,10 +109,10 @@ class RunWatch:
                 self._dog.name("episode", rollout.rollout_id, _say_episode(rollout, group))
 
     def _look_at_engines(self) -> set[str]:
-        """Those that make steps, and for all of the turns that they have."""
+        """Check engines; return those that make steps for all of their turns."""
         at_work: set[str] = set()
         if self._is_paused():
-            return at_work  # nobody expects steps of them
+            return at_work  # paused engines make no steps
         for name, turns in list(self._core.turns.engines.items()):
             engine = self._fleet.engines.get(name)
             if engine is None or not turns.submissions:
@@ -118,7 +120,7 @@ class RunWatch:
             progress = (engine.hello.epoch, engine.tokens, engine.busy_us)
             if self._dog.is_stuck("engine", name, progress):
                 self._dog.name("engine", name, _say_engine(engine, turns))
-            elif not engine.waiting_turns:  # else nobody knows which of them wait
+            elif not engine.waiting_turns:  # else it is unknown which of its turns wait
                 at_work.add(name)
         if self._core.turns.waiting and self._dog.is_stuck("engine", "no engine", None):
             self._dog.name("engine", "no engine", self._say_no_engine())
@@ -186,7 +188,7 @@ def _say_engine(engine: Engine, turns: EngineTurns) -> str:
 
 
 def _progress(rollout: Rollout) -> tuple[int, int]:
-    """Changes whenever its episode does something; in a branch, or gets a token there."""
+    """Return a value that changes whenever the episode acts, or a branch gets a token."""
     if not rollout.branches:
         return len(rollout.turns), 0
     rows = list(rollout.rows)

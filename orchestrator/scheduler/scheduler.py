@@ -1,7 +1,8 @@
 """Asyncio shell around the core: feeds it events, and carries out its commands in order.
 
-One event loop, whose thread owns everything here. Engines' messages, ends of episodes and requests
-of the trainer become events. `engine_side.py` has what is done about engines beside that.
+`trainer/run.py` makes one per run, on an event loop whose thread owns everything here. Engines'
+messages, ends of episodes and the trainer's requests become events. `engine_side.py` has the other
+work for engines.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ from tidegate.transport.messages import CancelTurn, InitWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commands:
-    """Those of one run's core, and who carries them out."""
+    """Carries out the commands of one run's core."""
 
     outbox: Outbox
     sessions: OpenSessions
@@ -48,13 +49,13 @@ class Commands:
     offers: Offers
     recorder: Recorder | None
     on_pause: Callable[[bool], None]
-    """Has all engines stand still, or go on."""
+    """Pauses all engines, or resumes them."""
     outstanding_groups_max: Callable[[], int]
-    """As the policy has it now."""
+    """Returns the policy's current limit."""
 
     def carry_out(self, command: ev.Command, episode: EpisodeFunction | None) -> None:
-        """``episode`` runs what an event of now begins."""
-        # Each rollout has these three; to match a class costs ten times as much as to name it.
+        """Carry out one command; ``episode`` is the function of an episode that it starts."""
+        # Every rollout has these three; a class pattern costs ten times as much as a type test.
         if type(command) is ev.Submit:
             self.outbox.post(command.engine, command.message)
             self.sessions.submitted(command.engine, command.message.session)
@@ -91,7 +92,7 @@ class Commands:
                 self._carry_out_rarely(command)
 
     def _carry_out_rarely(self, command: ev.Command) -> None:
-        """Commands about batches: one in some hundred."""
+        """Carry out commands about batches: one in some hundred."""
         match command:
             case ev.HandOver():
                 self.batches.hand_over(command)
@@ -107,14 +108,14 @@ class Commands:
 
 
 FREES_NO_PLACE = frozenset((ev.TurnAsked, ev.StepArrived, ev.TaskArrived))
-"""Events after which no more tasks may arrive than before, and which the shell has no part in. Most
-are. Who has a task arrive looks for places by itself."""
+"""Events that never raise ``capacity_groups``, and that the shell has no other use for: most
+events. Admission after ``TaskArrived`` is checked by :class:`TaskFeed`."""
 
 log = logging.getLogger("tidegate")
 
 
 class Scheduler:
-    """A run: a core, a fleet and the user's episodes, on one event loop."""
+    """One run: a core, the engine side and the user's episodes, on one event loop."""
 
     def __init__(
         self,
@@ -129,9 +130,9 @@ class Scheduler:
         diary: EpisodeDiary | None = None,
         now_s: Callable[[], float] | None = None,
     ) -> None:
-        """With a ``journal``, whose core this is then, the run survives a crash; ``resume`` says
-        where to go on after one. ``diary``: what is to be told how episodes spend their time.
-        ``now_s``: a clock that goes on within a turn of the loop, whose own may stand still."""
+        """With a ``journal``, whose core is used then, the run survives a crash; ``resume`` says
+        where to continue after one. ``diary`` logs what episodes spend their time on. ``now_s``: a
+        clock that advances within one iteration of the loop, if the loop's own clock does not."""
         self._settings = settings
         self._router = router
         self._journal = journal
@@ -201,9 +202,9 @@ class Scheduler:
     # ------------------------------------------------------------ life
 
     async def run(self) -> None:
-        """Serve until cancelled, or until something fails that the run can't do without.
+        """Serve until cancelled, or until something fails that ends the run.
 
-        Cancelling leaves no task behind; engines are told nothing, see :meth:`Fleet.send`.
+        Cancelling leaves no task behind, and sends engines nothing.
         """
         loop = asyncio.get_running_loop()
         if self._journal is not None:
@@ -240,21 +241,21 @@ class Scheduler:
         return self._watch
 
     def episode_seconds(self) -> dict[str, float]:
-        """What all episodes spent on what has a name, by it."""
+        """Return the seconds that all episodes spent in named activities, by name."""
         return self._episodes.activities.seconds()
 
     @property
     def parked_episodes(self) -> int:
-        """Those that wait for newer weights."""
+        """Number of episodes parked until newer weights are live."""
         return len(self._parking.rows)
 
     @property
     def stuck(self) -> tuple[Stuck, ...]:
-        """What has not got on for too long."""
+        """Everything that has made no progress for too long, see :class:`RunWatch`."""
         return self._watch.stuck if self._watch is not None else ()
 
     def _go_on(self) -> None:
-        """After a crash: go back to the trainer's checkpoint, and expect the engines."""
+        """After a crash: return to the trainer's checkpoint, and expect the engines."""
         self.fleet.newest_version = self.core.trainer_version
         if self._resume is None:
             return
@@ -270,8 +271,8 @@ class Scheduler:
     async def _resumption_safe(self) -> None:
         """Return once ``Resumed`` is committed, or the journal has failed.
 
-        No engine is heard before. ``Resumed`` moves turn handles on: if this process died with it
-        uncommitted, the next one would give the same handles to other turns, and take old steps for
+        Engines are not heard before. ``Resumed`` moves turn handles on: if this process died before
+        the commit, the next one would give the same handles to other turns, and take old steps for
         theirs.
         """
         safe = asyncio.ensure_future(self.wait_until_safe())
@@ -285,7 +286,7 @@ class Scheduler:
         await self._waiting.until(lambda: len(self.fleet.engines) >= count)
 
     def fail_waiters(self, error: BaseException) -> None:
-        """Tell everybody who still waits that nothing will come."""
+        """Raise ``error`` in every call that still waits."""
         self._waiting.fail_all(error)
 
     def fail(self, error: BaseException) -> None:
@@ -294,14 +295,14 @@ class Scheduler:
             self._failure.set_exception(error)
 
     def stop_journal(self) -> None:
-        """Write down no more of what happens, so that the run can be resumed from here."""
+        """Write nothing more to the journal, so that the run can be resumed from here."""
         journal, self._journal = self._journal, None
         if journal is not None:
             with contextlib.suppress(JournalError):  # it has failed, and that has ended the run
                 journal.note_state()
 
     def close(self) -> None:
-        """Settle what is unfinished as discarded; nothing may be asked any more."""
+        """Discard everything unfinished; the run takes no calls any more."""
         self.stop_journal()
         self.engines.sessions.close()
         self.handle_one(ev.RunEnded())
@@ -315,11 +316,11 @@ class Scheduler:
             self.handle_one(event, episode)
 
     def handle_one(self, event: ev.Event, episode: EpisodeFunction | None = None) -> None:
-        """As :meth:`handle`; each rollout has three of its own."""
+        """Feed one event to the core and carry out its commands; each rollout has three events."""
         may_free_places = type(event) not in FREES_NO_PLACE
         groups, revision = self.core.groups, -1
         if type(event) is ev.EpisodeReturned:
-            revision = groups.revision  # as long as others of its group go on, it frees no place
+            revision = groups.revision  # unchanged if others of its group run: no place is free
         elif may_free_places:
             self._note(event)
         journal, carry_out = self._journal, self._commands.carry_out
@@ -340,7 +341,7 @@ class Scheduler:
             journal.compact_if_due()
 
     def _note(self, event: ev.Event) -> None:
-        """What the shell has a part in itself; not of the commonest events."""
+        """Update the shell's own parts for an event; not called for the most frequent ones."""
         if type(event) is ev.VersionPublished:
             self.fleet.newest_version = event.version
             self.published.note(asyncio.get_running_loop().time(), event.version)
@@ -348,7 +349,7 @@ class Scheduler:
             self.engines.note(event)
 
     def when_safe(self, action: Callable[[], None]) -> None:
-        """Do this once no crash can undo what has been handled so far."""
+        """Call ``action`` once no crash can undo the events handled so far."""
         if self._journal is None:
             action()
         else:
@@ -361,12 +362,12 @@ class Scheduler:
     # ------------------------------------------------------------ what the trainer asks for
 
     async def make_safe(self, batches: int, offer: int) -> None:
-        """The trainer's checkpoint holds what it made of the first ``batches`` batches."""
+        """Note that the trainer's checkpoint holds the result of the first ``batches`` batches."""
         self.handle_one(ev.BatchesSafe(batches, offer))
         await self.wait_until_safe()
 
     async def wait_until_safe(self) -> None:
-        """Return once no crash can undo what has been handled so far."""
+        """Return once no crash can undo the events handled so far."""
         if self._journal is not None:
             await self._journal.wait_until_safe()
 
@@ -377,7 +378,7 @@ class Scheduler:
         self._offers.begin(tasks, episode, self._group, is_journalled=is_journalled)
 
     async def next_batch(self) -> ev.HandOver | None:
-        """The next batch, or None when the tasks are used up; for callers on this loop."""
+        """Return the next batch, or None when the tasks are used up; for callers on this loop."""
         request = BatchRequest()
         while await self._desk.wait(request):
             batch = request.batch
@@ -387,7 +388,7 @@ class Scheduler:
         return None
 
     async def wait_for_batch(self, request: BatchRequest) -> bool:
-        """As :meth:`BatchDesk.wait`; for callers on another loop, or without one."""
+        """As :meth:`BatchDesk.wait`; for callers on another event loop, or without one."""
         return await self._desk.wait(request)
 
     def acknowledge_batch(self, request: BatchRequest) -> None:
@@ -411,7 +412,7 @@ class Scheduler:
         self._episodes.stand_still(is_still)
 
     async def evaluate(self, tasks: list[Any], episode: EpisodeFunction) -> list[Rollout]:
-        """Run one episode per task, outside training; the rollouts, in the order of the tasks."""
+        """Run one episode per task outside training; return the rollouts in the tasks' order."""
         loop = asyncio.get_running_loop()
         futures = []
         for index, task in enumerate(tasks):

@@ -1,7 +1,8 @@
-"""Takes tasks from the users' iterators, in order, as admission has room for groups.
+"""Feeds tasks of the user's iterators to the core, in order, as admission has room for groups.
 
-One iterator is read at a time. A task that is taken again keeps the episode function that it was
-given with. After a resume, tasks that were taken before are skipped.
+The scheduler owns an :class:`Offers`, which reads one iterator at a time. A task that is taken
+again keeps the episode function that it was given with. After a resume, tasks that were taken
+before are skipped.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ log = logging.getLogger("tidegate")
 
 
 class Offers:
-    """The user's iterators, and the feed that takes from the newest."""
+    """The user's iterators; starts a :class:`TaskFeed` for the newest."""
 
     def __init__(
         self,
@@ -31,8 +32,7 @@ class Offers:
         wants_tasks: asyncio.Event,
         now_s: Callable[[], float],
     ) -> None:
-        """``core``: the run's; ``handle`` feeds it; ``wants_tasks`` is set when it has places;
-        ``now_s`` times iterators."""
+        """``handle`` feeds the core; ``wants_tasks`` is set when there is capacity."""
         self._core = core
         self._handle = handle
         self._wants_tasks = wants_tasks
@@ -41,7 +41,7 @@ class Offers:
         self._source: TaskSource | None = None
         self._feeding: asyncio.Task[None] | None = None
         self._episodes: dict[int, EpisodeFunction] = {}
-        """By iterator, of those from which a task may still begin."""
+        """Episode functions by iterator, as long as a task of it may still begin."""
 
     def begin(
         self,
@@ -54,7 +54,7 @@ class Offers:
         """Take tasks from this iterator from now on, each run by ``episode``."""
         core = self._core()
         if self._feeding is not None:
-            self._feeding.cancel()  # it may wait for an iterator that nobody wants any more
+            self._feeding.cancel()  # it may wait for the replaced iterator
         if self._source is None or not self._source.goes_on_with(tasks):
             before, self._source = self._source, TaskSource(tasks)
             if before is not None:
@@ -84,23 +84,23 @@ class Offers:
         self._episodes[core.tasks.offer] = episode
 
     def episode_of(self, key: TaskKey | None) -> EpisodeFunction | None:
-        """What a task runs; None is a new one, of the newest iterator."""
+        """Return the episode function of a task; None is a new task of the newest iterator."""
         newest = self._episodes.get(self._core().tasks.offer)
         return newest if key is None else self._episodes.get(key.offer, newest)
 
     def put_back(self, task: object, key: TaskKey) -> None:
-        """A task is to be taken again."""
+        """Have a task taken again."""
         assert self._source is not None
         self._source.put_back(task, key)
 
     def close(self) -> None:
-        """Nothing more is taken."""
+        """Take no more tasks."""
         if self._source is not None:
             self._source.close()
 
 
 def _name_of(episode: object) -> str:
-    """Return a name to know an episode function by in another process."""
+    """Return a name by which another process recognises an episode function."""
     while isinstance(episode, partial):
         episode = episode.func
     named = episode if hasattr(episode, "__qualname__") else type(episode)
@@ -108,15 +108,15 @@ def _name_of(episode: object) -> str:
 
 
 EPISODES_PER_TURN = 256
-"""That begin before the loop sees to its sockets again. What begins together asks for its turns
-together, so fewer make more messages, and steps of fewer rows."""
+"""Episodes that begin before the loop serves its sockets again. Episodes that begin together ask
+for their turns together, so fewer would make more messages, and steps with fewer rows."""
 
 TURN_S = 0.01
-"""After so long it sees to them too: the user's iterator may take its time."""
+"""Time after which the loop serves its sockets too, because the user's iterator may be slow."""
 
 
 class TaskFeed:
-    """Feeds one of the user's iterators to the core."""
+    """Feeds one of the user's iterators to the core; the scheduler runs it as a task."""
 
     def __init__(
         self,
@@ -129,8 +129,8 @@ class TaskFeed:
         is_journalled: bool,
         now_s: Callable[[], float],
     ) -> None:
-        """``handle`` feeds the core, and runs a task's episode; ``wants_tasks`` is set whenever the
-        core may have places again; ``now_s`` times the user's iterator."""
+        """``handle`` feeds the core, and starts a task's episode; ``wants_tasks`` is set whenever
+        the core may have capacity again; ``now_s`` is a clock."""
         self._core = core
         self.source = source
         self._handle = handle
@@ -140,19 +140,19 @@ class TaskFeed:
         self._wants_digests = is_journalled or core.prompts.filter.uses_history
         self._now_s = now_s
         self._begun = 0
-        """Episodes, in this turn of the loop."""
+        """Episodes begun in this iteration of the loop."""
         self._until_s = 0.0
-        """It has lasted long enough by then."""
+        """When this iteration has lasted long enough."""
 
     async def run(self) -> None:
-        """Take tasks for ever.
+        """Take tasks until cancelled.
 
         Raises:
-            ResumeMismatch: these are other tasks than before the run was resumed.
+            ResumeMismatch: the tasks differ from those before the run was resumed.
         """
         await self._pass_by_the_taken()
         while True:
-            self._wants_tasks.clear()  # before, for what happens meanwhile may put a task back
+            self._wants_tasks.clear()  # first, because events during _take may put a task back
             await self._take()
             await self._wants_tasks.wait()
 
@@ -165,7 +165,7 @@ class TaskFeed:
             prefers_returned = core.policy.prefers_returned(core.groups)
             if is_async:
                 task = await source.next(prefers_returned=prefers_returned)
-                if task is not None and not core.capacity_groups:  # there was some before the wait
+                if task is not None and not core.capacity_groups:  # it was used up during the wait
                     source.give_back(task)
                     return
             else:
@@ -173,7 +173,7 @@ class TaskFeed:
             if task is None:
                 self._handle(ev.TasksExhausted(), None)
                 return
-            places = 0 if is_async else places - 1  # it was waited for: ask again
+            places = 0 if is_async else places - 1  # after a wait, compute it again
             digest = task_digest(task.task) if self._wants_digests else b""
             body = task_body(task.task) if self._is_journalled else b""
             arrived = ev.TaskArrived(task.task, task.key, digest, body)
@@ -187,7 +187,7 @@ class TaskFeed:
                 self._begin_turn()
 
     async def _pass_by_the_taken(self) -> None:
-        """After a resume: what is unfinished goes on, the rest is done."""
+        """After a resume: skip the tasks taken before; the core restarts unfinished ones."""
         self._begin_turn()
         count = self._core.tasks.count
         for index in range(count):
@@ -203,7 +203,7 @@ class TaskFeed:
         self._begun, self._until_s = 0, self._now_s() + TURN_S
 
     def _has_begun_enough(self) -> bool:
-        """Whether the loop should see to its sockets, after one more task."""
+        """Whether the loop should serve its sockets, after one more task."""
         self._begun += self._core.groups.group_size
         return self._begun >= EPISODES_PER_TURN or self._now_s() >= self._until_s
 

@@ -1,8 +1,8 @@
-"""Forecast of a run's staleness, bottleneck and gain from another bound, from what it measured.
+"""Forecast of a run's staleness, bottleneck and gain from another bound, from its measurements.
 
-Uses the closed forms of ``policies/predictions.py`` on the lengths of groups, kept in bounded
-memory. Time is engines' time: minutes that an episode spends in tools are not in it. A resumed run
-starts anew.
+The trainer's handle notes batches, and :class:`RunStatistics` shows the forecast. It applies the
+closed forms of ``policies/predictions.py`` to the lengths of groups, kept in bounded memory. Time
+is engines' time: minutes that an episode spends in tools are not in it. A resumed run starts anew.
 """
 
 import bisect
@@ -24,11 +24,11 @@ from tidegate.policies.consumption import Window
 from tidegate.policies.staleness import StalenessPolicy
 
 BUCKETS_PER_DOUBLING = 4
-"""Of lengths, for the share of groups that are done by some time: 120 of them reach 2^30 tokens."""
+"""Resolution of the length histogram: 120 buckets reach 2^30 tokens."""
 
 
 class GroupLengths:
-    """How long groups are: their longest rollout, in tokens."""
+    """Lengths of groups: of each one's longest rollout, in tokens."""
 
     def __init__(self) -> None:
         self._buckets: Counter[int] = Counter()
@@ -36,13 +36,13 @@ class GroupLengths:
         self.groups = 0
         self.tokens = 0
         self._longest_tokens = 0
-        """Of each group's longest rollout, added up."""
+        """Sum of the tokens of each group's longest rollout."""
         self._most_tokens = 0
 
     def note(self, tokens: npt.NDArray[np.int64], group_ids: npt.NDArray[np.int64]) -> None:
-        """These groups have ended: the sampled tokens of each rollout, those of a group together.
+        """Add ended groups: the sampled tokens of each rollout, those of a group together.
 
-        Both [R]; in numpy, for there are thousands a second.
+        Both [R]; in numpy, because there are thousands a second.
         """
         begins = np.flatnonzero(np.diff(group_ids, prepend=-1))
         longest = np.maximum.reduceat(tokens, begins)
@@ -56,7 +56,7 @@ class GroupLengths:
 
     @property
     def tail_factor(self) -> float:
-        """As :func:`tidegate.policies.predictions.tail_factor`, of all groups so far."""
+        """As :func:`tidegate.policies.predictions.tail_factor`, over all groups so far."""
         if not self.tokens:
             return 1.0
         return (self._longest_tokens / self.groups) / (self.tokens / self.rollouts)
@@ -88,22 +88,22 @@ class GroupLengths:
 
 
 BUSY_TRAINER_IDLE_MAX = 0.05
-"""A trainer that waits for less of the time is what limits: batches can't come closer together."""
+"""Idle share below which the trainer is the bottleneck: batches can't come closer together."""
 
 GAIN_MIN = 0.02
-"""Gains below it are within what a run's own figures vary by."""
+"""Smallest gain to advise; smaller ones are within the variation of a run's own figures."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """Seconds per batch, on the mean."""
+    """Mean seconds per batch."""
 
     between_s: float
-    """From one batch to the next."""
+    """Time from one batch to the next."""
     rollout_s: float
-    """What a batch takes all engines with all their slots busy, what is thrown away included."""
+    """Time that a batch takes all engines with all slots busy, discarded tokens included."""
     trainer_s: float
-    """What it takes the trainer, publishing included."""
+    """Time that a batch takes the trainer, publishing included."""
 
     @property
     def rho(self) -> float:
@@ -114,26 +114,26 @@ class BatchTimes:
 
     @property
     def attainable_s(self) -> float:
-        """From one batch to the next, if nobody waited who needn't."""
+        """Time from one batch to the next without avoidable waiting."""
         return min(self.between_s, max(self.rollout_s, self.trainer_s))
 
 
 class Forecaster:
-    """Notes each batch as the trainer gets it, and says what that makes probable."""
+    """Notes each batch as the trainer gets it, and computes the forecast."""
 
     def __init__(self) -> None:
         self._lengths = GroupLengths()
         self._batches = 0
         self._trained = 0
-        """Rollouts."""
+        """Number of trained rollouts."""
         self._staleness = 0
-        """Of each, added up."""
+        """Sum of their staleness."""
         self._versions = (0, 0)
-        """The trainer's, at the first and at the last batch."""
+        """Trainer's version at the first and at the last batch."""
         self._first = Usage()
         self._last = Usage()
         self._engines: tuple[EngineStatistics, ...] = ()
-        """At the last batch: when a run has ended, they are gone."""
+        """Engines at the last batch, because they are gone when a run has ended."""
 
     def note_batch(
         self,
@@ -146,10 +146,10 @@ class Forecaster:
         usage: Usage,
         engines: Sequence[EngineStatistics],
     ) -> None:
-        """The trainer has this batch from now on; ``engines`` as they are at this moment.
+        """Note a batch that the trainer has; ``engines`` as they are now.
 
-        Of each row, those of a group together: its sampled tokens, its group, its staleness, and
-        the rollout that it is of, all [R].
+        For each row, those of a group together: its sampled tokens, group, staleness and rollout,
+        all [R].
         """
         rows = RowsOfRollouts(rollout_ids)
         tokens, staleness = rows.added(tokens), rows.highest(staleness)
@@ -170,10 +170,10 @@ class Forecaster:
         outstanding_groups_max: int | None,
         window_groups: int | None,
     ) -> RunForecast | None:
-        """What to expect; None before there were two batches, or steps of any engine.
+        """Return the forecast; None before two batches, or without steps of any engine.
 
-        ``window_groups`` is how far consumption looks past the oldest unfinished group: 1 where it
-        is in the order of admission, None in that of completion.
+        ``window_groups``: how far consumption looks past the oldest unfinished group; 1 in the
+        order of admission, None in that of completion.
         """
         times = self._times(ledger)
         if times is None:
@@ -206,7 +206,7 @@ class Forecaster:
         return self._lengths.groups / (last - first + 1)
 
     def _times(self, ledger: LedgerSnapshot) -> BatchTimes | None:
-        """Between the first batch and the last one: filling up at the start is left out."""
+        """Measure from the first batch to the last, which leaves out filling up at the start."""
         intervals = self._batches - 1
         tokens_per_s = sum(_peak_tokens_per_s(engine) for engine in self._engines)
         if intervals < 1 or not tokens_per_s or not self._lengths.tokens:
@@ -236,7 +236,6 @@ class Forecaster:
         )
 
     def _allowed(self, outstanding_groups_max: int | None) -> float | None:
-        """The staleness that admission allows, on the mean."""
         if outstanding_groups_max is None:
             return None
         return predictions.allowed_staleness(
@@ -246,10 +245,11 @@ class Forecaster:
 
 
 def advise(times: BatchTimes, *, allowed: float | None, saturating: int) -> str:
-    """One sentence for whoever sets ``max_staleness``; ``allowed`` is what it is now, or None.
+    """Return one sentence for whoever sets ``max_staleness``; ``allowed`` is its present effect, or
+    None.
 
-    While admission limits, a group stays as long whatever the bound, so a batch takes
-    ``D / (η + 1)``: that gives the gain.
+    While admission is the bottleneck, a group stays equally long whatever the bound, so a batch
+    takes ``D / (η + 1)``; the gain follows from that.
     """
     between_s, attainable_s = times.between_s, times.attainable_s
     if 1 - times.trainer_s / between_s <= BUSY_TRAINER_IDLE_MAX:
@@ -268,7 +268,7 @@ def advise(times: BatchTimes, *, allowed: float | None, saturating: int) -> str:
 
 
 def window_groups(policy: StalenessPolicy) -> int | None:
-    """How far past the oldest unfinished group a policy looks; None where it takes what is done."""
+    """Return how far past the oldest unfinished group a policy looks; None for completion order."""
     order = getattr(policy, "order", "completion")
     if isinstance(order, Window):
         return order.groups
@@ -276,14 +276,14 @@ def window_groups(policy: StalenessPolicy) -> int | None:
 
 
 def _made_per_kept(ledger: LedgerSnapshot) -> float:
-    """Tokens sampled for each that was not thrown away; what the run's end cuts off is neither."""
+    """Return the tokens sampled per token not discarded, without those the run's end cut off."""
     cut_off = ledger.discarded.get("run_ended", 0)
     thrown_away = ledger.discarded_total - cut_off
     return 1 + thrown_away / max(1, ledger.generated - cut_off - thrown_away)
 
 
 def _peak_tokens_per_s(engine: EngineStatistics) -> float:
-    """With all its slots busy, by the line through its steps' rows and times."""
+    """Return the throughput with all slots busy, by a linear fit of step time over rows."""
     cost = predictions.fit_decode_cost(
         steps=engine.steps,
         rows=engine.rows,

@@ -1,6 +1,6 @@
-"""What does a trainer tell of its last batch that only its loss knows? How far off-policy it was.
+"""Off-policyness of the last batch as the trainer's loss measured it: ESS and mismatch divergences.
 
-Knows no loss, and nobody who shows it.
+``Rollouts.observe`` makes it of the trainer's values; metrics, dashboard and recordings show it.
 """
 
 import math
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
     from tidegate.policies.diagnostics import LagBucket
 
 BY_LAG = {"kl": "k1", "k3": "k3", "chi2": "chi2_token", "ess": "ess", "ppl_ratio": "ppl_ratio"}
-"""What is told by lag -> what :class:`~tidegate.policies.diagnostics.Mismatch` calls it."""
+"""Name of each figure by lag -> field of :class:`~tidegate.policies.diagnostics.Mismatch`."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffPolicy:
-    """How far off-policy the trainer found its last batch; None where it didn't say."""
+    """Off-policyness that the trainer reported for its last batch; None where it didn't."""
 
     effective_sample_size: float | None = None
     mismatch_kl: float | None = None
     k3: float | None = None
-    """Of all tokens, as ``chi2``; known if it told them by lag."""
+    """k3 estimator over all tokens, as ``chi2``; known if the trainer reported it by lag."""
     chi2: float | None = None
     by_lag: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """By the smallest lag of each bucket: what :data:`BY_LAG` names, where it is finite."""
+    """Finite figures of :data:`BY_LAG`, by the smallest lag of each bucket."""
 
     def figures(self) -> dict[str, float]:
-        """By the names that batches' figures have."""
+        """Return the values by their names in batch metrics."""
         said = {
             "effective_sample_size": self.effective_sample_size,
             "mismatch_kl": self.mismatch_kl,
@@ -44,7 +44,7 @@ class OffPolicy:
 def off_policy(
     ess: float | None, kl: float | None, by_lag: "Sequence[LagBucket]" = ()
 ) -> OffPolicy:
-    """From what ``observe`` was given."""
+    """Return an :class:`OffPolicy` of the arguments of ``observe``."""
     told = {
         bucket.lag_min: {
             name: value
@@ -57,7 +57,7 @@ def off_policy(
 
 
 def off_policy_of(figures: Mapping[str, float]) -> OffPolicy:
-    """Back from a batch's figures."""
+    """Return an :class:`OffPolicy` of batch metrics, the inverse of :meth:`OffPolicy.figures`."""
     by_lag: dict[int, dict[str, float]] = {}
     for key, value in figures.items():
         name, is_by_lag, lag = key.removeprefix("mismatch_").partition("_lag_")
@@ -73,7 +73,7 @@ def off_policy_of(figures: Mapping[str, float]) -> OffPolicy:
 
 
 def _mean(by_lag: "Sequence[LagBucket]", name: str) -> float | None:
-    """Over the tokens of all buckets: of both it is what all of them together would give."""
+    """Return the mean over the tokens of all buckets, which is exact for both figures."""
     tokens = sum(bucket.mismatch.tokens for bucket in by_lag)
     if not tokens:
         return None

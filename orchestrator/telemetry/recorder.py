@@ -1,7 +1,7 @@
-"""Interface of whoever records or shows a run; the scheduler and the trainer's handle call it.
+"""Interface of objects that record or show a run; the scheduler and the trainer's handle call it.
 
-The composition root (``tidegate.runs``) chooses the observers of a run by its settings, from
-``observability/``; a run that nobody observes has none.
+The composition root (``tidegate.runs``) chooses a run's observers by its settings, from
+``observability/``; a run that is not observed has none.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     import torch
 
 TrainerActivity = Literal["train", "wait", "publish"]
-"""What a trainer does between two marks: trains, waits for a batch, or publishes weights."""
+"""Activity of the trainer between two marks: it trains, waits for a batch, or publishes weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeInterval:
-    """An episode, or something that it did, from ``started_us`` to ``ended_us``."""
+    """An episode, or one activity of it, from ``started_us`` to ``ended_us``."""
 
     lane: int
     """Row of the timeline, counted from 1; episodes of one lane do not overlap."""
@@ -75,10 +75,10 @@ class Recorder:
         """Record a step: ``rows`` tokens by weights ``version``; ``prefills`` turns began in it."""
 
     def engine_event(self, engine: str, name: str, at_us: int, **args: object) -> None:
-        """Record an instant of an engine's life: staged, swap, paused, resumed, lost."""
+        """Record an instant of an engine: staged, swap, paused, resumed, lost."""
 
     def engine_dtype(self, engine: str, dtype: str) -> None:
-        """Record what an engine computes in, as torch spells it; empty: it does not say."""
+        """Record the dtype that an engine computes in, as torch spells it; empty if unknown."""
 
     def trainer_interval(
         self, kind: TrainerActivity, started_us: int, ended_us: int, version: int
@@ -86,13 +86,13 @@ class Recorder:
         """Record what the trainer did; ``version`` of a ``publish`` is the one published."""
 
     def episode_interval(self, interval: EpisodeInterval) -> None:
-        """Record an episode, or something that it did."""
+        """Record an episode, or one activity of it."""
 
     def batch(self, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a batch that the trainer has."""
 
     def trained_lags(self, tokens_by_lag: Mapping[int, int]) -> None:
-        """Record how many trained tokens of a batch are how many versions old."""
+        """Record the number of trained tokens of a batch by their lag in versions."""
 
     def off_policy(self, measured: OffPolicy) -> None:
         """Record how far off-policy the trainer found its last batch."""
@@ -141,7 +141,8 @@ class RunObservers(Protocol):
     def open(
         self, resumed: Resumed | None, on_failure: Callable[[RecordingFailed], None]
     ) -> Recorder | None:
-        """Start recording; called once, when the run knows what it resumes. None: nobody records.
+        """Start recording; called once, when the run knows what it resumes. None if nothing is
+        recorded.
 
         ``on_failure`` is called from another thread when the disk refuses a record.
 

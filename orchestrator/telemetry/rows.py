@@ -1,6 +1,7 @@
-"""Which rows of a batch are of one rollout? A rollout that forked has several, and counts once.
+"""Aggregation of a batch's rows by rollout: a rollout that forked has several rows, and counts
+once.
 
-It adds up and compares what rows have; what that is, whoever asks knows.
+Batch metrics, ages and the forecast use it.
 """
 
 from typing import TypeVar
@@ -12,24 +13,24 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 class RowsOfRollouts:
-    """A batch's rows [R], and the rollouts that they are of [P], in the order of their first."""
+    """Rows of a batch [R], and their rollouts [P], in the order of each one's first row."""
 
     def __init__(self, rollout_ids: npt.NDArray[np.int64]) -> None:
-        """``rollout_ids``: of each row, [R]; none at all where nothing is known to have forked."""
+        """``rollout_ids``: rollout of each row, [R]; empty if no rollout has forked."""
         self._is_one_each = len(set(rollout_ids.tolist())) == len(rollout_ids)
         if self._is_one_each:
-            return  # as mostly
+            return  # the usual case
         _, first, place = np.unique(rollout_ids, return_index=True, return_inverse=True)
         order = np.argsort(first)
         self._first = first[order]
         self._place = np.argsort(order)[place]
 
     def first(self, values: npt.NDArray[Number]) -> npt.NDArray[Number]:
-        """Of what all rows of a rollout have in common. [R] -> [P]"""
+        """Return a value that all rows of a rollout share. [R] -> [P]"""
         return values if self._is_one_each else values[self._first]
 
     def added(self, values: npt.NDArray[Number]) -> npt.NDArray[Number]:
-        """Over a rollout's rows. [R] -> [P]"""
+        """Return the sum over each rollout's rows. [R] -> [P]"""
         if self._is_one_each:
             return values
         sums = np.zeros(len(self._first), values.dtype)
@@ -37,7 +38,7 @@ class RowsOfRollouts:
         return sums
 
     def highest(self, values: npt.NDArray[Number]) -> npt.NDArray[Number]:
-        """Over a rollout's rows; of yes and no: whether any. [R] -> [P]"""
+        """Return the maximum over each rollout's rows; of bools, whether any is true. [R] -> [P]"""
         if self._is_one_each:
             return values
         most = values[self._first].copy()

@@ -1,4 +1,7 @@
-"""What does a run look like right now? Immutable snapshots; nothing here changes anything."""
+"""Immutable snapshots of a run and its engines, for users, metrics, dashboard and reports.
+
+``Rollouts.statistics()`` takes them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,12 +13,12 @@ from tidegate.orchestrator.telemetry.watchdog import Stuck
 
 
 class EngineWork(NamedTuple):
-    """What an engine has done so far, for who asks often: of a thousand engines, at each batch."""
+    """Work of an engine so far. Cheap, because each batch reads it for up to a thousand engines."""
 
     busy_us: int
-    """In steps."""
+    """Time spent in steps, in microseconds."""
     tokens: int
-    """Sampled."""
+    """Number of sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,96 +30,96 @@ class EngineStatistics:
     running_turns: int
     waiting_turns: int
     tokens: int
-    """Received from it so far."""
+    """Number of tokens received from it so far."""
     busy_s: float
-    """Time it spent in steps so far."""
+    """Seconds that it spent in steps so far."""
     is_alive: bool = True
     max_running_turns: int = 0
-    """Its decode slots."""
+    """Number of its decode slots."""
     steps: int = 0
     rows: int = 0
-    """Turns that were in its steps, added up."""
+    """Sum over its steps of the turns in each."""
     rows_squared: int = 0
-    """Of each step, added up: with this, a line can be fitted through steps' rows and times."""
+    """Sum over its steps of rows squared, for a linear fit of step time over rows."""
     rows_busy_s: float = 0.0
-    """Rows of each step times its time, added up; likewise."""
+    """Sum over its steps of rows times seconds, for the same fit."""
     model_code: str = ""
-    """Whose code computes its model: ``tidegate``, or ``transformers``, which is far slower."""
+    """Implementation of its model: ``tidegate``, or ``transformers``, which is far slower."""
     dtype: str = ""
-    """What it computes in, as torch spells it; empty: it doesn't say."""
+    """Dtype that it computes in, as torch spells it; empty if it doesn't report it."""
     block_tokens: int = 0
     """Tokens per block of its KV cache. The bits of a deterministic engine depend on it."""
     is_deterministic: bool = False
-    """Whether its turns get the same bits in every batch."""
+    """Whether a turn gets the same bits whatever other turns run beside it."""
     out_of_memory_steps: int = 0
-    """Steps for which it had no memory, and that it tried again with less."""
+    """Number of steps that ran out of memory and were repeated with less."""
     speculation: str = ""
-    """Where it takes guesses from: ``lookup``, ``rollouts`` or ``draft``; empty: it takes none."""
+    """Source of draft tokens: ``lookup``, ``rollouts`` or ``draft``; empty without speculation."""
     drafted_tokens: int = 0
-    """Guessed, and verified in a step."""
+    """Number of draft tokens verified in its steps."""
     accepted_tokens: int = 0
-    """Of them, those that were sampled: so many came without a step of their own."""
+    """Number of draft tokens that were accepted: each saved a step."""
     ranks: int = 1
-    """Processes that share its model out among them."""
+    """Number of processes that share its model."""
     quantization: str = ""
-    """What it rounds weights to: ``int8``; empty: nothing."""
+    """Quantization of its weights: ``int8``; empty for none."""
     swaps: int = 0
-    """Of weights, since it joined."""
+    """Number of weight swaps since it joined."""
     standstill_s: float = 0.0
-    """In them, no turn got on; as it says."""
+    """Seconds without decoding in these swaps, as the engine reports them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunForecast:
-    """What a run could reach, worked out from what it has measured so far.
+    """Forecast of what a run could reach, from its measurements so far.
 
-    Staleness is a mean over trained rollouts, in versions. How: tidegate.policies.predictions.
+    Staleness is a mean over trained rollouts, in versions. Formulas: tidegate.policies.predictions.
     """
 
     rho: float
-    """Throughput of the rollout over that of the trainer; above 1 the trainer is what limits."""
+    """Throughput of the rollout over that of the trainer; above 1 the trainer is the bottleneck."""
     tail_factor: float
-    """How much longer the longest rollout of a group is than a rollout, on the mean."""
+    """Mean length of a group's longest rollout over the mean length of a rollout."""
     predicted_staleness: float
-    """What it should be by now."""
+    """Mean staleness predicted for the run so far."""
     measured_staleness: float
-    """What it is."""
+    """Mean staleness measured so far."""
     saturating_staleness: int
-    """The ``max_staleness`` past which nothing is gained."""
+    """The ``max_staleness`` above which throughput does not increase."""
     batch_s: float
-    """From one batch to the next."""
+    """Mean seconds from one batch to the next."""
     attainable_batch_s: float
-    """The same if nobody waited who needn't: the slower one of rollout and trainer."""
+    """The same without avoidable waiting: the slower one of rollout and trainer."""
     advice: str
-    """In a sentence."""
+    """Advice on ``max_staleness``, in one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatistics:
-    """A run, as of one instant. Shares are of wall time since the first batch was asked for."""
+    """A run at one instant. Shares are of wall time since the first batch was asked for."""
 
     wall_s: float
     trainer_version: int
     live_version: int
-    """The oldest weights that a living engine serves."""
+    """Oldest version that a living engine serves."""
     capacity_groups: int
-    """Groups that may still be admitted now."""
+    """Number of groups that may be admitted now."""
     running_groups: int
     buffered_groups: int
     training_groups: int
-    """Handed over, and not yet published as a version that is live."""
+    """Admission places of batches that were handed over and whose version is not live yet."""
     batches: int
     trained_rollouts: int
     mixed_version_rollouts: int
-    """Trained rollouts whose tokens came from two or more versions."""
+    """Number of trained rollouts whose tokens came from two or more versions."""
     discarded_rollouts: Mapping[str, int]
     max_staleness_seen: int
     staleness_bound: int | None
-    """What the policy guarantees; None: nothing."""
+    """Staleness that the policy guarantees; None if it guarantees none."""
     mean_staleness: float
-    """Over all trained rollouts."""
+    """Mean over all trained rollouts, in versions."""
     staleness_histogram: Mapping[int, int]
-    """Trained rollouts by staleness."""
+    """Number of trained rollouts by staleness."""
     trainer_idle_share: float
     engine_idle_share: float
     tokens_per_s: float
@@ -124,48 +127,47 @@ class RunStatistics:
     evaluation_ledger: LedgerSnapshot
     engines: tuple[EngineStatistics, ...] = ()
     pause_mode: str | None = None
-    """What engines were paused by; None while they run."""
+    """Mode by which engines are paused; None while they run."""
     asleep: tuple[str, ...] = ()
-    """Which memory of the engines sleeps: ``weights``, ``kv_cache``."""
+    """Memory of the engines that sleeps: ``weights``, ``kv_cache``."""
     staging_version: int | None = None
-    """Published, and not yet staged on every engine."""
+    """Version that is published and not yet staged on every engine; None without one."""
     publish_failure: str | None = None
-    """Of a publish whose call had returned; the next publish or batch raises it."""
+    """Error of a publish whose call had returned; the next publish or batch raises it."""
     stuck: tuple[Stuck, ...] = ()
-    """What has not got on for ``stuck_after_s`` or longer, the longest first."""
+    """Things without progress for ``stuck_after_s`` or longer, the longest first."""
     forecast: RunForecast | None = None
-    """None before there were two batches."""
+    """Forecast from the measurements so far; None before two batches."""
     discards: Mapping[str, DiscardStatistics] = field(default_factory=dict)
-    """By reason: how long they were, and of which tasks."""
+    """Discarded rollouts by reason: how many, how long, and of which tasks."""
     length_bias: LengthBiasStatistics | None = None
-    """None before anything was trained."""
+    """Length of trained against generated rollouts; None before any was trained."""
     prefilled_tokens: int = 0
-    """Context that turns started from, or that was computed again for one; since this process
-    began."""
+    """Context tokens that turns started from, recomputations included; since this process began."""
     cached_tokens: int = 0
-    """Of it, what engines needed not compute, for another turn had, with the same weights."""
+    """Number of these whose KV was cached: another turn had computed it with the same weights."""
     parked_episodes: int = 0
-    """That wait for newer weights between two turns."""
+    """Number of episodes parked until newer weights are live."""
     staleness_in_flight: Mapping[int, int] = field(default_factory=dict)
-    """Trained rollouts by versions published from their oldest trained token to their group's end;
-    since this process began, as the six after this."""
+    """Number of trained rollouts by versions published from their oldest trained token to their
+    group's end. This and the next six fields count since this process began."""
     staleness_in_queue: Mapping[int, int] = field(default_factory=dict)
-    """By versions published from there until they were handed over."""
+    """Number of trained rollouts by versions published from their group's end to hand-over."""
     waited_groups: int = 0
-    """Trained, and known when they ended."""
+    """Number of trained groups whose episodes' ends are known."""
     group_wait_s: float = 0.0
-    """From the first end of an episode in a group to the last, added up over them."""
+    """Seconds from the first end of an episode in a group to the last, summed over these groups."""
     episode_s: Mapping[str, float] = field(default_factory=dict)
-    """Of all episodes, spent in environments, tools, scores, and what they named: by name."""
+    """Seconds that all episodes spent in environments, tools, scoring and named activities."""
     trainer_s: Mapping[str, float] = field(default_factory=dict)
-    """What the trainer spent on each activity: train, wait, publish."""
+    """Seconds that the trainer spent on each activity: train, wait, publish."""
     publishes: int = 0
-    """In that time."""
+    """Number of publishes in that time."""
     loop_longest_block_s: float = 0.0
-    """Longest time for which the run's event loop could do nothing else; since this process
-    began. Blocks shorter than half a second may be missed."""
+    """Longest time in seconds for which the run's event loop was blocked; since this process began.
+    Blocks shorter than half a second may be missed."""
     batches_untold: int = 0
-    """Whose figures ``on_batch`` raised at."""
+    """Number of batches for which the user's ``on_batch`` raised an exception."""
 
     @property
     def mixed_version_share(self) -> float:
@@ -174,28 +176,28 @@ class RunStatistics:
 
     @property
     def mean_staleness_in_flight(self) -> float:
-        """The part of staleness that is of sampling; 0 where nothing is known."""
+        """Mean staleness that arose before the group's end; 0 if unknown."""
         return _mean(self.staleness_in_flight)
 
     @property
     def mean_staleness_in_queue(self) -> float:
-        """The part that is of waiting for the trainer; likewise."""
+        """Mean staleness that arose while the group waited for the trainer; 0 if unknown."""
         return _mean(self.staleness_in_queue)
 
     @property
     def mean_group_wait_s(self) -> float:
-        """How long groups waited for their last rollout, from their first one on."""
+        """Mean seconds from a group's first ended episode to its last."""
         return self.group_wait_s / max(1, self.waited_groups)
 
     @property
     def standstill_s(self) -> float:
-        """How long a living engine stood still for a swap of weights, on the mean."""
+        """Mean seconds that a living engine stood still for a weight swap."""
         swaps = sum(engine.swaps for engine in self.engines)
         return sum(engine.standstill_s for engine in self.engines) / max(1, swaps)
 
     @property
     def cached_share(self) -> float:
-        """Share of the context that engines needed not compute."""
+        """Share of context tokens whose KV was cached."""
         return self.cached_tokens / max(1, self.prefilled_tokens)
 
 

@@ -1,7 +1,8 @@
-"""How much of a run did trainer and engines spend idle? Kept from the trainer's side.
+"""Idle shares of trainer and engines, and the trainer's time by activity.
 
-The window measured begins when the first batch is asked for and ends with the trainer's last
-activity, so set-up, warm-up and evaluation don't count.
+The trainer's handle marks each change of activity. The window measured begins when the first batch
+is asked for and ends with the trainer's last activity, so set-up, warm-up and evaluation don't
+count.
 """
 
 import time
@@ -15,18 +16,18 @@ from tidegate.orchestrator.telemetry.statistics import EngineWork
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the window saw."""
+    """Figures of the window so far."""
 
     wall_s: float = 0.0
     trainer_idle_share: float = 0.0
-    """Of the window, the trainer waited for batches."""
+    """Share of the window in which the trainer waited for batches."""
     engine_idle_share: float = 0.0
-    """Of the window, an engine was in no step; the mean over engines."""
+    """Share of the window in which an engine was in no step; the mean over engines."""
     tokens_per_s: float = 0.0
 
     @property
     def trainer_busy_s(self) -> float:
-        """Of the window, the trainer trained or published."""
+        """Seconds of the window in which the trainer trained or published."""
         return self.wall_s * (1 - self.trainer_idle_share)
 
 
@@ -35,7 +36,7 @@ def _monotonic_us() -> int:
 
 
 class Timekeeper:
-    """Follows the trainer from one activity to the next."""
+    """Measures the trainer's activities, one after the other."""
 
     def __init__(
         self, recorder: Recorder | None, *, now_us: Callable[[], int] = _monotonic_us
@@ -46,13 +47,13 @@ class Timekeeper:
         """When the present activity began; None before the first batch is asked for."""
         self._spent_us: Counter[TrainerActivity] = Counter()
         self.publishes = 0
-        """That this time went to."""
+        """Number of publishes in the measured time."""
         self._window_us: tuple[int, int] = (0, 0)
         self._first: Mapping[str, EngineWork] = {}
         self._last: Mapping[str, EngineWork] = {}
 
     def mark(self, ended: TrainerActivity, version: int, engines: Mapping[str, EngineWork]) -> None:
-        """The trainer did ``ended`` until now. The first mark only opens the window."""
+        """Note that the trainer did ``ended`` until now. The first mark only opens the window."""
         now_us = self._now_us()
         if self._since_us is None:
             self._window_us, self._first = (now_us, now_us), engines
@@ -70,11 +71,11 @@ class Timekeeper:
         return self._since_us is not None
 
     def spent_s(self) -> dict[str, float]:
-        """What the trainer has spent on each of its activities."""
+        """Return the trainer's seconds by activity."""
         return {activity: us / 1e6 for activity, us in sorted(self._spent_us.items())}
 
     def usage(self) -> Usage:
-        """The window so far."""
+        """Return the figures of the window so far."""
         wall_s = (self._window_us[1] - self._window_us[0]) / 1e6
         if wall_s <= 0:
             return Usage()

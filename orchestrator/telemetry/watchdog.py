@@ -1,7 +1,7 @@
-"""What has not got on for too long? Names it, says where it is, and for how long.
+"""Watchdog: remembers how far things have come, and names those without progress for too long.
 
-It is told now and then how far everything is, and remembers since when that has not changed. It
-knows nothing of what it watches; time is an argument.
+:class:`RunWatch` feeds it, and :class:`RunStatistics` shows its findings, as well as those of
+:class:`LoopWatch`. Time is an argument.
 """
 
 from collections.abc import Hashable
@@ -11,18 +11,18 @@ from typing import Literal
 What = Literal["engine", "turn", "episode", "publish", "trainer", "tasks", "loop", "memory"]
 
 STUCK_MAX = 100
-"""Named at once, those that wait longest; where so many are stuck, the others are so alike."""
+"""Findings kept at a time, the longest first; further ones are alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """One thing that has not got on for longer than it should take."""
+    """One thing that has made no progress for longer than it should take."""
 
     what: What
-    """``engine``: it makes no step. ``turn``: it gets no token. ``episode``: the user's code
+    """Kind. ``engine``: it makes no step. ``turn``: it gets no token. ``episode``: the user's code
     neither asks for a turn nor returns. ``publish``: engines don't take new weights. ``trainer``:
-    all wait for it to publish. ``tasks``: the user's iterator gives none. ``loop``: the user's code
-    keeps the run's event loop to itself. ``memory``: what should be gone by now is not."""
+    everything waits for it to publish. ``tasks``: the user's iterator gives none. ``loop``: the
+    user's code blocks the run's event loop. ``memory``: ended episodes are still referenced."""
     who: str
     where: str
     waited_s: float
@@ -32,7 +32,7 @@ class Stuck:
 
 
 class _Seen:
-    """Since when a thing has been as far as it is."""
+    """Progress of a thing, and since when it has not changed."""
 
     __slots__ = ("progress", "since_s")
 
@@ -45,37 +45,37 @@ _Key = tuple[What, int | str]
 
 
 class Watchdog:
-    """Looks at everything in rounds: :meth:`begin`, :meth:`is_stuck` of each, :meth:`end`."""
+    """Checks things in rounds: :meth:`begin`, :meth:`is_stuck` for each, :meth:`end`."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._now_s = 0.0
         """When this round began."""
         self._before: dict[_Key, _Seen] = {}
-        """What the last round saw."""
+        """Progress as of the last round."""
         self._seen: dict[_Key, _Seen] = {}
-        """What this one has seen so far."""
+        """Progress as of this round, so far."""
         self._found: dict[_Key, Stuck] = {}
-        """And found to be stuck."""
+        """Things found stuck in this round."""
         self._named: set[_Key] = set()
-        """What the last whole round found."""
+        """Things found stuck in the last complete round."""
         self.stuck: tuple[Stuck, ...] = ()
-        """All of that, as of then; what has waited longest first."""
+        """Findings of the last complete round, the longest first."""
 
     def begin(self, now_s: float) -> None:
-        """A new round; what is not looked at in it is there no more."""
+        """Begin a round; things not checked in it are forgotten."""
         self._now_s = now_s
         self._before, self._seen, self._found = self._seen, {}, {}
 
     def is_stuck(
         self, what: What, who: int | str, progress: Hashable, patience: float = 1.0
     ) -> bool:
-        """Take in how far one thing is; if it is stuck, say so by :meth:`name`.
+        """Note one thing's progress; return whether it is stuck. If so, call :meth:`name`.
 
-        ``who`` is unique among its kind; a rollout's is its number. ``progress`` differs from what
-        it was whenever the thing has got on. It may take ``patience`` times as long as others.
+        ``who`` is unique within its kind; a rollout's is its number. ``progress`` is a value that
+        differs whenever the thing has advanced. ``patience`` is a factor of the allowed time.
 
-        Run once per rollout and round, and there may be a hundred thousand of those.
+        Called once per rollout and round, of which there may be a hundred thousand.
         """
         key = (what, who)
         seen = self._before.get(key)
@@ -85,13 +85,13 @@ class Watchdog:
         return self._now_s - seen.since_s >= self._patience_s * patience
 
     def name(self, what: What, who: int | str, where: str) -> None:
-        """This is stuck, and there is so much to say of it."""
+        """Add a finding to this round."""
         waited_s = self._now_s - self._seen[what, who].since_s
         name = who if isinstance(who, str) else f"rollout {who}"
         self._found[what, who] = Stuck(what, name, where, waited_s)
 
     def end(self) -> list[Stuck]:
-        """What this round has found to be stuck, and the one before had not."""
+        """End the round; return the findings that the round before did not have."""
         news = [stuck for key, stuck in self._found.items() if key not in self._named]
         self._named = set(self._found)
         by_time = sorted(self._found.values(), key=lambda stuck: -stuck.waited_s)

@@ -1,1 +1,1 @@
-"""Weight versions on their way to the engines; pauses and sleep."""
+"""Weight versions on their way to engines, pauses and sleep."""

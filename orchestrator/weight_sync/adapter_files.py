@@ -1,6 +1,7 @@
-"""What is a LoRA adapter, as PEFT writes it or as a trainer holds it? Read, named, or refused.
+"""Reads LoRA adapters, from PEFT directories or a trainer's tensors, and checks that they are
+served.
 
-It knows neither engines nor versions, nor whether an adapter fits a model: engines do.
+``Rollouts.publish_adapter`` uses it. Whether an adapter fits a model is checked by engines.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 NAME_BYTES_MAX = 128
 
 PREFIX = "base_model.model."
-"""What PEFT puts before the model's own names."""
+"""Prefix that PEFT adds to the model's own parameter names."""
 
 UNSERVED = {
     "use_dora": "DoRA",
@@ -39,31 +40,31 @@ UNSERVED = {
     "use_qalora": "QA-LoRA",
     "arrow_config": "Arrow",
 }
-"""Fields of a config that ask, where they are set, for more than two matrices and a scale."""
+"""PEFT config fields that, if set, need more than two matrices and a scale, and their names."""
 
 INITS_OF_THEIR_OWN_BASE = ("pissa", "olora", "loftq", "corda")
-"""They change the model's own weights when they begin."""
+"""Initialisations that change the model's own weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """An adapter, ready to be sent."""
+    """An adapter that is ready to be sent."""
 
     scale: float
-    """What the product of its matrices is multiplied by."""
+    """Factor of the product of its matrices."""
     tensors: "dict[str, torch.Tensor]"
-    """As the protocol names them: ``model.layers.0.self_attn.q_proj.lora_A.weight``."""
+    """Tensors by their names in the protocol: ``model.layers.0.self_attn.q_proj.lora_A.weight``."""
 
 
 def load_adapter(
     adapter: "Mapping[str, torch.Tensor] | str | Path", config: object = None
 ) -> LoadedAdapter:
-    """Read an adapter: from a directory of PEFT's, or of tensors and their config.
+    """Read an adapter from a PEFT directory, or from tensors and their config.
 
     ``config`` is a ``peft.LoraConfig``, or a mapping with ``r`` and ``lora_alpha`` at least.
 
     Raises:
-        ConfigError: it is no LoRA adapter, or one that asks for more than engines have.
+        ConfigError: it is no LoRA adapter, or needs more than engines support.
     """
     if isinstance(adapter, (str, Path)):
         if config is not None:
@@ -77,10 +78,10 @@ def load_adapter(
 
 
 def checked_name(name: str) -> str:
-    """An adapter's name, as turns will ask for it.
+    """Return an adapter's name, if it is valid.
 
     Raises:
-        ConfigError: nobody could ask for it.
+        ConfigError: it is not.
     """
     if not isinstance(name, str) or not 0 < len(name.encode()) <= NAME_BYTES_MAX:
         raise ConfigError(
@@ -114,7 +115,7 @@ def _fields(config: object) -> dict[str, Any]:
 
 
 def _scale(fields: Mapping[str, Any]) -> float:
-    """alpha / r; rank-stabilised: alpha / sqrt(r), Kalajdzievski 2023, arXiv:2312.03732."""
+    """Return alpha / r; rank-stabilised: alpha / sqrt(r), Kalajdzievski 2023, arXiv:2312.03732."""
     kind = str(getattr(fields.get("peft_type"), "value", fields.get("peft_type") or "LORA"))
     if kind != "LORA":
         raise ConfigError(f"the adapter is a {kind}; engines serve LoRA")
@@ -145,7 +146,7 @@ def _scale(fields: Mapping[str, Any]) -> float:
 
 
 def _refuse_other_ranks(tensors: "Mapping[str, torch.Tensor]", rank: int) -> None:
-    """The scale is by the config's rank: of another one's tensors it would be wrong, unnoticed."""
+    """Refuse tensors of another rank than the config's, whose scale would silently be wrong."""
     for name, tensor in tensors.items():
         has = tensor.shape[0 if ".lora_A." in name else -1] if tensor.ndim == 2 else rank
         if has != rank:

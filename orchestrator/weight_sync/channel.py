@@ -1,6 +1,6 @@
-"""Which way does a run publish its weights? By the sender that its settings ask for.
+"""The sender of a run's weight channel, chosen by ``weight_channel``.
 
-It knows neither engines nor what a version is laid over.
+`trainer/run.py` opens it, and the publish path writes to it.
 """
 
 from collections.abc import Collection, Mapping
@@ -27,7 +27,7 @@ def open_channel(
     """The run's end of its weight channel.
 
     Raises:
-        ConfigError: nothing can be written or bound there, or there is no such GPU.
+        ConfigError: the channel can't write or bind there, or there is no such GPU.
     """
     if settings.weight_channel == cuda_ipc.NAME:
         try:
@@ -45,13 +45,13 @@ def write_on_gpu(
     keep: Collection[int],
     has_checksums: bool,
 ) -> list[UpdateWeights]:
-    """Put a state dict where engines on its GPU can read it. Blocks.
+    """Write a state dict where engines on its GPU can read it. Blocks.
 
     Raises:
-        WeightsRefused: it is not on that GPU, or there is no room for another.
+        WeightsRefused: it is not on that GPU, or there is no memory for another.
     """
     tensors = [NamedTensor(*named) for named in distinct_tensors(state_dict)]
-    # Of what is sent, not of what was written: so an error in between shows too.
+    # Computed over the source tensors, so that an error of the copy shows too.
     sums = {tensor.name: crc32_of(tensor.data) for tensor in tensors} if has_checksums else {}
     chunks = channel.write(version, tensors, keep=keep)
     return with_checksums(chunks, sums) if sums else chunks

@@ -1,6 +1,8 @@
-"""The asyncio shell around :class:`tidegate.orchestrator.core.weight_control.WeightControl`.
+"""Asyncio shell around :class:`tidegate.orchestrator.core.weight_control.WeightControl`.
 
-It has trainers' calls wait, feeds the state machine what engines say, and carries its commands out.
+The engine side makes one. It lets trainers' calls wait, feeds the state machine with engines'
+messages, and carries out its commands. It holds no pause state of its own: which pause the run
+wants is in ``WeightControl``, and each engine's part is in its ``PauseGate``.
 """
 
 import asyncio
@@ -36,49 +38,49 @@ log = logging.getLogger("tidegate")
 
 
 HEADER_BYTES = 256
-"""Of a message of weights, what is added for each engine: the versions it may be laid over."""
+"""Bytes added to a weights message for each engine: the versions that it may be laid over."""
 
 
 class Shell(Protocol):
-    """The run, as far as commands concern it."""
+    """Methods of :class:`EngineSide` that weight control calls."""
 
     @property
     def core(self) -> Core:
-        """The run's."""
+        """The run's core."""
 
     def handle(self, events: Iterable[ev.Event]) -> None:
         """Feed events to the core."""
 
     def send(self, outgoing: Sequence[tuple[str, Message]]) -> None:
-        """Send messages to engines, after all that was posted before."""
+        """Send messages to engines, after all messages posted before."""
 
     def when_safe(self, action: Callable[[], None]) -> None:
-        """Do this once no crash can undo what has been handled so far."""
+        """Call ``action`` once no crash can undo the events handled so far."""
 
     def give_up_engine(self, engine: str, why: str) -> None:
-        """Strike an engine that doesn't answer."""
+        """Remove an engine that does not answer."""
 
     def refuse_engine(self, engine: str, why: str) -> None:
-        """An engine can't be of this run any more; tell it, and strike it."""
+        """Remove an engine that refuses the weights that others serve, and tell it why."""
 
     def hold_batches(self, is_held: bool) -> None:
-        """Hand over no batch while it is undecided which version the trainer has made."""
+        """Hold batches while the trainer's version is undecided, or hand them over again."""
 
     def stand_still(self, is_still: bool) -> None:
-        """Count no episode's time while engines are paused."""
+        """Stop the clocks of all episodes while engines are paused, or start them again."""
 
     def staged(self, engine: str, version: int) -> None:
-        """An engine holds new weights beside its live ones."""
+        """Record that an engine holds new weights beside its live ones."""
 
     def swapped(self, engine: str, message: WeightsLive) -> None:
-        """An engine serves other weights from now on."""
+        """Note that an engine serves other weights from now on."""
 
     def hello_of(self, engine: str) -> Hello | None:
-        """What an engine said of itself; None if it has gone again."""
+        """Return an engine's hello; None if the engine has left again."""
 
 
 class EngineControl:
-    """Weights, pauses and sleep of every engine, for trainers' coroutines."""
+    """Weights, pauses and sleep of all engines, as coroutines for the trainer's calls."""
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class EngineControl:
         self._waiting = waiting
         self._numbers = itertools.count()
         self._outcomes: dict[int, wc.Resolve] = {}
-        """Call -> how it has ended, until its coroutine looks."""
+        """Results of ended calls, until their coroutines read them."""
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self.state = WeightControl(
             init_weights,
@@ -104,12 +106,12 @@ class EngineControl:
             weights_timeout_s=settings.weights_timeout_s,
             pause_timeout_s=pause_timeout_s,
         )
-        """What is so; read it, and change nothing."""
+        """The state machine; read it, but change it only here."""
 
     # ------------------------------------------------------------ engines
 
     def joined(self, engine: str, version: int) -> None:
-        """An engine came, serving ``version``."""
+        """Note that an engine has joined, serving ``version``."""
         hello = self._shell.hello_of(engine)
         memory = None
         if hello is not None:
@@ -119,11 +121,11 @@ class EngineControl:
         self._handle(wc.EngineCame(engine, version, memory))
 
     def left(self, engine: str) -> None:
-        """An engine is gone."""
+        """Note that an engine is gone."""
         self._handle(wc.EngineGone(engine))
 
     def heard(self, engine: str, message: FromEngine) -> bool:
-        """An engine has answered; False if that is about something else."""
+        """Handle an engine's message; False if it is about something else."""
         if not isinstance(message, wc.Answer):
             return False
         if isinstance(message, SleepFailed):
@@ -138,16 +140,15 @@ class EngineControl:
     async def reserve(
         self, *, is_part: bool = False, has_deltas: bool = False, first_bad: int | None = None
     ) -> Reserved:
-        """Wait until the weight channel's buffer may be overwritten; what to write there.
+        """Wait until the weight channel's buffer may be overwritten; return what to write there.
 
-        It must be followed by :meth:`publish` or :meth:`release`. A version that is still being
-        staged is given up for this one. ``is_part``: only some tensors, or an adapter, will be
-        written; ``has_deltas``: tensors that are as they were may be left out. ``first_bad``: from
-        this version on, what was published is bad; engines are paused first.
+        Call :meth:`publish` or :meth:`release` afterwards. A version that is still being staged is
+        abandoned for this one. ``is_part``: only some tensors, or an adapter, will be written;
+        ``has_deltas``: unchanged tensors may be left out. ``first_bad``: versions from this one on
+        are bad, and engines are paused first (rollback).
 
         Raises:
-            EngineLagging: an engine still read the buffer after ``weights_timeout_s``. It is given
-                up.
+            EngineLagging: an engine that still read it after ``weights_timeout_s`` is given up.
             WeightsRefused: a part would be laid over weights that this process doesn't know.
             TidegateError: an earlier publish failed after its call had returned.
         """
@@ -157,7 +158,7 @@ class EngineControl:
         return cast(Reserved, await self._ask(asked))
 
     def release(self) -> None:
-        """Nothing will be published in the buffer reserved; what it was reserved over is gone."""
+        """Give up the reserved buffer; the version that was abandoned for it stays abandoned."""
         self._handle(wc.ReserveGivenUp())
 
     async def publish(
@@ -197,43 +198,45 @@ class EngineControl:
         await self._ask(wc.PublishAsked(number, version, chunks, wait, change, is_rollback))
 
     def choose_kv_policy(self, kv_policy: KvPolicy) -> None:
-        """What the next swap does to the KV of turns that are kept."""
+        """Set what the next swap does to the KV of kept turns."""
         self._handle(wc.KvPolicyChosen(kv_policy))
 
     # ------------------------------------------------------------ pauses and sleep
 
     async def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:
-        """Return once no turn runs on any engine, and with ``clear_cache`` no KV waits for one.
+        """Pause all engines, or resume them if ``mode`` is None; return once all have confirmed.
 
-        None has engines go on. ``wait`` takes as long as the longest turn. An engine that doesn't
-        stop in time, though it could, is given up, as one that is silent. If it is cancelled, the
-        pause may hold all the same; resume to be sure. While engines sleep it counts once they are
-        awake.
+        Afterwards no turn runs, and with ``clear_cache`` no KV is kept for one. ``wait`` takes as
+        long as the longest turn. An engine that does not confirm in time is given up. If the call
+        is cancelled, the pause may hold all the same; resume to be sure. While engines sleep, it
+        takes effect once they are awake.
         """
         await self._ask(wc.PauseAsked(next(self._numbers), mode, clear_cache))
 
     async def stand_still(self, is_still: bool) -> None:
-        """As the run itself wants it; afterwards what the user asked for holds again."""
+        """Pause engines for the staleness policy; afterwards the user's pause holds again."""
         await self._ask(wc.StandStillAsked(next(self._numbers), is_still))
 
     async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode) -> int:
-        """Return once this sleeps on every engine; by how many bytes less they count together.
+        """Return once this memory sleeps on every engine, with the bytes that they returned
+        together.
 
-        Engines are paused first, and no weights are on their way.
+        Engines are paused first, and versions under way are waited for.
 
         Raises:
-            ConfigError: an engine can't sleep at this level, or couldn't have its weights again.
-            SleepFailed: some engine can't. The others sleep.
+            ConfigError: an engine can't sleep at this level, or couldn't get its weights again.
+            SleepFailed: some engine failed to sleep. The others sleep.
         """
         return cast(int, await self._ask(wc.SleepAsked(next(self._numbers), level, tags, mode)))
 
     async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
-        """Return once this is awake on every engine. Once all is, engines go on, if nothing else
-        pauses them; those that have forgotten their weights get the ones released last, if no newer
-        came.
+        """Return once this memory is awake on every engine.
+
+        When nothing sleeps any more, engines resume unless another pause holds. Engines that have
+        dropped their weights get the ones released last, if no newer ones came.
 
         Raises:
-            SleepFailed: some engine has no memory for it, or lacks weights and there are none.
+            SleepFailed: some engine lacks memory for it, or lacks weights and there are none.
         """
         tags = MEMORY_TAGS if tags is None else tags
         await self._ask(wc.WakeAsked(next(self._numbers), tags))
@@ -249,7 +252,7 @@ class EngineControl:
         | wc.SleepAsked
         | wc.WakeAsked,
     ) -> object:
-        """Have the state machine begin a call, and go on with it whenever it is woken."""
+        """Begin a call in the state machine, and continue it when woken, until it is resolved."""
         number, event = asked.call, cast(wc.Event, asked)
         try:
             while number not in self._outcomes:
@@ -320,7 +323,7 @@ class EngineControl:
 
 
 def _refuse_too_large(chunk: UpdateWeights) -> None:
-    """Refuse weights that no engine could be told of, before any engine is."""
+    """Refuse weights whose message would exceed the frame limit, before any engine gets one."""
     bytes_max = FRAME_BYTES_MAX_BY_KIND["update_weights"] - HEADER_BYTES
     if len(encode(chunk)) > bytes_max:
         raise WeightsRefused(

@@ -1,6 +1,6 @@
-"""Which other versions is an archived one made of? What stands beside its tensors, to be read back.
+"""File beside an archived weight version that names the other versions it is made of.
 
-It knows no tensors. A whole set of the model's tensors alone has no such file.
+The publish path writes it, and the audit reads it. A whole set of the model's own tensors has none.
 """
 
 from pathlib import Path
@@ -14,42 +14,42 @@ PARTS_FILE = "parts.json"
 
 
 class ArchivedAdapter(msgspec.Struct, frozen=True):
-    """Where an adapter's tensors are."""
+    """Where an adapter's tensors are archived."""
 
     version: int
-    """They are archived with this one."""
+    """Version whose archive holds the adapter's tensors."""
     scale: float
 
 
 class WeightParts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a version is, beside the tensors archived with it."""
+    """What a version consists of, beside the tensors archived with it."""
 
     over: int | None = None
-    """The version that they are laid over; None: they are a whole set."""
+    """Version that they are laid over; None if they are a whole set."""
     is_adapter: bool = False
-    """Whether they are an adapter's instead of the model's."""
+    """Whether the tensors are an adapter's instead of the model's."""
     adapters: dict[str, ArchivedAdapter] = {}
-    """The LoRA adapters that the version has, by name."""
+    """LoRA adapters of the version, by name."""
 
     @property
     def file_name(self) -> str:
-        """What the tensors' file is called: not what a whole set is, for it would be loaded as one
-        and what it lacks be made up."""
+        """Name of the tensors' file. A part is not named as a whole set, because it would be loaded
+        as one and its missing tensors initialised at random."""
         if self.is_adapter:
             return "adapter.safetensors"
         return "model.safetensors" if self.over is None else "part.safetensors"
 
     def write(self, directory: Path) -> None:
-        """Leave this beside the tensors, if there is anything to say."""
+        """Write the file beside the tensors, unless they are a whole set without adapters."""
         if self != WHOLE:
             (directory / PARTS_FILE).write_bytes(msgspec.json.encode(self))
 
     @classmethod
     def read(cls, directory: Path) -> "WeightParts":
-        """What stands beside the tensors in ``directory``.
+        """Return the parts of the version archived in ``directory``.
 
         Raises:
-            AuditError: it can't be read.
+            AuditError: the file can't be read.
         """
         path = directory / PARTS_FILE
         if not path.is_file():
@@ -61,4 +61,4 @@ class WeightParts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 WHOLE = WeightParts()
-"""A whole set, and nothing beside it."""
+"""A whole set without adapters."""

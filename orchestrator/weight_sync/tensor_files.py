@@ -1,8 +1,8 @@
-"""Reader of safetensors files that copies their tensors, for files that others may change.
+"""Reader of safetensors files that copies their tensors, for files that may change meanwhile.
 
-The library maps a file: one that is truncated afterwards ends the process by SIGBUS, and one that
-is overwritten changes the tensors. The format: a length (u64, little-endian), JSON of so many bytes
-with each tensor's dtype, shape and place, then the data.
+The safetensors library maps a file: if it is truncated afterwards, SIGBUS ends the process, and if
+it is overwritten, the tensors change. The format: a length (u64, little-endian), that many bytes of
+JSON with each tensor's dtype, shape and place, then the data.
 """
 
 import json
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 HEADER_BYTES_MAX = 100_000_000
-"""The library's own limit."""
+"""Limit of the safetensors library itself."""
 
 DTYPES = {
     "F64": "float64",
@@ -33,11 +33,11 @@ DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""Those of the format, as torch calls them."""
+"""Dtypes of the format, by their torch names."""
 
 
 def read_header(fd: int) -> tuple[dict[str, dict[str, Any]], int]:
-    """The entry of each tensor in an open file, by name, and where the data begins.
+    """Return the entry of each tensor in an open file, by name, and the offset of the data.
 
     Raises:
         OSError, ValueError: the file is cut off, or not of this format.
@@ -56,7 +56,7 @@ def read_header(fd: int) -> tuple[dict[str, dict[str, Any]], int]:
 
 
 def read_tensor_file(path: Path) -> "dict[str, torch.Tensor]":
-    """Copies of all tensors of a safetensors file.
+    """Return copies of all tensors of a safetensors file.
 
     Raises:
         OSError, ValueError: it can't be read, is damaged, or was changed while it was read.

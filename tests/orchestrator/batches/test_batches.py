@@ -13,7 +13,7 @@ from tidegate.transport.messages import SamplingParams
 
 
 def rollout(group_id: int, index: int, reward: float, turns: list[list[int]]) -> Rollout:
-    """Two prompt tokens before each turn, whose tokens are sampled by the versions given."""
+    """Make a rollout with two prompt tokens before each turn, sampled by the given versions."""
     made = Rollout(group_id * 10 + index, group_id, index)
     for versions in turns:
         made.extend([1, 2])
@@ -86,7 +86,7 @@ def test_rewards_that_a_batch_can_not_tell_apart_have_no_advantage() -> None:
 
 
 def some_groups(random: Random) -> list[Group]:
-    """Of several sizes; some have lost rollouts, or branches, or are the rests of others."""
+    """Make groups of several sizes, some with lost rollouts or branches, or rests of groups."""
     groups: list[Group] = []
     for group_id in random.sample(range(9), 4):
         count = random.randrange(1, 5)

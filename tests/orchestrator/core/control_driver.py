@@ -1,4 +1,4 @@
-"""Drives the state machine of weights, pauses and sleep, and carries its commands out at once."""
+"""Test driver of :class:`WeightControl`: carries its commands out at once, without a loop."""
 
 import itertools
 from collections.abc import Sequence
@@ -37,10 +37,10 @@ def finish(engine: str, version: int) -> Outgoing:
 
 
 class ControlDriver:
-    """A run's shell without a loop: what is woken goes on before the next event."""
+    """Shell of the state machine; a woken call continues before the next event."""
 
     def __init__(self, *engines: str, is_safe: bool = True, **settings: Any) -> None:
-        """``is_safe``: whether what was decided is safe from a crash at once."""
+        """``is_safe``: whether decisions are committed at once."""
         self.state = WeightControl(
             INIT, **{"pause_mode": "keep", "kv_policy": "recompute"} | settings
         )
@@ -60,7 +60,7 @@ class ControlDriver:
             assert self.join(engine) == [(engine, INIT)]
 
     def do(self, event: wc.Event) -> Outgoing:
-        """Have one event handled, and all that follows from it; what was sent."""
+        """Handle one event and all that follows from it; return the messages sent."""
         before = len(self.sent)
         woken: list[int] = []
         self._handle(event, woken)
@@ -133,20 +133,20 @@ class ControlDriver:
     # ------------------------------------------------------------ calls
 
     def ask(self, kind: Any, *arguments: Any, **named: Any) -> int:
-        """Begin a call; its number."""
+        """Begin a call; return its number."""
         number = next(self.numbers)
         self.do(kind(number, *arguments, **named))
         return number
 
     def result(self, call: int) -> Any:
-        """What a call has come to; raises what it has failed of."""
+        """Return a call's result, or raise its error."""
         ended = self.ended[call]
         if ended.error is not None:
             raise ended.error
         return ended.value
 
     def reserve(self, **asked: bool) -> Reserved:
-        """The buffer, which nobody reads."""
+        """Reserve the buffer, which no engine reads."""
         reserved = self.result(self.ask(wc.ReserveAsked, self.next_version, **asked))
         assert isinstance(reserved, Reserved)
         return reserved
@@ -158,7 +158,7 @@ class ControlDriver:
         change: Change = anew,
         wait: wc.PublishWait = "live",
     ) -> Outgoing:
-        """What engines are sent for a version that was written."""
+        """Publish a written version; return the messages sent."""
         before = len(self.sent)
         self.call = self.ask(
             wc.PublishAsked, version, chunks or [chunk(version)], wait=wait, change=change
@@ -166,7 +166,7 @@ class ControlDriver:
         return self.sent[before:]
 
     def bring(self, version: int, *engines: str) -> None:
-        """Publish a version to the end."""
+        """Publish a version until all engines serve it."""
         assert self.reserve().version == version
         self.publish(version)
         for engine in engines:

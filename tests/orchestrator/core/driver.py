@@ -1,4 +1,4 @@
-"""Drives a core by hand, or by chance: plays the engines, the episodes and the trainer."""
+"""Test driver of a core: plays the engines, the episodes and the trainer."""
 
 import random
 from array import array
@@ -35,7 +35,7 @@ def step(
     rows: Iterable[tuple[int, list[int], int]],
     prefills: list[Prefill] | None = None,
 ) -> ev.StepArrived:
-    """A step message's content: (handle, tokens, finish code) per row."""
+    """Make a step event from (handle, tokens, finish code) rows."""
     rows = list(rows)
     tokens = [token for _, row, _ in rows for token in row]
     return ev.StepArrived(
@@ -52,16 +52,16 @@ def step(
 
 @dataclass
 class FakeEngine:
-    """An engine's queue, without the model: tokens come when the driver says so."""
+    """Queue of an engine without a model: tokens come when the driver says so."""
 
     version: int
     turns: dict[int, SubmitTurn] = field(default_factory=dict)
     sampled: dict[int, int] = field(default_factory=dict)
-    """Tokens of each submission."""
+    """Number of tokens sampled for each submission."""
 
 
 class Driver:
-    """A core, and everything around it."""
+    """A core with fake engines, episodes and trainer."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Driver:
         self.stopped: list[Rollout] = []
         self.core = self.new_core()
         self.records: list[bytes] = []
-        """Every event so far, as a journal would have it."""
+        """Every event so far, as journal records."""
         self.chance = random.Random(seed)
         self.engines: dict[str, FakeEngine] = {}
         self.running: dict[int, Rollout] = {}
@@ -98,17 +98,17 @@ class Driver:
         self.next_task = 0
         self.published = 0
         self.batches_published = 0
-        """Batches that the newest version was made from, and all before it."""
+        """Number of batches from which the newest version and all before it were made."""
         self.do(ev.TasksOffered())
 
     def new_core(self) -> Core:
-        """One that nothing has happened to."""
+        """Make a core with this driver's rules."""
         return Core(self.rules, survives_crashes=True)
 
     # ------------------------------------------------------------ one event
 
     def do(self, event: ev.Event) -> list[ev.Command]:
-        """Feed an event, carry out what the core says, and check its invariants."""
+        """Feed an event, carry out the core's commands, and check its invariants."""
         self.records.append(encode_event(event, self.core))
         commands = self.core.handle(event)
         for command in commands:
@@ -143,18 +143,18 @@ class Driver:
     # ------------------------------------------------------------ whole actions
 
     def join(self, engine: str, version: int | None = None) -> None:
-        """An engine comes; with the newest weights unless told otherwise."""
+        """Add an engine, with the newest weights unless told otherwise."""
         version = self.published if version is None else version
         self.engines[engine] = FakeEngine(version)
         self.do(ev.EngineJoined(engine, version, 4))
 
     def leave(self, engine: str) -> None:
-        """An engine is lost with all it had."""
+        """Remove an engine with all its turns."""
         del self.engines[engine]
         self.do(ev.EngineLeft(engine))
 
     def fill(self) -> int:
-        """Give tasks while there is capacity; how many were admitted."""
+        """Give tasks while there is capacity; return how many were admitted."""
         admitted = 0
         while self.core.capacity_groups:
             if self.requeued:
@@ -166,7 +166,7 @@ class Driver:
         return admitted
 
     def ask_turn(self, rollout: Rollout, max_tokens: int = 8) -> None:
-        """The rollout's episode wants a turn."""
+        """Ask for a turn of a rollout."""
         rollout.extend(PROMPT)
         self.do(ev.TurnAsked(rollout.rollout_id, SamplingParams(max_tokens=max_tokens)))
 
@@ -180,7 +180,7 @@ class Driver:
         return rollout, handle
 
     def sample(self, engine: str, handle: int, tokens: int, finish: int = RUNNING) -> None:
-        """The engine makes tokens for one of its turns, after a prefill if they are its first."""
+        """Sample tokens for one turn, after a prefill if they are its first."""
         state = self.engines[engine]
         prefills = []
         if state.sampled[handle] == 0:
@@ -193,7 +193,7 @@ class Driver:
         self.do(step(engine, state.version, [row], prefills))
 
     def where(self, rollout: Rollout) -> tuple[str, int] | None:
-        """The engine and handle of the rollout's turn."""
+        """Return engine and handle of the rollout's turn."""
         for name, engine in self.core.turns.engines.items():
             for handle, turn in engine.submissions.items():
                 if turn.rollout is rollout:
@@ -201,23 +201,23 @@ class Driver:
         return None
 
     def return_reward(self, rollout: Rollout, reward: float = 1.0) -> None:
-        """The rollout's episode ends well."""
+        """End a rollout's episode with a reward."""
         self.running.pop(rollout.rollout_id)
         self.do(ev.EpisodeReturned(rollout.rollout_id, reward))
 
     def fail(self, rollout: Rollout) -> None:
-        """The rollout's episode raises."""
+        """End a rollout's episode with an exception."""
         self.running.pop(rollout.rollout_id, None)
         self.do(ev.EpisodeFailed(rollout.rollout_id, "episode_error"))
 
     def publish(self) -> None:
-        """The trainer publishes; engines keep their weights until they swap."""
+        """Publish a version; engines keep their weights until they swap."""
         self.published += 1
         self.batches_published = len(self.batches)
         self.do(ev.VersionPublished(self.published))
 
     def swap(self, engine: str, *, abort: bool = False) -> None:
-        """An engine takes the newest weights, ending its running turns first if asked."""
+        """Swap an engine to the newest weights, ending its running turns first if asked."""
         state = self.engines[engine]
         if abort:
             for handle in [h for h in state.turns if state.sampled[h]]:
@@ -226,7 +226,7 @@ class Driver:
         self.do(ev.EngineSwapped(engine, self.published))
 
     def publish_and_swap(self) -> None:
-        """A whole weight update."""
+        """Publish a version and swap all engines."""
         self.publish()
         for engine in list(self.engines):
             self.swap(engine)
@@ -234,7 +234,7 @@ class Driver:
     # ------------------------------------------------------------ crashes
 
     def die_and_resume(self, batches: int, *, snapshot: bool) -> None:
-        """Another process goes on from the journal, and a checkpoint with so many batches."""
+        """Resume in a new core from the journal, and a checkpoint with so many batches."""
         before = digest(self.core)
         core = self.new_core()
         if snapshot:
@@ -257,12 +257,12 @@ class Driver:
             self.do(ev.TaskFound(index, TaskKey(self.core.tasks.offer, index)))
 
     def come_back(self, name: str) -> None:
-        """An engine whose connection was broken says hello."""
+        """Reconnect an engine by a hello."""
         engine = self.engines[name]
         self.do(ev.EngineJoined(name, engine.version, 4, held=tuple(engine.turns)))
 
     def solve(self, rollout: Rollout, tokens: int = 3) -> None:
-        """One turn, start to end, and a reward."""
+        """Run a rollout of one turn, with a reward."""
         self.ask_turn(rollout)
         for name, engine in self.engines.items():
             for handle in list(engine.turns):

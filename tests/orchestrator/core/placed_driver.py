@@ -1,4 +1,4 @@
-"""Drives a core whose turns are placed by rules of a test's choice, by numbered steps."""
+"""Test driver whose turns are placed by given rules, and whose engines number their steps."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from tidegate.policies.stragglers import EngineView, Move, Stragglers
 
 @dataclass(frozen=True, slots=True)
 class MovesAnything(Stragglers):
-    """No sensible policy: it moves a good part of all turns at every step, also where it can't."""
+    """Straggler policy that moves many turns at every step, also where they can't go."""
 
     check_steps: int = 1
 
@@ -30,17 +30,17 @@ class MovesAnything(Stragglers):
 
 
 def place_by(core: Core, rules: PlacementRules) -> None:
-    """Before anything has happened to ``core``."""
+    """Set the placement rules of a new ``core``."""
     core.turns.placement = Placement(core.turns.engines, rules)
 
 
 class PlacedDriver(Driver):
-    """A driver whose engines count their steps, as real ones do."""
+    """Driver whose engines number their steps, as real ones do."""
 
     def __init__(self, rules: PlacementRules, policy: StalenessPolicy, group_size: int) -> None:
         self._steps: Counter[str] = Counter()
         self.busy_us: dict[str, int] = {}
-        """Of each step of an engine; 0 for those that don't measure."""
+        """Time of each engine's steps; 0 for engines that don't measure it."""
         super().__init__(policy=policy, group_size=group_size, placement=rules)
 
     def do(self, event: ev.Event) -> list[ev.Command]:

@@ -1,4 +1,4 @@
-"""What becomes of rollouts that fork? Each branch is a row, and all of them share one reward."""
+"""Forked rollouts: each branch is a row, and all rows share one reward."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def take_turn(driver: Driver, row: Rollout, tokens: int) -> None:
 
 
 def a_group_that_forks(driver: Driver) -> tuple[Rollout, Rollout, Rollout]:
-    """The first two rollouts of group 0, and a branch of the first one: 3, 2 and 4 tokens."""
+    """Run group 0 with a branch of its first rollout: rows of 3, 2 and 4 tokens."""
     driver.join("a")
     driver.fill()
     first, second = list(driver.running.values())[:2]
@@ -181,7 +181,7 @@ def test_after_a_crash_rollouts_begin_again_and_find_their_branches(snapshot: bo
 
 
 async def explore(episode: tidegate.Episode, task: int) -> float:
-    """Two branches side by side, then one turn more on the trunk."""
+    """Run two branches side by side, then one more turn on the trunk."""
     import asyncio
 
     episode.append([10 + task, 11, 12])

@@ -1,4 +1,4 @@
-"""The promises under any order of events: hypothesis drives the core, every step is checked."""
+"""The core's promises under any order of events: a hypothesis state machine checks every step."""
 
 from collections import Counter
 from itertools import takewhile
@@ -20,7 +20,7 @@ pick = st.integers(min_value=0, max_value=10**6)
 
 
 class AnyRun(RuleBasedStateMachine):
-    """Engines come, go, abort and lag; episodes fail; the trainer asks and publishes at will."""
+    """Engines come, go, abort and lag; episodes fail; the trainer asks and publishes any time."""
 
     @initialize(
         eta=st.integers(0, 3),
@@ -41,7 +41,7 @@ class AnyRun(RuleBasedStateMachine):
         self.batches_asked = 0
         self.has_rolled_back = False
         self.left_out: dict[int, set[int]] = {}
-        """Batch -> places in it of rows that the trainer has not trained on."""
+        """Batch -> indices of rows that the trainer has left out."""
 
     # ------------------------------------------------------------ engines
 
@@ -141,7 +141,7 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule(is_published=st.booleans())
     def a_batch_goes_round(self, is_published: bool) -> None:
-        """The usual course of things, so that the unusual is met in deep states too."""
+        """Run a whole batch, so that rare events also happen in deep states."""
         self.driver.fill()
         self.the_trainer_asks()
         for rollout in list(self.driver.running.values()):
@@ -153,7 +153,7 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule(which=pick, snapshot=st.booleans())
     def the_process_dies_after_its_checkpoint(self, which: int, snapshot: bool) -> None:
-        """It has published nothing since: no version is lost."""
+        """Resume without a publish since the checkpoint, so that no version is lost."""
         handed = self.driver.core.handed
         oldest = max(handed.safe, self.driver.batches_published)
         batches = oldest + which % (handed.count - oldest + 1)
@@ -174,7 +174,7 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule(which=pick)
     def an_episode_goes_another_way(self, which: int) -> None:
-        """Run again after a crash, it repeats some turns and tokens, and then does not."""
+        """After a resume, an episode repeats some turns and tokens, and then diverges."""
         running = list(self.driver.running.values())
         if running:
             rollout = running[which % len(running)]
@@ -192,7 +192,7 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule(which=pick, places=st.lists(st.integers(0, 20), max_size=4))
     def the_trainer_leaves_rows_out(self, which: int, places: list[int]) -> None:
-        """Of any batch that is in no checkpoint, the same ones again too."""
+        """Leave rows out of any batch that is in no checkpoint, repeatedly too."""
         kept = self.driver.core.handed.kept
         if not kept:
             return
@@ -208,7 +208,7 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule()
     def what_is_counted_of_groups_is_what_they_are(self) -> None:
-        """Now and then: what was counted before counts on."""
+        """Check the counters at random times only, because reading ``ended_ahead`` updates it."""
         groups = self.driver.core.groups
         in_order = sorted(groups.in_order, key=lambda group: group.group_id)
         ahead = takewhile(lambda group: not group.running, in_order)
@@ -258,7 +258,7 @@ class AnyRun(RuleBasedStateMachine):
 
     @invariant()
     def the_gate_at_consumption_never_had_to_close(self) -> None:
-        """What waits keeps its bound by waiting, as long as every publish follows a batch."""
+        """Admission alone keeps the bound, if every publish follows a batch."""
         if not hasattr(self, "driver") or self.has_rolled_back:
             return
         if self.policy.on_deadline == "wait":

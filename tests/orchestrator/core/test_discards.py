@@ -1,4 +1,4 @@
-"""Is it told truly what was dropped, and does a filter that favours short rollouts show?"""
+"""Counters of discards, and the length bias of filters that favour short rollouts."""
 
 from collections import Counter
 
@@ -26,7 +26,7 @@ from tidegate.transport.messages import SamplingParams
 
 
 def rollout_of(tokens: int) -> Rollout:
-    """With a prompt, so that sampled and given tokens are told apart."""
+    """Make a rollout with a prompt, so that sampled and given tokens differ."""
     rollout = Rollout(0, 0, 0)
     rollout.extend([1, 2, 3])
     turn = Turn(rollout, SamplingParams(max_tokens=max(1, tokens)))

@@ -1,4 +1,4 @@
-"""Does every token get to its turn, in order and under its version, whenever somebody looks?"""
+"""Filing of steps: every token reaches its turn in order, with its version, whenever read."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from tidegate.transport.messages import SamplingParams
 
 @dataclass
 class Expected:
-    """A turn, and what must be found in it."""
+    """A turn and its expected content."""
 
     turn: Turn
     token_ids: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ def new_turn(number: int, *, is_evaluation: bool = False) -> Turn:
 def step(
     rows: dict[int, list[tuple[int, float]]], version: int, *, finish: bytes = b""
 ) -> StepArrived:
-    """The tokens of each handle."""
+    """Make a step of the given tokens by handle."""
     counts = [len(tokens) for tokens in rows.values()]
     tokens = [token for row in rows.values() for token in row]
     return StepArrived(
@@ -60,7 +60,7 @@ def step(
 
 
 class AnySteps(RuleBasedStateMachine):
-    """Steps of any shape; turns begin and end; somebody looks, now and then."""
+    """Steps of any shape; turns begin and end; tokens are read now and then."""
 
     @initialize(turns=st.integers(1, 4))
     def start(self, turns: int) -> None:
@@ -69,7 +69,7 @@ class AnySteps(RuleBasedStateMachine):
         self.expected: dict[int, Expected] = {}
         self.over: list[Expected] = []
         self.on_engine: list[int] = []
-        """The turns that the engine has: it hears late of those that are over."""
+        """Turns that the engine has: it learns late that a turn is over."""
         self.next_handle = self.next_token = 0
         self.version = 0
         self.tokens_sent = self.tokens_told = 0
@@ -107,7 +107,7 @@ class AnySteps(RuleBasedStateMachine):
     @precondition(lambda self: self.submissions)
     @rule(data=st.data(), is_continued=st.booleans())
     def a_turn_is_over(self, data: st.DataObject, is_continued: bool) -> None:
-        """Cancelled, say; what its rollout is given then comes after its tokens."""
+        """Cancel a turn; tokens given to its rollout later follow its own."""
         handle = data.draw(st.sampled_from(sorted(self.submissions)))
         before = self.submissions.pop(handle)
         over = self.expected.pop(handle)
@@ -127,7 +127,7 @@ class AnySteps(RuleBasedStateMachine):
 
     @rule()
     def the_engine_is_lost(self) -> None:
-        """Its turns go on elsewhere, from the tokens there are."""
+        """Lose the engine; its turns continue elsewhere from their tokens."""
         self.filing.end()
         self.filing = Filing()
         self.on_engine = list(self.submissions)

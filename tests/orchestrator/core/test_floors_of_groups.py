@@ -1,4 +1,4 @@
-"""How old may a group's tokens be? What a publish changes of that."""
+"""Version floors of groups, and how a publish raises them."""
 
 from tests.orchestrator.core.driver import Driver
 from tidegate.transport.messages import STOP

@@ -1,4 +1,4 @@
-"""A turn that ends every engine it is sent to is refused, and costs no other turn its tokens."""
+"""A turn that crashes every engine it is sent to is refused, and costs no other turn its tokens."""
 
 from tests.orchestrator.core.driver import Driver
 from tidegate.orchestrator.core import events as ev
@@ -8,7 +8,7 @@ from tidegate.orchestrator.core.turns import LOSSES_IN_ALL_MAX, LOSSES_MAX
 
 
 def asked(driver: Driver, *, tokens: int = 8) -> list[Rollout]:
-    """All rollouts of a driver, each with a turn on an engine."""
+    """Ask for a turn of each rollout; return the rollouts."""
     rollouts = list(driver.running.values())
     for rollout in rollouts:
         driver.ask_turn(rollout, tokens)
@@ -75,7 +75,7 @@ def test_tokens_in_between_clear_a_turn_but_not_for_ever() -> None:
 
 
 def test_the_one_that_ends_engines_is_found_and_the_turns_beside_it_go_on() -> None:
-    """One engine, which is started again and ends whenever it is sent the third turn."""
+    """One engine, restarted each time, crashes whenever it gets the third turn."""
     driver = driver_with("a", groups=6)
     rollouts = asked(driver)
     deadly, ended = rollouts[2], []

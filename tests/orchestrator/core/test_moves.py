@@ -1,4 +1,4 @@
-"""Does a turn that goes on elsewhere keep its tokens, their versions and its priority?"""
+"""Moved turns keep their tokens, versions and priority."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def rollouts_of(driver: PlacedDriver) -> list[Rollout]:
 
 
 def move(driver: PlacedDriver, rollout: Rollout, to: str) -> list[ev.Command]:
-    """As at a step, but whatever turn we like."""
+    """Move any turn, as a step would."""
     commands = driver.core.turns.move(rollout.turns[-1], to)
     for command in commands:
         driver._act(command)
@@ -107,7 +107,7 @@ def test_what_the_old_engine_samples_until_it_has_heard_is_unwanted() -> None:
 
 
 def test_a_turn_moves_out_of_the_middle_of_a_pile_of_steps() -> None:
-    """Equal steps are filed many at once: the pile must not end behind what came after it."""
+    """Equal steps are filed together: a pile must not end behind tokens that came after it."""
     driver = driver_with(PLAIN, "ab", 3)
     for rollout in rollouts_of(driver):
         driver.ask_turn(rollout, max_tokens=100)
@@ -259,7 +259,7 @@ ANY_RULES = [
 
 
 class AnyMovingRun(AnyRun):
-    """The same, with turns that move; its resumes show that a replay moves them the same way."""
+    """The same state machine with moving turns; its resumes show that a replay moves them alike."""
 
     @initialize(
         rules=st.sampled_from(ANY_RULES),
@@ -287,7 +287,7 @@ TestAnyMovingRun = AnyMovingRun.TestCase
 
 
 class MovingSimulation(Simulation):
-    """A simulated run by rules of our choice."""
+    """Simulated run with given placement rules."""
 
     def __init__(self, scenario: Scenario, rules: PlacementRules) -> None:
         super().__init__(scenario)

@@ -25,7 +25,7 @@ def turn(handle: int, context_bytes: int = 4, sampling: SamplingParams = PLAIN) 
 
 
 class Sent:
-    """What an outbox sends, to engines of which only ``plain`` takes each turn by itself."""
+    """Records what an outbox sends; all engines but ``plain`` take turns together."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, Message]] = []

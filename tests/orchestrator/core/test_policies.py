@@ -20,7 +20,7 @@ from tidegate.transport.messages import RUNNING, STOP
 
 @dataclass(frozen=True, kw_only=True)
 class NewestFirst(StalenessPolicy):
-    """A user's own: what was admitted last is trained on first, within an age."""
+    """User-defined policy: the newest groups are trained first, within an age."""
 
     highest_age: int = 1
 

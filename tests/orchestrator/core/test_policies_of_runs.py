@@ -1,4 +1,4 @@
-"""Policies as users give them, in whole runs in virtual time."""
+"""Policies given by users, in whole runs in virtual time."""
 
 import asyncio
 import itertools
@@ -97,7 +97,7 @@ async def test_a_policy_and_what_it_would_contradict_are_not_both_taken(
 async def test_groups_that_are_dropped_as_they_end_leave_their_places_to_others(
     tidegate_serve: ServeInTests, tidegate_engine: Engine
 ) -> None:
-    """Nothing else happens then that could have more tasks taken: the trainer waits already."""
+    """No other event makes the feed take tasks then: the trainer waits already."""
 
     async def episode(episode: tidegate.Episode, task: int) -> float:
         episode.append("q")
@@ -118,7 +118,7 @@ async def test_groups_that_are_dropped_as_they_end_leave_their_places_to_others(
 async def test_a_task_that_comes_when_its_place_is_gone_waits_for_the_next(
     tidegate_serve: ServeInTests, tidegate_engine: Engine
 ) -> None:
-    """In a short round of five, four have ended before the iterator gives the fifth."""
+    """In a round of five, four groups have ended before the iterator gives the fifth task."""
     fifth = asyncio.Event()
 
     async def slow_tasks() -> AsyncIterator[int]:
@@ -207,7 +207,7 @@ async def test_generation_goes_on_after_a_rollback_of_a_run_that_pauses_by_itsel
 
 def test_a_run_whose_policy_could_not_be_made_again_keeps_no_journal(tmp_path: Path) -> None:
     class Mine(tidegate.Synchronous):
-        """Nobody can import it."""
+        """A class that can't be imported."""
 
     settings = run_settings(
         model=tmp_path, policy=Mine(groups_per_batch=1), journal=True, run_directory=tmp_path
@@ -242,7 +242,7 @@ async def test_an_async_iterator_goes_on_where_it_was_when_it_is_given_again(
 async def test_a_task_taken_again_runs_the_episode_that_it_was_given_with(
     tidegate_serve: ServeInTests, tidegate_engine: Engine
 ) -> None:
-    """Its group gets too old after the trainer has gone on to other tasks."""
+    """Its group gets too old after the trainer has changed to other tasks."""
     ran: list[tuple[str, object]] = []
 
     async def first(episode: tidegate.Episode, task: object) -> float:

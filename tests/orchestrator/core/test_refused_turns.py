@@ -1,4 +1,4 @@
-"""What is left of a turn that was refused in its midst? Nothing that is trained on."""
+"""Turns refused after they had begun: none of their tokens is trained on."""
 
 from array import array
 
@@ -10,14 +10,14 @@ from tidegate.transport.messages import SamplingParams
 
 
 def refuse(driver: Driver, handle: int) -> list[ev.Command]:
-    """The engine can't go on with it, and forgets it."""
+    """Have the engine refuse the turn."""
     del driver.engines["a"].turns[handle]
     return driver.do(ev.TurnRejected("a", handle, "a processor raised"))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 6])
 def test_its_tokens_leave_the_context_and_are_counted_as_refused(steps: int) -> None:
-    """Also those of many like steps, which are filed at once later."""
+    """Tokens of many equal steps too, which are filed together later."""
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
     rollout, handle = driver.begin_turn()
     for _ in range(steps):

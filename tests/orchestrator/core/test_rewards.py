@@ -1,4 +1,4 @@
-"""Which rewards can a batch hold? Others are refused by name, and not turned into infinity."""
+"""Rewards that a batch can hold; others are refused by name instead of becoming infinite."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Can bad weights be taken back, and is nothing that they sampled trained on?"""
+"""Rollback of bad weights: nothing that they sampled is trained on."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""A step with a number that can't have been sampled is refused, however long it is."""
+"""Steps with impossible numbers are refused, whatever their length."""
 
 import math
 from array import array
@@ -13,7 +13,7 @@ VOCAB_SIZE = 100
 
 
 def arrived(token_ids: list[int], logprobs: list[float]) -> StepArrived:
-    """A row per token."""
+    """Make a step with one row per token."""
     return StepArrived(
         engine="a",
         version=0,

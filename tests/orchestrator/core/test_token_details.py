@@ -1,4 +1,4 @@
-"""Does an episode get what it asked to be told of its tokens, whatever happened on the way?"""
+"""Raw log-probs and likeliest tokens reach the episode, whatever happened on the way."""
 
 import math
 
@@ -22,7 +22,7 @@ ASKING = SamplingParams(max_tokens=8, top_logprobs=2, raw_logprobs=True)
 
 
 def told(handle: int, *raw: float) -> TokenDetails:
-    """Two likeliest tokens for each raw log-prob; the second of which could not be sampled."""
+    """Make two likeliest tokens for each raw log-prob; the second could not be sampled."""
     return TokenDetails(
         handle,
         np.array(raw, "<f4").tobytes(),
@@ -34,7 +34,7 @@ def told(handle: int, *raw: float) -> TokenDetails:
 def sample(
     driver: Driver, rollout: Rollout, tokens: list[int], details: list[float], finish: int = RUNNING
 ) -> None:
-    """Tokens of the rollout's turn, and what is told of them."""
+    """Sample tokens of a rollout's turn, with details."""
     place = driver.where(rollout)
     assert place is not None
     engine, handle = place
@@ -119,7 +119,7 @@ def test_an_engine_that_tells_more_than_was_asked_or_of_other_tokens_has_told_no
 
 
 async def asked_by(**options: object) -> SamplingParams:
-    """What ``generate`` makes of its keywords."""
+    """Return the sampling parameters that ``generate`` makes of its keywords."""
     engines = Engines()
     episode = Episode(Rollout(0, 0, 0), MODEL, engines, DEFAULTS)
     episode.append([1])

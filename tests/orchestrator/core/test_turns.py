@@ -1,4 +1,4 @@
-"""Does each turn go where it should, and is it found again where it is?"""
+"""Turns reach the right engine and are found there again."""
 
 from tests.orchestrator.core.driver import Driver, step
 from tidegate.orchestrator.core import events as ev
@@ -7,7 +7,7 @@ from tidegate.transport.messages import ABORT, RUNNING, STOP, SamplingParams
 
 
 def driver_with(engines: str, groups: int) -> tuple[Driver, list[Rollout]]:
-    """Engines of these names, and as many rollouts that have asked for nothing yet."""
+    """Make a driver with these engines, and rollouts that have asked for nothing yet."""
     driver = Driver(max_staleness=0, groups_per_batch=groups, group_size=1)
     for name in engines:
         driver.join(name)
@@ -16,7 +16,7 @@ def driver_with(engines: str, groups: int) -> tuple[Driver, list[Rollout]]:
 
 
 def places(driver: Driver, rollouts: list[Rollout]) -> list[str | None]:
-    """The engines that their turns are on."""
+    """Return the engines that turns are on."""
     found = [driver.where(rollout) for rollout in rollouts]
     return [place[0] if place else None for place in found]
 
@@ -114,7 +114,7 @@ def test_turns_that_an_engine_hands_back_stay_there_while_it_is_the_emptiest() -
 
 
 def test_a_turn_that_was_left_behind_is_given_up_when_its_rollout_asks_for_another() -> None:
-    """Who asks from an event loop of its own is told of an error while the turn goes on."""
+    """A call from another event loop fails in the episode while its turn runs."""
     driver, [rollout] = driver_with("a", 1)
     driver.ask_turn(rollout)
     driver.sample("a", 0, 2)

@@ -1,4 +1,4 @@
-"""What engines are told of weights, pauses and sleep, event by event."""
+""":class:`WeightControl`, event by event: messages about weights, pauses and sleep."""
 
 import pytest
 
@@ -235,7 +235,7 @@ def test_weights_that_an_engine_lacks_are_not_taken_for_refused_by_an_earlier_an
 
 
 def in_waves(engines: int, wave_engines: int) -> ControlDriver:
-    """A version that all of them have staged, and that is released."""
+    """Publish a version that all engines but the last have staged."""
     names = [str(number) for number in range(engines)]
     run = ControlDriver(*names, wave_engines=wave_engines)
     run.reserve()
@@ -445,7 +445,7 @@ def test_an_engine_that_does_not_pause_in_time_is_given_up() -> None:
 
 
 def asleep(run: ControlDriver, *engines: str, level: SleepLevel = 2) -> None:
-    """All of them sleep, and have said so."""
+    """Put all engines to sleep, and have them confirm."""
     call = run.sleep(level, MEMORY_TAGS)
     for engine in engines:
         run.hear(engine, Paused(mode="abort"))
@@ -456,7 +456,7 @@ def asleep(run: ControlDriver, *engines: str, level: SleepLevel = 2) -> None:
 
 
 def wakes(run: ControlDriver, engine: str, *, left: list[MemoryTag], lacks: bool) -> None:
-    """It has done as it was told last."""
+    """Have an engine confirm its last order to wake."""
     [request] = [m.request for e, m in run.sent if e == engine and isinstance(m, Wake)][-1:]
     run.hear(engine, Awake(request=request, tags=left, lacks_weights=lacks))
 

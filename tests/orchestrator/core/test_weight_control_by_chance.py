@@ -1,9 +1,10 @@
-"""The state machine of weights, pauses and sleep against an independent model of engines.
+""":class:`WeightControl` against an independent model of engines, driven by hypothesis.
 
 The engines are written from docs/protocol.md alone: they stage, refuse, swap, pause, sleep, hang,
 reconnect and leave, and copy weights out of a buffer that the trainer overwrites. Messages to and
-from each travel in order and take any time. Whatever is asked for meanwhile: an engine that answers
-is never given up, no call waits for ever, and in the end all engines serve the newest weights.
+from each engine keep their order and take any time. Whatever is asked for meanwhile: an engine that
+answers is never given up, no call waits for ever, and in the end all engines serve the newest
+weights.
 """
 
 from collections import deque
@@ -47,7 +48,7 @@ from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, Sleep, Wak
 
 ENGINES_MAX = 4
 TORN = -1
-"""What a copy is that was made while its place in the buffer was written."""
+"""Content of a copy made while its place in the buffer was written."""
 
 engines = st.integers(0, ENGINES_MAX - 1)
 modes = st.sampled_from(["abort", "keep", "wait"])
@@ -62,16 +63,16 @@ class Copy:
     version: int
     place: int
     found: int
-    """What was in that place when it began."""
+    """Content of its place in the buffer when the copy began."""
 
 
 @dataclass
 class Engine:
-    """One engine, by the protocol."""
+    """One engine that follows the protocol."""
 
     version: int = 0
     opened: int | None = None
-    """The version it was told to start, and has not answered for."""
+    """Version that it was told to start and has not answered for."""
     copying: Copy | None = None
     staged: Copy | None = None
     swaps_to: Copy | None = None
@@ -88,11 +89,11 @@ class Engine:
         return wc.EngineMemory((1, 2), tuple(self.asleep), lacks)
 
     def abandon(self) -> None:
-        """Nothing of a version on its way is left, and nothing is said of it."""
+        """Drop the version under way without an answer."""
         self.opened = self.copying = self.staged = self.swaps_to = None
 
     def take(self, message: Message, buffer: dict[int, int]) -> None:
-        """Do as a message says."""
+        """Carry out a message."""
         match message:
             case InitWeights():
                 pass
@@ -136,7 +137,7 @@ class Engine:
                 raise AssertionError(f"{message} is no engine's")
 
     def copied(self, buffer: dict[int, int], *, refuses: bool) -> None:
-        """The copy is complete."""
+        """Complete the copy."""
         copy, self.copying, self.opened = self.copying, None, None
         assert copy is not None
         if refuses:
@@ -147,7 +148,7 @@ class Engine:
         self.outbox.append(WeightsStaged(version=copy.version))
 
     def swap(self) -> None:
-        """Between two steps."""
+        """Swap between two steps."""
         assert self.swaps_to is not None
         assert self.swaps_to.found == self.swaps_to.version, "torn weights, or others'"
         self.version, self.has_weights = self.swaps_to.version, True
@@ -157,7 +158,7 @@ class Engine:
 
 
 class Trainer(RuleBasedStateMachine):
-    """A trainer that asks for anything at any time, and engines that may fail."""
+    """Trainer that makes any call at any time, with engines that may fail."""
 
     @initialize(count=st.integers(1, ENGINES_MAX), wave=st.sampled_from([None, None, 1, 2]))
     def begin(self, count: int, wave: int | None) -> None:
@@ -165,7 +166,7 @@ class Trainer(RuleBasedStateMachine):
         self.run = ControlDriver(wave_engines=wave)
         self.engines: dict[str, Engine] = {}
         self.buffer: dict[int, int] = {}
-        """Place -> the version that is there."""
+        """Place in the buffer -> version written there."""
         self.ever_hung: set[str] = set()
         self.told_to_swap: set[str] = set()
         self.told_to_pause: dict[str, int] = {}
@@ -175,7 +176,7 @@ class Trainer(RuleBasedStateMachine):
         self.reserving: int | None = None
         self.is_rollback = False
         self.is_eager = False
-        """Whether weights are written in no time once they may be."""
+        """Whether weights are written at once when they may be."""
         self.calls: dict[int, str] = {}
         self.names = 0
         for _ in range(count):
@@ -196,7 +197,7 @@ class Trainer(RuleBasedStateMachine):
         return call
 
     def after(self, before: int, released: int) -> None:
-        """Have messages set out; look at what was decided."""
+        """Deliver the messages sent since, and check versions released since."""
         for version in self.run.released[released:]:
             for name, engine in self.engines.items():
                 has_it = engine.staged is not None and engine.staged.version == version
@@ -266,7 +267,7 @@ class Trainer(RuleBasedStateMachine):
             self.do(wc.EngineGone(name))
 
     def reconnect(self, number: int) -> None:
-        """What was on its way is lost, and what was asked for; weights and sleep outlast it."""
+        """Reconnect an engine: messages under way and requests are lost; weights and sleep stay."""
         if name := self.chosen(number):
             engine = self.engines[name]
             engine.abandon()
@@ -290,7 +291,7 @@ class Trainer(RuleBasedStateMachine):
 
     @rule(moves=moves)
     def move(self, moves: list[tuple[int, int]]) -> None:
-        """Some messages arrive, some copies are complete, some engines swap; one refuses, maybe."""
+        """Deliver some messages, complete some copies, swap some engines; maybe one refuses."""
         for number, what in moves:
             if name := self.chosen(number):
                 self.step(name, what)
@@ -317,7 +318,7 @@ class Trainer(RuleBasedStateMachine):
 
     @rule()
     def arrive(self) -> None:
-        """All that is on its way arrives, but for what engines have that hang."""
+        """Deliver all messages, except from engines that hang."""
         while moving := [
             name
             for name, engine in self.engines.items()
@@ -368,7 +369,7 @@ class Trainer(RuleBasedStateMachine):
         moves=moves, is_cancelled=st.booleans(), is_rollback=st.sampled_from([False, False, True])
     )
     def bring(self, moves: list[tuple[int, int]], is_cancelled: bool, is_rollback: bool) -> None:
-        """A publish that is written as soon as it may be, and some of what follows."""
+        """Publish at once when the buffer is free, and carry out some of what follows."""
         self.is_eager = True
         self.reserve(1 if is_rollback else None)
         self.move(moves)
@@ -378,7 +379,7 @@ class Trainer(RuleBasedStateMachine):
 
     @rule(mode=modes, woken=tags)
     def nap(self, mode: Any, woken: Any) -> None:
-        """As trainers do that share their devices with engines."""
+        """Put engines to sleep, as trainers do that share devices with engines."""
         self.ask(wc.SleepAsked, 2, MEMORY_TAGS, mode)
         self.arrive()
         self.ask(wc.WakeAsked, woken)
@@ -388,7 +389,7 @@ class Trainer(RuleBasedStateMachine):
         what=st.sampled_from(["pause", "still", "sleep", "sleep", "wake", "wake"]), data=st.data()
     )
     def stop(self, what: str, data: st.DataObject) -> None:
-        """Have engines stop something, or go on."""
+        """Pause or resume engines."""
         match what:
             case "pause":
                 self.ask(wc.PauseAsked, data.draw(st.one_of(st.none(), st.none(), modes)))
@@ -419,7 +420,7 @@ class Trainer(RuleBasedStateMachine):
         assert set(self.run.given_up) <= self.ever_hung, self.run.given_up
 
     def settle(self) -> None:
-        """Everything that is on its way arrives; engines that hang are missed."""
+        """Deliver everything, and let engines that hang time out."""
         self.arrive()
         for name in [name for name, engine in self.engines.items() if engine.is_hung]:
             self.forget(name)
@@ -431,7 +432,7 @@ class Trainer(RuleBasedStateMachine):
         return max(self.run.released, default=0)
 
     def teardown(self) -> None:
-        """The trainer ends what it has begun; then nothing may be left to wait for."""
+        """End everything that the trainer has begun; then no call may wait any more."""
         if not hasattr(self, "run"):
             return
         self.settle()

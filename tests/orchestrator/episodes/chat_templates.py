@@ -1,4 +1,4 @@
-"""Chat templates of the shapes that model families have, small, and a tokenizer for all of them."""
+"""Small chat templates in the shapes of real model families, and a tokenizer for them."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ CHATML = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
-"""As Qwen2.5's: nothing said is shown otherwise later."""
+"""As Qwen2.5's: later renderings show every message unchanged."""
 
 CHATML_THINKING = """
 {%- set ns = namespace(last_query=-1) %}
@@ -67,7 +67,7 @@ CHATML_THINKING = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
-"""As Qwen3's: what was thought before the last question is left out."""
+"""As Qwen3's: reasoning before the last question is left out."""
 
 LLAMA3 = """
 {{- bos_token }}
@@ -110,7 +110,7 @@ DEEPSEEK = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|Assistant|>' }}{%- endif %}
 """
-"""As DeepSeek R1's: no thought is ever shown again; all system messages stand first."""
+"""As DeepSeek R1's: reasoning is never shown again; all system messages come first."""
 
 SUMMARY = """
 {%- for message in messages %}
@@ -120,7 +120,7 @@ SUMMARY = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}
 """
-"""Shows the last three messages only, and of the rest that they were: renders history anew."""
+"""Shows only the last three messages and the number of others: rewrites history each time."""
 
 TEMPLATES = {
     "chatml": CHATML,
@@ -146,10 +146,10 @@ SPECIAL = [
     "<|tool_output|>",
     "<|end_of_sentence|>",
 ]
-"""Ids 0, 1, …"""
+"""Special tokens, with ids 0, 1, …."""
 
 PLAIN_MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-"""Tokens of their own, and text none the less."""
+"""Strings with a token of their own that is not special."""
 
 ENDS = {
     "chatml": "<|im_end|>",
@@ -174,14 +174,14 @@ CHATML_SEEING = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
-"""As Qwen2-VL's: a place for each image, audio and video among the words."""
+"""As Qwen2-VL's: a placeholder for each image, audio and video."""
 
 TEMPLATES["chatml_seeing"] = CHATML_SEEING
 ENDS["chatml_seeing"] = "<|im_end|>"
 
 
 def chat_tokenizer() -> Tokenizer:
-    """One token per mark, printable character and line break, and some for pairs of letters."""
+    """Make a tokenizer: a token per mark, printable character, line break and some letter pairs."""
     letters = [*map(chr, range(32, 127)), "\n"]
     merges = [("a", "b"), ("i", "n"), ("\n", "\n"), ("e", "r"), ("}", "\n"), (".", "\n")]
     words = [*SPECIAL, *PLAIN_MARKS, *letters, *(a + b for a, b in merges)]
@@ -194,7 +194,7 @@ def chat_tokenizer() -> Tokenizer:
 
 
 def add_chat_template(path: Path, name: str) -> Path:
-    """Give a model directory this tokenizer and template."""
+    """Write this tokenizer and template to a model directory."""
     tokenizer = chat_tokenizer()
     path.mkdir(exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Who does an episode talk to in tests of conversations? A model that says what it is told to."""
+"""Scripted model for tests of conversations."""
 
 import asyncio
 from array import array
@@ -24,17 +24,17 @@ CALL = '<tool_call>\n{"name": "add",   "arguments": {"a": 1, "b": [2]}}\n</tool_
 
 @dataclass
 class Engine:
-    """Says what it is told to say, and notes what it read and wrote."""
+    """Generates given texts, and records what it read and wrote."""
 
     model: ModelFiles
     end: str
     words: list[str] = field(default_factory=list)
-    """To be said next; one without an end is cut off by its length."""
+    """Texts to generate next; one without an end mark is cut off by its length."""
     heard: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
     """(row, context, output) of each turn."""
     rollouts: int = 1
     newer_weights: asyncio.Event | None = None
-    """What the episode waits for before its next turn; it has taken long."""
+    """Set when newer weights are live; an episode over its budget waits for it."""
 
     async def ask(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
@@ -79,7 +79,7 @@ class Engine:
 
 
 class Talk:
-    """An episode with an engine that says what it is told."""
+    """An episode with a scripted model."""
 
     def __init__(self, directory: Path, template: str) -> None:
         path = directory / template
@@ -93,7 +93,7 @@ class Talk:
         self.episode = Episode(self.rollout, self.model, self.engine, DEFAULTS)
 
     async def say(self, words: str, messages: list[dict[str, Any]], **options: Any) -> Any:
-        """The model says ``words`` next."""
+        """Have the model generate ``words`` next."""
         self.engine.words.append(words)
         turn = await self.episode.generate(messages=messages, **options)
         return turn.message
@@ -102,7 +102,7 @@ class Talk:
         return str(self.model.tokenizer.decode(row.token_ids.tolist(), skip_special_tokens=False))
 
     def check(self) -> None:
-        """Every row is, token for token, what the engine read and wrote; the mask is the latter."""
+        """Check that rows are what the engine read and wrote, and loss masks what it wrote."""
         rows = list(self.rollout.rows)
         for row in rows:
             turns = [(context, out) for number, context, out in self.engine.heard

@@ -1,4 +1,4 @@
-"""Are the tokens of a conversation those that the engine read and wrote, whatever the template?"""
+"""A conversation's tokens are those that the engine read and wrote, with any chat template."""
 
 import datetime
 import random

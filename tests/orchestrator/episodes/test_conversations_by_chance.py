@@ -1,7 +1,7 @@
-"""Whatever is said, aborted, kept and broken: is each row what engines read and wrote, to a token?
+"""Random conversations in whole runs: each row is exactly the tokens that engines read and wrote.
 
-Conversations by chance through a whole run in virtual time. What an engine says follows from the
-tokens it is shown, so that what it must have read and written can be told from a row alone.
+Turns are aborted, kept and lost, in virtual time. The scripted model's output follows from its
+context, so that the correct tokens of a row can be computed from the row alone.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ TEMPLATES = ("chatml", "chatml_thinking", "gemma")
 
 
 class Model:
-    """Says something else after each context, and the same after the same."""
+    """Generates a fixed text for each context."""
 
     def __init__(self, path: Path, template: str) -> None:
         self._files = files_of(path)
         self._end = ENDS[template]
 
     def says(self, context: tuple[int, ...]) -> list[int]:
-        """What follows; its last token is a stop token."""
+        """Return the output for a context; it ends with a stop token."""
         chance = random.Random(zlib.crc32(array("i", context).tobytes()))
         words = "".join(chance.choice("ab in\n.{}") for _ in range(chance.randrange(1, 12))) + "."
         thought = "<think>\nhm\n</think>\n\n" if chance.random() < 0.3 else ""
@@ -43,12 +43,12 @@ class Model:
         return ids
 
     def decoded(self, token_ids: list[int]) -> str:
-        """As an engine of a test tells what a turn had said when it came to it."""
+        """Return the text of tokens, as a scripted engine reports it."""
         return str(self._files.tokenizer.decode(token_ids))
 
 
 async def talk(episode: tidegate.Episode, task: int) -> float:
-    """Several turns; some are cut off, some are given up, some pasts are rewritten or left."""
+    """Hold several turns; some are cut off or cancelled, some pasts are rewritten or left."""
     chance = random.Random(f"{task} {episode.index}")
     threads: list[list[dict[str, Any]]] = [[user(f"q{task}")]]
     for _ in range(chance.randrange(1, 6)):
@@ -75,7 +75,7 @@ async def talk(episode: tidegate.Episode, task: int) -> float:
 async def trouble(
     rollouts: SimulatedRollouts, engines: list[ScriptedEngine], chance: random.Random
 ) -> None:
-    """Engines fail, and are paused; turns of failed ones go on elsewhere."""
+    """Kill and pause engines; turns of lost engines continue elsewhere."""
     for _ in range(12):
         await asyncio.sleep(chance.choice((0.02, 0.05, 0.2)))
         engine = chance.choice(engines)
@@ -92,8 +92,8 @@ async def trouble(
 
 
 def check_row(model: Model, row: list[int], mask: list[bool], heard: set[tuple[int, ...]]) -> int:
-    """Each segment that is trained is what the model says to all before it, which an engine read;
-    how many tokens are trained."""
+    """Check that each trained segment is the model's output for the context before it, which an
+    engine read; return the number of trained tokens."""
     edges = [n for n in range(len(row)) if mask[n] != (n > 0 and mask[n - 1])]
     if len(edges) % 2:
         edges.append(len(row))

@@ -1,4 +1,4 @@
-"""Is a task that takes too long cancelled at its time, and no other?"""
+"""A task that takes too long is cancelled at its deadline, and no other task is."""
 
 import asyncio
 import sys
@@ -14,13 +14,13 @@ TIMEOUT_S = 10.0
 Task = asyncio.Task[object]
 
 Ended = dict[str, tuple[float, str]]
-"""When each task ended, and how."""
+"""Records when and how each task ended."""
 
 
 async def watched(
     deadlines: Deadlines[Task], name: str, ended: Ended, work: Callable[[], Awaitable[object]]
 ) -> None:
-    """Work under a deadline, as an episode does."""
+    """Run work under a deadline, as an episode does."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None

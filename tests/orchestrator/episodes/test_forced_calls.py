@@ -1,4 +1,4 @@
-"""Does a model that must call a tool call one, and is a call read in the form of each family?"""
+"""Forced tool calls, and parsing of calls in the format of each model family."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ NAMED = {"type": "function", "function": {"name": "stop"}}
 
 
 def allows(processor: Processor, text: str) -> bool:
-    """Whether the library would let a model say all of this, and end there."""
+    """Whether the grammar library lets a model generate exactly this text."""
     library = pytest.importorskip("llguidance")
     if processor.name == "grammar":
         grammar = library.LLMatcher.grammar_from_lark(processor.arguments["lark"])
@@ -95,7 +95,7 @@ async def test_an_episode_asks_its_engine_to_hold_the_turn_to_the_call(tmp_path:
 
 
 def deepseek(text: str) -> str:
-    """With its marks: their bars are wide ones."""
+    """Return a text with DeepSeek's special marks."""
     return text.replace("<|", "<\uff5c").replace("|>", "\uff5c>")
 
 

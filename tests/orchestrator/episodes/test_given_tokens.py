@@ -1,4 +1,4 @@
-"""What a group's rollouts append is found once, and nobody can tell."""
+"""Cached tokens of texts that a group's rollouts append."""
 
 from array import array
 from types import SimpleNamespace
@@ -12,13 +12,13 @@ from tidegate.orchestrator.episodes.model_files import TEXTS_REMEMBERED, GivenTo
 
 
 class Letters:
-    """A tokenizer of letters that keeps what it was asked for."""
+    """Tokenizer of letters that records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Any:
-        """A token each."""
+        """Return one token per letter."""
         assert not add_special_tokens
         self.asked.append(text)
         return SimpleNamespace(ids=[ord(letter) for letter in text])

@@ -1,4 +1,4 @@
-"""Do images, audio and video reach engines that read them, as references and in their places?"""
+"""Images, audio and video reach engines that read them, as references at their positions."""
 
 import array
 from pathlib import Path
@@ -29,7 +29,7 @@ END = "<|im_end|>"
 
 
 def shown(words: str, *parts: dict[str, Any]) -> dict[str, Any]:
-    """A user's message."""
+    """Make a user's message with media."""
     return {"role": "user", "content": [{"type": "text", "text": words}, *parts]}
 
 

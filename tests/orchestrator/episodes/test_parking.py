@@ -1,4 +1,4 @@
-"""Does an episode that parks go on under newer weights, and never keep the trainer waiting?"""
+"""Parked episodes continue under newer weights, and never keep the trainer waiting."""
 
 import asyncio
 import sys
@@ -105,7 +105,7 @@ async def test_a_look_that_finds_nothing_new_goes_through_nobody_and_misses_nobo
 
 
 async def play_long(episode: tidegate.Episode, turns: int) -> list[tidegate.GeneratedTurn]:
-    """An agent that knows nothing of parking; its tool takes 10 s."""
+    """Episode that does not park by itself; its tool takes 10 s."""
     episode.append("q")
     said = []
     for _ in range(turns):

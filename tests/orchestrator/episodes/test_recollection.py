@@ -1,4 +1,4 @@
-"""What does an episode that is run again after a crash get? What it got, if it does the same."""
+"""Replay after a crash: an episode that does the same gets the same turns again."""
 
 from array import array
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +20,7 @@ DEFAULTS = SamplingSettings(max_tokens=4, temperature=1.0, seed=7)
 
 
 class Engines:
-    """Answers every new turn with one token, and counts what it is asked."""
+    """Answers every new turn with one token, and counts calls."""
 
     def __init__(self) -> None:
         self.asked: list[SamplingParams] = []
@@ -73,7 +73,7 @@ class Engines:
 
 
 async def solve(episode: Episode, observation: int = 5) -> list[list[int]]:
-    """Two turns, with an observation between them, and one after."""
+    """Episode of two turns, with an observation between them and one after."""
     episode.append([1, 2])
     first = await episode.generate()
     episode.append([observation])
@@ -83,7 +83,7 @@ async def solve(episode: Episode, observation: int = 5) -> list[list[int]]:
 
 
 async def lived() -> Rollout:
-    """A rollout whose episode got through two turns and was lost in what came after."""
+    """Make a rollout whose episode had two turns and was lost after the second."""
     rollout = Rollout(0, 0, 0)
     await solve(Episode(rollout, MODEL, Engines(), DEFAULTS))
     rollout.cut(turns=2)
@@ -172,7 +172,7 @@ async def test_the_same_random_numbers_are_drawn_after_a_crash_as_before() -> No
 
 
 async def explore(episode: Episode, branches: int = 2) -> list[list[int]]:
-    """A turn, then a turn in each of some branches."""
+    """Episode of one turn, then one turn in each of some branches."""
     episode.append([1, 2])
     await episode.generate()
     forks = [episode.fork() for _ in range(branches)]

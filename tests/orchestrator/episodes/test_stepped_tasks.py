@@ -1,4 +1,4 @@
-"""Is a stepped task one that asyncio's own tools, and those built on it, take for any other?"""
+"""Stepped tasks behave like asyncio's own, for asyncio's tools and libraries built on them."""
 
 import asyncio
 import contextvars
@@ -20,7 +20,7 @@ Work = Callable[[], Coroutine[Any, Any, Any]]
 
 
 class Noted(SteppedTask):
-    """A task that notes how it ended."""
+    """Task that records how it ended."""
 
     __slots__ = ("_work", "error", "value")
 

@@ -1,4 +1,4 @@
-"""Does a run let go of an engine's process once, and of nothing else?"""
+"""A run closes an engine process's descriptors once, and no others."""
 
 import asyncio
 import os

@@ -62,7 +62,7 @@ def make_step(seq: int, rows: int = 1) -> Step:
 
 
 class Wire:
-    """A fleet, what it has sent, and a clock."""
+    """A fleet, the messages it has sent, and a clock."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[bytes, Message]] = []

@@ -1,4 +1,4 @@
-"""Does what an engine costs the run grow with the number of the others?"""
+"""The cost of one engine does not grow with the number of engines."""
 
 import sys
 from types import FrameType
@@ -8,7 +8,7 @@ from tidegate.testing import ScriptedEngine, ServeInTests
 
 
 class Calls:
-    """Counts calls of Python's functions, which no load of the machine changes."""
+    """Counts calls of Python functions, which do not depend on the machine's load."""
 
     def __init__(self) -> None:
         self.count = 0

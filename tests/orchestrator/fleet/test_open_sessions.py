@@ -1,4 +1,4 @@
-"""Does each engine that keeps a rollout's context hear when no turn will come for it?"""
+"""Engines that keep sessions are told when no turn will come for one."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What the simulation found about engines that come back, each on its own."""
+"""Regression tests of reconnecting engines, found by simulation."""
 
 from array import array
 

@@ -1,4 +1,4 @@
-"""Does each request to score get one whole answer, whatever becomes of the engines it goes to?"""
+"""Each scoring request gets one whole answer, whatever happens to its engines."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from tidegate.transport.streams import ReceiveWindow
 
 @dataclass
 class Run:
-    """A desk, its engines, and what they were sent."""
+    """A :class:`ScoreDesk`, its engines, and the messages sent to them."""
 
     engines: dict[str, Engine] = field(default_factory=dict)
     sent: list[tuple[str, Message]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Precision that engines compute in: told when they join, recorded, and applied by the audit."""
+"""Dtype that engines compute in: in their hello, recorded, and applied by the audit."""
 
 import json
 import logging

@@ -1,5 +1,4 @@
-"""What do the journal's tests share? Records that say their lsn, and journals that note what they
-were told."""
+"""Helpers of the journal's tests: records made of their lsn, and recorded callbacks."""
 
 import shutil
 from pathlib import Path
@@ -7,16 +6,16 @@ from pathlib import Path
 from tidegate.orchestrator.journal.journal import Journal
 
 WAIT_S = 60.0
-"""Far longer than anything here takes: reaching it is a failure, not a timing."""
+"""Timeout far above any duration here: reaching it is a failure."""
 
 
 def record(lsn: int) -> bytes:
-    """A record that can be known by its content, of a few bytes to a few KB."""
+    """Make a record of a few bytes to a few KB from which its lsn can be read."""
     return lsn.to_bytes(8, "little") * (1 + lsn * 7919 % 600)
 
 
 class Told:
-    """What a journal's callbacks said."""
+    """Arguments of a journal's callbacks."""
 
     def __init__(self) -> None:
         self.committed: list[int] = []
@@ -30,14 +29,14 @@ def started(journal: Journal) -> Told:
 
 
 def append_up_to(journal: Journal, lsn: int) -> None:
-    """Append :func:`record` from where the journal is."""
+    """Append :func:`record` up to ``lsn``."""
     while (appended := journal.append(record(journal.statistics().appended_lsn + 1))) < lsn:
         pass
     assert appended == lsn
 
 
 def filled(path: Path, records: int) -> None:
-    """A closed journal of so many records, each in a commit of its own."""
+    """Make a closed journal of so many records, each in a commit of its own."""
     with Journal.create(path, header=b"a header") as journal:
         started(journal)
         for lsn in range(1, records + 1):
@@ -46,7 +45,7 @@ def filled(path: Path, records: int) -> None:
 
 
 def crash_image(path: Path, target: Path) -> Path:
-    """What a kill -9 now would leave of an open journal that is not just writing."""
+    """Copy what a kill -9 now would leave of an open journal that is not just writing."""
     target.mkdir()
     for suffix in ("", "-wal"):
         shutil.copy(path.with_name(path.name + suffix), target / (path.name + suffix))
@@ -54,7 +53,7 @@ def crash_image(path: Path, target: Path) -> Path:
 
 
 def contents(path: Path) -> dict[int, bytes]:
-    """Open it, and read all records after the snapshot."""
+    """Open a journal and return all records after the snapshot."""
     with Journal.open(path) as journal:
         return dict(journal.read())
 

@@ -1,4 +1,4 @@
-"""What a journal that somebody else wrote can make this process do: nothing but be read."""
+"""A foreign journal can make this process do nothing but read it."""
 
 import sys
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from tidegate.policies.rounds import Synchronous
 
 @dataclass(frozen=True, kw_only=True)
 class OurOwn(Synchronous):
-    """A user's policy, which a journal can name and must not bring about."""
+    """A user's policy, which a journal can name but must not import."""
 
 
 RULES = record_of(Rules(policy=Synchronous(groups_per_batch=2), group_size=2))
@@ -36,14 +36,14 @@ def journal_with(directory: Path, rules: Any) -> Path:
 
 
 def rules_naming(name: str, **settings: Any) -> list[Any]:
-    """Rules that name a class: as all of them, and at each place where a policy stands."""
+    """Make rules that name a class, as the whole and at each place of a policy."""
     named = {"class": name, **settings}
     return [named, {**RULES, "policy": named}, {**RULES, "placement": {"routing": [named]}}]
 
 
 @pytest.fixture
 def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A module that leaves a file when it is imported; the file."""
+    """Make a module that creates a file when it is imported; return the file."""
     sprung = tmp_path / "sprung"
     (tmp_path / "sprung_by_import.py").write_text(f"open({str(sprung)!r}, 'w').close()\nX = dict\n")
     monkeypatch.syspath_prepend(tmp_path)

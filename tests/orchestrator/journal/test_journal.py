@@ -1,4 +1,4 @@
-"""Does a journal give back what was put into it, in order, however its writer ended?"""
+"""A journal returns its records in order, however its writer ended."""
 
 import random
 import signal
@@ -342,7 +342,7 @@ def test_a_killed_writer_leaves_all_that_it_was_told_is_committed_and_no_gap(pat
 
 
 def write_until_killed(path: Path, commits: int) -> int:
-    """Have a process write; kill it when it has told of so many commits; the last lsn it told."""
+    """Kill a writing process after so many reported commits; return the last reported lsn."""
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE
     ) as writer:

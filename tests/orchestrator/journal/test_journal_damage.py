@@ -1,4 +1,4 @@
-"""What can still be read of a journal that was cut or garbled?"""
+"""What can be read of a truncated or garbled journal."""
 
 import os
 import random
@@ -27,7 +27,7 @@ from tidegate.orchestrator.journal.salvage import main, salvage
 from tidegate.orchestrator.journal.schema import PAGE_BYTES
 
 GARBLINGS = 40
-"""Seeded places of damage per test; some milliseconds each."""
+"""Seeded damages per test, some milliseconds each."""
 
 WAL_HEADER_BYTES = 32
 WAL_FRAME_BYTES = 24 + PAGE_BYTES
@@ -41,7 +41,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def crashed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """A journal of 40 commits after a kill -9, and how long its WAL was after each."""
+    """Return a journal after a kill -9, and its WAL size after each of its last 40 commits."""
     directory = tmp_path_factory.mktemp("crashed")
     path = directory / "journal.sqlite"
     filled(path, 20)
@@ -103,7 +103,7 @@ def test_of_a_wal_garbled_anywhere_every_commit_before_the_damage_is_recovered(
 
 
 def garble(path: Path, at: int, chance: random.Random) -> None:
-    """Replace up to 100 bytes, the first of them by another for sure."""
+    """Replace up to 100 bytes, of which the first certainly changes."""
     body = bytearray(path.read_bytes())
     count = chance.choice((1, 1, 4, 100))
     new = bytes([body[at] ^ chance.randrange(1, 256)]) + chance.randbytes(count - 1)
@@ -135,7 +135,7 @@ def test_of_a_garbled_database_no_wrong_record_is_ever_read_and_what_is_intact_c
 
 
 def check_salvage(path: Path, error: JournalError) -> int:
-    """What is salvaged must be true, and as much as the error has promised."""
+    """Check that salvaged records are true, and as many as the error has promised."""
     promised = error.intact_lsn if isinstance(error, JournalCorrupt) else None
     target = path.with_name("salvaged.sqlite")
     try:

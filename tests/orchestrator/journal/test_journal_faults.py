@@ -1,4 +1,4 @@
-"""What becomes of a journal on a disk that is full, read-only or removed, or of another version?"""
+"""Journals on a disk that is full, read-only or removed, and journals of other versions."""
 
 import os
 import shutil
@@ -39,7 +39,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def public_directory() -> Iterator[Path]:
-    """A directory that a process without rights can enter; pytest's own are private."""
+    """Make a directory that a process without rights can enter; pytest's own are private."""
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)
         yield Path(directory)
@@ -70,7 +70,7 @@ def test_a_full_disk_ends_the_journal_and_loses_nothing_that_was_committed(path:
 
 
 def limit_pages(journal: Journal, pages: int) -> None:
-    """Make SQLite find the disk full beyond so many pages."""
+    """Make SQLite report a full disk beyond so many pages."""
     journal._file._connection.execute(f"PRAGMA max_page_count = {pages}")
 
 

@@ -1,4 +1,4 @@
-"""Does a run's journal stay whole where its events can't be replaced by a snapshot?"""
+"""A run's journal stays complete if its events can't be replaced by a snapshot."""
 
 import logging
 import random
@@ -16,7 +16,7 @@ HEADER = JournalHeader(run_id="run", rules={}, seed=0)
 
 
 class JournaledDriver(Driver):
-    """A driver whose core's events are journaled in memory, and compacted when that is due."""
+    """Driver whose core's events are journalled in memory, and compacted when due."""
 
     def __init__(self) -> None:
         self.store = SimulatedStore(commit_s=0.0, chance=random.Random(0))
@@ -38,7 +38,7 @@ def _fail(error: BaseException) -> None:
 
 
 def play(driver: Driver) -> None:
-    """Two batches' groups begin, and each turn gets a token."""
+    """Begin all groups, and sample one token for each turn."""
     driver.join("engine-0")
     driver.fill()
     for rollout in list(driver.running.values()):

@@ -1,4 +1,4 @@
-"""How often is garbage looked for while runs go on, and after them?"""
+"""GC thresholds during runs and after them."""
 
 import gc
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from tidegate.orchestrator.scheduler.garbage import RareLooks, young_objects_max
 
 @pytest.fixture(autouse=True)
 def usual() -> Iterator[tuple[int, int, int]]:
-    """Python's own thresholds, which are there again afterwards, whatever happens."""
+    """Set Python's default thresholds, and restore the process's own afterwards."""
     before = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
     yield gc.get_threshold()

@@ -1,4 +1,4 @@
-"""Hand-over of batches: lost by nobody, and young enough when they are trained on."""
+"""Hand-over of batches: none is lost, and none is too old when it is trained."""
 
 import asyncio
 import itertools
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.wire
 
 
 def finish(driver: Driver, groups: int) -> None:
-    """End so many of the oldest groups that are running."""
+    """End this many of the oldest running groups."""
     driver.fill()
     running = sorted({rollout.group_id for rollout in driver.running.values()})
     for rollout in list(driver.running.values()):
@@ -302,7 +302,7 @@ def test_late_tokens_of_an_evaluation_are_not_trainings() -> None:
 
 
 class Desk:
-    """A desk whose core has a batch for each question, numbered anew when one comes back."""
+    """A :class:`BatchDesk` whose core has a batch per request, numbered anew after a return."""
 
     def __init__(self) -> None:
         self.asked: list[ev.Event] = []
@@ -363,7 +363,7 @@ async def test_one_batch_at_a_time_is_on_offer() -> None:
 
 
 async def solve(episode: tidegate.Episode, task: int) -> float:
-    """One short turn."""
+    """Episode of one short turn."""
     episode.append([10 + task % 40, 11, 12])
     return float(len((await episode.generate(max_tokens=4)).token_ids))
 

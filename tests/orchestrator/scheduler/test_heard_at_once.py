@@ -1,4 +1,4 @@
-"""Are many messages that are read at once judged as they would be one by one?"""
+"""Messages read together are judged as if read one by one."""
 
 import math
 from array import array
@@ -14,7 +14,7 @@ from tidegate.transport.messages import Complaint, Message, Step, encode
 
 VOCAB_SIZE = 96
 ROWS = 64
-"""More than are looked at one by one."""
+"""More tokens than are checked as lists."""
 
 SEEDS = 1000
 
@@ -75,7 +75,7 @@ def some_frames(random: Random) -> Frames:
 def heard(
     batches: list[Frames], engines: str = "a"
 ) -> tuple[list[ev.Event | Answer], list[tuple[bytes, Message]]]:
-    """What they came to, and what they were answered with, where these are there already."""
+    """Return the events and the messages sent for these frames, from engines that have joined."""
     wire = Wire()
     for name in engines:
         wire.hear(hello(name, vocab=VOCAB_SIZE), peer=name.encode())

@@ -1,4 +1,4 @@
-"""Can an engine that lies, floods or is broken harm a run, beyond the turns it was given?"""
+"""An engine that lies, floods or is broken harms only the turns that it was given."""
 
 import math
 import re

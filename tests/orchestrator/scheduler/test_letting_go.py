@@ -1,4 +1,4 @@
-"""What is let go of as soon as nobody wants it, with no look for garbage?"""
+"""Objects freed by reference counting alone, without the garbage collector."""
 
 import gc
 import weakref
@@ -18,7 +18,7 @@ from tidegate.transport.messages import STOP, SamplingParams
 
 
 def new_core() -> Core:
-    """Of a run that trains one rollout at a time, and need survive no crash."""
+    """Make a core that trains one rollout at a time and keeps nothing for a crash."""
     policy = BoundedStaleness(max_staleness=0, groups_per_batch=1)
     core = Core(Rules(policy=policy, group_size=1))
     core.handle(ev.TasksOffered())
@@ -27,7 +27,7 @@ def new_core() -> Core:
 
 
 def begin(core: Core) -> Rollout:
-    """A rollout in its turn."""
+    """Start a rollout with a turn."""
     [command] = core.handle(ev.TaskArrived("task"))
     assert isinstance(command, ev.StartEpisode)
     command.rollout.extend([1, 2])
@@ -36,7 +36,7 @@ def begin(core: Core) -> Rollout:
 
 
 def train_one(core: Core, version: int, *, forks: bool) -> "weakref.ref[array[int]]":
-    """From its task to the version made from it; what tells whether it is still there."""
+    """Train one rollout and publish; return a weak reference to its tokens."""
     rollout = begin(core)
     core.handle(step("a", version - 1, [(core.turns.next_handle - 1, [5], STOP)]))
     if forks:
@@ -53,7 +53,7 @@ def train_one(core: Core, version: int, *, forks: bool) -> "weakref.ref[array[in
 
 @pytest.fixture
 def without_collector() -> Iterator[None]:
-    """What is gone is gone by itself."""
+    """Disable the garbage collector."""
     gc.disable()
     yield
     gc.enable()

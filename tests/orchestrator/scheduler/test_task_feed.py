@@ -1,4 +1,4 @@
-"""Who takes the user's tasks takes as many as there are places for, and tells their end once."""
+"""The task feed takes as many tasks as there are places for, and reports their end once."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from tidegate.transport.messages import STOP, SamplingParams
 
 
 class Iterated:
-    """Tasks, each of which takes so long to come, by the clock that the feed looks at."""
+    """Tasks that each take so long to come, on the clock that the feed reads."""
 
     def __init__(self, tasks: int, each_s: float) -> None:
         self._tasks = tasks
@@ -40,7 +40,7 @@ class Iterated:
 def feed_of(
     core: Core, tasks: Tasks, events: list[ev.Event], clock: Iterated | None = None
 ) -> TaskFeed:
-    """One that notes down what the core hears."""
+    """Make a feed that records the core's events."""
     core.handle(ev.TasksOffered())
     source, wants_tasks = TaskSource(tasks), asyncio.Event()
 
@@ -63,7 +63,7 @@ def feed_of(
 
 
 async def fed(tasks: Tasks) -> list[ev.Event]:
-    """What a core with four places hears, until the feed waits."""
+    """Return the events of a core with four places until the feed waits."""
     core = Core(Rules(policy=BoundedStaleness(groups_per_batch=2, max_staleness=1), group_size=1))
     events: list[ev.Event] = []
     with contextlib.suppress(TimeoutError):  # it never ends by itself
@@ -78,7 +78,7 @@ def core_with_place_for_all(*, group_size: int) -> Core:
 
 
 async def taken_per_turn(core: Core, tasks: Iterated) -> list[int]:
-    """How many of the tasks are taken, or passed by, in each of the loop's turns."""
+    """Return the number of tasks taken or skipped in each iteration of the loop."""
     events: list[ev.Event] = []
     feeding = asyncio.create_task(feed_of(core, tasks, events, tasks).run())
     taken: list[int] = []
@@ -167,7 +167,7 @@ def test_a_task_of_plain_data_is_written_down_and_read_as_an_equal_one(task: obj
 
 
 class Question(str):
-    """Plain to look at, but of a class of its own."""
+    """A str subclass, which would come back as a plain str."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Is a run as stale as was predicted from its own figures, and does the advice name what limits?"""
+"""Forecasts: predicted staleness equals the measured one, and advice names the bottleneck."""
 
 import asyncio
 import itertools
@@ -86,7 +86,7 @@ async def test_a_run_is_as_stale_as_was_predicted(
 
 
 def an_engine(*, steps: int = 1000, rows: int = 8, step_s: float = 0.01) -> EngineStatistics:
-    """Always as many rows in a step."""
+    """Make statistics of an engine with equal rows in each step."""
     return EngineStatistics(
         name="engine-0",
         weight_version=0,
@@ -105,7 +105,7 @@ def an_engine(*, steps: int = 1000, rows: int = 8, step_s: float = 0.01) -> Engi
 def forecast_of(
     *, batches: int = 11, batch_s: float, idle: float, ledger: LedgerSnapshot | None = None
 ) -> RunForecast | None:
-    """One group of two rollouts of 40 tokens a batch: 0.1 s of the engine's work."""
+    """Forecast batches of two rollouts of 40 tokens: 0.1 s of the engine's work each."""
     forecaster = Forecaster()
     for number in range(batches):
         usage = Usage(wall_s=batch_s * (number + 1), trainer_idle_share=idle)

@@ -1,4 +1,4 @@
-"""Is what doesn't get on named, and nothing else?"""
+"""Everything without progress is named, and nothing else."""
 
 import asyncio
 import logging
@@ -45,11 +45,11 @@ COSTS = EngineTraits(
 PATIENCE_S = 60.0
 
 WAIT_S = 60.0
-"""Far longer than anything here takes: reaching it is a failure, not a timing."""
+"""Timeout far above any duration here: reaching it is a failure."""
 
 
 def a_round(watchdog: Watchdog, now_s: float, **progress: int) -> list[Stuck]:
-    """Look at engines that are so far."""
+    """Check engines with the given progress in one round."""
     watchdog.begin(now_s)
     for who, done in progress.items():
         if watchdog.is_stuck("engine", who, done):
@@ -98,7 +98,7 @@ def test_of_very_many_the_longest_are_kept() -> None:
 
 
 class Watched:
-    """A core, a fleet and the control of weights, watched on a clock that a test moves."""
+    """A core, a fleet and weight control, watched on a virtual clock."""
 
     def __init__(self) -> None:
         self.driver = Driver(max_staleness=1, groups_per_batch=1, group_size=1)
@@ -135,7 +135,7 @@ class Watched:
 
 
 def watched(story: "Callable[[Watched], object]") -> Watched:
-    """Have a story told, in virtual time."""
+    """Run a story under a watchdog, in virtual time."""
     run = Watched()
 
     async def tell() -> None:
@@ -152,7 +152,7 @@ def watched(story: "Callable[[Watched], object]") -> Watched:
 
 
 async def long() -> None:
-    """Longer than anything may take, but for the trainer."""
+    """Sleep longer than anything but the trainer may take."""
     await asyncio.sleep(1.3 * PATIENCE_S)
 
 
@@ -350,7 +350,7 @@ def test_what_is_stuck_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def keep_the_loop(over: threading.Event) -> None:
-    """What no episode should do."""
+    """Block the loop, as no episode should."""
     over.wait(WAIT_S)
 
 

@@ -1,4 +1,4 @@
-"""Is an adapter read as PEFT writes it, and refused by name where it asks for more?"""
+"""Adapters are read as PEFT writes them, and unsupported ones are refused by name."""
 
 import json
 from pathlib import Path

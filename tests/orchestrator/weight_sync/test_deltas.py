@@ -1,4 +1,4 @@
-"""Is what a set has in common with the version before told, and nothing else?"""
+"""Deltas have the tensors that differ from the version before, and no others."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def tensors(**values: bytes) -> list[NamedBuffer]:
 def changed(
     written: WrittenTensors, version: int, before: int, **values: bytes
 ) -> list[str] | None:
-    """The names of those that are to be sent; None: all, and over nothing."""
+    """Return the names of tensors to send; None for all of them, over nothing."""
     others = written.changed(version, tensors(**values), before=before)
     return None if others is None else [tensor.name for tensor in others]
 
@@ -64,7 +64,7 @@ def test_no_more_than_a_few_versions_are_remembered() -> None:
 async def test_however_many_tensors_change_in_turns_few_versions_are_kept(
     tidegate_serve: ServeInTests,
 ) -> None:
-    """A mixture's experts change in turns: of each version, some would be needed for long."""
+    """A mixture's experts change in turns, so tensors of each version would be needed for long."""
     torch = pytest.importorskip("torch")
     state = {f"expert {n}": torch.zeros(4) for n in range(40)}
     kept, sent = [], []

@@ -1,4 +1,4 @@
-"""Does a pause hold everywhere, and do turns that it ended go on where they were?"""
+"""A pause holds on all engines, and turns that it ended continue where they were."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ SAID = "abcdefghijklmnopqrstuvwxyz"
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Look a thousand times a (virtual) second."""
+    """Poll a condition every millisecond of virtual time."""
     while not condition():  # noqa: ASYNC110 - in virtual time it costs nothing
         await asyncio.sleep(0.001)
 
@@ -26,7 +26,7 @@ def tokens(engines: list[ScriptedEngine]) -> int:
 
 
 class Asked:
-    """What became of the turns of an evaluation."""
+    """Collects the turns of an evaluation."""
 
     def __init__(self) -> None:
         self.turns: list[tidegate.GeneratedTurn] = []

@@ -1,4 +1,4 @@
-"""Do new weights come to every engine as they were asked to, whatever else happens meanwhile?"""
+"""New weights reach every engine as asked, whatever happens meanwhile."""
 
 import asyncio
 import itertools
@@ -37,7 +37,7 @@ def weights_of(rollouts: SimulatedRollouts) -> WeightControl:
 
 
 def swapping(rollouts: SimulatedRollouts) -> list[str]:
-    """Engines that were told to swap, and have not yet."""
+    """Return the engines that were told to swap and have not yet."""
     late = weights_of(rollouts).laggards
     return [
         engine for laggards in late if laggards.phase == "swapping" for engine in laggards.engines
@@ -45,7 +45,7 @@ def swapping(rollouts: SimulatedRollouts) -> list[str]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Look a thousand times a (virtual) second."""
+    """Poll a condition every millisecond of virtual time."""
     while not condition():  # noqa: ASYNC110 - in virtual time it costs nothing
         await asyncio.sleep(0.001)
 

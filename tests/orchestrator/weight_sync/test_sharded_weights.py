@@ -1,4 +1,4 @@
-"""Are weights that two ranks hold in shards published whole?"""
+"""Weights sharded over two ranks are published whole."""
 
 import subprocess
 import sys

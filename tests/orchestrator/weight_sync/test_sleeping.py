@@ -1,4 +1,4 @@
-"""Do all engines sleep and wake as the trainer asks, whatever happens meanwhile?"""
+"""All engines sleep and wake as the trainer asks, whatever happens meanwhile."""
 
 import asyncio
 from typing import Any

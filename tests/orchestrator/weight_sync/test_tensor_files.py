@@ -1,4 +1,4 @@
-"""Tensors of files that others may change are copies, or refused."""
+"""Tensors read from files that may change are copies, or refused."""
 
 import os
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Whatever is published, paused and broken by chance: do all engines get the newest weights?
+"""Random publishes, pauses and faults: all engines get the newest weights in the end.
 
-The simulated engines know which weights they really compute with: torn ones, or two sets under one
-number, end the run.
+The simulated engines know which weights they really compute with, and fail the run for torn ones,
+or for two sets under one number.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ async def one_turn(episode: tidegate.Episode, task: int) -> float:
 
 
 class Chaos:
-    """A trainer who does two things at once, and engines that fail."""
+    """A trainer that publishes and pauses at the same time, and engines that fail."""
 
     def __init__(self, rollouts: SimulatedRollouts, engines: list[ScriptedEngine], seed: int):
         self.rollouts = rollouts
         self.engines = engines
         self.chance = random.Random(seed)
         self.numbers: list[int] = []
-        """Of the publishes that returned."""
+        """Versions of the publishes that returned."""
 
     async def publishes(self) -> None:
-        """One after another, which may be cancelled at any instant."""
+        """Publish repeatedly; each call may be cancelled at any time."""
         for _ in range(15):
             await asyncio.sleep(self.chance.choice((0.0, 0.01, 0.1, 0.5)))
             wait: Any = self.chance.choice(("live", "staged", "none"))
@@ -47,7 +47,7 @@ class Chaos:
                     self.numbers.append(await self.rollouts.publish({}, wait=wait))
 
     async def pauses(self) -> None:
-        """And resumes."""
+        """Pause and resume repeatedly."""
         for _ in range(8):
             await asyncio.sleep(self.chance.choice((0.05, 0.3, 1.0)))
             mode: Any = self.chance.choice(("abort", "keep", "wait"))
@@ -58,7 +58,7 @@ class Chaos:
             await self.rollouts.resume()
 
     async def faults(self) -> None:
-        """An engine is killed, hangs or is cut off."""
+        """Crash, hang or disconnect engines."""
         for _ in range(6):
             await asyncio.sleep(self.chance.uniform(0.1, 1.0))
             engine = self.chance.choice(self.engines)
@@ -71,7 +71,7 @@ class Chaos:
                     engine.cut(self.chance.choice((0.1, 3.0)))
 
     async def train(self) -> None:
-        """Batches, whose age is within the bound."""
+        """Take batches, and check that their staleness is within the bound."""
         batches = self.rollouts.batches(itertools.count(), episode=one_turn)
         while True:
             with contextlib.suppress(TidegateError):

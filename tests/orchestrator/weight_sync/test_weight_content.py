@@ -1,6 +1,6 @@
-"""Does every engine get all of a version's tensors, whatever it served and what became of others?
+"""Every engine gets all tensors of a version, whatever it served and whatever others do.
 
-Engines are dicts here: of which publish each tensor is.
+Engines are dicts here: tensor -> publish that it is from.
 """
 
 import pytest
@@ -22,7 +22,7 @@ NAMES = ("embedding", "layer", "norm")
 
 
 class Engine:
-    """Serves what it is told to, by the rules of the protocol."""
+    """Follows the protocol of weight updates."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -30,7 +30,7 @@ class Engine:
         self._staged: dict[str, str] = {}
 
     def take(self, message: object) -> int | None:
-        """Do as a message says; return a version that is staged by it."""
+        """Carry out a message; return the version that it staged, if any."""
         match message:
             case StartWeightUpdate():
                 self._staged = {}
@@ -49,7 +49,7 @@ class Engine:
 
 
 class Fleet:
-    """A state machine, its engines, and a channel that keeps what it must."""
+    """A state machine, its engines, and a channel that keeps the buffers it must."""
 
     def __init__(self, *names: str) -> None:
         self.control = ControlDriver()
@@ -63,7 +63,7 @@ class Fleet:
         self.deliver(self.control.join(name))
 
     def deliver(self, outgoing: Outgoing) -> None:
-        """Have engines do as they are told, and answer."""
+        """Have engines carry out messages and answer."""
         for name, message in outgoing:
             if isinstance(message, UpdateWeights) and message.location:
                 assert int(message.location[1:]) in self.buffers
@@ -74,7 +74,7 @@ class Fleet:
                 self.deliver(self.control.live(name, message.version))
 
     def write(self, *names: str) -> list[UpdateWeights]:
-        """Have the channel hold these tensors, and what must be kept beside them."""
+        """Write these tensors to the channel, and drop buffers that need not be kept."""
         reserved = self.control.reserve(is_part=set(names) != set(NAMES))
         self.buffers &= reserved.keep
         self.buffers.add(reserved.version)
@@ -83,7 +83,7 @@ class Fleet:
         return [UpdateWeights(version=reserved.version, location=location, tensors=specs)]
 
     def begin(self, version: int, *names: str) -> Outgoing:
-        """All of the names, or a part of them; what engines are sent."""
+        """Publish all tensors or some; return the messages to engines."""
         chunks = self.write(*names)
         assert chunks[0].version == version
         return self.control.publish(
@@ -91,11 +91,11 @@ class Fleet:
         )
 
     def publish(self, version: int, *names: str) -> None:
-        """The same, until every engine serves them."""
+        """Publish them until every engine serves them."""
         self.deliver(self.begin(version, *names))
 
     def let_go(self, name: str, version: int) -> None:
-        """An engine that was told of a newer version stops copying the older one."""
+        """Have an engine stop copying a version, because it was told of a newer one."""
         self.deliver(self.control.fails(name, version, "given up"))
 
     def serves(self, name: str) -> tuple[str, ...]:
