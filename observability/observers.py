@@ -18,7 +18,12 @@ from tidegate.orchestrator.core.rules import record_of, say
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.orchestrator.telemetry.off_policy import OffPolicy
-from tidegate.orchestrator.telemetry.recorder import EpisodeInterval, Recorder, TrainerActivity
+from tidegate.orchestrator.telemetry.recorder import (
+    EngineStep,
+    EpisodeInterval,
+    Recorder,
+    TrainerActivity,
+)
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.orchestrator.weight_sync.parts import WeightParts
 
@@ -69,17 +74,9 @@ class RecorderGroup(Recorder):
             recorder.trained(rows, advantages=advantages, consumed_version=consumed_version)
 
     @override
-    def engine_step(
-        self,
-        engine: str,
-        started_us: int,
-        busy_us: int,
-        version: int,
-        rows: int,
-        prefills: int = 0,
-    ) -> None:
+    def engine_step(self, step: EngineStep) -> None:
         for recorder in self._recorders:
-            recorder.engine_step(engine, started_us, busy_us, version, rows, prefills)
+            recorder.engine_step(step)
 
     @override
     def engine_event(self, engine: str, name: str, at_us: int, **args: object) -> None:

@@ -42,7 +42,12 @@ from tidegate.observability.trajectories import (
 )
 from tidegate.orchestrator.batches.tasks import to_json
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.telemetry.recorder import EpisodeInterval, Recorder, TrainerActivity
+from tidegate.orchestrator.telemetry.recorder import (
+    EngineStep,
+    EpisodeInterval,
+    Recorder,
+    TrainerActivity,
+)
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.orchestrator.weight_sync.parts import WHOLE, WeightParts
 from tidegate.transport.private_directory import make_private_directory
@@ -169,25 +174,10 @@ class RunRecorder(Recorder):
         for (rollout, task), advantage in zip(rows, advantages, strict=True):
             self.rollout(rollout, task=task, advantage=advantage, consumed_version=consumed_version)
 
-    def engine_step(
-        self,
-        engine: str,
-        started_us: int,
-        busy_us: int,
-        version: int,
-        rows: int,
-        prefills: int = 0,
-    ) -> None:
-        """Record that an engine made ``rows`` tokens with ``version``; costs a microsecond."""
+    def engine_step(self, step: EngineStep) -> None:
+        """Add the step to the trace; costs about a microsecond."""
         with self._lock:
-            self._trace.engine_step(
-                engine,
-                started_us=started_us,
-                busy_us=busy_us,
-                version=version,
-                rows=rows,
-                prefills=prefills,
-            )
+            self._trace.engine_step(step)
 
     def engine_event(self, engine: str, name: str, at_us: int, **args: object) -> None:
         """Record an instant of an engine's life: staged, swap, paused, resumed, lost."""

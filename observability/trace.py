@@ -21,7 +21,7 @@ from tidegate.observability.episode_tracks import (
     is_of_episodes,
 )
 from tidegate.observability.lives import lives
-from tidegate.orchestrator.telemetry.recorder import EpisodeInterval, TrainerActivity
+from tidegate.orchestrator.telemetry.recorder import EngineStep, EpisodeInterval, TrainerActivity
 from tidegate.transport.private_directory import make_private_file
 from tidegate.transport.regular_files import read_regular
 
@@ -88,32 +88,31 @@ class Trace:
         self.episodes: deque[EpisodeInterval] = deque(maxlen=EPISODE_INTERVALS_MAX)
         self._gap_us: dict[str, int] = {}
 
-    def engine_step(
-        self,
-        engine: str,
-        *,
-        started_us: int,
-        busy_us: int,
-        version: int,
-        rows: int,
-        prefills: int = 0,
-    ) -> None:
-        """Add one step, as part of the interval before it where nothing tells them apart."""
-        track = self.tracks.setdefault(engine, [])
-        gap_us = self._gap_us.setdefault(engine, MERGE_GAP_US)
-        ended_us = started_us + busy_us
+    def engine_step(self, step: EngineStep) -> None:
+        """Add a step; extend the previous interval if the version is equal and the gap is small."""
+        track = self.tracks.setdefault(step.engine, [])
+        gap_us = self._gap_us.setdefault(step.engine, MERGE_GAP_US)
+        ended_us = step.started_us + step.busy_us
         last = track[-1] if track else None
-        if last and last.version == version and started_us - last.ended_us < gap_us:
+        if last and last.version == step.version and step.started_us - last.ended_us < gap_us:
             last.ended_us = max(last.ended_us, ended_us)
             last.steps += 1
-            last.busy_us += busy_us
-            last.rows += rows
-            last.prefills += prefills
+            last.busy_us += step.busy_us
+            last.rows += step.rows
+            last.prefills += step.prefills
             return
-        new = Interval(f"v{version}", started_us, ended_us, version, 1, busy_us, rows, prefills)
+        new = Interval(
+            name=f"v{step.version}",
+            started_us=step.started_us,
+            ended_us=ended_us,
+            version=step.version,
+            busy_us=step.busy_us,
+            rows=step.rows,
+            prefills=step.prefills,
+        )
         track.append(new)
         if len(track) > INTERVALS_MAX:
-            self._coarsen(engine)
+            self._coarsen(step.engine)
 
     def _coarsen(self, engine: str) -> None:
         """Double the merge gap until half of the intervals are gone."""

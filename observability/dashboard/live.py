@@ -14,7 +14,7 @@ from tidegate.observability.dashboard.timeline import Activity, Mark, Slice, Tim
 from tidegate.observability.trajectories import Snapshot, snapshot
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.telemetry.off_policy import OffPolicy
-from tidegate.orchestrator.telemetry.recorder import Recorder, TrainerActivity
+from tidegate.orchestrator.telemetry.recorder import EngineStep, Recorder, TrainerActivity
 
 BATCHES_KEPT = 2_000
 """Points of a curve; more than pixels."""
@@ -143,23 +143,15 @@ class LiveNotes(Recorder):
                 self._ended_rows -= len(gone.rows)
                 self._ended_tokens -= gone.tokens
 
-    def engine_step(
-        self,
-        engine: str,
-        started_us: int,
-        busy_us: int,
-        version: int,
-        rows: int,
-        prefills: int = 0,
-    ) -> None:
+    def engine_step(self, step: EngineStep) -> None:
         """Into the timeline; a microsecond or two."""
         with self._lock:
             self._timeline.engine_step(
-                engine,
-                started_us=started_us,
-                busy_us=busy_us,
-                version=version,
-                is_prefill=prefills > 0,
+                step.engine,
+                started_us=step.started_us,
+                busy_us=step.busy_us,
+                version=step.version,
+                is_prefill=step.prefills > 0,
                 now_us=self._now_us(),
             )
 

@@ -9,7 +9,7 @@ from tidegate.observability.trace import EPISODE_INTERVALS_MAX, Trace, read_trac
 from tidegate.observability.trace_lines import trace_lines
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.diary import LANES_MAX, EpisodeDiary
-from tidegate.orchestrator.telemetry.recorder import EpisodeInterval
+from tidegate.orchestrator.telemetry.recorder import EngineStep, EpisodeInterval
 from tidegate.transport.messages import SamplingParams
 
 
@@ -124,7 +124,7 @@ async def test_a_turn_that_was_given_up_ends_when_its_episode_asks_again_or_is_o
 
 def test_episodes_are_read_back_from_a_trace_that_holds_to_the_format(tmp_path: Path) -> None:
     trace, path = Trace(), tmp_path / "trace.json"
-    trace.engine_step("engine-0", started_us=0, busy_us=500, version=0, rows=7)
+    trace.engine_step(EngineStep("engine-0", started_us=0, busy_us=500, version=0, rows=7))
     trace.trainer_interval("wait", 0, 600, 0)
     trace.instant("engine-0", "swap", 400, {"version": 1})
     children = [

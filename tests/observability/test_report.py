@@ -20,7 +20,7 @@ from tidegate.orchestrator.core.discards import (
     TaskDiscards,
 )
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
-from tidegate.orchestrator.telemetry.recorder import TrainerActivity
+from tidegate.orchestrator.telemetry.recorder import EngineStep, TrainerActivity
 from tidegate.orchestrator.telemetry.statistics import RunForecast, RunStatistics
 from tidegate.orchestrator.telemetry.timekeeping import Timekeeper
 
@@ -56,7 +56,7 @@ def a_run(
     with RunRecorder(directory, settings=settings, model=model) as recorder:
         for version in range(3):
             at_us = 1_000_000 * version
-            recorder.engine_step("engine-0", at_us, 900_000, version, 8)
+            recorder.engine_step(EngineStep("engine-0", at_us, 900_000, version, 8))
             recorder.engine_event("engine-0", "swap", at_us + 900_000, version=version + 1)
             recorder.trainer_interval("train", at_us, at_us + 800_000, version)
             recorder.trainer_interval("publish", at_us + 800_000, at_us + 850_000, version + 1)
