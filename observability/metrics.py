@@ -54,9 +54,15 @@ def by_key(
     return lambda seen: [Sample(float(n), (key,)) for key, n in sorted(read(seen).items())]
 
 
-def of_engines(read: Callable[[EngineStatistics], float]) -> Callable[[Observation], list[Sample]]:
-    """A value for each engine."""
-    return lambda seen: [Sample(float(read(e)), (e.name,)) for e in seen.statistics.engines]
+def per_engine(
+    name: str, kind: Kind, help: str, read: Callable[[EngineStatistics], float]
+) -> Metric:
+    """Return a metric with one sample for each engine, labelled by the engine's name."""
+
+    def samples(seen: Observation) -> list[Sample]:
+        return [Sample(float(read(each)), (each.name,)) for each in seen.statistics.engines]
+
+    return Metric(name, kind, help, samples, ("engine",))
 
 
 def last_batch(name: str) -> Callable[[Observation], list[Sample]]:
@@ -77,9 +83,13 @@ def histogram(
     return lambda seen: [Sample(0.0, counts=read(seen))]
 
 
-def forecast(name: str) -> Callable[[RunStatistics], float | None]:
-    """A figure of the run's forecast, once there is one."""
-    return lambda s: None if s.forecast is None else float(getattr(s.forecast, name))
+def forecast(name: str, help: str, field_name: str) -> Metric:
+    """Return a gauge of a field of the run's forecast; it has no sample before the first one."""
+
+    def value(run: RunStatistics) -> float | None:
+        return None if run.forecast is None else float(getattr(run.forecast, field_name))
+
+    return Metric(name, "gauge", help, of_run(value))
 
 
 def _told(name: str) -> Callable[[Observation], list[Sample]]:
@@ -137,17 +147,15 @@ STALENESS = (
         "What the policy guarantees; absent if nothing.",
         of_run(lambda s: s.staleness_bound),
     ),
-    Metric(
+    forecast(
         "tidegate_staleness_predicted_versions",
-        "gauge",
         "Mean staleness that the forecast expects by now.",
-        of_run(forecast("predicted_staleness")),
+        "predicted_staleness",
     ),
-    Metric(
+    forecast(
         "tidegate_staleness_saturating_versions",
-        "gauge",
         "The max_staleness past which nothing is gained.",
-        of_run(forecast("saturating_staleness")),
+        "saturating_staleness",
     ),
     Metric(
         "tidegate_effective_sample_size_ratio",
@@ -282,23 +290,16 @@ TIMES = (
         "Share of the run that an engine was in no step, the mean over engines.",
         of_run(lambda s: s.engine_idle_share),
     ),
-    Metric(
+    forecast(
         "tidegate_rho_ratio",
-        "gauge",
         "Throughput of the rollout over that of the trainer; above 1 the trainer limits.",
-        of_run(forecast("rho")),
+        "rho",
     ),
-    Metric(
-        "tidegate_batch_seconds",
-        "gauge",
-        "From one batch to the next, on the mean.",
-        of_run(forecast("batch_s")),
-    ),
-    Metric(
+    forecast("tidegate_batch_seconds", "From one batch to the next, on the mean.", "batch_s"),
+    forecast(
         "tidegate_batch_attainable_seconds",
-        "gauge",
         "The same if nobody waited who needn't.",
-        of_run(forecast("attainable_batch_s")),
+        "attainable_batch_s",
     ),
     Metric(
         "tidegate_paused",
@@ -322,89 +323,60 @@ TIMES = (
 )
 
 ENGINES = (
-    Metric(
+    per_engine(
         "tidegate_engine_weight_version",
         "gauge",
         "The version that it serves.",
-        of_engines(lambda e: e.weight_version),
-        ("engine",),
+        lambda e: e.weight_version,
     ),
-    Metric(
-        "tidegate_engine_running_turns",
-        "gauge",
-        "Turns it decodes.",
-        of_engines(lambda e: e.running_turns),
-        ("engine",),
+    per_engine(
+        "tidegate_engine_running_turns", "gauge", "Turns it decodes.", lambda e: e.running_turns
     ),
-    Metric(
-        "tidegate_engine_waiting_turns",
-        "gauge",
-        "Turns in its queue.",
-        of_engines(lambda e: e.waiting_turns),
-        ("engine",),
+    per_engine(
+        "tidegate_engine_waiting_turns", "gauge", "Turns in its queue.", lambda e: e.waiting_turns
     ),
-    Metric(
+    per_engine(
         "tidegate_engine_slots",
         "gauge",
         "Turns it can decode at once.",
-        of_engines(lambda e: e.max_running_turns),
-        ("engine",),
+        lambda e: e.max_running_turns,
     ),
-    Metric(
-        "tidegate_engine_tokens_total",
-        "counter",
-        "Tokens received from it.",
-        of_engines(lambda e: e.tokens),
-        ("engine",),
+    per_engine(
+        "tidegate_engine_tokens_total", "counter", "Tokens received from it.", lambda e: e.tokens
     ),
-    Metric(
-        "tidegate_engine_steps_total",
-        "counter",
-        "Its steps.",
-        of_engines(lambda e: e.steps),
-        ("engine",),
-    ),
-    Metric(
+    per_engine("tidegate_engine_steps_total", "counter", "Its steps.", lambda e: e.steps),
+    per_engine(
         "tidegate_engine_busy_seconds_total",
         "counter",
         "Time it spent in steps.",
-        of_engines(lambda e: e.busy_s),
-        ("engine",),
+        lambda e: e.busy_s,
     ),
-    Metric(
-        "tidegate_engine_swaps_total",
-        "counter",
-        "Swaps of its weights.",
-        of_engines(lambda e: e.swaps),
-        ("engine",),
+    per_engine(
+        "tidegate_engine_swaps_total", "counter", "Swaps of its weights.", lambda e: e.swaps
     ),
-    Metric(
+    per_engine(
         "tidegate_engine_standstill_seconds_total",
         "counter",
         "Time in which no turn of it got on, for a swap of weights.",
-        of_engines(lambda e: e.standstill_s),
-        ("engine",),
+        lambda e: e.standstill_s,
     ),
-    Metric(
+    per_engine(
         "tidegate_engine_out_of_memory_steps_total",
         "counter",
         "Steps for which it had no memory, and that it tried again with less.",
-        of_engines(lambda e: e.out_of_memory_steps),
-        ("engine",),
+        lambda e: e.out_of_memory_steps,
     ),
-    Metric(
+    per_engine(
         "tidegate_engine_drafted_tokens_total",
         "counter",
         "Tokens it guessed and verified.",
-        of_engines(lambda e: e.drafted_tokens),
-        ("engine",),
+        lambda e: e.drafted_tokens,
     ),
-    Metric(
+    per_engine(
         "tidegate_engine_accepted_tokens_total",
         "counter",
         "Of its guesses, those that were sampled.",
-        of_engines(lambda e: e.accepted_tokens),
-        ("engine",),
+        lambda e: e.accepted_tokens,
     ),
 )
 

@@ -7,7 +7,7 @@ be read, and the stream can, up to its last complete record batch.
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -113,29 +113,39 @@ class RecordedTurn:
     """JSON: what its context was given beside tokens since the turn before. None: nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedRollout:
-    """One row of trajectories.parquet."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RowFields:
+    """Columns that hold the same type before they are recorded and after they are read."""
 
     rollout_id: int
     group_id: int
     index: int
-    task: str
-    """JSON."""
+    """Position of the rollout within its group, from 0."""
     reward: float | None
     advantage: float | None
+    """Advantage that the trainer was given; None if the rollout was not trained on."""
     state: str
     discard_reason: str | None
     consumed_version: int | None
+    """Trainer version at which the rollout was consumed; None if it was not."""
     staleness: int | None
+    """``consumed_version`` minus the oldest trained version; None if nothing was trained on."""
+    branch_of: int | None
+    """``rollout_id`` of the row that this one was forked from; None if it is no branch."""
+    fork_reason: str
+    oldest_trainable: int | None = None
+    """For a trained row: tokens of older versions were masked; 0 if none was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRollout(_RowFields):
+    """One row of ``trajectories.parquet``, as read."""
+
+    task: str
+    """The task, as JSON."""
     token_ids: list[int]
     logprobs: list[float]
     turns: tuple[RecordedTurn, ...]
-    branch_of: int | None
-    """Of a branch: the ``rollout_id`` of the row that it was forked from."""
-    fork_reason: str
-    oldest_trainable: int | None = None
-    """Of a trained row: tokens of older versions were masked; 0 if none was."""
 
     @property
     def oldest_trained_version(self) -> int | None:
@@ -157,26 +167,16 @@ class RecordedRollout:
         return sum(span.end - span.start for span in spans if span.version >= floor)
 
 
-@dataclass(slots=True)
-class Snapshot:
-    """A rollout as it was when it was handed over, copied because the original may live on."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot(_RowFields):
+    """A row to record, copied from a rollout when it was handed over: the rollout may change."""
 
-    rollout_id: int
-    group_id: int
-    index: int
     task: object
-    reward: float | None
-    advantage: float | None
-    state: str
-    discard_reason: str | None
-    consumed_version: int | None
-    staleness: int | None
+    """The task as the user's iterator gave it."""
     token_ids: "array[int]"
     logprobs: "array[float]"
     turns: list[dict[str, Any]]
-    branch_of: int | None
-    fork_reason: str
-    oldest_trainable: int | None
+    """Rows of the nested column ``turns``, by column name."""
 
 
 def snapshot(
@@ -412,7 +412,7 @@ def _refuse_other_columns(path: Path, schema: pa.Schema) -> None:
 
 def as_recorded(taken: Snapshot) -> RecordedRollout:
     """What is read back of this once it is recorded."""
-    row = {name: getattr(taken, name) for name in Snapshot.__slots__}
+    row = {field.name: getattr(taken, field.name) for field in fields(taken)}
     row |= {
         "task": to_json(taken.task).decode(),
         "token_ids": taken.token_ids.tolist(),
