@@ -1,6 +1,7 @@
-"""Observers of a run, chosen by its settings: the recorder of its directory, and its dashboard.
+"""Composition of a run's observers from its settings: the recorder of its directory, and its
+dashboard.
 
-The composition root (``tidegate.runs``) makes them; the run opens and closes them.
+The composition root (``tidegate.runs``) creates :class:`Observers`; the run opens and closes it.
 """
 
 import itertools
@@ -36,13 +37,13 @@ if TYPE_CHECKING:
     from tidegate.observability.recording import RunRecorder
 
 POLICIES = {"policy", "group_filter", "routing", "engine_speeds", "stragglers"}
-"""Settings that may be objects of the user's."""
+"""Settings that may be user-defined objects; they are recorded in words, not as JSON."""
 
 log = logging.getLogger("tidegate")
 
 
 class RecorderGroup(Recorder):
-    """Passes everything on to several recorders, in order."""
+    """Recorder that forwards every call to several recorders, in order."""
 
     def __init__(self, recorders: Sequence[Recorder]) -> None:
         self._recorders = tuple(recorders)
@@ -155,13 +156,14 @@ class RecorderGroup(Recorder):
 
 
 class Observers:
-    """The recorder and the dashboard that a run's settings ask for: :class:`RunObservers`."""
+    """The recorder and the dashboard that a run's settings ask for; implements
+    :class:`RunObservers`."""
 
     def __init__(self, settings: RunSettings) -> None:
-        """Bind the dashboard's address, if there is to be one, and start nothing.
+        """Bind the dashboard's address if the settings have one. Starts nothing.
 
         Raises:
-            ConfigError: the address is taken or refused, or a package is missing.
+            ConfigError: the address is in use or refused, or a package is missing.
         """
         self._settings = settings
         self._dashboard: Dashboard | None = None
@@ -180,7 +182,7 @@ class Observers:
     def open(
         self, resumed: Resumed | None, on_failure: Callable[[RecordingFailed], None]
     ) -> Recorder | None:
-        """As :meth:`RunObservers.open`."""
+        """Start the recorder, and the dashboard's memory; see :meth:`RunObservers.open`."""
         recorders: list[Recorder] = []
         if (recorder := self._recorder(resumed, on_failure)) is not None:
             recorders.append(recorder)
@@ -197,7 +199,7 @@ class Observers:
         statistics: Callable[[Scheduler], RunStatistics],
         tokenizer: Tokenizer,
     ) -> None:
-        """As :meth:`RunObservers.show`."""
+        """Start the dashboard's server; see :meth:`RunObservers.show`."""
         if self._dashboard is None or self._live is None:
             return
         from tidegate.observability.dashboard.live import monotonic_us
@@ -215,14 +217,15 @@ class Observers:
         log.info("run=shown url=%s", self._dashboard.url)
 
     def close(self) -> None:
-        """As :meth:`RunObservers.close`."""
+        """Stop the dashboard; see :meth:`RunObservers.close`."""
         if self._dashboard is not None:
             self._dashboard.close()
 
     def _recorder(
         self, resumed: Resumed | None, on_failure: Callable[[RecordingFailed], None]
     ) -> "RunRecorder | None":
-        """A resumed run's records go into a directory of their own, inside the run's."""
+        """Create the recorder. A resumed run records into a new directory ``part-N`` inside the
+        run's."""
         directory = self._settings.run_directory
         if directory is None:
             return None
@@ -241,7 +244,8 @@ class Observers:
         )
 
     def _live_notes(self, resumed: Resumed | None) -> "LiveNotes":
-        """A resumed run's curves continue from what its directory holds."""
+        """Create the dashboard's memory. A resumed run's curves continue from the recorded
+        batches."""
         from tidegate.observability.dashboard.earlier import earlier_batches
         from tidegate.observability.dashboard.live import LiveNotes
 
@@ -252,17 +256,19 @@ class Observers:
 
 
 def _settings_said(settings: RunSettings) -> dict[str, Any]:
-    """All settings as JSON values, the policies in words."""
+    """Return all settings as JSON values, with policies in words."""
     said = settings.model_dump(mode="json", exclude=POLICIES)
     try:
         said["rules"] = say(record_of(settings.rules()))
-    except ConfigError:  # without a journal they need not be written down
+    except (
+        ConfigError
+    ):  # a run without a journal may have policies that can't be written as records
         said["rules"] = repr(settings.rules())
     return said
 
 
 def _about(settings: RunSettings) -> dict[str, object]:
-    """What the dashboard shows of a run that does not change."""
+    """Return the constant facts of the run that the dashboard shows."""
     directory = settings.run_directory
     return {
         "name": directory.resolve().name if directory is not None else settings.model.name,
