@@ -56,7 +56,7 @@ def plan(
     simulated: Annotated[
         bool, typer.Option("--simulate/--no-simulate", help="Also simulate each choice; slower.")
     ] = True,
-    versions: Annotated[int, typer.Option(min=2, help="Length of each simulated run.")] = 16,
+    versions: Annotated[int, typer.Option(min=2, help="Weight versions per simulated run.")] = 16,
     picture: Annotated[Path | None, typer.Option(help="Draw the plan into this PNG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:

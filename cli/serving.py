@@ -65,7 +65,7 @@ def serve(
         list[str] | None,
         typer.Option(help="Host name that requests may use beside the address; repeatable."),
     ] = None,
-    max_logprobs: Annotated[int, typer.Option(min=0, help="Limit per token.")] = 20,
+    max_logprobs: Annotated[int, typer.Option(min=0, help="Most log-probs per token.")] = 20,
     generation_config: Annotated[
         str,
         typer.Option(help="auto: sampling defaults of generation_config.json; vllm: vLLM's."),

@@ -1,4 +1,5 @@
-"""How does TRL's AsyncGRPOTrainer train on a run? As its rollout worker and its weight transfer.
+"""Adapter of a run to TRL's AsyncGRPOTrainer: its rollout worker and its weight transfer in one
+object.
 
     with tidegate.serve_sync(model=path, engines=2, max_staleness=1) as run:
         worker = tidegate.TRLRollouts(run, tasks, episode=solve, args=config)
@@ -6,8 +7,8 @@
             model=path, args=config, rollout_worker=worker, weight_transfer=worker, …
         ).train()
 
-What TRL calls a queue is the run itself: a row is handed over when the trainer asks for one, so
-none gets older on its way. It computes no rewards and no loss, and starts no run.
+TRL's queue of samples is the run itself: a row is handed over when the trainer asks for it, so rows
+do not age in a queue. Rewards and the loss are computed elsewhere.
 """
 
 import queue
@@ -31,15 +32,15 @@ if TYPE_CHECKING:
 
 
 class TRLRollouts:
-    """A run in the place of TRL's own rollout worker, and of its weight transfer: give it as both.
+    """Replacement of TRL's rollout worker and weight transfer: pass it as both.
 
-    One batch of the run is what TRL trains on between two syncs, so `groups_per_batch` times
-    `group_size` is `per_device_train_batch_size` times `gradient_accumulation_steps`, processes
-    and `weight_sync_steps`. TRL's data loader asks for one micro-batch ahead of what it trains on:
-    no token older than the run's `max_staleness` plus 1 is trained on, and `max_staleness` of the
-    run must be at least 1. Rewards and advantages are the run's; TRL's `reward_funcs` are not
-    asked. Pauses do nothing: engines go on while weights travel. Rows that TRL would drop, or has
-    not come to at its end, are discarded.
+    TRL trains on one batch of the run between two weight syncs. So `groups_per_batch` times
+    `group_size` must equal `per_device_train_batch_size` times `gradient_accumulation_steps`,
+    processes and `weight_sync_steps`. TRL's data loader takes one micro-batch ahead of training: no
+    token older than the run's `max_staleness` plus 1 is trained on, and the run's `max_staleness`
+    must be at least 1. Rewards and advantages are the run's; TRL's `reward_funcs` are not called.
+    Pauses do nothing, because engines continue while weights travel. Rows that TRL would drop, or
+    has not trained on when it stops, are discarded.
     """
 
     def __init__(
@@ -50,11 +51,12 @@ class TRLRollouts:
         episode: "EpisodeFunction | str | None" = None,
         args: TRLArguments,
     ) -> None:
-        """``tasks`` and ``episode`` are those of the run's ``batches()``; let tasks be endless. A
-        remote run may have its own. ``args`` are the trainer's: they say which rows it drops.
+        """``tasks`` and ``episode`` are passed to the run's ``batches()``; tasks should be endless.
+        A remote run may have its own. ``args`` is the trainer's config, which determines the rows
+        that TRL drops.
 
         Raises:
-            ConfigError: TRL is missing, or the run can't hand over what TRL asks for.
+            ConfigError: TRL is missing, or the run's settings do not fit TRL's.
         """
         if args.process_index:
             raise ConfigError(
@@ -83,55 +85,56 @@ class TRLRollouts:
         self._given: dict[str, Any] = {"episode": episode} if episode is not None else {}
         self._tasks = () if tasks is None else (tasks,)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
-        """What TRL logs beside its own: completions' mean length, a batch at a time, and rows
-        discarded in its place."""
+        """Metrics that TRL logs beside its own: mean completion length per batch, and discarded
+        rows."""
         self.rollout_buffer = TRLRows(run, args, more=self._next_rows, log_metric=self._log_metric)
         self._batches: Iterator[Batch] | None = None
         self._versions_ahead = 0
-        """TRL's number of the weights served, less the run's."""
+        """TRL's version number of the served weights minus the run's."""
 
     # ------------------------------------------------------------ TRL's rollout worker
 
     def start(self) -> None:
-        """Begin with the tasks; TRL has published its weights before."""
+        """Start iterating over the tasks; TRL has published its weights before."""
         batches: Any = self._run.batches
         self._batches = batches(*self._tasks, **self._given)
 
     def stop(self) -> None:
-        """Ask for no more batches. The run goes on until its own end."""
+        """Request no more batches, and discard untrained rows. The run itself continues."""
         self._batches = None
         self.rollout_buffer.end()
 
     def update_model_version(self, model_version: int) -> None:
-        """TRL calls the newest weights so."""
+        """Note TRL's version number of the newest weights."""
         self._versions_ahead = model_version - self._run.version
         self.rollout_buffer.synced(model_version)
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise what the run failed of, or that tasks are used up; ``stale_after_s`` is the run's
-        own matter: whoever waits for a batch of a run that fails is told at once."""
+        """Raise if the tasks are used up. ``stale_after_s`` is ignored: a run that fails raises
+        where TRL waits for a batch."""
         if self._batches is not None and self.rollout_buffer.is_over:
             raise RunClosed("the tasks are used up, and TRL wants more rollouts: give endless ones")
 
     # ------------------------------------------------------------ TRL's weight transfer
 
     def init_weight_transfer(self) -> None:
-        """The run has its channel."""
+        """Do nothing: the run has its own weight channel."""
 
     def pause(self) -> None:
-        """Nothing need stop: weights are staged beside the live ones, and swapped in flight."""
+        """Do nothing: weights are staged beside the live ones and swapped in flight."""
 
     def send_weights(self, iterator: "Iterator[tuple[str, torch.Tensor]]") -> None:
-        """Publish them as the run's next version; what a trainer freezes stays as it is."""
+        """Publish the tensors as the run's next version; tensors that the trainer freezes stay
+        as they are."""
         tensors = dict(iterator)
         is_partial = not self._model_tensors <= tensors.keys()
         self._run.publish(tensors, partial=is_partial)
 
     def resume(self) -> None:
-        """Nothing has stopped."""
+        """Do nothing: nothing was paused."""
 
     def destroy(self) -> None:
-        """The run ends with its own ``with``."""
+        """Do nothing: the run is closed by its own ``with``."""
 
     # ------------------------------------------------------------ rows
 
@@ -139,7 +142,7 @@ class TRLRollouts:
         self.metrics_queue.put_nowait({name: value})
 
     def _next_rows(self) -> list[Row]:
-        """The next batch's rows as TRL's samples; none once the tasks are used up."""
+        """Return the next batch's rows as TRL's samples; empty after the last task."""
         if self._batches is None:
             raise RunClosed("TRL asked for rollouts before start() or after stop()")
         batch = next(self._batches, None)
@@ -153,8 +156,8 @@ class TRLRollouts:
 
 
 def _samples(sample: Any, batch: "Batch", versions_ahead: int) -> "list[Any]":
-    """A batch in TRL's form, one sample for each row."""
-    now_s = time.time()  # TRL's own clock for what waits in its queue
+    """Convert a batch into TRL's samples, one per row."""
+    now_s = time.time()  # the clock that TRL uses for waiting samples
     oldest = batch.trainer_version + versions_ahead - batch.staleness
     deviations = _reward_deviations(batch)
     made = []
@@ -164,7 +167,7 @@ def _samples(sample: Any, batch: "Batch", versions_ahead: int) -> "list[Any]":
         made.append(
             sample(
                 prompt=prompt if isinstance(prompt, list) else [],
-                completion=[],  # told in words for traces alone
+                completion=[],  # TRL needs the messages only for traces
                 input_ids=_column(batch.token_ids, row, tokens),
                 completion_mask=_column(batch.loss_mask.long(), row, tokens),
                 old_log_probs=_column(batch.logprobs, row, tokens),
