@@ -1,4 +1,4 @@
-"""Does the command end with the status and the one line that scripts and people rely on?"""
+"""The command `tidegate`: exit statuses, error lines and help."""
 
 import json
 import re

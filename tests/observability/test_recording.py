@@ -1,4 +1,4 @@
-"""Does a recorded run read back as what happened, and survive being used from threads?"""
+"""RunRecorder: what is recorded reads back, also when called from several threads."""
 
 import json
 import threading
@@ -31,7 +31,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def a_rollout(rollout_id: int = 7) -> Rollout:
-    """Two turns; the second froze after its first token and went on with v4 and v3's KV."""
+    """Two turns; the second was kept after its first token and continued with v4 and v3's KV."""
     rollout = Rollout(rollout_id, group_id=3, index=1)
     rollout.extend([5, 6])
     first = Turn(rollout, SamplingParams(max_tokens=4, seed=2**63))
@@ -199,7 +199,7 @@ def test_archived_weights_are_those_of_the_call_even_if_training_goes_on(
 ) -> None:
     weight = torch.ones(2, 2)
     with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
-        for version in range(1, 6):  # more than may wait for the disk
+        for version in range(1, 6):  # more than QUEUED_WEIGHTS_MAX
             recorder.weights(version, {"weight": weight, "tied": weight})
             weight.mul_(2)
 

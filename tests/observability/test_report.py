@@ -1,4 +1,4 @@
-"""Does the report say what the run's files say, and can a person see it?"""
+"""Reports: report.json, the page and the picture."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ def model(tmp_path: Path) -> Path:
 def a_run(
     directory: Path, model: Path, *, statistics: RunStatistics | None = None, **facts: object
 ) -> Path:
-    """Three versions, trained while one engine decodes."""
+    """Record three versions, trained while one engine decodes."""
     settings = {"mode": "async", "pause_mode": "keep", "kv_policy": "recompute"}
     with RunRecorder(directory, settings=settings, model=model) as recorder:
         for version in range(3):
@@ -227,7 +227,7 @@ def test_a_run_too_short_to_predict_anything_has_a_page_without_it(
 def test_seconds_per_publish_are_of_this_process_publishes_not_of_all_versions(
     tmp_path: Path, model: Path
 ) -> None:
-    """A resumed run's versions go on counting; its time doesn't."""
+    """A resumed run's versions continue, and its time starts at 0."""
     now_us = iter(range(0, 10_000_000, 500_000))
     keeper = Timekeeper(None, now_us=lambda: next(now_us))
     activities: list[TrainerActivity] = ["wait", "wait", "train", "publish", "train", "publish"]

@@ -1,4 +1,4 @@
-"""Is what the timeline says an engine did what its steps said?"""
+"""The dashboard's timeline: steps, marks and activities in slices."""
 
 from pathlib import Path
 
