@@ -1,4 +1,4 @@
-"""The command `tidegate`: a file per few commands, registered in command.py by a line each."""
+"""The command `tidegate`: each module holds a few commands, and command.py registers them."""
 
 from tidegate.cli.command import app, main
 

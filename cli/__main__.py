@@ -1,4 +1,4 @@
-"""What does `python -m tidegate.cli` do? The same as `tidegate`; it adds nothing."""
+"""Entry point of `python -m tidegate.cli`, the same as the command `tidegate`."""
 
 from tidegate.cli.command import main
 

@@ -1,6 +1,7 @@
-"""Which commands need a clone of the repository? The demo and the benchmarks: they are no library.
+"""Commands that need a clone of the repository: `tidegate demo` and `tidegate bench`.
 
-Each is a program of its own, and gets all arguments.
+Each replaces this process with a program of `examples/` or `benchmarks/` and passes all arguments
+on.
 """
 
 import os
@@ -38,7 +39,7 @@ def bench(context: typer.Context) -> None:
 
 
 def _benchmarks() -> dict[str, str]:
-    """By name, the question that each answers: the first line of its file."""
+    """Return the benchmarks by name, each with the first line of its module docstring."""
     folder = _root() / "benchmarks"
     programs = {path.parent.name: path for path in folder.glob("*/__main__.py")}
     programs |= {path.stem: path for path in folder.glob("*.py") if path.stem not in SELF}
@@ -61,10 +62,10 @@ def _root() -> Path:
 
 
 def _become(module: str, arguments: list[str]) -> NoReturn:
-    """Go on as that program, from where it can be found."""
+    """Replace this process with ``python -m module``, with the repository on the path."""
     root = str(_root())
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = f"{root}{os.pathsep}{inherited}" if inherited else root
     sys.stdout.flush()
-    # -P: a folder of the user's own called `examples` must not stand before ours.
+    # -P: a folder `examples` in the working directory must not shadow the repository's.
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])

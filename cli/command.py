@@ -1,8 +1,8 @@
-"""What does the command `tidegate` do? It looks up which command was meant; errors are one line.
+"""Registry of the commands of `tidegate` (typer), and its entry point :func:`main`.
 
-A command is a function in a file of this folder, with typer's annotations and a docstring that is
-its help. To add one, import its file below and register it by one :func:`_add`. Such a file
-imports nothing heavy at its top, for `tidegate --help` imports all of them.
+A command is a typer-annotated function in another module of this folder, and its docstring is its
+help. To add one, import its module here and register it with :func:`_add`. Such modules must not
+import anything heavy at the top, because `tidegate --help` imports all of them.
 """
 
 import sys
@@ -28,8 +28,8 @@ app = typer.Typer(
     name="tidegate",
     cls=Commands,
     help="Asynchronous rollouts for RL on language models, with a hard bound on staleness.",
-    epilog="\b\nExit status: 0 all is well; 1 it ran and found a fault; 2 wrong usage, or what you "
-    "can\nmend; 130 interrupted. Colours end where the output is no terminal, or NO_COLOR is set.",
+    epilog="\b\nExit status: 0 success; 1 ran and found a fault; 2 wrong usage or input;\n"
+    "130 interrupted. Output has no colours if it is no terminal, or if NO_COLOR is set.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -96,14 +96,14 @@ _add(CHECK, checkout.bench, **PASS_ON)
 
 
 def main() -> None:
-    """Run the command; errors made for people are one line, and the status says what kind."""
+    """Run the command. Errors meant for users are printed in one line, and set the exit status."""
     try:
         app()
     except TidegateError as error:
         _end(str(error))
     except OSError as error:
         if error.filename is None:
-            raise  # nothing that was asked for: our own defect, and it needs its traceback
+            raise  # not about a file of the user's: a defect of ours, which needs its traceback
         _end(f"{error.filename}: {error.strerror}")
     except KeyboardInterrupt:
         echo("interrupted", err=True)

@@ -1,6 +1,6 @@
-"""What do all commands have in common? Exit statuses, arguments, and how their help looks.
+"""Conventions shared by all commands: exit statuses, arguments, and the layout of help.
 
-It knows no command, and imports nothing heavy: each of them does.
+Every command module imports it, so it imports nothing heavy.
 """
 
 from pathlib import Path
@@ -12,15 +12,15 @@ import typer.core
 from tidegate.transport.printable import printable
 
 STATUS_FOUND = 1
-"""It ran, and found what should not be: an audit that disagrees, a run that failed."""
+"""The command ran and found a fault, such as an audit that disagrees."""
 STATUS_ERROR = 2
-"""Asked for in a way that can't work: a wrong option, a file that isn't there."""
+"""The command can't work as it was called: a wrong option, a missing file."""
 STATUS_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 
 
 def echo(text: object, *, err: bool = False) -> None:
-    """Print lines, to standard error if ``err``, with control characters of others escaped."""
+    """Print text, to standard error if ``err``, with control characters escaped."""
     typer.echo(printable(str(text), keeps="\n"), err=err)
 
 
@@ -36,17 +36,18 @@ PASS_ON: dict[str, Any] = {
     },
     "add_help_option": False,
 }
-"""For commands that hand all their arguments, ``--help`` too, to another program."""
+"""Typer options of commands that pass all arguments, ``--help`` included, to another program."""
 
 
 class Commands(typer.core.TyperGroup):
-    """Lists commands under the headings that they were registered with, in that order.
+    """Command group that lists commands under their headings, in the order of registration.
 
-    Typer would do it through rich, whose import takes longer than all else that `--help` needs.
+    Typer can do this through rich, but importing rich takes longer than everything else in
+    `--help`.
     """
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the lists."""
+        """Write one section per heading."""
         headings: dict[str, list[tuple[str, str]]] = {}
         for name in self.list_commands(ctx):
             command = self.get_command(ctx, name)
@@ -60,5 +61,5 @@ class Commands(typer.core.TyperGroup):
 
 
 def example_text(examples: tuple[str, ...]) -> str | None:
-    """What stands under a command's options; ``\\b`` keeps lines as they are."""
+    r"""Return the epilog of a command's help; ``\b`` makes typer keep its line breaks."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in examples) if examples else None

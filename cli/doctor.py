@@ -1,6 +1,6 @@
-"""How does `tidegate doctor` show what it found? Findings with remedies, or JSON; a status.
+"""The `tidegate doctor` command: prints an engine's findings with remedies, or as JSON.
 
-What is asked and how it is judged is the business of cli/engine_doctor/.
+:mod:`engine_doctor` measures the engine and judges the results.
 """
 
 import dataclasses
@@ -17,26 +17,28 @@ from tidegate.cli.engine_doctor.measurements import Identity, Measurements
 
 def doctor(
     url: Annotated[
-        str, typer.Argument(metavar="URL", help="An engine's, e.g. http://127.0.0.1:8000.")
+        str, typer.Argument(metavar="URL", help="The engine's URL, e.g. http://127.0.0.1:8000.")
     ],
     model: Annotated[
         Path | None,
-        typer.Option(help="The directory of the weights it serves: compare log-probs and tokens."),
+        typer.Option(
+            help="Directory of the weights that it serves; log-probs and tokens are compared."
+        ),
     ] = None,
     update: Annotated[
         bool,
         typer.Option(
             "--update",
-            help="Also give it other weights (--model's with noise, written beside it), and its "
-            "own again. Only while nobody else uses it.",
+            help="Also load other weights (--model's with noise, written beside it), then the "
+            "original ones again. Only while nobody else uses the engine.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Examine an engine before training on what it says; status 1 if something is wrong.
+    """Check that an engine is fit for RL training; status 1 if it is not.
 
-    vLLM, SGLang, or a Tidegate run by its vLLM-compatible server. Without --update it changes
-    nothing there.
+    Works with vLLM, SGLang, and Tidegate's vLLM-compatible server. Without --update it changes
+    nothing on the engine.
     """
     from rich.console import Console
 
@@ -59,7 +61,7 @@ def doctor(
 
 
 def lines(url: str, identity: Identity, found: list[Finding]) -> list[str]:
-    """The report for people."""
+    """Return the report as text lines."""
     version = identity.version or "of an unknown version"
     told = [f"{url}: {identity.kind} {version}, model {identity.model}"]
     for finding in found:

@@ -1,6 +1,7 @@
-"""Which commands are about engines? Starting one here, and keys for those on other hosts.
+"""Commands about engines: `tidegate engine` starts one here, `tidegate keys` makes keys for other
+hosts.
 
-The engine's own options are the worker's business: the orchestrator's side never imports it.
+The engine parses its own options, because this layer does not import `tidegate.engine`.
 """
 
 import os
@@ -14,19 +15,20 @@ from tidegate.cli.conventions import echo
 
 
 def engine(context: typer.Context) -> None:
-    """Serve as an engine in this process; `tidegate engine --help` lists its options."""
-    # Replaced, not called: the orchestrator's side never imports the engine's.
+    """Run an engine in this process; `tidegate engine --help` lists its options."""
+    # exec and no call: the orchestrator's side never imports the engine's.
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "tidegate.engine.worker", *context.args])
 
 
 def keys(
-    directory: Annotated[Path, typer.Argument(help="Where they are kept, e.g. keys.")],
+    directory: Annotated[Path, typer.Argument(help="Directory for the keys, e.g. keys.")],
     engine: Annotated[
-        str, typer.Option(help="Which engines they are for: a host, say, if each has its own.")
+        str,
+        typer.Option(help="Name of the engines' key, e.g. a host's name if each host has its own."),
     ] = "engine",
 ) -> None:
-    """Make keys, for engines on other hosts; without keys only this host is served."""
+    """Make CURVE keys for engines on other hosts; without keys, only this host can connect."""
     from tidegate.transport.security import make_keys
 
     own = make_keys(directory, engine)

@@ -1,6 +1,7 @@
-"""Which object does a configuration name by `module:name`, and do the arguments beside it fit?
+"""Import of objects named `module:name` in a configuration, and checks of their arguments.
 
-It imports users' modules; what these objects are for is the program's business.
+`tidegate run`'s TOML file and `tidegate replay --policy` name objects this way. Imports users'
+modules.
 """
 
 import importlib
@@ -18,10 +19,10 @@ from tidegate.orchestrator.settings.suggestions import did_you_mean
 
 
 def find(name: str, where: str) -> Any:
-    """Import what ``module:name`` names; ``where`` is the key that says so, for errors.
+    """Import the object ``module:name``; ``where`` is the configuration key, for error messages.
 
     Raises:
-        ConfigError: there is no such module, or nothing of that name in it.
+        ConfigError: there is no such module, or no such name in it.
     """
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
@@ -30,7 +31,7 @@ def find(name: str, where: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
-            raise  # it is there, and what it imports is missing: its traceback says where
+            raise  # the module exists, but one of its imports does not: show the traceback
         raise ConfigError(
             f"{where} = {name!r}: there is no module {error.name!r}; looked for in "
             f"{', '.join(path or str(Path.cwd()) for path in sys.path[:2])} and what is installed"
@@ -49,12 +50,12 @@ def find(name: str, where: str) -> Any:
 def check_arguments(
     function: Callable[..., Any], given: Mapping[str, Any], where: str, *, own: int = 0
 ) -> dict[str, Any]:
-    """Check ``given`` against a function's signature, and make of each what its hint says.
+    """Check ``given`` against a function's signature, and convert each value to its type hint.
 
-    The first ``own`` parameters are the caller's, not the configuration's.
+    The first ``own`` parameters are passed by the caller, not by the configuration.
 
     Raises:
-        ConfigError: one is unknown, missing, or no value of its type.
+        ConfigError: an argument is unknown, missing, or not of its type.
     """
     parameters = list(inspect.signature(function).parameters.values())
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
@@ -78,7 +79,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     target = function.__init__ if inspect.isclass(function) else function
     try:
         return typing.get_type_hints(target)
-    except (NameError, TypeError):  # hints for type checkers only: nothing to check by
+    except (NameError, TypeError):  # hints that only a type checker can resolve: nothing to check
         return {}
 
 
@@ -89,5 +90,5 @@ def _validated(value: Any, hint: Any, where: str) -> Any:
         raise ConfigError(f"{where} = {value!r}: {error.errors()[0]['msg']}") from None
     except Exception as error:
         if type(error).__module__.startswith("pydantic"):
-            return value  # a hint that pydantic has no word for
+            return value  # a hint that pydantic does not support
         raise

@@ -1,6 +1,6 @@
-"""What does `tidegate plan` print? Predicted throughput and staleness, choice by choice.
+"""The `tidegate plan` command: prints predicted throughput and staleness for several settings.
 
-How they are predicted is :mod:`tidegate.simulation.planning`'s business.
+:mod:`tidegate.simulation.planning` computes the predictions, :mod:`plan_table` formats them.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ EXAMPLES = (
 
 
 def plan(
-    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="The same as --from.")] = None,
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="Same as --from.")] = None,
     from_run: Annotated[
         Path | None, typer.Option("--from", help="Take speeds and lengths from a finished run.")
     ] = None,
@@ -31,32 +31,39 @@ def plan(
     pause: Annotated[str, typer.Option(help="Pause modes to compare, e.g. keep,abort,wait.")] = "",
     split: Annotated[str, typer.Option(help="Engines:trainers to compare, e.g. 12:4,8:8.")] = "",
     batch: Annotated[str, typer.Option(help="Groups per batch to compare, e.g. 32,64.")] = "",
-    engines: Annotated[int | None, typer.Option(min=1, help="How many.")] = None,
+    engines: Annotated[int | None, typer.Option(min=1, help="Number of engines.")] = None,
     slots: Annotated[int, typer.Option(min=1, help="Turns that an engine decodes at once.")] = 64,
-    step_ms: Annotated[float, typer.Option(min=0, help="A decode step, besides its rows.")] = 8.0,
-    row_ms: Annotated[float, typer.Option(min=0, help="More per turn that runs.")] = 0.12,
-    prefill_tokens_per_s: Annotated[float, typer.Option(min=1)] = 25_000.0,
-    swap_s: Annotated[float, typer.Option(min=0, help="An engine's standstill per update.")] = 0.1,
-    mean_tokens: Annotated[float | None, typer.Option(min=1, help="Of a rollout.")] = None,
-    sigma: Annotated[float, typer.Option(min=0, help="Of the lengths' logarithm.")] = 0.8,
-    tokens_max: Annotated[int, typer.Option(min=2, help="Of a rollout.")] = 32_768,
+    step_ms: Annotated[float, typer.Option(min=0, help="Fixed time of a decode step.")] = 8.0,
+    row_ms: Annotated[
+        float, typer.Option(min=0, help="Additional step time per running turn.")
+    ] = 0.12,
+    prefill_tokens_per_s: Annotated[float, typer.Option(min=1, help="Prefill speed.")] = 25_000.0,
+    swap_s: Annotated[
+        float, typer.Option(min=0, help="Stall of an engine per weight update.")
+    ] = 0.1,
+    mean_tokens: Annotated[
+        float | None, typer.Option(min=1, help="Mean length of a rollout.")
+    ] = None,
+    sigma: Annotated[float, typer.Option(min=0, help="Standard deviation of log length.")] = 0.8,
+    tokens_max: Annotated[int, typer.Option(min=2, help="Longest rollout.")] = 32_768,
     prompt_tokens: Annotated[int, typer.Option(min=0)] = 512,
     group_size: Annotated[int, typer.Option(min=1)] = 8,
     groups_per_batch: Annotated[int | None, typer.Option(min=1)] = None,
     trainers: Annotated[int, typer.Option(min=1)] = 1,
     train_tokens_per_s: Annotated[
-        float | None, typer.Option(min=0, help="Of all trainers together.")
+        float | None, typer.Option(min=0, help="Speed of all trainers together.")
     ] = None,
     simulated: Annotated[
-        bool, typer.Option("--simulate/--no-simulate", help="Beside closed forms; takes longer.")
+        bool, typer.Option("--simulate/--no-simulate", help="Also simulate each choice; slower.")
     ] = True,
-    versions: Annotated[int, typer.Option(min=2, help="Of each simulated run.")] = 16,
-    picture: Annotated[Path | None, typer.Option(help="Draw it into this PNG.")] = None,
+    versions: Annotated[int, typer.Option(min=2, help="Weight versions per simulated run.")] = 16,
+    picture: Annotated[Path | None, typer.Option(help="Draw the plan into this PNG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
-    """Predict throughput and staleness for max_staleness, pause mode, split and batch.
+    """Predict throughput and staleness by max_staleness, pause mode, split and batch size.
 
-    Twice: by closed forms, and by the orchestrator itself over simulated engines in virtual time.
+    Two predictions: closed forms, and the orchestrator itself over simulated engines in virtual
+    time.
     """
     if run is not None and from_run is not None:
         raise ConfigError(f"{run} and --from {from_run} are two runs to plan from; give one")

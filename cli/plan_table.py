@@ -1,6 +1,6 @@
-"""How is a plan written down? As a table for people, and as JSON for programs.
+"""Output of `tidegate plan`: a table for people, or one JSON object per choice.
 
-It asks for rows and writes them; what they say is :mod:`tidegate.simulation.planning`'s business.
+:mod:`tidegate.simulation.planning` computes the rows.
 """
 
 import dataclasses
@@ -30,7 +30,8 @@ HEADING = (
 
 
 def rows(situation: Situation, base: Choice, given: Mapping[str, Any]) -> list[Row]:
-    """What the command was asked to compare: bounds first, the rest at the one recommended."""
+    """Return the compared choices: the staleness bounds, then the others at the recommended
+    bound."""
 
     def measured(row: Row) -> Row:
         if not given["simulated"]:
@@ -53,10 +54,10 @@ def rows(situation: Situation, base: Choice, given: Mapping[str, Any]) -> list[R
 
 
 def parsed(text: str, read: Callable[[str], Value], option: str) -> list[Value]:
-    """A list with commas between.
+    """Parse a comma-separated list.
 
     Raises:
-        ConfigError: one of them is not what it should be.
+        ConfigError: an item can't be parsed.
     """
     try:
         return [read(each.strip()) for each in text.split(",") if each.strip()]
@@ -70,7 +71,7 @@ def _split(text: str) -> tuple[int, int]:
 
 
 def lines(table: Sequence[Row]) -> Iterator[str]:
-    """For people."""
+    """Yield the table's lines."""
     bounds = [row for row in table if row.varied == "max_staleness"]
     best = recommended(bounds)
     yield f"{'':<50}{'closed forms':<43}simulated"
@@ -102,14 +103,14 @@ def _line(row: Row, mark: str) -> str:
 
 
 def json_lines(table: Sequence[Row]) -> Iterator[str]:
-    """For programs: a row a line."""
+    """Yield one JSON object per row."""
     best = recommended([row for row in table if row.varied == "max_staleness"])
     for row in table:
         yield json.dumps({**dataclasses.asdict(row), "is_recommended": row is best})
 
 
 def measured_line(run: MeasuredRun) -> str:
-    """What the run did that the plan is made from."""
+    """Return a line with the measurements of the run that the plan is based on."""
     costs, seen = run.situation.costs, run.measured
     return (
         f"measured: {seen.tokens_per_s:.0f} tokens/s, a batch every {seen.batch_s:.2f} s, mean "

@@ -1,11 +1,13 @@
-"""What does a run's TOML file say? Settings, tasks, an episode and a trainer; flags override it.
+"""Parser of a run's TOML file, for `tidegate run`: settings, tasks, an episode function and a
+trainer.
 
-It reads, checks and builds them; running them is :mod:`tidegate.cli.run`'s business.
+Reads the file, applies overrides from flags, imports what it names and checks all arguments;
+:mod:`tidegate.cli.run` runs the result.
 
-    [run]                          # what tidegate.serve takes
+    [run]                          # the settings of tidegate.serve
     model = "path/to/model"
     [tasks]
-    use = "my_tasks:train_tasks"   # module:name; what else stands here are its arguments
+    use = "my_tasks:train_tasks"   # module:name; the section's other keys are its arguments
     [episode]
     use = "my_agent:solve"
     [trainer]
@@ -30,7 +32,7 @@ from tidegate.orchestrator.settings.suggestions import did_you_mean
 
 
 class Part(BaseModel):
-    """Something by its import path, and the arguments that it gets."""
+    """A section that names an object by its import path, and gives it arguments."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -38,12 +40,12 @@ class Part(BaseModel):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All but ``use``."""
+        """All keys but ``use``."""
         return dict(self.model_extra or {})
 
 
 class RunFile(BaseModel):
-    """The four sections."""
+    """The file's four sections."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,25 +57,26 @@ class RunFile(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A run that could begin: everything was found, and every argument fits."""
+    """A checked run, ready to start: every name was imported, and every argument fits."""
 
     settings: RunSettings
     make_tasks: Callable[[], Iterable[Any]]
     episode: Callable[..., Any]
     train: Callable[..., Any]
-    """Of rollouts, tasks and episode."""
+    """Called with the run, the tasks and the episode function."""
 
     @property
     def is_async(self) -> bool:
-        """Whether the trainer is to be awaited."""
+        """Whether ``train`` is a coroutine function."""
         return inspect.iscoroutinefunction(self.train)
 
 
 def read_program(path: Path, overrides: Sequence[str] = ()) -> Program:
-    """Read a file; ``overrides`` are ``section.key=value``, the value as TOML writes it.
+    """Read and check a file; ``overrides`` are ``section.key=value``, with the value in TOML
+    syntax.
 
     Raises:
-        ConfigError: the file can't be read, or something in it is unknown or can't work.
+        ConfigError: the file can't be read, or something in it is unknown or invalid.
     """
     try:
         said = tomllib.loads(path.read_text())
@@ -97,7 +100,7 @@ def _override(said: dict[str, Any], override: str) -> None:
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text  # what needs no quotes for people is a string
+        value = text  # not TOML: a string without quotes
     table = said
     for name in names[:-1]:
         table = table.setdefault(name, {})

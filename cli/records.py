@@ -1,6 +1,6 @@
-"""What does the command say about recorded runs? Whether they add up, and what they achieved.
+"""Commands about recorded runs: `audit`, `replay`, `report`, `compare` and `trace`.
 
-Reads run directories; starts nothing.
+They read run directories, and write only reports and audit results into them.
 """
 
 import json
@@ -17,12 +17,10 @@ def audit(
     run: RunDirectory,
     tolerance: Annotated[
         float | None,
-        typer.Option(
-            min=0, help="Largest difference of a log-probability; by precision if left out."
-        ),
+        typer.Option(min=0, help="Largest log-prob difference; default depends on the dtype."),
     ] = None,
     rollouts_max: Annotated[
-        int | None, typer.Option(min=1, help="Audit so many, evenly spaced; all if left out.")
+        int | None, typer.Option(min=1, help="Audit this many, evenly spaced; default all.")
     ] = None,
 ) -> None:
     """Replay a run's tokens through the weights they are tagged with; status 1 if any differ."""
@@ -50,18 +48,18 @@ def replay(
         list[str] | None,
         typer.Option(
             metavar="MODULE:CLASS",
-            help="A policy class of your own that the run was started with; repeat for several. "
-            "Its module is imported. Nothing else is, whatever the journal names.",
+            help="A policy class of yours that the run was started with; repeatable. "
+            "Its module is imported, and nothing else that the journal names.",
         ),
     ] = None,
 ) -> None:
-    """Replay a run's journal in a new core; status 1 if it ends in another state."""
+    """Replay a run's journal in a new core; status 1 if the final states differ."""
     from tidegate.cli.named import find
     from tidegate.errors import ConfigError
     from tidegate.orchestrator.journal.replay import replay_journal
 
     if policy:
-        sys.path.append("")  # last: a file here must not stand in for an installed module
+        sys.path.append("")  # last: a file here must not shadow an installed module
     classes = [find(name, "--policy") for name in policy or ()]
     for name, found in zip(policy or (), classes, strict=True):
         if not isinstance(found, type):
@@ -81,11 +79,13 @@ def report(run: RunDirectory) -> None:
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN…", help="Their directories.")],
-    picture: Annotated[Path | None, typer.Option(help="Draw them into this PNG.")] = None,
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN RUN…", help="Directories of the runs.")
+    ],
+    picture: Annotated[Path | None, typer.Option(help="Draw the comparison into this PNG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per run.")] = False,
 ) -> None:
-    """Set finished runs side by side: reward, speed, staleness, idleness, audit; in Markdown."""
+    """Compare runs in a Markdown table: reward, speed, staleness, idle shares, audit."""
     from tidegate.observability import comparison
 
     found = comparison.read_runs(runs)
@@ -102,7 +102,7 @@ def compare(
 
 
 def trace(run: RunDirectory) -> None:
-    """Say where a run's timeline is, and what is on it: engines, trainer, weight versions."""
+    """Summarise a run's timeline (trace.json): engines, trainer, weight versions."""
     from tidegate.observability.trace_lines import trace_lines
 
     for line in trace_lines(run):

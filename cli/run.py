@@ -1,6 +1,6 @@
-"""What does `tidegate run CONFIG.toml` do? It runs the tasks, episode and trainer that it names.
+"""The `tidegate run CONFIG.toml` command: runs the tasks, episode and trainer that a file names.
 
-What the file may say is :mod:`tidegate.cli.program`'s business.
+:mod:`tidegate.cli.program` parses and checks the file.
 """
 
 import sys
@@ -30,26 +30,26 @@ TAKES_ANY_FLAG: dict[str, Any] = {
 
 def run(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to run.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The run's TOML file.")],
     assignments: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Instead of what the file says."),
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the file."),
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", help="Who finds places for engines: ray, on its nodes."),
+        typer.Option("--cluster", help="ray: place engines on the nodes of a Ray cluster."),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Find and check everything, print it, run nothing.")
+        bool, typer.Option("--check", help="Check and print all settings without running.")
     ] = False,
 ) -> None:
-    """Run the tasks, episode and trainer that a TOML file names; report on it.
+    """Run the tasks, episode and trainer that a TOML file names, and write a report.
 
-    Its sections are [run], with the settings of tidegate.serve, [tasks], [episode] and [trainer],
-    which name functions by `use = "module:name"` and give them arguments. Any of it can be
-    overridden: --run.engines 4 is the same as --set run.engines=4.
+    The file's sections are [run], with the settings of tidegate.serve, [tasks], [episode] and
+    [trainer], which name functions by `use = "module:name"` and give them arguments. Any value can
+    be overridden: --run.engines 4 is the same as --set run.engines=4.
     """
-    # As `python program.py` does: users' modules are beside the file, or where the command is run.
+    # Users' modules are beside the file (as with `python program.py`) or in the working directory.
     sys.path[:0] = [str(config.resolve().parent), ""]
     from tidegate.cli.program import read_program
 
@@ -66,10 +66,10 @@ def run(
 
 
 def overrides(arguments: list[str]) -> list[str]:
-    """``--run.engines 4`` and ``--run.engines=4`` as ``run.engines=4``.
+    """Convert ``--run.engines 4`` and ``--run.engines=4`` into ``run.engines=4``.
 
     Raises:
-        ConfigError: an argument is neither.
+        ConfigError: an argument has another form.
     """
     found, rest = [], list(arguments)
     while rest:
@@ -114,7 +114,7 @@ async def _train(rollouts: Any, program: "Program") -> None:
 
 
 def _note(rollouts: Any, facts: object) -> None:
-    """What a trainer returns, such as a reward on held-out tasks, belongs to the run's record."""
+    """Record what a trainer returns, such as a reward on held-out tasks."""
     if isinstance(facts, Mapping):
         rollouts.note(**{str(name): value for name, value in facts.items()})
 

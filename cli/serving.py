@@ -1,6 +1,6 @@
-"""`tidegate serve`: serves a model by vLLM's API until it is told to end.
+"""The `tidegate serve` command: serves a model by vLLM's HTTP API until Ctrl-C.
 
-Imports nothing heavy before it runs.
+Calls :func:`tidegate.vllm_server`; imports nothing heavy before it runs.
 """
 
 from pathlib import Path
@@ -21,62 +21,62 @@ def _refuse_key(value: str | None) -> None:
 
 
 def serve(
-    model: Annotated[Path, typer.Option(help="A Hugging Face directory.")],
-    engines: Annotated[int, typer.Option(min=1, help="Processes that share the requests.")] = 1,
-    host: Annotated[str, typer.Option(help="0.0.0.0 for other hosts.")] = ("127.0.0.1"),
-    port: Annotated[int, typer.Option(min=0, help="0 takes a free one.")] = 8000,
+    model: Annotated[Path, typer.Option(help="Model directory in Hugging Face format.")],
+    engines: Annotated[int, typer.Option(min=1, help="Number of engine processes.")] = 1,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, help="Port to listen on; 0: any free one.")] = 8000,
     served_model_name: Annotated[
-        str | None, typer.Option(help="What requests call it; left out, its directory.")
+        str | None, typer.Option(help="Model name in requests; default: its directory.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(hidden=True, callback=_refuse_key)] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests at once, per engine.")] = 64,
     threads_per_engine: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads of each; its share if left out.")
+        int | None, typer.Option(min=1, help="CPU threads per engine; default: its share of cores.")
     ] = None,
     weight_transfer: Annotated[
         str,
-        typer.Option(
-            help="How trainers send weights: disk; from their process gloo, or with CUDA nccl, ipc."
-        ),
+        typer.Option(help="How trainers send weights: disk, gloo, or with CUDA nccl or ipc."),
     ] = "disk",
     weight_checksums: Annotated[
-        bool, typer.Option("--weight-checksums", help="Check each tensor; for /weight_checker.")
+        bool, typer.Option("--weight-checksums", help="Compute checksums for /weight_checker.")
     ] = False,
     queue_while_paused: Annotated[
         bool,
         typer.Option(
-            "--queue-while-paused", help="As vLLM before 0.33: paused engines refuse no request."
+            "--queue-while-paused", help="Queue requests while paused, as vLLM before 0.33 did."
         ),
     ] = False,
     no_control_token: Annotated[
         bool,
         typer.Option(
             "--no-control-token",
-            help="Let whoever reaches the port pause engines and change weights, as vLLM does: for "
+            help="Let every client pause engines and change weights, as vLLM does: for "
             "trainers that send no token.",
         ),
     ] = False,
     weight_directory: Annotated[
         list[Path] | None,
-        typer.Option(help="Requests may name weights and adapters below it; may be repeated."),
+        typer.Option(help="Directory from which requests may load weights; repeatable."),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(help="A name, beside its address, to call the server by; may be repeated."),
+        typer.Option(help="Host name that requests may use beside the address; repeatable."),
     ] = None,
-    max_logprobs: Annotated[int, typer.Option(min=0, help="Told beside each token.")] = 20,
+    max_logprobs: Annotated[int, typer.Option(min=0, help="Most log-probs per token.")] = 20,
     generation_config: Annotated[
         str,
-        typer.Option(help="auto: sampling defaults of the model's generation_config.json; vllm."),
+        typer.Option(help="auto: sampling defaults of generation_config.json; vllm: vLLM's."),
     ] = "auto",
 ) -> None:
-    """Serve a model by vLLM's HTTP API, weight updates and pauses included, until Ctrl-C.
+    """Serve a model by vLLM's HTTP API, with weight updates and pauses, until Ctrl-C.
 
-    Keys are never on the command line, which `ps` shows. Paths under /v1 want the key in
+    Keys are not accepted on the command line, which `ps` shows. Paths under /v1 require the key in
     TIDEGATE_SERVER_KEY, or in the private file that TIDEGATE_SERVER_KEY_FILE names. Paths that
-    pause engines or change weights want the token in TIDEGATE_CONTROL_TOKEN, or in the file that
-    TIDEGATE_CONTROL_TOKEN_FILE names; without either, one is drawn and printed.
+    pause engines or change weights require the token in TIDEGATE_CONTROL_TOKEN, or in the file that
+    TIDEGATE_CONTROL_TOKEN_FILE names; without either, a token is generated and printed.
     """
     from tidegate import vllm_server
 

@@ -1,4 +1,8 @@
-"""The `tidegate simulate` command: runs seeded worlds in virtual time and reports failures."""
+"""The `tidegate simulate` command: runs seeded simulated clusters in virtual time, reports
+failures.
+
+:mod:`tidegate.simulation` runs and checks them.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,26 +17,26 @@ if TYPE_CHECKING:
 
 
 def simulate(
-    seeds: Annotated[int, typer.Option(min=0, help="How many to run.")] = 100,
-    first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
+    seeds: Annotated[int, typer.Option(min=0, help="Number of seeds.")] = 100,
+    first_seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
     faults: Annotated[
-        str, typer.Option(help="all, none, or a list such as crash,cut: what may go wrong.")
+        str, typer.Option(help="Faults to inject: all, none, or a list such as crash,cut.")
     ] = "all",
     lives: Annotated[
         int,
-        typer.Option(min=0, help="More, whose trainer and orchestrator die and resume."),
+        typer.Option(min=0, help="Further seeds, with crash-restart of trainer and orchestrator."),
     ] = 0,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes to run them on; left out, one per core.")
+        int | None, typer.Option(min=1, help="Worker processes; default: one per core.")
     ] = None,
     replay: Annotated[
         str | None,
-        typer.Option(metavar="SCENARIO", help="Run this instead: a JSON file, or JSON itself."),
+        typer.Option(metavar="SCENARIO", help="Run only this scenario: a JSON file, or JSON."),
     ] = None,
 ) -> None:
-    """Run the orchestrator in virtual time, with engines that fail; status 1 if it breaks.
+    """Simulate the orchestrator in virtual time with injected faults; status 1 if it fails.
 
-    A run that fails is shrunken to the smallest that fails alike.
+    A failing run is shrunk to the smallest one with the same failure.
     """
     from rich.console import Console
 

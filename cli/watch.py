@@ -1,7 +1,4 @@
-"""How is a run watched from a shell? In the browser, or in the terminal, going on or finished.
-
-Starts no run, and changes none.
-"""
+"""Commands that show a run, running or finished: `tidegate dashboard` and `tidegate top`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +11,10 @@ from tidegate.cli.conventions import RunDirectory, echo
 def dashboard(
     run: RunDirectory,
     address: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where; port 0 takes a free one.")
+        str, typer.Option(metavar="HOST:PORT", help="Address to listen on; port 0: any free one.")
     ] = "127.0.0.1:0",
 ) -> None:
-    """Show a run in the browser: where a running one is shown, or a finished one from its files."""
+    """Show a run in the browser: print a running run's URL, or serve a finished run's files."""
     from tidegate.observability.dashboard.dashboard import Dashboard, url_in
     from tidegate.observability.dashboard.recorded import RecordedSource
 
@@ -35,9 +32,9 @@ def top(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="A run's directory, or its dashboard's URL.")
     ],
-    once: Annotated[bool, typer.Option("--once", help="Print it once, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the state once and exit.")] = False,
 ) -> None:
-    """Watch a run in the terminal: engines, groups, staleness, tokens, and what limits it."""
+    """Show a run in the terminal: engines, groups, staleness, tokens, and its bottleneck."""
     from rich.console import Console
 
     from tidegate.observability.dashboard.terminal import Watched, watch

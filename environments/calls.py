@@ -1,7 +1,7 @@
-"""What do a pool and its worker processes say to each other? Frames of MessagePack on a socket.
+"""Wire protocol between a pool and its worker processes: length-prefixed MessagePack frames.
 
-They know nothing of processes. One call is answered by one reply with its number; nothing is ever
-unpickled, so that what an environment sends can be wrong, but never code.
+:mod:`worker_process` sends calls, :mod:`worker` replies. Each call gets one reply with its number.
+Nothing is unpickled, so data from an environment can be wrong but is never executed.
 """
 
 from typing import Any
@@ -9,20 +9,20 @@ from typing import Any
 import msgspec
 
 FRAME_BYTES_MAX = 64 * 1024 * 1024
-"""Beyond the longest observation, and what a task may bring along."""
+"""Larger than the longest observation and any reasonable task."""
 
 LENGTH_BYTES = 4
-"""Before each frame, big-endian."""
+"""Length prefix of each frame, big-endian."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
-    """Base of all; ``call_id`` pairs a reply with its call."""
+    """Base of all messages; ``call_id`` pairs a reply with its call."""
 
     call_id: int
 
 
 class Begin(Message, frozen=True, kw_only=True, tag="begin"):
-    """Make an environment and reset it; it is known by ``environment_id`` from then on."""
+    """Create an environment, known as ``environment_id`` from then on, and reset it."""
 
     environment_id: int
     factory: str
@@ -31,11 +31,12 @@ class Begin(Message, frozen=True, kw_only=True, tag="begin"):
     seed: int
     task: Any
     timeout_s: float
-    """Ends what awaits. What computes or blocks is ended by the pool, with the process."""
+    """Limit for asynchronous methods. A method that blocks is ended by the pool, with its
+    process."""
 
 
 class Step(Message, frozen=True, kw_only=True, tag="step"):
-    """Give an environment an action."""
+    """Pass an action to an environment."""
 
     environment_id: int
     action: str
@@ -43,14 +44,14 @@ class Step(Message, frozen=True, kw_only=True, tag="step"):
 
 
 class Close(Message, frozen=True, kw_only=True, tag="close"):
-    """Close an environment and forget it, whatever it is doing."""
+    """Close an environment, whatever it is doing, and remove it."""
 
     environment_id: int
     timeout_s: float
 
 
 class UseTool(Message, frozen=True, kw_only=True, tag="use_tool"):
-    """Call a function."""
+    """Call a tool function."""
 
     tool: str
     """``module:name``."""
@@ -59,7 +60,7 @@ class UseTool(Message, frozen=True, kw_only=True, tag="use_tool"):
 
 
 class DescribeTool(Message, frozen=True, kw_only=True, tag="describe_tool"):
-    """Say what a function is for, and which arguments it takes."""
+    """Ask for a function's description and arguments."""
 
     tool: str
 
@@ -68,15 +69,15 @@ Call = Begin | Step | Close | UseTool | DescribeTool
 
 
 class Ready(Message, frozen=True, kw_only=True, tag="ready"):
-    """The process takes calls; said once, by the number 0."""
+    """The process accepts calls; sent once, with ``call_id`` 0."""
 
 
 class Awaiting(Message, frozen=True, kw_only=True, tag="awaiting"):
-    """The call awaits something: the process can take another one meanwhile."""
+    """The call is awaiting: the process can take another one meanwhile."""
 
 
 class Observed(Message, frozen=True, kw_only=True, tag="observed"):
-    """What an environment answered, by its own account; see ``Observation``."""
+    """An environment's :class:`Observation`."""
 
     text: str
     reward: float
@@ -86,31 +87,32 @@ class Observed(Message, frozen=True, kw_only=True, tag="observed"):
 
 
 class Answered(Message, frozen=True, kw_only=True, tag="answered"):
-    """A tool's answer; empty after a ``Close``."""
+    """Result of a tool; empty for a ``Close``."""
 
     text: str = ""
 
 
 class Described(Message, frozen=True, kw_only=True, tag="described"):
-    """A tool's description."""
+    """Description of a tool."""
 
     description: str
     parameters: dict[str, Any]
-    """JSON schema of its arguments."""
+    """JSON schema of the tool's arguments."""
 
 
 class Failed(Message, frozen=True, kw_only=True, tag="failed"):
-    """The call raised, and its process goes on."""
+    """The call raised; the process continues."""
 
     error: str
-    """Type and message."""
+    """Exception type and message."""
     story: str = ""
-    """The traceback."""
+    """End of the traceback."""
     is_timeout: bool = False
     is_out_of_memory: bool = False
-    """What the process holds may be at fault for that; it is not to be used any more."""
+    """Whether it was a MemoryError. The pool then kills the process, because what it holds may
+    be the cause."""
     is_bad_arguments: bool = False
-    """A tool was not called, for these are no arguments of it."""
+    """Whether the tool was not called because its arguments did not match its signature."""
 
 
 Reply = Ready | Awaiting | Observed | Answered | Described | Failed
@@ -121,11 +123,11 @@ decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
 def frame(message: Message) -> bytes:
-    """One message as it goes over the socket.
+    """Encode one message, with its length prefix.
 
     Raises:
-        TypeError: it holds what isn't plain data.
-        ValueError: it is too long.
+        TypeError: it holds values that are not plain data.
+        ValueError: it is longer than :data:`FRAME_BYTES_MAX`.
     """
     body = _encode(message)
     if len(body) > FRAME_BYTES_MAX:
@@ -134,10 +136,10 @@ def frame(message: Message) -> bytes:
 
 
 def body_bytes(head: bytes | bytearray) -> int:
-    """How long the frame is that begins so.
+    """Return the length of the frame with this prefix.
 
     Raises:
-        ValueError: nobody sends such a frame.
+        ValueError: it is longer than :data:`FRAME_BYTES_MAX`.
     """
     length = int.from_bytes(head, "big")
     if length > FRAME_BYTES_MAX:

@@ -1,4 +1,4 @@
-"""What does ``module:name`` stand for? Imported where it is used, never where it is named."""
+"""Names of the form ``module:name``: checked in the run's process, imported in the worker's."""
 
 import importlib
 import re
@@ -11,10 +11,10 @@ _DOTTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def checked_name(name: str) -> str:
-    """The name, if it has that form.
+    """Return the name if it has the form ``module:name``.
 
     Raises:
-        ConfigError: it hasn't.
+        ConfigError: it has another form.
     """
     if not _DOTTED.fullmatch(name):
         raise ConfigError(
@@ -25,10 +25,10 @@ def checked_name(name: str) -> str:
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """What the name stands for.
+    """Import and return the callable that the name refers to.
 
     Raises:
-        ImportError: there is no such module, or nothing to call by that name in it.
+        ImportError: the module does not exist, or has no such callable.
     """
     module, _, attributes = name.partition(":")
     found: Any = importlib.import_module(module)

@@ -1,7 +1,8 @@
-"""What is an environment? It is reset by a seed and a task, then answers actions, all as text.
+"""Interface of an environment: reset by a seed and a task, then steps; observations and actions are
+text.
 
-It does not know models, tokens or training. Yours is any class with these three methods, each of
-them plain or ``async``:
+Independent of models, tokens and training. Any class with these three methods is an environment;
+each method may be plain or ``async``:
 
     class Guess:
         def reset(self, *, seed: int, task: Any) -> Observation:
@@ -15,8 +16,8 @@ them plain or ``async``:
 
         def close(self) -> None: ...
 
-The same seed, task and actions must give the same observations: a run that is resumed, and one
-whose processes die, count on it.
+The same seed, task and actions must give the same observations: a resumed run and a pool whose
+process died rely on it.
 """
 
 import math
@@ -26,22 +27,22 @@ from typing import Any, Protocol
 import msgspec
 
 TEXT_CHARACTERS_MAX = 1_000_000
-"""Of one observation: four times what a context of 64,000 tokens holds."""
+"""Limit of one observation's text: four times what a context of 64,000 tokens holds."""
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """What an environment says: at a reset, and after each action."""
+    """What an environment returns from a reset and from each step."""
 
     text: str
-    """Where the model goes on from here as plain text. Every separator is the environment's."""
+    """Appended to the model's context as plain text; the environment supplies all separators."""
     reward: float = 0.0
-    """For what led here. An episode's reward is the sum of all of them."""
+    """Reward of the step that led here. An episode's reward is the sum over its observations."""
     done: bool = False
-    """Whether this is the end; nothing is asked of the environment after it."""
+    """Whether the episode has ended; the environment is not called again."""
     truncated: bool = False
-    """Whether it is the end only because the environment's own limit was reached."""
+    """Whether the episode ended because of the environment's own limit; implies ``done``."""
     messages: tuple[dict[str, Any], ...] = ()
-    """The same as messages of a chat, ``{"role": …, "content": …}``, for those who chat."""
+    """The same as chat messages, ``{"role": …, "content": …}``, for the :class:`Chat` dialogue."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
@@ -51,7 +52,7 @@ class Observation(msgspec.Struct, frozen=True):
                 f"an observation of {len(self.text)} characters is longer than any context; "
                 f"cut it to {TEXT_CHARACTERS_MAX} or fewer"
             )
-        reward = float(self.reward)  # a numpy scalar would not travel
+        reward = float(self.reward)  # a numpy scalar can't be encoded
         if not math.isfinite(reward):
             raise ValueError(f"an observation's reward must be finite, got {reward}")
         msgspec.structs.force_setattr(self, "reward", reward)
@@ -61,20 +62,20 @@ class Observation(msgspec.Struct, frozen=True):
 def chat(
     messages: Iterable[Mapping[str, Any]], *, reward: float = 0.0, done: bool = False
 ) -> Observation:
-    """An observation from messages; as plain text, their contents, a line each."""
+    """Return an observation of chat messages; its plain text has their contents, one per line."""
     given = tuple(dict(message) for message in messages)
     text = "".join(f"{message.get('content') or ''}\n" for message in given)
     return Observation(text, reward, done, messages=given)
 
 
 class Environment(Protocol):
-    """One copy of a task's world. It is used by one episode, one call at a time."""
+    """One instance of a task's world, used by one episode; calls do not overlap."""
 
     def reset(self, *, seed: int, task: Any) -> Observation | Awaitable[Observation]:
-        """Begin; called once, first."""
+        """Start the episode. Called once, before any step."""
 
     def step(self, action: str) -> Observation | Awaitable[Observation]:
-        """What the model has said, to the end of its turn."""
+        """Act on the model's turn, given as text."""
 
     def close(self) -> object:
-        """Nothing more is asked; also after a failure."""
+        """Release resources. The last call, also after a failure."""

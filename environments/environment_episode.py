@@ -1,7 +1,8 @@
-"""Episode function over an environment: observation, turn, observation, until one of them ends.
+"""Episode function that lets the model play in an environment: observation, turn, observation, ….
 
-A dialogue turns observations into context: :class:`PlainText`, :class:`Chat`, or the user's own;
-one is made for each episode.
+:func:`environment_episode` creates it for ``batches`` and ``evaluate``. A dialogue turns
+observations into context: :class:`PlainText`, :class:`Chat`, or a user's; one is created per
+episode.
 """
 
 import inspect
@@ -20,17 +21,17 @@ from tidegate.orchestrator.episodes.sampling_options import SamplingOptions
 
 @dataclass(frozen=True, slots=True)
 class TurnLimits:
-    """What one turn of a dialogue may take."""
+    """Limits and sampling options of a dialogue's turns."""
 
     max_tokens: int | None
-    """None: the run's."""
+    """Limit of one turn; None for the run's."""
     context_tokens_max: int | None
-    """Of the whole context with this turn; None: what engines take."""
+    """Limit of the whole context including the turn; None for the engines'."""
     options: SamplingOptions
-    """For ``generate``."""
+    """Keyword arguments of ``generate``."""
 
     def max_tokens_after(self, context_tokens: int) -> int | None:
-        """For a turn after so many; below 1 if there is no room."""
+        """Return the limit of a turn after ``context_tokens``; below 1 if there is no room."""
         if self.context_tokens_max is None:
             return self.max_tokens
         room = self.context_tokens_max - context_tokens
@@ -38,24 +39,25 @@ class TurnLimits:
 
 
 class Dialogue(Protocol):
-    """One episode's."""
+    """Conversion between observations and turns, for one episode."""
 
     async def turn_after(self, observation: Observation) -> GeneratedTurn | None:
-        """What the model says to it; None if the context has no room."""
+        """Add the observation to the context and generate a turn; None if the context has no
+        room."""
 
 
 MakeDialogue = Callable[[Episode, TurnLimits], Dialogue]
 
 
 class PlainText:
-    """The observation's text is appended as it is."""
+    """Dialogue that appends the observation's text as it is."""
 
     def __init__(self, episode: Episode, limits: TurnLimits) -> None:
         self._episode = episode
         self._limits = limits
 
     async def turn_after(self, observation: Observation) -> GeneratedTurn | None:
-        """What the model goes on with."""
+        """Append the text, and generate a turn."""
         self._episode.append(observation.text)
         max_tokens = self._limits.max_tokens_after(self._episode.num_tokens)
         if max_tokens is not None and max_tokens < 1:
@@ -64,7 +66,7 @@ class PlainText:
 
 
 class Chat:
-    """The observation's messages, or its text as the user's, are said to the model in turn."""
+    """Dialogue by chat template: the observation's messages, or its text as a user message."""
 
     def __init__(self, episode: Episode, limits: TurnLimits) -> None:
         self._episode = episode
@@ -72,7 +74,7 @@ class Chat:
         self._messages: list[dict[str, Any]] = []
 
     async def turn_after(self, observation: Observation) -> GeneratedTurn | None:
-        """What the model says next in the whole conversation."""
+        """Add the messages, and generate the assistant's turn."""
         new = observation.messages or ({"role": "user", "content": observation.text},)
         self._messages += new
         max_tokens = self._limits.max_tokens
@@ -90,26 +92,26 @@ class Chat:
 
 
 SEED_BITS = 31
-"""Every generator of random numbers takes such a seed, C's too."""
+"""31 bits suit every random number generator, C's included."""
 
 
 @dataclass(slots=True)
 class EpisodeCounts:
-    """What has become of the episodes so far."""
+    """Counts of episodes by outcome."""
 
     begun: int = 0
     ended: int = 0
-    """By the environment."""
+    """Ended by the environment."""
     out_of_turns: int = 0
     out_of_context: int = 0
     turns: int = 0
     failed: int = 0
-    """By the environment, the model's engines, or being cancelled."""
+    """Ended by an exception of the environment or the engines, or cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentEpisode:
-    """An episode function for ``batches`` and ``evaluate``, which counts what it sees."""
+    """Episode function that counts outcomes; made by :func:`environment_episode`."""
 
     make: Callable[[], Environment]
     max_turns: int
@@ -119,7 +121,7 @@ class EnvironmentEpisode:
     counts: EpisodeCounts = field(default_factory=EpisodeCounts)
 
     async def __call__(self, episode: Episode, task: Any) -> float:
-        """Play one episode; the sum of the rewards."""
+        """Play one episode, and return the sum of the rewards."""
         self.counts.begun += 1
         environment = self.make()
         try:
@@ -167,27 +169,28 @@ def environment_episode(
     parks_after_turns: int | None = None,
     **options: Unpack[SamplingOptions],
 ) -> EnvironmentEpisode:
-    """An episode function: the model plays in an environment that ``make`` makes.
+    """Return an episode function in which the model plays in environments that ``make`` creates.
 
-    All rollouts of a group begin by the same seed, which follows from the task: equal tasks begin
-    equally, in every epoch and evaluation. Give tasks that differ, if only by a number. The reward
-    is the sum of all observations', also where turns or context run out; each is its turn's
-    ``reward``, too.
+    All rollouts of a group start with the same seed, derived from the task: equal tasks start
+    equally, in every epoch and evaluation. So tasks should differ, at least by a number. The
+    episode's reward is the sum over all observations, also if turns or context run out; each
+    observation's reward is also its turn's ``reward``.
 
     Args:
-        make: ``pool.environment("module:name", …)``, or a class: then it runs on the run's own
-            loop, where what computes or blocks holds up every other episode.
-        max_turns: of the model.
-        max_tokens: of one turn.
-        context_tokens_max: of the whole context; the turn that reaches it is the last.
-        dialogue: how observations become context: ``PlainText`` appends their text, ``Chat`` says
-            their messages through the model's chat template.
-        parks_after_turns: after so many turns, each time, it leaves the engines to others and goes
-            on under newer weights; see :meth:`Episode.park`.
-        options: as for ``generate``.
+        make: ``pool.environment("module:name", …)``, or an environment class. A class runs on the
+            run's own event loop, where blocking code delays every other episode.
+        max_turns: limit of the model's turns.
+        max_tokens: limit of one turn.
+        context_tokens_max: limit of the whole context; the turn that reaches it is the last.
+        dialogue: how observations become context: ``PlainText`` appends their text, ``Chat``
+            applies
+            the model's chat template to their messages.
+        parks_after_turns: after every this many turns, the episode yields its engine slot and
+            continues under newer weights; see :meth:`Episode.park`.
+        options: keyword arguments of ``generate``.
 
     Raises:
-        ConfigError: a limit that nothing could keep.
+        ConfigError: a limit is below 1.
     """
     for name, value in (
         ("max_turns", max_turns),
@@ -202,9 +205,9 @@ def environment_episode(
 
 
 def group_seed(task: object, group_id: int) -> int:
-    """The seed by which a group's environments begin: its task's, or its own.
+    """Return the seed of a group's environments, derived from its task.
 
-    Tasks that are no plain data can't be told apart; their groups can.
+    If the task is not plain data, the seed is derived from the group's id.
     """
     digest = task_digest(task) or task_digest(group_id)
     return int.from_bytes(digest, "big") >> (8 * len(digest) - SEED_BITS)

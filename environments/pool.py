@@ -7,8 +7,9 @@
                 …
 
 The pool has a thread and an event loop of its own, so it can be used from any loop or thread. When
-a process dies, the environment that it was busy with fails; its others are replayed in another
-process: reset by the same seed and task, given the same actions, and held to the same answers.
+a process dies, the environment that caused it fails. The process's other environments are replayed
+in another process: reset with the same seed and task, given the same actions, and checked for the
+same observations.
 """
 
 import asyncio
@@ -43,41 +44,41 @@ from tidegate.errors import (
 )
 
 DEATHS_MAX = 3
-"""Of the processes around one environment, that it may have caused or that befell it. It then
-fails, for going on could take for ever."""
+"""Processes that may die under one environment, for whatever reason, before it fails; otherwise
+replaying it could go on for ever."""
 
 Result = TypeVar("Result")
 
 
 class Home(Protocol):
-    """Where environments live: what of the pool they use."""
+    """The part of a pool that its environments use."""
 
     call_timeout_s: float
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run it on the pool's loop."""
+        """Run a coroutine on the pool's loop, and return its result."""
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """The same, without waiting."""
+        """Start a coroutine on the pool's loop without waiting for it."""
 
     def next_id(self) -> int:
-        """A number that nothing else has."""
+        """Return a new unique number."""
 
     async def take_place(self) -> None:
         """Wait until another environment may be open."""
 
     def give_place(self) -> None:
-        """One is open no more."""
+        """Report that an open environment was closed."""
 
     def count_again(self) -> None:
-        """One was begun again in another process."""
+        """Count an environment that was replayed in another process."""
 
     def home(self) -> WorkerProcess:
-        """The process for one more environment."""
+        """Return the process for one more environment."""
 
 
 class PooledEnvironment:
-    """One environment in a pool; made by ``EnvironmentPool.environment``."""
+    """Handle of one environment in a pool; created by ``EnvironmentPool.environment``."""
 
     def __init__(self, pool: Home, factory: str, arguments: dict[str, Any]) -> None:
         self._pool = pool
@@ -88,38 +89,39 @@ class PooledEnvironment:
         self._seed = 0
         self._task: Any = None
         self._lived: list[tuple[str, bytes]] = []
-        """Actions, and digests of what they were answered; the first is the reset's."""
+        """Each action with the digest of its observation, starting with the reset; for replays."""
         self._deaths = 0
         self._has_place = False
         self._is_closed = False
 
     async def reset(self, *, seed: int, task: Any) -> Observation:
-        """Begin, in a process that has room.
+        """Create the environment in a process and reset it.
 
         Raises:
-            EnvironmentFailed: it could not; :class:`EnvironmentHung` and
-                :class:`EnvironmentCrashed` say why it was not its own doing to say so.
+            EnvironmentFailed: it raised; :class:`EnvironmentHung` if it timed out,
+                :class:`EnvironmentCrashed` if its process died.
             ConfigError: ``task`` or the arguments are not plain data.
         """
         return await self._pool.run(self._begin(seed, task))
 
     async def step(self, action: str) -> Observation:
-        """Give it an action.
+        """Pass an action to the environment.
 
         Raises:
-            EnvironmentFailed: as for ``reset``; :class:`NotRepeatable` if it had to be begun again
-                and went another way.
+            EnvironmentFailed: as for ``reset``; :class:`NotRepeatable` if a replay in another
+                process
+                gave different observations.
         """
         return await self._pool.run(self._go_on(action))
 
     def close(self) -> None:
-        """Have it closed, soon. Never fails, and waits for nothing; harmless if repeated."""
+        """Close the environment soon. Never fails or blocks, and may be called again."""
         try:
             self._pool.submit(self._close())
         except RunClosed:
-            return  # and so are its environments
+            return  # its environments are closed with it
 
-    # ------------------------------------------------------------ on the pool's loop
+    # ------------------------------------------------------------ on the pool's event loop
 
     async def _begin(self, seed: int, task: Any) -> Observation:
         if self._is_closed:
@@ -145,7 +147,8 @@ class PooledEnvironment:
         return await self._lived_on(doing, lambda: self._ask(action))
 
     async def _lived_on(self, doing: str, ask: Callable[[], Awaitable[Observation]]) -> Observation:
-        """What comes of asking, in as many processes as it takes."""
+        """Ask for an observation, replaying the environment in other processes if its process
+        dies."""
         while True:
             try:
                 if self._lived and (self._process is None or self._process.is_dead):
@@ -226,7 +229,7 @@ class PooledEnvironment:
             why = f"it gave no answer in {self._pool.call_timeout_s:g} s"
             raise EnvironmentHung(environment=self._factory, doing=doing, why=why)
         if reply.is_out_of_memory and self._process is not None:
-            # Its neighbours would be next: they are begun again where there is room.
+            # Other environments there would fail next; they are replayed in another process.
             self._process.kill("an environment in it ran out of memory")
         raise EnvironmentFailed(
             environment=self._factory, doing=doing, why=f"{reply.error}\n{reply.story}".rstrip()
@@ -274,25 +277,27 @@ class PooledEnvironment:
 
 
 CLOSE_GRACE_S = 2.0
-"""For environments to be closed when the pool is; then their processes are killed."""
+"""How long environments may take to close when the pool is closed; then their processes are
+killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """What a pool holds, and what became of its processes."""
+    """Counts of a pool's processes and environments."""
 
     processes: int
-    """Running."""
+    """Running processes."""
     environments: int
-    """Open."""
+    """Open environments."""
     processes_lost: int
-    """Died or killed since the beginning."""
+    """Processes that died or were killed since the start."""
     begun_again: int
-    """Environments that lost their process and were brought to where they had been in another."""
+    """Environments that lost their process and were replayed in another one."""
 
 
 class EnvironmentPool:
-    """Worker processes, started as they are needed."""
+    """Worker processes for environments and tools, started as needed. Close it, or use it in
+    ``with``."""
 
     def __init__(
         self,
@@ -305,31 +310,36 @@ class EnvironmentPool:
         pass_variables: Collection[str] = (),
         workers: WorkersFactory = LocalWorkers,
     ) -> None:
-        """Starts nothing yet.
+        """Check the settings; processes are started with the first environment or tool call.
 
         Args:
-            processes: at most; left out, one per core. Environments that compute share them;
-                those that block on something else want more, or ``async`` methods.
-            environments_max: open at once; whoever wants one more waits.
-            call_timeout_s: for one reset, step or close. A process that is silent for longer is
-                killed, and its other environments are begun again in another.
+            processes: largest number; one per core by default. Computing environments share
+                processes;
+                blocking ones need more processes, or ``async`` methods.
+            environments_max: largest number of open environments; further ones wait.
+            call_timeout_s: limit of one reset, step or close. A process that exceeds it is killed,
+                and
+                its other environments are replayed in another one.
             memory_bytes: address space of each process (RLIMIT_AS).
-            python: the interpreter; one of another virtual environment where packages need
-                versions that this one must not have. It needs ``tidegate`` (``pip install
-                --no-deps``) and ``msgspec``.
-            pass_variables: names of environment variables that processes get though they look like
-                secrets (``HF_TOKEN``, say). Others that do are left out, for code that models
-                write may run there.
-            workers: called once as ``workers(python, memory_bytes,
-                pass_variables)``; what it returns starts the
-                worker processes. The default starts them on this machine;
+            python: the interpreter, for example of another virtual environment if packages need
+                conflicting versions. It needs ``tidegate`` (``pip install --no-deps``) and
+                    ``msgspec``.
+            pass_variables: names of environment variables to pass on although they look like
+                secrets
+                (``HF_TOKEN``, for example). Others are left out, because code written by a model
+                    may run
+                there.
+            workers: called once as ``workers(python, memory_bytes, pass_variables)``; the result
+                starts
+                the worker processes. The default starts them on this machine;
                 ``tidegate.ray_workers(places)`` places them on the nodes of a Ray cluster, where
-                packages and ``python`` must be under the same paths. Any other than the default
-                needs ``processes``.
+                    packages
+                and ``python`` must have the same paths. Any other than the default needs
+                    ``processes``.
 
         Raises:
-            ConfigError: a number is not above zero, there is no such interpreter, or
-                ``workers`` refuses.
+            ConfigError: a number is not above zero, there is no such interpreter, or ``workers``
+                refuses.
         """
         self._processes_max = processes if processes is not None else os.cpu_count() or 1
         self.call_timeout_s = call_timeout_s
@@ -359,33 +369,34 @@ class EnvironmentPool:
         self._ids = itertools.count(1)
         self._places = asyncio.Semaphore(environments_max)
         self.tool_places = asyncio.Semaphore(self._processes_max)
-        """Held while a tool computes, so that a call waits for no one process but for any."""
+        """Held while a tool computes, so that a call waits for any free process and not for a
+        certain one."""
         self._open = 0
         self._lost = 0
         self._begun_again = 0
 
     def environment(self, factory: str, /, **arguments: Any) -> "Callable[[], PooledEnvironment]":
-        """What makes environments in the pool, for ``environment_episode``.
+        """Return a function that creates environments in the pool, for ``environment_episode``.
 
         Args:
-            factory: ``package.module:name`` of a class or function that makes one.
-            arguments: plain data, given to it.
+            factory: ``package.module:name`` of a class or function that returns an environment.
+            arguments: plain data, passed to it.
 
         Raises:
-            ConfigError: no such name can be imported by another process.
+            ConfigError: the name is not of that form.
         """
         checked_name(factory)
         return lambda: PooledEnvironment(self, factory, arguments)
 
     def statistics(self) -> PoolStatistics:
-        """How things stand; from any thread."""
+        """Return the present counts; callable from any thread."""
         running = sum(not process.is_dead for process in list(self._processes))
         return PoolStatistics(running, self._open, self._lost, self._begun_again)
 
-    # ------------------------------------------------------------ its thread
+    # ------------------------------------------------------------ the pool's thread
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> "concurrent.futures.Future[Result]":
-        """Have something run on the pool's loop. For the pool's own classes."""
+        """Start a coroutine on the pool's loop. For the pool's own classes."""
         with self._starting:
             if self._is_closed:
                 work.close()
@@ -400,12 +411,15 @@ class EnvironmentPool:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The same, awaited on the caller's loop; cancelling this cancels that."""
+        """Run a coroutine on the pool's loop and await it here; cancelling the caller cancels
+        it."""
         return await asyncio.wrap_future(self.submit(work))
 
     def close(self) -> None:
-        """Close all environments and end all processes; who waits gets ``RunClosed``. Blocks for
-        two seconds at most. Harmless if repeated."""
+        """Close all environments and end all processes. Blocks for at most :data:`CLOSE_GRACE_S`.
+
+        Pending calls raise ``RunClosed``. May be called again.
+        """
         with self._starting:
             was_closed, self._is_closed = self._is_closed, True
         if was_closed:
@@ -422,7 +436,7 @@ class EnvironmentPool:
     async def _shut_down(self) -> None:
         closing = [process.close(CLOSE_GRACE_S) for process in self._processes]
         await asyncio.gather(*closing)
-        await asyncio.sleep(0)  # what was submitted last has begun
+        await asyncio.sleep(0)  # let coroutines that were just submitted start
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in others:
                 task.cancel()
@@ -450,10 +464,10 @@ class EnvironmentPool:
     ) -> None:
         await asyncio.to_thread(self.close)
 
-    # ------------------------------------------------------------ on its loop
+    # ------------------------------------------------------------ on the pool's event loop
 
     def next_id(self) -> int:
-        """A number that no call and no environment has."""
+        """Return a new number for a call or an environment."""
         return next(self._ids)
 
     async def take_place(self) -> None:
@@ -462,25 +476,25 @@ class EnvironmentPool:
         self._open += 1
 
     def give_place(self) -> None:
-        """One is open no more."""
+        """Report that an open environment was closed."""
         self._open -= 1
         self._places.release()
 
     def count_again(self) -> None:
-        """One was begun again in another process."""
+        """Count an environment that was replayed in another process."""
         self._begun_again += 1
 
     def home(self) -> WorkerProcess:
-        """The process for one more environment: that with the fewest.
+        """Return the process with the fewest environments, starting one if allowed and useful.
 
         Raises:
             RunClosed: the pool is closed.
-            OSError: none runs, and none could be started.
+            OSError: no process runs, and none could be started.
         """
         return self._least(lambda process: (process.environments, process.queued))
 
     def tool_home(self) -> WorkerProcess:
-        """The process for a tool's call: one with nothing to do, if there is one."""
+        """Return the process for a tool's call: an idle one if possible."""
         return self._least(lambda process: (process.queued, process.environments))
 
     def _least(self, burden: Callable[[WorkerProcess], tuple[int, int]]) -> WorkerProcess:

@@ -1,6 +1,8 @@
-"""Who starts processes for environments, and what is such a process to the pool that asked for it?
+"""Interfaces between the pool and whatever starts its worker processes, and the local
+implementation.
 
-A socket and an end: that is all the pool needs, whether the process is this machine's or another's.
+:mod:`integrations.ray.ray_environments` implements them on a Ray cluster. The pool needs of a
+process a connected socket, its output, and a way to kill it.
 """
 
 import os
@@ -14,47 +16,51 @@ from typing import IO, Protocol
 from tidegate.environments.worker_command import child_environment, worker_command
 
 KEEPER_TIMEOUT_S = 10.0
-"""For a keeper to end its worker's processes, which it tries for half as long."""
+"""Longest wait for a keeper to kill its worker's processes; it tries for half as long."""
 
 
 class StartedWorker(Protocol):
-    """A process that will be ready soon."""
+    """A worker process that was started and will report that it is ready."""
 
     name: str
-    """For people."""
+    """Name for logs and errors."""
     connection: socket.socket
-    """Takes calls, gives replies."""
+    """Socket that carries calls and replies."""
     output: IO[bytes]
-    """What it prints."""
+    """The process's standard output and error."""
     start_timeout_s: float
-    """Longer than it may take to be ready."""
+    """Longest time until the process must be ready."""
 
     @property
     def was_lost(self) -> bool:
-        """Whether it ended by nobody's doing in it, as a node that is lost takes it along."""
+        """Whether it ended through no fault of its own, as on a lost node."""
 
     def kill(self) -> str:
-        """End it now, with all that it has started; how it ended, if it had before."""
+        """Kill it with all processes that it started; return how it ended, if it had before."""
 
 
 class Workers(Protocol):
-    """Starts them."""
+    """Starter of worker processes."""
 
     def start(self) -> StartedWorker:
-        """One more. Called on the pool's loop; raises OSError if there is no room for it."""
+        """Start one. Called on the pool's loop.
+
+        Raises:
+            OSError: there are no resources for it.
+        """
 
     def close(self) -> None:
-        """All have ended, or are to now."""
+        """Release everything; all processes have ended, or are to end now."""
 
 
 WorkersFactory = Callable[[str, int | None, tuple[str, ...]], Workers]
-"""Makes the starter of a pool's processes from the interpreter's path, the address-space limit of
-each process in bytes (None: no limit), and the names of variables that they get though they look
-like secrets. Raises ConfigError if it can't start any."""
+"""Creates a pool's :class:`Workers` from the interpreter's path, the address-space limit of each
+process in bytes (None: no limit), and the names of variables to pass on although they look like
+secrets. Raises ConfigError if it can't start any."""
 
 
 class LocalWorkers:
-    """Starts them on this machine."""
+    """Starts worker processes on this machine."""
 
     def __init__(
         self, python: str, memory_bytes: int | None, pass_variables: Collection[str] = ()
@@ -64,30 +70,34 @@ class LocalWorkers:
         self._pass_variables = pass_variables
 
     def start(self) -> StartedWorker:
-        """By command line."""
+        """Start one with :func:`worker_command`."""
         return LocalWorker(self._python, self._memory_bytes, self._pass_variables)
 
     def close(self) -> None:
-        """Whoever has them has ended them."""
+        """Do nothing: the pool has ended the processes."""
 
 
 class LocalWorker:
-    """One process of this machine, and all that it starts. They die with the thread that started
-    it, for the process that is started here is the worker's keeper: see :mod:`worker`."""
+    """A worker process on this machine, and all processes that it starts. The child started here
+    is the worker's keeper (see :mod:`worker`), which dies with the thread that started it."""
 
     was_lost = False
     start_timeout_s = 60.0
-    """A Python with only msgspec takes a tenth of a second, unless the machine is drowned."""
+    """A Python with only msgspec starts in 0.1 s, unless the machine is overloaded."""
 
     def __init__(
         self, python: str, memory_bytes: int | None, pass_variables: Collection[str] = ()
     ) -> None:
-        """Start it. Raises OSError if there are no processes, memory or files left."""
+        """Start the process.
+
+        Raises:
+            OSError: there are no processes, memory or descriptors left.
+        """
         self.connection, theirs = socket.socketpair()
         with theirs:
             command = worker_command(python, theirs.fileno(), memory_bytes)
-            # Its own session: Ctrl-C is for the run, which then ends its processes; and what
-            # environments have started is ended with it.
+            # Its own session, so that Ctrl-C reaches only the run, which then ends its processes,
+            # and so that processes started by environments can be killed with it.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -102,7 +112,8 @@ class LocalWorker:
         self.output = self._process.stdout
 
     def kill(self) -> str:
-        """Have its keeper end all that the worker has started; without its answer, its session."""
+        """Make the keeper kill all processes of the worker; if it does not respond, kill its
+        session."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             return _status(self._process.wait(KEEPER_TIMEOUT_S))

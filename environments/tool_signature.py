@@ -1,7 +1,7 @@
-"""Which arguments does a function take? Read off its type hints, as a schema and as a check.
+"""JSON schema and argument check of a tool function, derived from its type hints.
 
-A function's hints are taken at their word: ``def search(query: str, limit: int = 5)`` takes a
-string, and a whole number that may be left out, and nothing else.
+The worker process uses it for each tool. ``def search(query: str, limit: int = 5)`` takes a string
+and an optional integer, and nothing else.
 """
 
 import inspect
@@ -13,10 +13,14 @@ import msgspec
 
 
 class ToolSignature:
-    """What can be known about a tool without calling it."""
+    """Description, argument schema and argument check of one tool."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Raises TypeError if some argument can't be given by name."""
+        """Read the function's signature.
+
+        Raises:
+            TypeError: an argument can't be passed by name.
+        """
         self.description = inspect.getdoc(function) or ""
         self._arguments = msgspec.defstruct(
             "Arguments", _fields(function), kw_only=True, forbid_unknown_fields=True
@@ -24,7 +28,7 @@ class ToolSignature:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The JSON schema of the arguments, as one object that needs no other."""
+        """JSON schema of the arguments, self-contained."""
         _, parts = msgspec.json.schema_components([self._arguments])
         own = parts.pop("Arguments")
         own.pop("title", None)
@@ -35,10 +39,10 @@ class ToolSignature:
         return local
 
     def convert(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments as the function wants them.
+        """Check the arguments, and convert them to their type hints.
 
         Raises:
-            msgspec.ValidationError: they are not what the hints say.
+            msgspec.ValidationError: they do not match the hints.
         """
         given = msgspec.convert(arguments, self._arguments)
         return {name: getattr(given, name) for name in self._arguments.__struct_fields__}

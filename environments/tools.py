@@ -1,13 +1,13 @@
-"""How does an episode call a tool that may hang, crash or be called wrongly? As text in, text out.
+"""Tool calls of an episode, executed in a pool's worker processes; arguments in, text out.
 
     tools = Tools(pool, {"search": "my_tools:search", "python": "my_tools:run"})
     ...
     episode.append(await tools.call("search", {"query": "tides"}, timeout_s=10.0))
 
-Tools are functions in modules, called in a pool's processes: as many plain ones at a time as it
-has, and any number of ``async`` ones. Their type hints say which arguments they take. Nothing that
-goes wrong with a tool is the episode's failure: it becomes the observation, for the model to do
-better.
+Tools are functions in modules. As many plain functions run at a time as the pool has processes, and
+any number of ``async`` ones. Type hints define the arguments. A tool that hangs, crashes or is
+called with wrong arguments does not fail the episode: the error becomes the observation, so that
+the model can react.
 """
 
 import asyncio
@@ -25,37 +25,38 @@ from tidegate.orchestrator.episodes.activities import TOOL
 from tidegate.orchestrator.episodes.runner import EpisodeTask
 
 LOSSES_MAX = 3
-"""Processes that may die around a call without its doing, before it is given up."""
+"""Processes that may die through no fault of a call before the call is given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
-    """What became of a call."""
+    """Result of a tool call."""
 
     text: str
-    """The answer, or what went wrong, for the model to read."""
+    """The tool's result, or the error message for the model."""
     is_error: bool = False
 
 
 class Tools:
-    """Some functions, by the names that models call them by."""
+    """Tool functions by the names that models use."""
 
     def __init__(self, pool: EnvironmentPool, functions: Mapping[str, str]) -> None:
-        """``functions``: name -> ``package.module:function``.
+        """``functions``: tool name -> ``package.module:function``.
 
         Raises:
-            ConfigError: no such function can be imported by another process.
+            ConfigError: a function's name is not of that form.
         """
         self._pool = pool
         self._functions = {name: checked_name(path) for name, path in functions.items()}
 
     async def call(self, name: str, arguments: Any, *, timeout_s: float | None = None) -> str:
-        """What the tool answers, or what went wrong, as text. Raises only if the pool is closed.
+        """Call a tool, and return its result or the error as text. Raises only if the pool is
+        closed.
 
         Args:
-            name: of the tool.
-            arguments: by name, as a model gave them; anything.
-            timeout_s: for the call itself, not for the wait until it is its turn; left out, the
+            name: name of the tool.
+            arguments: arguments by name, as the model gave them; any value.
+            timeout_s: limit of the call itself, without the wait for a free process; default is the
                 pool's ``call_timeout_s``.
         """
         return (await self.answer(name, arguments, timeout_s=timeout_s)).text
@@ -63,7 +64,7 @@ class Tools:
     async def answer(
         self, name: str, arguments: Any, *, timeout_s: float | None = None
     ) -> ToolAnswer:
-        """The same, and whether it went wrong."""
+        """Call a tool, and also return whether it failed; see :meth:`call`."""
         if name not in self._functions:
             known = ", ".join(sorted(self._functions))
             return _error(f"there is no tool {name!r:.80}; there are: {known}")
@@ -74,10 +75,10 @@ class Tools:
             return await self._pool.run(self._answer(name, dict(arguments), limit_s))
 
     async def describe(self) -> list[dict[str, Any]]:
-        """The tools as chat templates and OpenAI's API want them: names, purposes, JSON schemas.
+        """Return the tools' descriptions in the format of OpenAI's API and chat templates.
 
         Raises:
-            ConfigError: a function can't be imported, or is no tool.
+            ConfigError: a function can't be imported, or can't be a tool.
         """
         return [await self._pool.run(self._described(name)) for name in self._functions]
 
@@ -126,10 +127,11 @@ class Tools:
     async def _reply(
         self, call: calls.UseTool | calls.DescribeTool, timeout_s: float
     ) -> calls.Reply:
-        """The answer of a process that lives.
+        """Return the reply of a process, trying another process if one dies through no fault of the
+        call.
 
         Raises:
-            ProcessDied: this call may have killed it; or too many died.
+            ProcessDied: this call may have killed it, or too many processes died.
         """
         places = self._pool.tool_places
         for losses_left in reversed(range(LOSSES_MAX)):
@@ -152,7 +154,7 @@ class Tools:
 
 
 def _doing(name: str) -> AbstractContextManager[None]:
-    """Of the episode whose coroutine this is, if it is one's."""
+    """Record the activity on the episode whose coroutine this is, if there is one."""
     task = asyncio.current_task()
     episode = task.episode if isinstance(task, EpisodeTask) else None
     return nullcontext() if episode is None else episode.doing(name)

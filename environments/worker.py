@@ -1,14 +1,14 @@
-"""Process that holds environments and tools: takes calls from the pool, and sends replies.
+"""Program of a worker process: holds environments and tools, takes calls, sends replies.
 
     python -m tidegate.environments.worker --socket FD --parent PID
 
-The pool starts this program with whichever Python has the environments' packages; it needs msgspec
-and this package, and nothing of what the orchestrator needs. It doesn't know its neighbours, nor
-how long a call may take: the pool watches that, and kills it. It runs as two processes: the worker,
-and a keeper that kills whatever the worker's environments have started and left behind.
+The pool starts it with any Python that has the environments' packages; it needs msgspec and this
+package, but not the orchestrator's dependencies. It runs as two processes: the worker, and a keeper
+that kills whatever the worker's environments started and left behind. The pool applies timeouts and
+kills the process.
 
-Plain methods run one after another in the main thread, as libraries that use signals want it.
-``async`` ones run beside each other on an event loop in a second thread.
+Plain methods run one after another in the main thread, because libraries that use signals need it.
+``async`` methods run concurrently on an event loop in a second thread.
 """
 
 import argparse
@@ -35,25 +35,25 @@ from tidegate.environments.environment import Environment, Observation
 from tidegate.environments.tool_signature import ToolSignature
 
 PR_SET_PDEATHSIG = 1
-"""From <linux/prctl.h>: which signal to get when the parent dies."""
+"""From <linux/prctl.h>: signal to receive when the parent dies."""
 
 PR_SET_CHILD_SUBREAPER = 36
-"""From <linux/prctl.h>: orphans among the descendants become children of this process."""
+"""From <linux/prctl.h>: orphaned descendants become children of this process."""
 
 KEEPER_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
-"""What the keeper waits for: to be told to end, and that the worker has ended."""
+"""Signals that the keeper waits for: a request to end, and the worker's end."""
 
 KILLING_S = 5.0
-"""How long the keeper kills what a worker has left; a fork bomb may outrun it for so long."""
+"""How long the keeper kills a worker's descendants; a fork bomb may outrun it for that time."""
 
 KILLING_POLL_S = 0.005
-"""Between two rounds of that, for killed processes to end."""
+"""Pause between two rounds of killing, for killed processes to end."""
 
 STORY_CHARACTERS_MAX = 4000
-"""Of a traceback: the end, which names the error."""
+"""Limit of a traceback; the end is kept, which names the error."""
 
 TEXT_CHARACTERS_MAX = 1_000_000
-"""Of a tool's answer, as of an observation."""
+"""Limit of a tool's result, the same as an observation's."""
 
 
 class Worker:
@@ -63,14 +63,14 @@ class Worker:
         self._connection = connection
         self._sending = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Where what awaits runs; started with the first of it."""
+        """Event loop for awaitables; started with the first one."""
         self._environments: dict[int, Environment] = {}
         self._running: dict[int, asyncio.Task[Any]] = {}
-        """What awaits, by environment."""
+        """Running awaitable of each environment, by environment id."""
         self._tools: dict[str, tuple[Callable[..., Any], ToolSignature]] = {}
 
     def serve(self) -> None:
-        """Answer calls until the pool closes the socket; then close what is open."""
+        """Answer calls until the pool closes the socket; then close open environments."""
         self._send(calls.Ready(call_id=0))
         with suppress(EOFError, OSError):
             while True:
@@ -103,7 +103,7 @@ class Worker:
         self._send(reply)
 
     def _done(self, call: calls.Call) -> Any:
-        """The result, or what is to be awaited for it."""
+        """Execute the call, and return its result or an awaitable."""
         match call:
             case calls.Begin():
                 environment = imported(call.factory)(**call.arguments)
@@ -132,13 +132,13 @@ class Worker:
             self._tools[name] = function, ToolSignature(function)
         return self._tools[name]
 
-    # ------------------------------------------------------------ what awaits
+    # ------------------------------------------------------------ awaitables
 
     def _await_beside(self, call: calls.Call, result: Awaitable[Any]) -> None:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="awaiting", daemon=True).start()
-        # First, for the reply itself must not come before it.
+        # Sent first, because the reply itself must not come before it.
         self._send(calls.Awaiting(call_id=call.call_id))
         self._loop.call_soon_threadsafe(self._start, self._loop, call, result)
 
@@ -156,7 +156,7 @@ class Worker:
             async with limit:
                 given = await result
             reply = _reply(call, given)
-        except BaseException as error:  # noqa: BLE001 (cancelled ones are told, too)
+        except BaseException as error:  # noqa: BLE001 (cancellation is reported, too)
             reply = _failed(call, error, is_timeout=limit.expired())
         self._send(reply)
 
@@ -167,7 +167,7 @@ class Worker:
             frame = calls.frame(
                 calls.Failed(call_id=reply.call_id, error=f"the answer can't be sent: {error}")
             )
-        with self._sending, suppress(OSError):  # the pool has gone: so does this process
+        with self._sending, suppress(OSError):  # the pool has gone, so this process will end
             self._connection.sendall(frame)
 
 
@@ -197,7 +197,8 @@ def _reply(call: calls.Call, result: Any) -> calls.Reply:
 
 
 def _as_text(result: Any) -> str:
-    """A tool's answer: text as it is, anything else as JSON where it is plain data."""
+    """Return a tool's result as text: strings unchanged, plain data as JSON, anything else by
+    ``str``."""
     if isinstance(result, str):
         text = result
     else:
@@ -224,19 +225,19 @@ def _failed(call: calls.Call, error: BaseException, *, is_timeout: bool = False)
 
 
 def _keep(parent: int, connection: int) -> None:
-    """Return in a child of this process, which becomes its keeper and ends with it.
+    """Fork: return in the child, the worker, while the parent becomes its keeper.
 
-    The keeper adopts whatever the worker starts and leaves behind, daemons of sessions of their own
-    too (PR_SET_CHILD_SUBREAPER, see prctl(2)). Once the worker ends, or the keeper is terminated or
-    loses its parent, it kills them all, and ends as the worker has.
+    The keeper adopts all processes that the worker starts and leaves behind, daemons in sessions of
+    their own included (PR_SET_CHILD_SUBREAPER, see prctl(2)). When the worker ends, or the keeper
+    is terminated or loses its parent, it kills them all and ends with the worker's status.
     """
     prctl = ctypes.CDLL(None).prctl
-    # Before it can happen: a signal that is blocked waits for sigwait.
+    # Block the signals before the fork: a blocked signal waits for sigwait.
     signal.pthread_sigmask(signal.SIG_BLOCK, KEEPER_SIGNALS)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
-        os._exit(1)  # it died before it could have been noticed
+        os._exit(1)  # the parent died before PR_SET_PDEATHSIG was set
     keeper, worker = os.getpid(), os.fork()
     if not worker:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -245,7 +246,7 @@ def _keep(parent: int, connection: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, KEEPER_SIGNALS)
         return
     faulthandler.disable()
-    os.close(connection)  # the pool is to see it closed when the worker ends
+    os.close(connection)  # so that the pool sees it closed when the worker ends
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(nowhere, descriptor)
@@ -257,7 +258,7 @@ def _keep(parent: int, connection: int) -> None:
 
 
 def _reaped(worker: int) -> int | None:
-    """Wait for all that have ended; the worker's status, if it is among them."""
+    """Reap all children that have ended; return the worker's status if it is one of them."""
     found: int | None = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -267,9 +268,9 @@ def _reaped(worker: int) -> int | None:
 
 
 def _kill_descendants(worker: int) -> int | None:
-    """Kill all that descend from this process, until none is left; the worker's status, if known.
+    """Kill all descendants until none is left; return the worker's status, if known.
 
-    Those that a killed process has started become children of this one, and are found next time.
+    Children of a killed process become children of this one, and are found in the next round.
     """
     status: int | None = None
     deadline_s = time.monotonic() + KILLING_S
@@ -288,13 +289,13 @@ def _kill_descendants(worker: int) -> int | None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """All processes that descend from this one, as /proc has them."""
+    """Return the ids of all processes that descend from ``pid``, according to /proc."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdecimal():
             continue
         with suppress(OSError), open(f"/proc/{entry}/stat", "rb") as stat:
-            # "pid (name) state ppid …": the name may hold anything, brackets and spaces too.
+            # "pid (name) state ppid …": the name may hold parentheses and spaces.
             fields = stat.read().rpartition(b")")[2].split()
             children.setdefault(int(fields[1]), []).append(int(entry))
     found = list(children.get(pid, ()))
@@ -304,7 +305,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _end_like(status: int | None) -> NoReturn:
-    """End this process as another has ended."""
+    """End this process with the same status as another one."""
     if status is not None and os.WIFEXITED(status):
         os._exit(os.WEXITSTATUS(status))
     number = signal.SIGKILL if status is None else os.WTERMSIG(status)
@@ -317,7 +318,7 @@ def _end_like(status: int | None) -> NoReturn:
 
 
 def main() -> None:
-    """Serve the pool that has started this process."""
+    """Serve the pool that started this process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
@@ -327,9 +328,9 @@ def main() -> None:
     if options.memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (options.memory_bytes, options.memory_bytes))
     connection = socket.socket(fileno=options.socket)
-    connection.set_inheritable(False)  # nothing that an environment starts may hold it open
+    connection.set_inheritable(False)  # processes started by environments must not hold it open
     Worker(connection).serve()
-    os._exit(0)  # threads that environments have left behind don't keep it
+    os._exit(0)  # end even if environments left threads running
 
 
 if __name__ == "__main__":

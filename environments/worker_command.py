@@ -1,6 +1,6 @@
-"""By which command line and variables is a worker started, perhaps in another Python than this one?
+"""Command line and environment variables of a worker process, which may use another Python.
 
-It knows nothing of what the worker then does.
+Called by :mod:`started_worker`. Variables that hold secrets are left out.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from tidegate.transport import server_keys
 
 INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
-"""What another Python must not be given: it has its own."""
+"""Library directories of this Python, which another Python must not get: it has its own."""
 
 KEYS = (
     server_keys.VARIABLE,
@@ -24,11 +24,12 @@ KEYS = (
     f"{server_keys.CONTROL_TOKEN_VARIABLE}_FILE",
     server_keys.DASHBOARD_TOKEN_VARIABLE,
 )
-"""Variables that hold keys: of engines' servers, of our own server, and of the dashboard."""
+"""Variables that hold keys of engine servers, of our own server, and of the dashboard; never
+passed on."""
 
 
 def worker_command(python: str, descriptor: int, memory_bytes: int | None) -> list[str]:
-    """The command line of a worker that is spoken to through a descriptor."""
+    """Return the command line of a worker that communicates through the socket ``descriptor``."""
     module = "tidegate.environments.worker"
     command = [python, "-X", "faulthandler", "-m", module]
     command += ["--socket", str(descriptor), "--parent", str(os.getpid())]
@@ -40,23 +41,24 @@ SECRET_NAMES = re.compile(
     r"|(^|_)(PASS|PAT|COOKIE|DSN)(_|$)",
     re.IGNORECASE,
 )
-"""Names of variables that hold secrets: ``HF_TOKEN``, ``AWS_ACCESS_KEY_ID``, ``SSH_AUTH_SOCK``."""
+"""Names of variables that probably hold secrets: ``HF_TOKEN``, ``AWS_ACCESS_KEY_ID``,
+``SSH_AUTH_SOCK``."""
 
 SECRET_VALUES = re.compile(r"://[^/@\s]+:[^/@\s]+@")
-"""Values with a password: ``postgres://user:password@host/``."""
+"""Values with a password in a URL: ``postgres://user:password@host/``."""
 
 
 def holds_secret(name: str, value: str) -> bool:
-    """Whether a variable looks as if it held a secret."""
+    """Return whether a variable's name or value looks like a secret."""
     return bool(SECRET_NAMES.search(name) or SECRET_VALUES.search(value))
 
 
 def child_environment(pass_variables: Collection[str] = ()) -> dict[str, str]:
-    """The variables of a process of environments.
+    """Return the environment variables of a worker process.
 
-    Code that models write may run there, so variables that look like secrets are left out, but for
-    the names in ``pass_variables``; the run's own keys are left out always. The process finds
-    modules as this one does, but for those that are installed: it may be another Python.
+    Code written by a model may run there. So variables that look like secrets are left out, except
+    for names in ``pass_variables``; :data:`KEYS` are always left out. PYTHONPATH has this process's
+    module path without installed packages, because the worker may use another Python.
     """
     places = [str(Path(place or ".").absolute()) for place in sys.path]
     ours = [p for p in places if not p.startswith(INSTALLED) and not p.endswith(".zip")]

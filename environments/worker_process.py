@@ -1,7 +1,8 @@
-"""The pool's side of one worker process: starts, calls, times and ends it.
+"""The pool's handle of one worker process: starts it, sends calls, applies timeouts, ends it.
 
-Calls that compute are sent one at a time, so that the pool knows which one a process was busy with
-when it died or hung; a call's time begins when the worker begins it.
+All methods run on the pool's event loop. Calls that compute are sent one at a time, so that the
+pool knows which call a process was running when it died or hung. A call's timeout begins when it is
+sent.
 """
 
 import asyncio
@@ -16,77 +17,80 @@ from tidegate.environments import calls
 from tidegate.environments.started_worker import StartedWorker
 
 OUTPUT_BYTES_KEPT = 4096
-"""Of what a process prints: its last words, for the error that reports its death."""
+"""Bytes kept of a process's output, for the error that reports its death."""
 
 LINES_SHOWN = 20
-"""A stack of Python's, with a few lines before it."""
+"""Lines of output in that error: a Python stack and a few lines before it."""
 
 
 @dataclass(slots=True)
 class LastWords:
-    """The end of what a process has printed."""
+    """The last bytes of a process's output."""
 
     parts: deque[bytes] = field(default_factory=deque)
 
     def add(self, data: bytes) -> None:
-        """It has printed this."""
+        """Append output."""
         self.parts.append(data[-OUTPUT_BYTES_KEPT:])
         while sum(map(len, self.parts)) - len(self.parts[0]) >= OUTPUT_BYTES_KEPT:
             self.parts.popleft()
 
     def lines(self) -> list[str]:
-        """The last ones."""
+        """Return the last :data:`LINES_SHOWN` lines."""
         text = b"".join(self.parts)[-OUTPUT_BYTES_KEPT:].decode(errors="replace")
         return text.splitlines()[-LINES_SHOWN:]
 
 
 AWAITING_GRACE_S = 5.0
-"""Beyond twice its time, for a call that awaits. It is ended inside the process, in time; only one
-whose loop is blocked comes to this, and what blocks it should be found first."""
+"""Added to twice the timeout of an awaiting call before its process is killed. The worker itself
+times out such calls, so this applies only if its event loop is blocked, and the call that blocks
+it should time out first."""
 
 LAST_WORDS_S = 1.0
-"""How long the output of a process that has ended is read; what it has started may keep it open."""
+"""How long to read the output of a process that has ended; its children may keep the pipe open."""
 
 
 class ProcessDied(Exception):
-    """The process ended before it had answered."""
+    """A worker process ended before it replied."""
 
     def __init__(self, how: str, *, suspects: int, was_late: bool = False) -> None:
-        """``suspects``: how many calls may have killed it, this one among them; 0: not this one."""
+        """``suspects``: number of calls that may have caused the death, including this one; 0 if
+        not this one."""
         super().__init__(how)
         self.how = how
         self.suspects = suspects
         self.was_late = was_late
-        """Whether it was killed because this call took too long."""
+        """Whether the process was killed because this call exceeded its timeout."""
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A call, from when it is asked to its answer."""
+    """A call from request to reply."""
 
     call_id: int
     frame: bytes
     timeout_s: float
     reply: "asyncio.Future[calls.Reply]"
-    """Cancelled when nobody waits for it any more."""
+    """Cancelled if the caller no longer waits."""
     when_free: Callable[[], None] | None
+    """Called once, as soon as the call no longer keeps others waiting."""
     timer: asyncio.TimerHandle | None = None
 
 
 class WorkerProcess:
-    """One process, from the loop that it was started on."""
+    """One worker process. Use it only on the event loop where it was created."""
 
     def __init__(self, started: StartedWorker) -> None:
-        """Speak with a process that was just started."""
+        """Take over a process that was just started."""
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[_Pending] = deque()
         self._computing: _Pending | None = None
-        """What keeps those that wait from being sent."""
+        """The call that the process runs now; waiting calls are sent after it."""
         self._sent: dict[int, _Pending] = {}
-        """That, and what awaits."""
+        """Calls without a reply, by id: the computing one and the awaiting ones."""
         self._said = LastWords()
         self.environments = 0
-        """Open in it; counted by who opens them."""
+        """Number of open environments, maintained by their owners."""
         self.how_it_died: str | None = None
         self._is_closing = False
         self._is_ready = False
@@ -102,27 +106,27 @@ class WorkerProcess:
 
     @property
     def is_dead(self) -> bool:
-        """Whether it can be asked nothing more."""
+        """Whether the process has ended."""
         return self.how_it_died is not None
 
     @property
     def queued(self) -> int:
-        """Calls that wait here, or keep others waiting."""
+        """Number of calls that wait or compute."""
         return len(self._waiting) + (self._computing is not None)
 
     async def ask(
         self, call: calls.Call, timeout_s: float, *, when_free: Callable[[], None] | None = None
     ) -> calls.Reply:
-        """The process's answer, in time or not at all.
+        """Send a call, and return its reply.
 
-        ``when_free`` is called once, as soon as this call keeps nobody from being answered.
-
-        Who is cancelled leaves a call that was sent to come to its end: it keeps the process busy,
-        and is ended in time as any.
+        ``when_free`` is called once, as soon as this call no longer keeps others waiting. A caller
+        that is cancelled does not stop a call that was sent: the call keeps the process busy until
+        its reply or timeout.
 
         Raises:
-            ProcessDied: it did, before or meanwhile, perhaps because this took too long.
-            TypeError, ValueError: the call can't be sent.
+            ProcessDied: the process had died, or died meanwhile, perhaps because of this call's
+                timeout.
+            TypeError, ValueError: the call can't be encoded.
         """
         try:
             if self.how_it_died is not None:
@@ -140,7 +144,7 @@ class WorkerProcess:
     def _died(self, *, suspects: int, was_late: bool = False) -> ProcessDied:
         if self._started.was_lost:
             return ProcessDied(self.how_it_died or "", suspects=0)
-        # One that never was ready won't be if it is started again.
+        # A process that never became ready would fail again, so this call must not be retried.
         suspects = suspects if self._is_ready or self._is_closing else 1
         return ProcessDied(self.how_it_died or "", suspects=suspects, was_late=was_late)
 
@@ -161,17 +165,17 @@ class WorkerProcess:
         how = f"killed, for it gave no answer in {pending.timeout_s:g} s"
         self._end(how, late=pending)
 
-    # ------------------------------------------------------------ what comes from it
+    # ------------------------------------------------------------ replies and output
 
     async def _connect(self, ours: socket.socket) -> None:
         await self._loop.create_unix_connection(lambda: _Wire(self), sock=ours)
 
     def connected(self, transport: asyncio.Transport) -> None:
-        """The socket can be written to."""
+        """Store the transport; the socket is writable."""
         self._transport = transport
 
     def take(self, reply: calls.Reply) -> None:
-        """It said something."""
+        """Handle one reply."""
         if isinstance(reply, calls.Ready):
             self._is_ready = True
             self._starting.cancel()
@@ -195,7 +199,8 @@ class WorkerProcess:
             pending.reply.set_result(reply)
 
     def lost(self, why: str | None) -> None:
-        """It has closed the socket, and so has ended; or it wrote ``why`` it must be ended."""
+        """Handle a closed socket, or an invalid reply (``why``), for which the process is
+        killed."""
         if why is not None or self._is_closing or self.is_dead:
             self._end(why)
         else:
@@ -208,7 +213,7 @@ class WorkerProcess:
         self._end(None)
 
     async def _listen(self) -> None:
-        """Keep the end of what it prints, and let it print on."""
+        """Keep the end of the process's output, and drain the pipe."""
         reader = asyncio.StreamReader()
         transport, _ = await self._loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), self._started.output
@@ -219,10 +224,10 @@ class WorkerProcess:
         finally:
             transport.close()
 
-    # ------------------------------------------------------------ its end
+    # ------------------------------------------------------------ end
 
     def kill(self, how: str) -> None:
-        """End it now, with all that it has started."""
+        """Kill the process now, with all processes that it started."""
         self._end(how)
 
     def _never_ready(self) -> None:
@@ -242,8 +247,8 @@ class WorkerProcess:
         self._ended.set()
 
     def _tell_all(self, late: _Pending | None) -> None:
-        """Who asked learns how it ended, and whether it was their doing."""
-        # One that was late or computes is found at it; else any of those that await may have it.
+        """Fail all calls, with how the process ended and how many calls may have caused it."""
+        # A late or computing call is the cause; without one, any awaiting call may be.
         guilty = late or self._computing
         suspects = [guilty] if guilty is not None else list(self._sent.values())
         if self._is_closing:
@@ -262,32 +267,32 @@ class WorkerProcess:
         self._computing = None
 
     async def close(self, grace_s: float) -> None:
-        """Let it close its environments, for so long; then it ends."""
+        """Let the process close its environments for up to ``grace_s``, then kill it."""
         self._is_closing = True
         if self._transport is not None and not self.is_dead:
             self._transport.write_eof()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), grace_s)
         self._end("the pool was closed")
-        # What an environment has started may hold the output open; nobody listens any more.
+        # A child of an environment may hold the output open, so reading may not end by itself.
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
 
 
 class _Wire(asyncio.Protocol):
-    """Cuts what a process writes into replies."""
+    """asyncio protocol that cuts the socket's bytes into replies."""
 
     def __init__(self, process: WorkerProcess) -> None:
         self._process = process
         self._unread = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The socket is there."""
+        """Pass the transport on."""
         self._process.connected(cast(asyncio.Transport, transport))
 
     def data_received(self, data: bytes) -> None:
-        """Hand on every reply that is whole."""
+        """Pass on every complete reply."""
         self._unread += data
         start = 0
         try:
@@ -298,12 +303,12 @@ class _Wire(asyncio.Protocol):
                     break
                 self._process.take(calls.decode_reply(self._unread[body:end]))
                 start = end
-        except ValueError as error:  # msgspec's too
+        except ValueError as error:  # includes msgspec's DecodeError
             self._process.lost(f"killed, for it wrote what is no reply: {error}")
         del self._unread[:start]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has ended, or was ended."""
+        """Report that the process has ended."""
         self._process.lost(None)
 
 

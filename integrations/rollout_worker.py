@@ -1,7 +1,7 @@
-"""What does an RLHF framework expect of a rollout worker? Its methods' names, over a fleet.
+"""Rollout worker for OpenRLHF and verl: their method names, over a fleet of Tidegate engines.
 
-OpenRLHF's actors and verl's rollouts generate, score, sleep and take weights by such calls, one
-after the other. It knows no staleness: whoever calls it decides when weights change.
+Those frameworks call generate, score, sleep and weight updates one after the other. There is no
+staleness control: the caller decides when weights change.
 """
 
 import datetime
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import torch
 
 GROUP_TIMEOUT_S = 300.0
-"""For all processes to join a group that weights are broadcast in."""
+"""Longest wait for all processes to join the group in which weights are broadcast."""
 
 VLLM_NAMES = {"stop": "stop_strings"}
-"""Of vLLM's sampling parameters, those that are called otherwise here."""
+"""vLLM's sampling parameters that have another name here."""
 
 IGNORED = ("n", "logprobs", "prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output")
-"""Of vLLM's: answered apart, or of no meaning for token ids."""
+"""vLLM's parameters that are handled separately, or have no meaning for token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,16 @@ class Sample:
     prompt_token_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
-    """As sampled, one per token."""
+    """Log-probs under the sampling distribution, one per token."""
     versions: list[int]
-    """The weights that sampled each token."""
+    """Weight version that sampled each token."""
     finish_reason: str
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """One sample that is asked for."""
+    """One requested completion."""
 
     prompt: list[int]
     sampling: Mapping[str, Any]
@@ -53,10 +53,10 @@ class _Wanted:
 
 
 class RolloutWorker:
-    """Engines that generate and score when told to; ``ray.remote(RolloutWorker)`` makes an actor.
+    """Engines that generate and score on request; ``ray.remote(RolloutWorker)`` makes a Ray actor.
 
-    Calls block, and are one thread's. Names are OpenRLHF's (``add_requests``, ``update_weight``,
-    ``wake_up`` …) and verl's (``update_weights``, ``resume``, ``release`` …).
+    Calls block, and must come from one thread. Names are OpenRLHF's (``add_requests``,
+    ``update_weight``, ``wake_up`` …) and verl's (``update_weights``, ``resume``, ``release`` …).
     """
 
     def __init__(self, model: str, *, engines: int = 1, **settings: Any) -> None:
@@ -72,7 +72,7 @@ class RolloutWorker:
         self._asked = itertools.count()
         self._responses: list[list[Sample]] = []
         self._arriving: dict[str, torch.Tensor] = {}
-        """Tensors of the next version, until the last has come."""
+        """Received tensors of the next version, until the last one."""
         self._group: Any = None
 
     def __enter__(self) -> Self:
@@ -82,7 +82,7 @@ class RolloutWorker:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """End the engines. Harmless if repeated."""
+        """Stop the engines. May be called again."""
         self._run.__exit__(None, None, None)
 
     # ------------------------------------------------------------ generating and scoring
@@ -94,14 +94,14 @@ class RolloutWorker:
         *,
         n: int | None = None,
     ) -> list[list[Sample]]:
-        """``n`` completions of each prompt. Nothing of it is trained on by Tidegate.
+        """Return ``n`` completions of each prompt. They count as evaluation, not as training data.
 
-        ``sampling_params`` are the keywords of ``Episode.generate``, as a mapping or as an object
-        with such attributes; vLLM's names are understood. Each call draws anew, unless a ``seed``
-        is given: then a prompt's completions are those of ``seed``, ``seed + 1`` and so on.
+        ``sampling_params`` are keywords of ``Episode.generate``, as a mapping or an object with
+        such attributes; vLLM's names are accepted. Each call draws new seeds unless ``seed`` is
+        given: then a prompt's completions use ``seed``, ``seed + 1`` and so on.
 
         Raises:
-            TurnRefused: no engine can ever serve one of them.
+            TurnRefused: no engine can ever serve one of the prompts.
         """
         sampling, n_asked = _sampling(sampling_params)
         count = n_asked if n is None else n
@@ -123,16 +123,16 @@ class RolloutWorker:
     generate_sequences = generate
 
     def add_requests(self, sampling_params: Any, prompt_token_ids: Sequence[Sequence[int]]) -> None:
-        """Generate, and keep it for :meth:`get_responses`."""
+        """Generate, and keep the completions for :meth:`get_responses`."""
         self._responses.append(
             [sample for of in self.generate(prompt_token_ids, sampling_params) for sample in of]
         )
 
     def get_responses(self) -> list[Sample]:
-        """What the oldest :meth:`add_requests` made.
+        """Return the completions of the oldest :meth:`add_requests`.
 
         Raises:
-            ConfigError: nothing was asked for.
+            ConfigError: there are none.
         """
         if not self._responses:
             raise ConfigError("get_responses() without add_requests() before it")
@@ -145,7 +145,8 @@ class RolloutWorker:
         *,
         temperature: float = 1.0,
     ) -> list[list[float]]:
-        """Log-probs of each sequence's tokens from ``start`` on, under the weights served now."""
+        """Return the log-probs of each sequence's tokens from ``start`` on, under the live
+        weights."""
         scores = self._run.score(sequences, start=start, temperature=temperature)
         return [score.logprobs.tolist() for score in scores]
 
@@ -163,11 +164,11 @@ class RolloutWorker:
         backend: str = "gloo",
         use_ray: bool = False,
     ) -> None:
-        """Join the group in which the trainer, its rank 0, broadcasts weights; this is
-        ``rank_offset``. It becomes this process' own ``torch.distributed`` group.
+        """Join the ``torch.distributed`` group in which the trainer (rank 0) broadcasts weights, as
+        rank ``rank_offset``. It becomes this process's default group.
 
         Raises:
-            ConfigError: the backend is none that this worker receives by.
+            ConfigError: the backend is not gloo.
         """
         import torch.distributed as dist
 
@@ -191,8 +192,8 @@ class RolloutWorker:
     def update_weight(
         self, name: str, dtype: Any, shape: Sequence[int], empty_cache: bool = False
     ) -> int | None:
-        """Receive a tensor that the trainer broadcasts. With ``empty_cache``, as the frameworks
-        say with the last one, publish all of them; their version."""
+        """Receive one tensor by broadcast. With ``empty_cache``, which the frameworks set for
+        the last tensor, publish all received tensors and return their version."""
         import torch
         import torch.distributed as dist
 
@@ -212,59 +213,61 @@ class RolloutWorker:
     def update_weights(
         self, weights: "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
     ) -> int:
-        """Serve these from now on; their version. A mapping, or verl's pairs of name and tensor.
+        """Publish weights, given as a mapping or as verl's pairs of name and tensor; return their
+        version.
 
         Raises:
-            WeightsRefused: they don't fit the model; the old ones serve on.
+            WeightsRefused: they do not fit the model; the old ones stay live.
         """
         return self._run.publish(dict(weights))
 
     def reset_prefix_cache(self) -> None:
-        """Forget contexts kept for later turns; weights that change need no such call."""
+        """Clear the prefix cache. Not needed for weight updates."""
         self._run.pause("keep", clear_cache=True)
         self._run.resume()
 
     # ------------------------------------------------------------ memory
 
     def sleep(self, level: SleepLevel = 1) -> int:
-        """Give the memory of weights and KV to the system; how many bytes. As ``Rollouts.sleep``:
-        after level 2, weights must be published before anything is generated."""
+        """Release the memory of weights and KV; return the number of bytes. After level 2,
+        weights must be published before generating; see ``Rollouts.sleep``."""
         return self._run.sleep(level)
 
     def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
-        """Take it again."""
+        """Allocate the released memory again."""
         self._run.wake(tags)
 
     def release(self) -> int:
-        """verl's name for sleep."""
+        """Alias of :meth:`sleep`, under verl's name."""
         return self.sleep()
 
     def resume(self, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> None:
-        """verl's name for wake_up."""
+        """Alias of :meth:`wake_up`, under verl's name."""
         self.wake_up(tags)
 
-    # ------------------------------------------------------------ who it is
+    # ------------------------------------------------------------ identity
 
     def get_world_size(self) -> int:
-        """Processes of it in a group that weights are broadcast in: one, however many engines."""
+        """Return the number of processes that join a weight broadcast: 1, for any number of
+        engines."""
         return 1
 
     def health(self) -> bool:
-        """Whether an engine serves."""
+        """Return whether an engine is alive."""
         return any(engine.is_alive for engine in self._run.statistics().engines)
 
     @property
     def version(self) -> int:
-        """Of the weights published last."""
+        """Version of the last published weights."""
         return self._run.version
 
-    # ------------------------------------------------------------ how it generates
+    # ------------------------------------------------------------ generation
 
     def _next_seed(self) -> int:
         return (self._seed << 40) + next(self._asked)
 
     def _sampled(self, wanted: Sequence[_Wanted]) -> list[Sample]:
-        """One episode of one turn for each, all at once."""
+        """Run one episode of one turn for each request, concurrently."""
         turns: dict[int, GeneratedTurn] = {}
 
         async def one_turn(episode: Episode, number: int) -> float:
@@ -296,7 +299,8 @@ def _sample(prompt: list[int], turn: GeneratedTurn) -> Sample:
 
 
 def _sampling(params: Any) -> tuple[dict[str, Any], int]:
-    """Our keywords, and ``n``; what a vLLM object leaves at None says nothing."""
+    """Return keywords of ``generate`` and ``n``; attributes that are None in a vLLM object are
+    left out."""
     if params is None:
         return {}, 1
     given = dict(params) if isinstance(params, Mapping) else _attributes(params)
@@ -306,9 +310,9 @@ def _sampling(params: Any) -> tuple[dict[str, Any], int]:
         for name, value in given.items()
         if name not in IGNORED and value is not None
     }
-    if isinstance(sampling.get("stop_strings"), str):  # vLLM takes a single one so
+    if isinstance(sampling.get("stop_strings"), str):  # vLLM accepts a single string
         sampling["stop_strings"] = [sampling["stop_strings"]]
-    if sampling.get("top_k") == -1:  # vLLM's word for all
+    if sampling.get("top_k") == -1:  # vLLM's value for no limit
         sampling["top_k"] = 0
     return sampling, count
 

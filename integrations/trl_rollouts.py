@@ -53,7 +53,7 @@ class TRLRollouts:
         """``tasks``, best endless, and ``episode`` are passed to the run's ``batches()``. A remote run may have its own. ``args`` are the trainer's: they say which rows it drops.
 
         Raises:
-            ConfigError: TRL is missing, or the run can't hand over what TRL asks for.
+            ConfigError: TRL is missing, or the run's settings do not fit TRL's.
         """
         if args.process_index:
             raise ConfigError(

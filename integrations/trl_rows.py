@@ -1,8 +1,9 @@
-"""Which rows does TRL get from a run, and which of them does it not train on?
+"""Row queue for TRL's AsyncGRPOTrainer: takes rows from a run, and discards those TRL would drop.
 
-TRL tells a rollout worker of none, but its rules are known: it drops rows that are too old or too
-long as it takes them, and takes one micro-batch ahead of what it trains on. So the first two are
-never given to it, and the last is counted at the end. It knows no tensors of a model.
+:mod:`trl_rollouts` gives it to TRL as its queue of samples. TRL does not report which rows it
+drops, but its rules are known: rows that are too old or too long are dropped when taken, and one
+micro-batch is taken ahead of training. So rows of the first two kinds are discarded here, and the
+last are counted when TRL stops.
 """
 
 import logging
@@ -21,46 +22,47 @@ if TYPE_CHECKING:
 log = logging.getLogger("tidegate")
 
 TOO_STALE, TOO_LONG, NOT_TRAINED = "too_stale", "too_long", "not_trained"
-"""Why a row is discarded: older than TRL's ``max_staleness``, longer than its ``token_budget``, or
-never come to."""
+"""Discard reasons: older than TRL's ``max_staleness``, longer than its ``token_budget``, or not
+trained on when TRL stopped."""
 
 DROPPED = {TOO_STALE: "sample/dropped_stale_total", TOO_LONG: "batch/dropped_oversize_total"}
-"""What TRL calls them where it logs how many it dropped."""
+"""Names of the metrics with which TRL counts such rows."""
 
 
 class TRLArguments(Protocol):
-    """What is read of TRL's ``AsyncGRPOConfig``."""
+    """The fields of TRL's ``AsyncGRPOConfig`` that are used here."""
 
     max_staleness: int
     token_budget: int | None
-    """Tokens of a row at most; 0 or less: rows are not measured, and a micro-batch has a fixed
-    number of them. TRL puts a number in the place of None."""
+    """Largest number of tokens per row. If 0 or less, rows have no limit and a micro-batch has a
+    fixed number of rows. TRL replaces None by a number."""
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     weight_sync_steps: int
 
     @property
     def world_size(self) -> int:
-        """TRL's ranks."""
+        """Number of TRL's ranks."""
 
     @property
     def process_index(self) -> int:
-        """Which of them this is."""
+        """Rank of this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One of a run's rows, as TRL takes it."""
+    """One row of a batch, in TRL's form."""
 
     sample: Any
-    """TRL's own."""
+    """TRL's ``RolloutSample``."""
     batch: int
+    """Number of the batch."""
     place: int
-    """In its batch."""
+    """Index of the row in its batch."""
 
 
 class TRLRows:
-    """What TRL takes for a queue of samples: the run's batches, row by row, when asked for."""
+    """Queue of samples for TRL: rows of the run's batches, fetched when TRL asks for one."""
 
     def __init__(
         self,
@@ -70,26 +72,27 @@ class TRLRows:
         more: Callable[[], Sequence[Row]],
         log_metric: Callable[[str, float], None],
     ) -> None:
-        """``more``: the next batch's rows, none once the tasks are used up."""
+        """``more`` returns the next batch's rows; empty after the last task."""
         self._run = run
         self._args = args
         self._more = more
         self._log_metric = log_metric
         self._version = 0
-        """TRL's own, which it counts age from."""
+        """TRL's weight version, from which it computes a row's age."""
         self._rows: deque[Row] = deque()
         self._given = 0
-        """Rows that TRL has had."""
+        """Number of rows handed to TRL."""
         self._given_at: list[int] = []
-        """The same at its last three syncs; the first of all is before any step."""
+        """Value of ``_given`` at TRL's last three weight syncs; the first sync precedes any
+        step."""
         self._last_given: deque[Row] = deque()
-        """Those that TRL may not have come to yet."""
+        """The last rows handed to TRL, which it may not have trained on yet."""
         self.is_over = False
         """Whether the tasks are used up."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """The next row that TRL would train on. It waits for a batch however long it takes: a run
-        that fails says so.
+        """Return the next row that TRL would train on. Waits for a batch without a limit, because a
+        run that fails raises here.
 
         Raises:
             queue.Empty: the tasks are used up.
@@ -107,22 +110,22 @@ class TRLRows:
         raise queue.Empty
 
     def put_nowait(self, item: object) -> NoReturn:
-        """Rows come from the run alone."""
+        """Refuse: rows come from the run only."""
         raise ConfigError("the rows of a Tidegate run come from its engines; nothing can be put")
 
     def qsize(self) -> int:
-        """Of the batch in hand."""
+        """Number of rows left of the current batch."""
         return len(self._rows)
 
     def synced(self, version: int) -> None:
-        """TRL's weights are the run's, as this version of TRL's."""
+        """Note that TRL has published its weights, as TRL's ``version``."""
         self._version = version
         self._given_at = [*self._given_at[-2:], self._given]
         while len(self._last_given) > self._ahead_max:
             self._last_given.popleft()
 
     def end(self) -> None:
-        """TRL takes no more: what it has not come to is discarded."""
+        """Discard the rows that TRL has not trained on when it stops."""
         ahead = self._ahead()
         untrained = [*list(self._last_given)[len(self._last_given) - ahead :], *self._rows]
         self._rows.clear()
@@ -132,7 +135,7 @@ class TRLRows:
             places = [row.place for row in untrained if row.batch == number]
             try:
                 self._run.discard(number, places, reason=NOT_TRAINED)
-            except TidegateError as error:  # TRL may be ending for an error of its own
+            except TidegateError as error:  # TRL may be stopping because of another error
                 log.warning("batch=%d rows=%s count as trained: %s", number, places, error)
 
     def _next(self) -> Row | None:
@@ -141,7 +144,7 @@ class TRLRows:
         return self._rows.popleft() if self._rows else None
 
     def _dropped_for(self, row: Row) -> str | None:
-        """Why TRL would drop it."""
+        """Return the reason for which TRL would drop the row; None if it would not."""
         if self._version - row.sample.model_version > self._args.max_staleness:
             return TOO_STALE
         budget = self._args.token_budget
@@ -151,17 +154,18 @@ class TRLRows:
 
     @property
     def _ahead_max(self) -> int:
-        """Rows of which TRL may not have come to all."""
+        """Upper limit of the rows handed to TRL that it may not have trained on."""
         since = self._given_at[-2] if len(self._given_at) > 1 else 0
         rows = self._args.per_device_train_batch_size * self._args.world_size
         return self._given - since + rows
 
     def _ahead(self) -> int:
-        """How many of the rows that TRL has had are in none of its whole steps.
+        """Return how many of the rows handed to TRL belong to no complete train step.
 
-        It is one micro-batch ahead of them, of a fixed number of rows, or of as many as its budget
-        of tokens takes: then it ends before a row that TRL holds in its hand. There only syncs tell
-        where steps ended, if each is of one micro-batch; none is known to be ahead otherwise.
+        TRL takes one micro-batch ahead. Without a token budget, a micro-batch has a fixed number of
+        rows. With one, it has as many rows as fit, and TRL already holds the next row. Then only
+        weight syncs show where steps ended, provided that each step has one micro-batch; otherwise
+        0 is returned.
         """
         args = self._args
         if args.token_budget is not None and args.token_budget <= 0:
@@ -172,6 +176,6 @@ class TRLRows:
         if args.gradient_accumulation_steps * args.weight_sync_steps > 1:
             return 0
         steps = len(self._given_at) - 1
-        if steps == 1:  # both micro-batches have been taken since the sync before it
+        if steps == 1:  # both micro-batches were taken since the previous sync
             return 0
         return self._given - self._given_at[-2] + 1 if steps > 1 else self._given

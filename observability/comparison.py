@@ -1,6 +1,6 @@
-"""How do runs differ? A table of them, each figure beside the first run's, and one picture.
+"""Comparison of recorded runs as a Markdown table or JSON, for ``tidegate compare``.
 
-Reads what reports read; says nothing about which is better, for that depends on what one wants.
+Reads the same files as a report: `run.json` and `metrics.jsonl` of each run.
 """
 
 import dataclasses
@@ -13,24 +13,25 @@ from tidegate.errors import AuditError
 from tidegate.observability.facts import Facts, read_facts, read_metrics
 
 RUNS_MAX = 12
-"""A table that is wider nobody reads, and a picture has no more colours."""
+"""Limit of compared runs: a wider table is unreadable, and the picture has 12 colours."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
-    """One of the runs."""
+    """Facts and metrics of one compared run."""
 
     name: str
-    """Its directory's name, or as much of its path as tells it from the others."""
+    """The directory's name, or its path if two directories have the same name."""
     facts: Facts
     metrics: list[dict[str, Any]]
+    """One mapping per batch, as in `metrics.jsonl`."""
 
 
 def read_runs(directories: Sequence[Path]) -> list[ComparedRun]:
-    """Read finished runs.
+    """Read the facts and metrics of each run.
 
     Raises:
-        AuditError: there are fewer than two or too many, or one can't be read.
+        AuditError: there are fewer than two or more than `RUNS_MAX` runs, or a file can't be read.
     """
     if not 2 <= len(directories) <= RUNS_MAX:
         raise AuditError(f"2 to {RUNS_MAX} runs can be compared, got {len(directories)}")
@@ -65,13 +66,13 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("seconds per publish", "publish_s", ".3f"),
     ("engine's standstill per swap, s", "standstill_s", ".4f"),
 )
-"""What the table shows: a label, the fact, and how it is written."""
+"""Rows of the table: label, field of `Facts`, format specification."""
 
 _SETTINGS = (("mode", "mode"), ("pause", "pause_mode"), ("KV", "kv_policy"), ("model", "model"))
 
 
 def comparison_lines(runs: Sequence[ComparedRun]) -> list[str]:
-    """As a Markdown table, a run a column; settings are shown where they differ."""
+    """Return a Markdown table with one column per run. Settings are shown only if they differ."""
     lines = ["| |" + "".join(f" {run.name} |" for run in runs), "|---" * (len(runs) + 1) + "|"]
     for label, name in _SETTINGS:
         said = [str(getattr(run.facts, name) or "-") for run in runs]
@@ -100,7 +101,7 @@ def _audited(facts: Facts) -> str:
 
 
 def comparison_json(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
-    """For programs: each run's facts, as in its report.json."""
+    """Return each run's facts, with the keys of its report.json and its name as ``run``."""
     return [{**dataclasses.asdict(run.facts), "run": run.name} for run in runs]
 
 
@@ -110,6 +111,6 @@ Point = tuple[float, float]
 def curve(
     run: ComparedRun, value: Callable[[dict[str, Any]], Any], *, over: str = "version"
 ) -> list[Point]:
-    """A figure over another, as far as the run's metrics have both."""
+    """Return the points of a figure over another one, for the batches that have both."""
     points = [(row.get(over), value(row)) for row in run.metrics]
     return [(at, seen) for at, seen in points if at is not None and seen is not None]

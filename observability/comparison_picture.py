@@ -1,6 +1,6 @@
-"""One picture of compared runs: reward over versions and over time, staleness, and idleness.
+"""Picture of compared runs, drawn with matplotlib for ``tidegate compare --picture``.
 
-Knows numbers and colours; which runs belong beside each other is the user's business.
+Shows reward over time and over versions, staleness, and idle shares.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ COLOURS = (
     *("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2"),
     *("#e15759", "#9c755f", "#bab0ac", "#1f3b57", "#7a4b12", "#2f5a28"),
 )
-"""As many as runs may be compared."""
+"""One per run; at least `RUNS_MAX` of them."""
 
 
 def draw_comparison(path: Path, runs: Sequence[ComparedRun]) -> None:
-    """Draw them to a PNG."""
+    """Draw the runs into a PNG file."""
     figure = Figure(figsize=(12, 7), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     (by_time, by_version), (staleness, idle) = figure.subplots(2, 2)
@@ -40,7 +40,6 @@ def _plain(axes: Axes, title: str) -> None:
 
 
 def _draw_reward(axes: Axes, runs: Sequence[ComparedRun], *, over: str, named: str) -> None:
-    """Mean reward of each batch."""
     _plain(axes, f"Reward over {named}")
     for run, colour in zip(runs, COLOURS, strict=False):
         points = curve(run, lambda row: row.get("reward"), over=over)
@@ -51,7 +50,7 @@ def _draw_reward(axes: Axes, runs: Sequence[ComparedRun], *, over: str, named: s
 
 
 def _draw_staleness(axes: Axes, runs: Sequence[ComparedRun]) -> None:
-    """Share of trained rollouts by staleness, the runs' bars side by side."""
+    """Draw the share of trained rollouts by staleness, one bar per run side by side."""
     _plain(axes, "Trained rollouts by staleness")
     width = 0.8 / len(runs)
     for place, (run, colour) in enumerate(zip(runs, COLOURS, strict=False)):

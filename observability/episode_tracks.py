@@ -1,7 +1,7 @@
-"""How do single episodes look on a run's timeline? As nested intervals, in lanes of their own.
+"""Conversion between episode intervals and Chrome trace events.
 
-A lane holds one episode at a time: no two of its intervals overlap but for those that lie within
-another. Knows intervals; which episodes have them, and when one ends, is others' business.
+:mod:`trace` calls it to write and read ``trace.json``. Episodes are one Perfetto process with one
+thread per lane. Within a lane, intervals are nested or disjoint.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,15 +10,16 @@ from typing import Any
 from tidegate.orchestrator.telemetry.recorder import EpisodeInterval
 
 EPISODES_PID = 1000
-"""A process of its own to a viewer: it can be folded. No lane has its number: Perfetto would take
-that one for the main thread, and draw it first."""
+"""Process id of the episodes' tracks: a process of its own can be folded in Perfetto. Must
+differ from every lane number, because Perfetto takes a thread whose id equals its process id for
+the main thread."""
 _EPISODES_PIDS = (EPISODES_PID, 2)
-"""With that of older traces."""
+"""Includes 2, the id that older traces have."""
 
 
 def episode_events(intervals: Iterable[EpisodeInterval]) -> list[dict[str, Any]]:
-    """As Chrome trace events; of those that begin together, the one that holds the others first,
-    as viewers nest them in that order."""
+    """Return Chrome trace events, ordered by lane and start. If two intervals start together,
+    the longer one comes first, because viewers nest events in file order."""
     ordered = sorted(intervals, key=lambda i: (i.lane, i.started_us, -i.ended_us))
     lanes = sorted({interval.lane for interval in ordered})
     return [*(_named(lane) for lane in lanes), *(_complete(interval) for interval in ordered)]
@@ -47,11 +48,11 @@ def _complete(interval: EpisodeInterval) -> dict[str, Any]:
 
 
 def is_of_episodes(event: Mapping[str, Any]) -> bool:
-    """Whether a Chrome trace event is about episodes."""
+    """Return whether a Chrome trace event belongs to an episode's track."""
     return event["pid"] in _EPISODES_PIDS
 
 
 def episode_interval(event: Mapping[str, Any]) -> EpisodeInterval:
-    """Read back what :func:`episode_events` wrote."""
+    """Read one event that :func:`episode_events` wrote."""
     ended_us = event["ts"] + event["dur"]
     return EpisodeInterval(event["tid"], event["name"], event["ts"], ended_us, event["args"])

@@ -1,7 +1,8 @@
-"""Numbers of a recorded run, gathered over all of its processes.
+"""Numbers of a recorded run, read from `run.json` and `metrics.jsonl` and merged over its
+processes.
 
-Read by reports, comparisons and the dashboard. A run that was killed has the numbers that its last
-process recorded before, at most a second older than its last batch.
+Reports, comparisons and the dashboard read them. A killed run has the numbers that its last process
+recorded, at most a second older than its last batch.
 """
 
 from collections.abc import Mapping
@@ -23,28 +24,29 @@ from tidegate.observability.run_files import METRICS_FILE
 from tidegate.transport.printable import printable, printable_values
 
 COMPARED_RUNS_MAX = 20
+"""Largest number of other runs that a report compares with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A finished run in numbers: the keys of report.json."""
+    """A run in numbers: the keys of report.json."""
 
     run: str
     model: str
     reward_before: float | None
     """Mean reward on held-out tasks before the first batch."""
     reward_after: float | None
-    """The same, measured the same way, after the last."""
+    """Mean reward on the same held-out tasks after the last batch."""
     versions: int
-    """Weight versions published."""
+    """Number of published weight versions."""
     mixed_version_share: float
     """Share of trained rollouts whose tokens came from two or more versions."""
     max_staleness: int
     staleness_bound: int | None
-    """None: the policy promised none."""
+    """Bound that the policy guarantees, in versions; None if it guarantees none."""
     mean_staleness: float
     wall_s: float
-    """From the first batch asked for to the end of the last."""
+    """Seconds from the request for the first batch to the end of the last."""
     batches: int
     rollouts_trained: int
     tokens_trained: int
@@ -56,53 +58,55 @@ class Facts:
     pause_mode: str | None
     kv_policy: str | None
     warm_up: Mapping[str, object]
-    """What was done to the model before, as the run's owner noted it."""
+    """Training before the run, as the owner recorded it with `finish()`."""
     discarded_rollouts: Mapping[str, int]
     staleness_histogram: Mapping[str, int]
     ledger: Mapping[str, Any]
     evaluation_ledger: Mapping[str, Any]
     audit: Mapping[str, Any] | None
-    """What `tidegate audit` found, if it was run."""
+    """Result of `tidegate audit`; None if it was not run."""
     forecast: Mapping[str, Any] | None
-    """Predicted beside measured staleness, and what limits the run."""
+    """Predicted and measured staleness, and what limits the run."""
     discards: Mapping[str, Any]
-    """By reason: how long they were, and of which tasks."""
+    """For each discard reason, counts, lengths and most affected tasks."""
     length_bias: Mapping[str, Any] | None
-    """Whether what was trained last is as long as what was generated."""
+    """Mean lengths of recently trained and of recently generated rollouts, and their ratio."""
     prefilled_tokens: int
-    """Context that turns started from; 0 where engines don't say."""
+    """Context tokens that turns started from; 0 if engines don't report them."""
     cached_tokens: int
-    """Of it, what engines had computed before."""
+    """Prefilled tokens whose KV the engines had in cache."""
     drafted_tokens: int
-    """Guessed by engines, and verified."""
+    """Draft tokens that engines verified."""
     accepted_tokens: int
-    """Of them, those that were sampled."""
+    """Draft tokens that were accepted."""
     quantize: str | None
-    """What engines rounded weights to."""
+    """Format to which engines quantized the weights; None if they did not."""
     step_time_min_s: float
-    """Shortest time of an engine's step that the run asked for; 0: engines were not slowed."""
+    """Minimum step time that the run imposed on engines; 0 if it imposed none."""
     mismatch: Mapping[str, float] | None
-    """How far batches were from what sampled them, as the run's owner noted it."""
+    """Difference between the trained and the sampling policy, as the owner recorded it."""
     colocated: bool
     """Whether engines slept while the trainer trained."""
     memory_mb: Mapping[str, int] | None
-    """The most that trainer and engines took together, by phase, as the run's owner noted it."""
+    """Peak memory of trainer and engines together, by phase, as the owner recorded it."""
     staleness_in_flight: float | None
-    """Of the mean staleness, the part of sampling; this and the next four: None of older runs."""
+    """Part of the mean staleness that arose before the group had ended. None, like the next
+    four, in older runs."""
     staleness_in_queue: float | None
-    """The part of waiting for the trainer."""
+    """Part of the mean staleness that arose while the group waited for the trainer."""
     group_wait_s: float | None
-    """From a group's first end of an episode to its last, on the mean."""
+    """Mean seconds from the end of a group's first rollout to the end of its last."""
     standstill_s: float | None
-    """Of an engine, for a swap of weights, on the mean."""
+    """Mean seconds that a swap of weights stalls an engine's turns."""
     publish_s: float | None
-    """From a publish to its weights being live, as the trainer waited for it, on the mean."""
+    """Mean seconds from a publish to its weights being live, as the trainer waited for it."""
     episode_s: Mapping[str, float]
-    """Of all episodes, in environments, tools, scores and what they named."""
+    """Seconds of all episodes by activity: environments, tools, scores, and activities that
+    episodes named."""
 
 
 def read_facts(directory: Path) -> Facts:
-    """Gather a finished run's numbers.
+    """Read a run's numbers.
 
     Raises:
         AuditError: the run left no statistics, or its files can't be read.
@@ -184,17 +188,17 @@ def _facts(directory: Path, run: Mapping[str, Any]) -> Facts:
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """Return a run's ``run.json``, merged over the processes that it went on in.
+    """Return a run's ``run.json``, merged over its processes.
 
-    Settings are those of the last process; statistics hold for the whole run: what the core counts
-    goes on over a resume, and what each process counts for itself is added up here.
+    Settings are the last process's. Statistics cover the whole run: the core's counts continue over
+    a resume, and counts that each process starts at 0 are added up here.
 
     Raises:
-        AuditError: there is none, or one can't be read.
+        AuditError: the file is missing, or can't be read.
     """
     first, *later = lives(Path(directory))
     runs = [read_run_file(first)]
-    # A process may be killed between making its directory and writing the file.
+    # A process may have been killed before it wrote the file.
     runs += [read_run_file(part) for part in later if (part / RUN_FILE).exists()]
     if len(runs) == 1:
         return {**runs[0], "is_final": has_ended(runs[0])}
@@ -225,14 +229,14 @@ _ADDED = (
 """Statistics that begin at 0 in each process."""
 
 _ADDED_BY_KEY = ("staleness_in_flight", "staleness_in_queue", "episode_s", "trainer_s")
-"""Mappings to such counts."""
+"""Mappings whose values begin at 0 in each process."""
 
 _OF_WALL_TIME = ("trainer_idle_share", "engine_idle_share", "tokens_per_s")
-"""Means over a process's ``wall_s``."""
+"""Means over a process's ``wall_s``; merged with those weights."""
 
 
 def _over_processes(several: list[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Merge the statistics of a run's processes; None if none of them had any."""
+    """Merge the statistics of a run's processes; None if none recorded any."""
     known = [statistics for statistics in several if statistics is not None]
     if not known:
         return None
@@ -257,14 +261,14 @@ def _over_processes(several: list[dict[str, Any] | None]) -> dict[str, Any] | No
 
 
 def read_metrics(directory: Path, *, stops_at_damage: bool = False) -> list[dict[str, Any]]:
-    """Return a run's line per batch, over all of its processes.
+    """Return a run's ``metrics.jsonl`` rows, one per batch, over all of its processes.
 
-    Batches that the checkpoint of a resume did not include were trained again, and are returned
-    once. A line that a crash cut short is left out. ``stops_at_damage``: so is all of a process's
-    file from its first line on that can't be read.
+    A batch that was trained again after a resume is returned once. A line that a crash cut short is
+    left out. ``stops_at_damage``: skip the rest of a process's file after a line that can't be
+    read.
 
     Raises:
-        AuditError: the run has no such file, or a whole line of one can't be read.
+        AuditError: the run has no such file, or a complete line of it can't be read.
     """
     lines: list[dict[str, Any]] = []
     for life in lives(Path(directory)):
@@ -280,7 +284,8 @@ def read_metrics(directory: Path, *, stops_at_damage: bool = False) -> list[dict
 def _kept(
     lines: list[dict[str, Any]], part: Path, following: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return those of ``lines`` that the process that recorded ``part`` went on from."""
+    """Return the ``lines`` of batches in the checkpoint that the process of ``part`` resumed
+    from."""
     run = read_run_file(part) if (part / RUN_FILE).exists() else {}
     batches = run.get("resumed_batches")
     if isinstance(batches, int):
@@ -290,7 +295,8 @@ def _kept(
 
 
 def runs_beside(directory: Path, facts: Facts) -> list[Facts]:
-    """Finished runs beside this one that started from the same weights, newest first."""
+    """Return the facts of finished runs in the same parent directory with the same model, newest
+    first."""
     found = []
     for path in directory.parent.glob(f"*/{RUN_FILE}"):
         if path.parent == directory:
@@ -298,7 +304,7 @@ def runs_beside(directory: Path, facts: Facts) -> list[Facts]:
         try:
             other = read_facts(path.parent)
         except (AuditError, KeyError, TypeError):
-            continue  # unfinished, or of another version of Tidegate: nothing to compare with
+            continue  # unfinished, or written by another version of Tidegate
         if other.model == facts.model:
             found.append((path.stat().st_mtime, other))
     found.sort(key=lambda pair: pair[0], reverse=True)
@@ -306,7 +312,7 @@ def runs_beside(directory: Path, facts: Facts) -> list[Facts]:
 
 
 def _mean_of(histogram: Mapping[str, int] | None) -> float | None:
-    """Nothing was counted, or nobody counted: None."""
+    """Return the histogram's mean; None if it is missing or empty."""
     if not histogram:
         return None
     return sum(int(value) * n for value, n in histogram.items()) / sum(histogram.values())

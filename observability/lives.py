@@ -1,6 +1,7 @@
 """Directories of one run: its own, and ``part-1``, ``part-2``, … of the processes that resumed it.
 
-Each process records into a directory of its own, so that nothing written before a crash is touched.
+Also reads the JSON files in them, with errors that name the file. Each process records into a
+directory of its own, so that nothing written before a crash is touched.
 """
 
 import json
@@ -14,13 +15,14 @@ RUN_FILE = "run.json"
 
 
 def lives(directory: Path) -> list[Path]:
-    """Return the directories of a run's processes, oldest first; of a part, only itself."""
+    """Return the directories of a run's processes, oldest first. For a ``part-N`` directory,
+    return only itself."""
     parts = [path for path in directory.glob("part-*") if path.name[5:].isdecimal()]
     return [directory, *sorted(parts, key=lambda path: int(path.name[5:]))]
 
 
 def is_part(directory: Path) -> bool:
-    """Whether this is the directory of a process that resumed a run."""
+    """Return whether this is the directory of a process that resumed a run."""
     return directory.name.startswith("part-") and (directory.parent / RUN_FILE).exists()
 
 
@@ -51,12 +53,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_lines(path: Path, *, stops_at_damage: bool = False) -> list[dict[str, Any]]:
-    """Read a file of one JSON object a line; a last line that a crash cut short is left out.
+    """Read a file with one JSON object per line; a last line that a crash cut short is left out.
 
-    ``stops_at_damage``: return what is before a line that can't be read.
+    ``stops_at_damage``: at a line that can't be read, return the lines before it.
 
     Raises:
-        AuditError: the file is missing, or a whole line can't be read.
+        AuditError: the file is missing, or a complete line can't be read.
     """
     lines: list[dict[str, Any]] = []
     try:
@@ -74,8 +76,8 @@ def read_json_lines(path: Path, *, stops_at_damage: bool = False) -> list[dict[s
 
 
 def has_ended(run: dict[str, Any]) -> bool:
-    """Whether the process of this ``run.json`` closed its files, rather than being killed.
+    """Return whether the process that wrote this ``run.json`` closed its files, and was not killed.
 
-    Files from before ``is_final`` was recorded have statistics only if the process ended.
+    Files older than the field ``is_final`` have statistics only if the process ended.
     """
     return bool(run.get("is_final", run.get("statistics") is not None))

@@ -1,7 +1,7 @@
-"""How does a machine read the log? One JSON object a line, with the fields that the words name.
+"""JSON log formatter: one object per line, with fields taken from the format string.
 
-What is logged says ``engine=%s lost: %s``; so ``engine`` is a field. It reads that off each record
-and adds nothing to what is logged, or when.
+:func:`log_as_json` installs it on the logger ``tidegate``. Log calls are ``key=value`` formats such
+as ``engine=%s lost: %s``; their keys become JSON fields, here ``engine``.
 """
 
 import copy
@@ -20,25 +20,28 @@ _FIELD = re.compile(
     r"%%|(?:(?P<name>\b[a-z_]+)=)?%[-#0 +]*(?:\d+)?(?:\.\d+)?[a-zA-Z]"
     r"|(?P<word>\b[a-z_]+)=(?P<said>\w+)"
 )
-"""Of a format: each argument with its name, if it has one, and names whose value is written out."""
+"""Matches, in a format string, each ``%`` argument with its key if it has one, and each
+``key=word`` that is written out."""
 
 OWN = frozenset({"time", "level", "run", "message", "error"})
+"""Keys that every line sets itself; a field of the same name is left out."""
 
 
 class JsonLines(logging.Formatter):
-    """Formats a record as one line of JSON: time, level, run, message, and its fields.
+    """Formats a log record as one JSON object: time (UTC), level, run, message, and the message's
+    fields.
 
-    Fields are ``rollout``, ``engine``, ``version``, ``stuck`` and whatever else a message names.
-    Times are in UTC. What a field can't be in JSON is told as text.
+    Fields are ``rollout``, ``engine``, ``version``, ``stuck`` and any other key of a format string.
+    A value that JSON can't hold is written as its ``str``.
     """
 
     def __init__(self, run: str = "") -> None:
-        """``run`` is on every line, to tell the runs of one log from each other."""
+        """``run``, if not empty, is on every line, to tell the runs in one log apart."""
         super().__init__()
         self._run = run
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, whatever was logged."""
+        """Return the record as one line of JSON."""
         args = getattr(record, "unescaped_args", None)
         if args is not None:  # JSON has escapes of its own
             record = copy.copy(record)
@@ -56,15 +59,19 @@ class JsonLines(logging.Formatter):
             line["error"] = self.formatException(record.exc_info)
         try:
             return _safe(msgspec.json.encode(line, enc_hook=str).decode())
-        except UnicodeEncodeError:  # of file names that are no text, Python makes such strings
+        except (
+            UnicodeEncodeError
+        ):  # lone surrogates, as Python decodes file names that are not UTF-8
             told = {name: _escaped(value) for name, value in line.items()}
             return _safe(msgspec.json.encode(told, enc_hook=str).decode())
 
 
 def log_as_json(run: str = "", stream: IO[str] | None = None) -> logging.Handler:
-    """Have all that Tidegate logs written as JSON lines, to standard error if left out.
+    """Write everything that Tidegate logs as JSON lines to ``stream``, or to standard error if
+    None.
 
-    The handler is that of the logger ``tidegate``, which passes nothing on to others from now on.
+    Replaces the handlers of the logger ``tidegate`` and stops its propagation. Returns the new
+    handler.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines(run))
@@ -77,7 +84,7 @@ def log_as_json(run: str = "", stream: IO[str] | None = None) -> logging.Handler
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """By name; nothing of a message that names none."""
+    """Return the record's fields by key; empty if its message is no format string."""
     if not isinstance(record.msg, str):
         return {}
     values = iter(record.args if isinstance(record.args, tuple) else ())
@@ -95,12 +102,13 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _safe(line: str) -> str:
-    """Escape what JSON need not: a terminal may show the line."""
+    """Escape control characters that JSON allows unescaped, because a terminal may show the
+    line."""
     return CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", line)
 
 
 def _plain(value: object) -> object:
-    """Infinity and NaN become null in JSON: as text they say what they are."""
+    """Return infinity and NaN as text, because msgspec encodes both as null."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,7 +1,7 @@
-"""Catalogue of a run's metrics: name, type, unit, help, and how a snapshot gives the value.
+"""Catalogue of a run's Prometheus metrics: name, type, labels, help, and how to read the value.
 
-All that `/metrics` exports: of tokens, rollouts and groups, of staleness, and of time. Independent
-of the exposition format, which is `prometheus.py`'s; docs/observing.md lists the catalogue.
+:mod:`prometheus` exports it on the dashboard's `/metrics`; docs/observing.md lists it. Each metric
+reads an :class:`Observation`, a snapshot of the run. Independent of the exposition format.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,14 +20,14 @@ class Sample:
 
     value: float
     labels: tuple[str, ...] = ()
-    """In the order of the metric's."""
+    """Label values, in the order of :attr:`Metric.labels`."""
     counts: Mapping[int, int] = field(default_factory=dict)
-    """Of a histogram instead of the value: how often each whole number was seen."""
+    """For a histogram, instead of ``value``: number of observations of each whole number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A name, what it means, and how it is read."""
+    """One metric of the catalogue."""
 
     name: str
     """As exported: counters end in ``_total``, units are Prometheus' base units."""
@@ -38,7 +38,7 @@ class Metric:
 
 
 def of_run(read: Callable[[RunStatistics], float | None]) -> Callable[[Observation], list[Sample]]:
-    """One value of the whole run; None: there is none to tell."""
+    """Read one value of the whole run; None gives no sample."""
 
     def samples(seen: Observation) -> list[Sample]:
         value = read(seen.statistics)
@@ -50,17 +50,23 @@ def of_run(read: Callable[[RunStatistics], float | None]) -> Callable[[Observati
 def by_key(
     read: Callable[[Observation], Mapping[str, float]],
 ) -> Callable[[Observation], list[Sample]]:
-    """A value for each of the one label's values."""
+    """Read one value for each value of the metric's only label."""
     return lambda seen: [Sample(float(n), (key,)) for key, n in sorted(read(seen).items())]
 
 
-def of_engines(read: Callable[[EngineStatistics], float]) -> Callable[[Observation], list[Sample]]:
-    """A value for each engine."""
-    return lambda seen: [Sample(float(read(e)), (e.name,)) for e in seen.statistics.engines]
+def per_engine(
+    name: str, kind: Kind, help: str, read: Callable[[EngineStatistics], float]
+) -> Metric:
+    """Return a metric with one sample for each engine, labelled by the engine's name."""
+
+    def samples(seen: Observation) -> list[Sample]:
+        return [Sample(float(read(each)), (each.name,)) for each in seen.statistics.engines]
+
+    return Metric(name, kind, help, samples, ("engine",))
 
 
 def last_batch(name: str) -> Callable[[Observation], list[Sample]]:
-    """A figure of the last batch."""
+    """Read a figure of the last batch; no sample before the first batch."""
 
     def samples(seen: Observation) -> list[Sample]:
         batches = seen.noted.batches
@@ -73,17 +79,21 @@ def last_batch(name: str) -> Callable[[Observation], list[Sample]]:
 def histogram(
     read: Callable[[Observation], Mapping[int, int]],
 ) -> Callable[[Observation], list[Sample]]:
-    """How often each whole number was seen."""
+    """Read a histogram over whole numbers."""
     return lambda seen: [Sample(0.0, counts=read(seen))]
 
 
-def forecast(name: str) -> Callable[[RunStatistics], float | None]:
-    """A figure of the run's forecast, once there is one."""
-    return lambda s: None if s.forecast is None else float(getattr(s.forecast, name))
+def forecast(name: str, help: str, field_name: str) -> Metric:
+    """Return a gauge of a field of the run's forecast; it has no sample before the first one."""
+
+    def value(run: RunStatistics) -> float | None:
+        return None if run.forecast is None else float(getattr(run.forecast, field_name))
+
+    return Metric(name, "gauge", help, of_run(value))
 
 
 def _told(name: str) -> Callable[[Observation], list[Sample]]:
-    """What the trainer told of its last batch."""
+    """Read a field of what the trainer reported about its last batch."""
 
     def samples(seen: Observation) -> list[Sample]:
         value = getattr(seen.noted.off_policy, name)
@@ -110,19 +120,19 @@ STALENESS = (
     Metric(
         "tidegate_staleness_in_flight_versions",
         "histogram",
-        "The part of it until the rollout's group had ended.",
+        "Part of tidegate_staleness_versions that arose before the rollout's group had ended.",
         histogram(lambda seen: seen.statistics.staleness_in_flight),
     ),
     Metric(
         "tidegate_staleness_in_queue_versions",
         "histogram",
-        "The part of it from then on: versions published while the group waited for the trainer.",
+        "Part of tidegate_staleness_versions that arose while the group waited for the trainer.",
         histogram(lambda seen: seen.statistics.staleness_in_queue),
     ),
     Metric(
         "tidegate_version_span_max_versions",
         "gauge",
-        "The most versions that one rollout of the last batch spans, first to last token.",
+        "Largest number of versions that one rollout of the last batch spans.",
         last_batch("version_span_max"),
     ),
     Metric(
@@ -134,49 +144,47 @@ STALENESS = (
     Metric(
         "tidegate_staleness_bound_versions",
         "gauge",
-        "What the policy guarantees; absent if nothing.",
+        "Staleness bound that the policy guarantees; absent if it guarantees none.",
         of_run(lambda s: s.staleness_bound),
     ),
-    Metric(
+    forecast(
         "tidegate_staleness_predicted_versions",
-        "gauge",
-        "Mean staleness that the forecast expects by now.",
-        of_run(forecast("predicted_staleness")),
+        "Mean staleness that the forecast predicts.",
+        "predicted_staleness",
     ),
-    Metric(
+    forecast(
         "tidegate_staleness_saturating_versions",
-        "gauge",
-        "The max_staleness past which nothing is gained.",
-        of_run(forecast("saturating_staleness")),
+        "The max_staleness above which throughput no longer grows.",
+        "saturating_staleness",
     ),
     Metric(
         "tidegate_effective_sample_size_ratio",
         "gauge",
-        "Share of the last batch that its importance weights leave, as the trainer told.",
+        "Effective sample size of the last batch over its size, as the trainer reported it.",
         _told("effective_sample_size"),
     ),
     Metric(
         "tidegate_mismatch_kl_nats",
         "gauge",
-        "KL of the sampling policy from the trained one per token, as the trainer told.",
+        "KL of the sampling policy from the trained one per token, as the trainer reported it.",
         _told("mismatch_kl"),
     ),
     Metric(
         "tidegate_mismatch_k3_nats",
         "gauge",
-        "The same, by an estimate that is never negative: mean(w - 1 - log w).",
+        "KL by the k3 estimator, which is never negative: mean(w - 1 - log w).",
         _told("k3"),
     ),
     Metric(
         "tidegate_mismatch_chi2_ratio",
         "gauge",
-        "Mean squared importance weight of a token, less 1.",
+        "Chi-squared divergence per token: mean squared importance weight minus 1.",
         _told("chi2"),
     ),
     Metric(
         "tidegate_mismatch_kl_by_lag_nats",
         "gauge",
-        "KL by token lag, the smallest of each bucket: mean(-log w), which may be negative.",
+        "KL by token lag (a bucket's smallest lag): mean(-log w), which may be negative.",
         _told_by_lag("kl"),
         ("lag",),
     ),
@@ -222,83 +230,76 @@ TIMES = (
     Metric(
         "tidegate_trainer_version",
         "gauge",
-        "The newest weight version published.",
+        "Newest published weight version.",
         of_run(lambda s: s.trainer_version),
     ),
     Metric(
         "tidegate_live_version",
         "gauge",
-        "The oldest weights that a living engine serves.",
+        "Oldest weight version that a live engine serves.",
         of_run(lambda s: s.live_version),
     ),
     Metric(
         "tidegate_run_seconds",
         "gauge",
-        "Since the first batch was asked for, up to the trainer's last activity.",
+        "Time from the first batch request to the trainer's last activity.",
         of_run(lambda s: s.wall_s),
     ),
     Metric(
         "tidegate_trainer_seconds_total",
         "counter",
-        "Time the trainer spent: train, wait (for a batch), publish.",
+        "Time that the trainer spent in each activity: train, wait (for a batch), publish.",
         by_key(lambda seen: seen.noted.trainer_s),
         ("activity",),
     ),
     Metric(
         "tidegate_publishes_total",
         "counter",
-        "Publishes in that time.",
+        "Publishes that the trainer waited for.",
         of_run(lambda s: s.publishes),
     ),
     Metric(
         "tidegate_episode_seconds_total",
         "counter",
-        "Time of all episodes, added up, spent in what has a name: environment, score, tools, "
-        "what episode.doing() named.",
+        "Time of all episodes by activity: environment, score, tools, "
+        "and the names given to episode.doing().",
         by_key(lambda seen: seen.statistics.episode_s),
         ("doing",),
     ),
     Metric(
         "tidegate_group_wait_seconds_total",
         "counter",
-        "Time from the end of a group's first rollout to that of its last, of trained groups.",
+        "Time between the ends of a trained group's first and last rollout, summed.",
         of_run(lambda s: s.group_wait_s),
     ),
     Metric(
         "tidegate_groups_waited_total",
         "counter",
-        "Groups in that time.",
+        "Groups summed in tidegate_group_wait_seconds_total.",
         of_run(lambda s: s.waited_groups),
     ),
     Metric(
         "tidegate_trainer_idle_ratio",
         "gauge",
-        "Share of the run that the trainer waited for batches.",
+        "Share of the run's time in which the trainer waited for batches.",
         of_run(lambda s: s.trainer_idle_share),
     ),
     Metric(
         "tidegate_engine_idle_ratio",
         "gauge",
-        "Share of the run that an engine was in no step, the mean over engines.",
+        "Share of the run's time in which an engine ran no step, mean over engines.",
         of_run(lambda s: s.engine_idle_share),
     ),
-    Metric(
+    forecast(
         "tidegate_rho_ratio",
-        "gauge",
-        "Throughput of the rollout over that of the trainer; above 1 the trainer limits.",
-        of_run(forecast("rho")),
+        "Rollout throughput over trainer throughput; above 1 the trainer is the bottleneck.",
+        "rho",
     ),
-    Metric(
-        "tidegate_batch_seconds",
-        "gauge",
-        "From one batch to the next, on the mean.",
-        of_run(forecast("batch_s")),
-    ),
-    Metric(
+    forecast("tidegate_batch_seconds", "Mean time from one batch to the next.", "batch_s"),
+    forecast(
         "tidegate_batch_attainable_seconds",
-        "gauge",
-        "The same if nobody waited who needn't.",
-        of_run(forecast("attainable_batch_s")),
+        "Mean time per batch that would be attainable without avoidable waiting.",
+        "attainable_batch_s",
     ),
     Metric(
         "tidegate_paused",
@@ -309,102 +310,84 @@ TIMES = (
     Metric(
         "tidegate_loop_longest_block_seconds",
         "gauge",
-        "Longest time for which the run's event loop could do nothing else.",
+        "Longest time for which the run's event loop was blocked.",
         of_run(lambda s: s.loop_longest_block_s),
     ),
     Metric(
         "tidegate_stuck",
         "gauge",
-        "Things that have not got on for stuck_after_s or longer.",
+        "Engines, turns, episodes and others without progress for stuck_after_s or longer.",
         by_key(_stuck),
         ("what",),
     ),
 )
 
 ENGINES = (
-    Metric(
+    per_engine(
         "tidegate_engine_weight_version",
         "gauge",
-        "The version that it serves.",
-        of_engines(lambda e: e.weight_version),
-        ("engine",),
+        "Weight version that the engine serves.",
+        lambda e: e.weight_version,
     ),
-    Metric(
+    per_engine(
         "tidegate_engine_running_turns",
         "gauge",
-        "Turns it decodes.",
-        of_engines(lambda e: e.running_turns),
-        ("engine",),
+        "Turns in the engine's running set.",
+        lambda e: e.running_turns,
     ),
-    Metric(
+    per_engine(
         "tidegate_engine_waiting_turns",
         "gauge",
-        "Turns in its queue.",
-        of_engines(lambda e: e.waiting_turns),
-        ("engine",),
+        "Turns in the engine's queue.",
+        lambda e: e.waiting_turns,
     ),
-    Metric(
+    per_engine(
         "tidegate_engine_slots",
         "gauge",
-        "Turns it can decode at once.",
-        of_engines(lambda e: e.max_running_turns),
-        ("engine",),
+        "Largest number of turns that the engine decodes at once.",
+        lambda e: e.max_running_turns,
     ),
-    Metric(
+    per_engine(
         "tidegate_engine_tokens_total",
         "counter",
-        "Tokens received from it.",
-        of_engines(lambda e: e.tokens),
-        ("engine",),
+        "Tokens received from the engine.",
+        lambda e: e.tokens,
     ),
-    Metric(
-        "tidegate_engine_steps_total",
-        "counter",
-        "Its steps.",
-        of_engines(lambda e: e.steps),
-        ("engine",),
+    per_engine(
+        "tidegate_engine_steps_total", "counter", "Decode steps of the engine.", lambda e: e.steps
     ),
-    Metric(
+    per_engine(
         "tidegate_engine_busy_seconds_total",
         "counter",
-        "Time it spent in steps.",
-        of_engines(lambda e: e.busy_s),
-        ("engine",),
+        "Time that the engine spent in steps.",
+        lambda e: e.busy_s,
     ),
-    Metric(
-        "tidegate_engine_swaps_total",
-        "counter",
-        "Swaps of its weights.",
-        of_engines(lambda e: e.swaps),
-        ("engine",),
+    per_engine(
+        "tidegate_engine_swaps_total", "counter", "Weight swaps of the engine.", lambda e: e.swaps
     ),
-    Metric(
+    per_engine(
         "tidegate_engine_standstill_seconds_total",
         "counter",
-        "Time in which no turn of it got on, for a swap of weights.",
-        of_engines(lambda e: e.standstill_s),
-        ("engine",),
+        "Time in which the engine's turns stood still for swaps of weights.",
+        lambda e: e.standstill_s,
     ),
-    Metric(
+    per_engine(
         "tidegate_engine_out_of_memory_steps_total",
         "counter",
-        "Steps for which it had no memory, and that it tried again with less.",
-        of_engines(lambda e: e.out_of_memory_steps),
-        ("engine",),
+        "Steps that ran out of memory and were repeated with less.",
+        lambda e: e.out_of_memory_steps,
     ),
-    Metric(
+    per_engine(
         "tidegate_engine_drafted_tokens_total",
         "counter",
-        "Tokens it guessed and verified.",
-        of_engines(lambda e: e.drafted_tokens),
-        ("engine",),
+        "Draft tokens that the engine verified.",
+        lambda e: e.drafted_tokens,
     ),
-    Metric(
+    per_engine(
         "tidegate_engine_accepted_tokens_total",
         "counter",
-        "Of its guesses, those that were sampled.",
-        of_engines(lambda e: e.accepted_tokens),
-        ("engine",),
+        "Draft tokens that were accepted.",
+        lambda e: e.accepted_tokens,
     ),
 )
 
@@ -419,7 +402,7 @@ TOKENS = (
     Metric(
         "tidegate_tokens_trained_total",
         "counter",
-        "Tokens handed to the trainer, less what it says it left out.",
+        "Tokens handed to the trainer, minus those that it reported as not trained on.",
         of_run(lambda s: s.ledger.trained),
     ),
     Metric(
@@ -432,19 +415,19 @@ TOKENS = (
     Metric(
         "tidegate_tokens_buffered",
         "gauge",
-        "Tokens of finished rollouts that the trainer has not had.",
+        "Tokens of finished rollouts that wait for the trainer.",
         of_run(lambda s: s.ledger.buffered),
     ),
     Metric(
         "tidegate_tokens_in_flight",
         "gauge",
-        "Tokens of rollouts whose episode is going on.",
+        "Tokens of rollouts whose episode is running.",
         of_run(lambda s: s.ledger.in_flight),
     ),
     Metric(
         "tidegate_tokens_unaccounted",
         "gauge",
-        "Generated less all accounts of the ledger: 0, or a bug.",
+        "Generated tokens minus all accounts of the ledger; a value other than 0 is a bug.",
         of_run(lambda s: s.ledger.error),
     ),
     Metric(
@@ -456,19 +439,19 @@ TOKENS = (
     Metric(
         "tidegate_tokens_prefilled_total",
         "counter",
-        "Context tokens that turns started from, or that were computed again.",
+        "Context tokens that turns started from, or that were prefilled again.",
         of_run(lambda s: s.prefilled_tokens),
     ),
     Metric(
         "tidegate_tokens_cached_total",
         "counter",
-        "Of those prefilled, tokens whose KV engines had already.",
+        "Prefilled tokens whose KV the engines had in cache.",
         of_run(lambda s: s.cached_tokens),
     ),
     Metric(
         "tidegate_tokens_per_second",
         "gauge",
-        "Tokens sampled per second, since the first batch was asked for.",
+        "Tokens sampled per second since the first batch request.",
         of_run(lambda s: s.tokens_per_s),
     ),
 )
@@ -483,13 +466,13 @@ ROLLOUTS = (
     Metric(
         "tidegate_batches_untold_total",
         "counter",
-        "Batches at whose figures on_batch raised.",
+        "Batches for which the on_batch callback raised.",
         of_run(lambda s: s.batches_untold),
     ),
     Metric(
         "tidegate_rollouts_trained_total",
         "counter",
-        "Rollouts handed to the trainer, less those it says it left out.",
+        "Rollouts handed to the trainer, minus those that it reported as not trained on.",
         of_run(lambda s: s.trained_rollouts),
     ),
     Metric(
@@ -508,7 +491,7 @@ ROLLOUTS = (
     Metric(
         "tidegate_groups_running",
         "gauge",
-        "Groups with an episode going on.",
+        "Groups with a running episode.",
         of_run(lambda s: s.running_groups),
     ),
     Metric(
@@ -520,13 +503,13 @@ ROLLOUTS = (
     Metric(
         "tidegate_groups_training",
         "gauge",
-        "Groups handed over, and not yet in a version that is live.",
+        "Groups handed to the trainer whose version is not live yet.",
         of_run(lambda s: s.training_groups),
     ),
     Metric(
         "tidegate_groups_capacity",
         "gauge",
-        "Groups that may still be admitted now.",
+        "Groups that may be admitted now.",
         of_run(lambda s: s.capacity_groups),
     ),
     Metric(
@@ -538,7 +521,7 @@ ROLLOUTS = (
     Metric(
         "tidegate_length_bias_ratio",
         "gauge",
-        "Mean length trained over mean length generated, lately; below 1 short ones were favoured.",
+        "Mean trained over mean generated length of recent rollouts; below 1 favours short.",
         of_run(lambda s: None if s.length_bias is None else s.length_bias.ratio),
     ),
 )
@@ -548,7 +531,7 @@ METRICS: tuple[Metric, ...] = (*TOKENS, *ROLLOUTS, *STALENESS, *TIMES, *ENGINES)
 
 
 def metric_lines() -> list[str]:
-    """The catalogue as a table, for the documentation."""
+    """Return the catalogue as a Markdown table, for the documentation."""
     lines = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
     for each in METRICS:
         labels = ", ".join(each.labels) or "-"

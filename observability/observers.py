@@ -1,6 +1,7 @@
-"""Observers of a run, chosen by its settings: the recorder of its directory, and its dashboard.
+"""Composition of a run's observers from its settings: the recorder of its directory, and its
+dashboard.
 
-The composition root (``tidegate.runs``) makes them; the run opens and closes them.
+The composition root (``tidegate.runs``) creates :class:`Observers`; the run opens and closes it.
 """
 
 import itertools
@@ -19,7 +20,12 @@ from tidegate.orchestrator.core.rules import record_of, say
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.orchestrator.telemetry.off_policy import OffPolicy
-from tidegate.orchestrator.telemetry.recorder import EpisodeInterval, Recorder, TrainerActivity
+from tidegate.orchestrator.telemetry.recorder import (
+    EngineStep,
+    EpisodeInterval,
+    Recorder,
+    TrainerActivity,
+)
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.orchestrator.weight_sync.parts import WeightParts
 
@@ -32,13 +38,13 @@ if TYPE_CHECKING:
     from tidegate.observability.recording import RunRecorder
 
 POLICIES = {"policy", "group_filter", "routing", "engine_speeds", "stragglers"}
-"""Settings that may be objects of the user's."""
+"""Settings that may be user-defined objects; they are recorded in words, not as JSON."""
 
 log = logging.getLogger("tidegate")
 
 
 class RecorderGroup(Recorder):
-    """Passes everything on to several recorders, in order."""
+    """Recorder that forwards every call to several recorders, in order."""
 
     def __init__(self, recorders: Sequence[Recorder]) -> None:
         self._recorders = tuple(recorders)
@@ -70,17 +76,9 @@ class RecorderGroup(Recorder):
             recorder.trained(rows, advantages=advantages, consumed_version=consumed_version)
 
     @override
-    def engine_step(
-        self,
-        engine: str,
-        started_us: int,
-        busy_us: int,
-        version: int,
-        rows: int,
-        prefills: int = 0,
-    ) -> None:
+    def engine_step(self, step: EngineStep) -> None:
         for recorder in self._recorders:
-            recorder.engine_step(engine, started_us, busy_us, version, rows, prefills)
+            recorder.engine_step(step)
 
     @override
     def engine_event(self, engine: str, name: str, at_us: int, **args: object) -> None:
@@ -159,13 +157,14 @@ class RecorderGroup(Recorder):
 
 
 class Observers:
-    """The recorder and the dashboard that a run's settings ask for: :class:`RunObservers`."""
+    """The recorder and the dashboard that a run's settings ask for; implements
+    :class:`RunObservers`."""
 
     def __init__(self, settings: RunSettings) -> None:
-        """Bind the dashboard's address, if there is to be one, and start nothing.
+        """Bind the dashboard's address if the settings have one. Starts nothing.
 
         Raises:
-            ConfigError: the address is taken or refused, or a package is missing.
+            ConfigError: the address is in use or refused, or a package is missing.
         """
         self._settings = settings
         self._dashboard: Dashboard | None = None
@@ -184,7 +183,7 @@ class Observers:
     def open(
         self, resumed: Resumed | None, on_failure: Callable[[RecordingFailed], None]
     ) -> Recorder | None:
-        """As :meth:`RunObservers.open`."""
+        """Start the recorder, and the dashboard's memory; see :meth:`RunObservers.open`."""
         recorders: list[Recorder] = []
         if (recorder := self._recorder(resumed, on_failure)) is not None:
             recorders.append(recorder)
@@ -201,7 +200,7 @@ class Observers:
         statistics: Callable[[Scheduler], RunStatistics],
         tokenizer: Tokenizer,
     ) -> None:
-        """As :meth:`RunObservers.show`."""
+        """Start the dashboard's server; see :meth:`RunObservers.show`."""
         if self._dashboard is None or self._live is None:
             return
         from tidegate.observability.dashboard.live import monotonic_us
@@ -219,7 +218,7 @@ class Observers:
         log.info("run=shown url=%s", self._dashboard.url)
 
     def close(self) -> None:
-        """As :meth:`RunObservers.close`."""
+        """Stop the dashboard; see :meth:`RunObservers.close`."""
         if self._dashboard is not None:
             self._dashboard.close()
 
@@ -245,7 +244,8 @@ class Observers:
         )
 
     def _live_notes(self, resumed: Resumed | None) -> "LiveNotes":
-        """A resumed run's curves continue from what its directory holds."""
+        """Create the dashboard's memory. A resumed run's curves continue from the recorded
+        batches."""
         from tidegate.observability.dashboard.earlier import earlier_batches
         from tidegate.observability.dashboard.live import LiveNotes
 
@@ -263,7 +263,9 @@ def _settings_said(settings: RunSettings) -> dict[str, Any]:
     said = {name: to_jsonable_python(value) for name, value in values if name not in POLICIES}
     try:
         said["rules"] = say(record_of(settings.rules()))
-    except ConfigError:  # without a journal they need not be written down
+    except (
+        ConfigError
+    ):  # a run without a journal may have policies that can't be written as records
         said["rules"] = repr(settings.rules())
     return said
 

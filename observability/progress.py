@@ -1,7 +1,8 @@
-"""How does a running run look in a terminal? A live table there, a line per batch elsewhere.
+"""Terminal progress of a training loop, drawn with rich: a live table on a terminal, else a line
+per batch.
 
-Shows what it is given; asks for a snapshot only when told of a batch, so it needs no thread and
-is the same in sync and async code.
+The trainer's loop calls :meth:`RunProgress.batch`, which takes the run's statistics. There is no
+thread, so sync and async code can use it.
 """
 
 import sys
@@ -22,7 +23,8 @@ LINE_WIDTH_MAX = 160
 
 
 class RunProgress:
-    """Live progress of one run; use it in ``with`` or ``async with``, and tell it each batch.
+    """Progress of one run. Use it in ``with`` or ``async with``, and call :meth:`batch` for each
+    batch.
 
         with RunProgress(rollouts.statistics, batches_total=40) as progress:
             for batch in rollouts.batches(...):
@@ -30,9 +32,9 @@ class RunProgress:
                 progress.batch({"reward": batch.rewards.mean().item()})
 
     Args:
-        statistics: gives the run as of now.
-        batches_total: how many there will be, if known.
-        console: where to; standard output if left out.
+        statistics: returns a snapshot of the run.
+        batches_total: number of batches, if known; a progress bar needs it.
+        console: the rich console to print to; standard output if None.
     """
 
     def __init__(
@@ -51,7 +53,8 @@ class RunProgress:
         )
 
     def batch(self, metrics: Mapping[str, float]) -> None:
-        """One more batch was trained on; of ``metrics``, ``reward`` and ``loss`` are shown."""
+        """Show the statistics after a train step; of ``metrics``, ``reward`` and ``loss`` are
+        shown."""
         self._batches += 1
         statistics = self._statistics()
         if self._live is not None:
@@ -60,7 +63,7 @@ class RunProgress:
             self.say(self._line(statistics, metrics))
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line above the live table."""
         self._console.print(Text(printable(text, keeps="\n")), soft_wrap=True)
 
     def __enter__(self) -> Self:

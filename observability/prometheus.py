@@ -1,6 +1,7 @@
-"""How is a run's state told to Prometheus? In its text format, by its own client library.
+"""Prometheus exposition of a run: renders the metric catalogue in the text format.
 
-It adds no figure to those of :mod:`metrics`, and keeps none: each scrape is of one observation.
+The dashboard's `/metrics` route calls :func:`exposition` once per scrape. Values come from
+:mod:`metrics`; nothing is kept between scrapes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,8 @@ from tidegate.observability.metrics import METRICS, Metric, Sample
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 BUCKETS = (0, 1, 2, 3, 4, 8, 16, 32)
-"""Versions. The same at all times, or two scrapes can't be compared."""
+"""Upper bounds of histogram buckets, in versions. Fixed, because Prometheus compares buckets
+between scrapes."""
 
 
 class _Observed(Collector):
@@ -36,7 +38,7 @@ class _Observed(Collector):
 
 
 def exposition(seen: Observation) -> bytes:
-    """The body of an answer to a scrape."""
+    """Return the response body of one scrape."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Observed(seen))
     return generate_latest(registry)
@@ -56,7 +58,7 @@ def _family(metric: Metric, samples: list[Sample]) -> Family:
 
 
 def _buckets(counts: Mapping[int, int]) -> list[tuple[str, float]]:
-    """Cumulative, as the format wants them."""
+    """Return cumulative counts up to each bound and ``+Inf``, as the text format requires."""
     told: list[tuple[str, float]] = [
         (str(float(most)), float(sum(n for value, n in counts.items() if value <= most)))
         for most in BUCKETS

@@ -1,16 +1,16 @@
 """Recorder of one process of a run: everything it leaves in the run's directory.
 
-    run.json              settings, versions of packages, statistics
-    metrics.jsonl         a line per batch
-    trajectories.arrows   a row per rollout, with the provenance of each token, as they end
-    trajectories.parquet  the same rows, written while recording and complete once it is closed
-    trace.json            the timeline, for ui.perfetto.dev; written at the end
-    weights/v00012/       each version; a whole set is loadable by transformers
+    run.json              settings, package versions, statistics
+    metrics.jsonl         one line per batch
+    trajectories.arrows   Arrow IPC stream: one row per rollout, appended as rollouts end
+    trajectories.parquet  the same rows, with the provenance of each token; complete after close()
+    trace.json            Chrome trace for ui.perfetto.dev; written by close()
+    weights/v00012/       one directory per version; a full set loads with transformers
 
-Does not decide what is worth recording, nor when. Called from several threads; the files are
-written by one thread of its own. A full queue makes callers wait: nothing is left out in silence.
-After a crash everything is readable that was written before it; :meth:`RunRecorder.sync` waits for
-what was recorded so far.
+The run calls it through the :class:`Recorder` interface, from several threads. One background
+thread writes the files (:mod:`run_files`). If its queue is full, callers block: nothing is dropped
+silently. After a crash, everything already written is readable; :meth:`RunRecorder.sync` waits
+until all that was recorded so far is written.
 """
 
 import importlib.metadata
@@ -42,7 +42,12 @@ from tidegate.observability.trajectories import (
 )
 from tidegate.orchestrator.batches.tasks import to_json
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.telemetry.recorder import EpisodeInterval, Recorder, TrainerActivity
+from tidegate.orchestrator.telemetry.recorder import (
+    EngineStep,
+    EpisodeInterval,
+    Recorder,
+    TrainerActivity,
+)
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.orchestrator.weight_sync.parts import WHOLE, WeightParts
 from tidegate.transport.private_directory import make_private_directory
@@ -53,30 +58,35 @@ if TYPE_CHECKING:
 __all__ = ["RecordedRollout", "RecordedTurn", "RunRecorder", "read_trajectories", "weights_path"]
 
 QUEUED_WEIGHTS_MAX = 2
-"""Copies of the whole model that may wait for the disk. The third ``weights`` waits."""
+"""Copies of the whole model that may wait for the disk; a third call of ``weights`` blocks."""
 
 STATISTICS_INTERVAL_S = 1.0
-"""Between two writings of run.json while batches come; encoding takes 10 ms for 1,000 engines."""
+"""Shortest time between two writes of run.json while batches come. Encoding takes 10 ms for
+1,000 engines."""
 
 ROLLOUTS_PER_JOB = 32
-"""Turned into columns at once, about 2 ms that the event loop can't have the interpreter."""
+"""Rollouts converted to Arrow columns at once: holds the GIL for about 2 ms, which delays the
+event loop."""
 
 PACKAGES = ("tidegate", "torch", "transformers", "pyarrow", "pyzmq", "msgspec", "numpy")
+"""Packages whose versions are recorded in run.json."""
 
 
 def weights_path(directory: Path, version: int) -> Path:
-    """Where a run's directory keeps the weights of ``version``."""
+    """Return the directory of the archived weights of ``version`` below a process's directory."""
     return Path(directory) / "weights" / f"v{version:05d}"
 
 
 def archives(directory: Path) -> list[Path]:
-    """Return where a process's weights may be: its own archive first, then those of the others."""
+    """Return where a process's weights may be: its own archive first, then those of the run's
+    other processes."""
     parts = lives(directory.parent) if is_part(directory) else lives(directory)
     return [p / "weights" for p in dict.fromkeys([directory, *parts]) if (p / "weights").is_dir()]
 
 
 def archived_weights(directory: Path, version: int) -> Path:
-    """Where the weights of ``version`` are, among the run's parts."""
+    """Return the directory of the archived weights of ``version``, searched in all of the run's
+    archives."""
     name = weights_path(directory, version).name
     found = (archive / name for archive in archives(directory) if (archive / name).is_dir())
     return next(found, weights_path(directory, version))
@@ -85,8 +95,13 @@ def archived_weights(directory: Path, version: int) -> Path:
 class RunRecorder(Recorder):
     """Writes the directory of one process of a run. Close it, or use it in ``with``.
 
-    ``resumed_batches``: batches in the checkpoint that the process goes on from; None: a new run.
-    ``on_failure`` is called once, from another thread, when a file can't be written.
+    Args:
+        directory: is created, with mode 0700.
+        settings: recorded in run.json.
+        model: the model's directory; its weights are archived as version 0.
+        resumed_batches: batches in the checkpoint that the process resumes from; None for a new
+            run.
+        on_failure: called once, from the writing thread, if a file can't be written.
 
     Raises:
         ConfigError: the directory already holds a run, or the model has no config.json.
@@ -123,7 +138,8 @@ class RunRecorder(Recorder):
             "extra": {},
         }
         self._lock = threading.Lock()
-        """Held for microseconds: guards the trace and the rollouts not yet queued."""
+        """Guards the trace, the run record and the rollouts not yet queued; held for
+        microseconds."""
         self._trace = Trace()
         self._pending: list[Snapshot] = []
         self._is_closed = False
@@ -143,7 +159,7 @@ class RunRecorder(Recorder):
         advantage: float | None,
         consumed_version: int | None,
     ) -> None:
-        """Record a rollout that has ended, copied as it is now."""
+        """Record a rollout that has ended, copied in its present state."""
         row = snapshot(
             rollout,
             task=task,
@@ -165,37 +181,22 @@ class RunRecorder(Recorder):
         advantages: Sequence[float],
         consumed_version: int,
     ) -> None:
-        """Record a batch's, each told with its task."""
+        """Record the rows of a batch, each with its task."""
         for (rollout, task), advantage in zip(rows, advantages, strict=True):
             self.rollout(rollout, task=task, advantage=advantage, consumed_version=consumed_version)
 
-    def engine_step(
-        self,
-        engine: str,
-        started_us: int,
-        busy_us: int,
-        version: int,
-        rows: int,
-        prefills: int = 0,
-    ) -> None:
-        """Record that an engine made ``rows`` tokens with ``version``; costs a microsecond."""
+    def engine_step(self, step: EngineStep) -> None:
+        """Add the step to the trace; costs about a microsecond."""
         with self._lock:
-            self._trace.engine_step(
-                engine,
-                started_us=started_us,
-                busy_us=busy_us,
-                version=version,
-                rows=rows,
-                prefills=prefills,
-            )
+            self._trace.engine_step(step)
 
     def engine_event(self, engine: str, name: str, at_us: int, **args: object) -> None:
-        """Record an instant of an engine's life: staged, swap, paused, resumed, lost."""
+        """Record an instant of an engine: staged, swap, paused, resumed, lost."""
         with self._lock:
             self._trace.instant(engine, name, at_us, args)
 
     def engine_dtype(self, engine: str, dtype: str) -> None:
-        """Record what an engine computes in: its audit's tolerance follows from that."""
+        """Record an engine's compute dtype; the audit's tolerance depends on it."""
         with self._lock:
             if self._is_closed:
                 return
@@ -207,22 +208,22 @@ class RunRecorder(Recorder):
     def trainer_interval(
         self, kind: TrainerActivity, started_us: int, ended_us: int, version: int
     ) -> None:
-        """Record what the trainer did; of ``publish``, ``version`` is the one published."""
+        """Record an activity of the trainer; for ``publish``, ``version`` is the published one."""
         with self._lock:
             self._trace.trainer_interval(kind, started_us, ended_us, version)
 
     def episode_interval(self, interval: EpisodeInterval) -> None:
-        """Record an episode, or something that went on in it."""
+        """Record an episode, or an activity within one."""
         with self._lock:
             self._trace.episodes.append(interval)
 
     def batch(self, metrics: Mapping[str, float]) -> None:
-        """Record one line per batch. The report draws ``reward`` over ``version``."""
+        """Record one line of metrics.jsonl. The report draws ``reward`` over ``version``."""
         line = to_json(dict(metrics)) + b"\n"
         with self._lock:
             self._refuse_if_closed()
             pending, self._pending = self._pending, []
-        self._write_rollouts(pending)  # a batch's rows are there before its line is
+        self._write_rollouts(pending)  # a batch's rows are written before its line
         self._files.submit(lambda: self._files.write_metrics(line), METRICS_FILE)
 
     def weights(
@@ -231,8 +232,8 @@ class RunRecorder(Recorder):
         state_dict: "Mapping[str, torch.Tensor]",
         parts: WeightParts = WHOLE,
     ) -> None:
-        """Archive a version; the tensors are copied before this returns. ``parts`` says what else
-        it is made of."""
+        """Archive a version. The tensors are copied before this returns; ``parts`` names what
+        else the version consists of."""
         self._refuse_if_closed()
         tensors = _detached_copies(state_dict)
         self._weights_slots.acquire()
@@ -251,7 +252,7 @@ class RunRecorder(Recorder):
         return time.monotonic() >= self._statistics_due_s
 
     def statistics(self, statistics: RunStatistics) -> None:
-        """Record the run as of now, for those who read it after a crash."""
+        """Record a snapshot of the run, for readers after a crash."""
         with self._lock:
             if self._is_closed or self._run["is_final"]:
                 return
@@ -260,12 +261,13 @@ class RunRecorder(Recorder):
         self._write_run_file()
 
     def sync(self) -> None:
-        """Wait until all that was recorded so far would survive a crash of the process.
+        """Wait until everything recorded so far would survive a crash of the process.
 
-        Except for archived weights, it would survive a loss of power, too.
+        Except for archived weights, it would also survive a power failure.
 
         Raises:
-            RecordingFailed: the disk refused something since the start, or hangs.
+            RecordingFailed: a file could not be written since the start, or the disk does not
+                respond.
         """
         with self._lock:
             self._refuse_if_closed()
@@ -275,14 +277,14 @@ class RunRecorder(Recorder):
 
     @property
     def failure(self) -> RecordingFailed | None:
-        """What could not be written first; None: nothing."""
+        """The first write that failed; None if none did."""
         return self._files.failure
 
     def finish(self, statistics: RunStatistics, **facts: object) -> None:
-        """Record the statistics, and facts of the owner's.
+        """Record the final statistics, and facts of the owner.
 
-        The report knows ``reward_before``, ``reward_after``, ``warm_up``. May be called again:
-        later calls add to ``facts`` and replace what they repeat.
+        The report shows ``reward_before``, ``reward_after`` and ``warm_up``. May be called again:
+        later facts are added to earlier ones, or replace them.
         """
         with self._lock:
             self._refuse_if_closed()
@@ -294,11 +296,10 @@ class RunRecorder(Recorder):
     # ------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Write what is left and wait until all of it is written. Harmless when repeated.
+        """Write everything left and wait until it is written. May be called again.
 
         Raises:
-            RecordingFailed: the disk refused something since the start; the rest was written if it
-                could be.
+            RecordingFailed: a file could not be written since the start; the others were written.
         """
         with self._lock:
             if self._is_closed:
@@ -335,7 +336,7 @@ class RunRecorder(Recorder):
         self._files.submit(lambda: replace_file(self.directory / RUN_FILE, body), RUN_FILE)
 
     def _archive_model(self) -> None:
-        """Keep version 0: the model's own directory may be gone when the run is audited."""
+        """Archive version 0: the model's own directory may be gone when the run is audited."""
         with appearing_whole(weights_path(self.directory, 0)) as target:
             for pattern in ("config.json", "*.safetensors", "*.safetensors.index.json"):
                 for file in self._model.glob(pattern):
@@ -344,7 +345,7 @@ class RunRecorder(Recorder):
     def _archive_tensors(
         self, version: int, tensors: "dict[str, torch.Tensor]", parts: WeightParts
     ) -> None:
-        from safetensors.torch import save_file  # it imports torch, which takes a second
+        from safetensors.torch import save_file  # imports torch, which takes a second
 
         with appearing_whole(weights_path(self.directory, version)) as target:
             save_file(tensors, target / parts.file_name, metadata={"format": "pt"})
@@ -353,7 +354,7 @@ class RunRecorder(Recorder):
 
 
 def _detached_copies(state_dict: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-    """Copy to the host; of tensors that are one memory (tied embeddings), only the first."""
+    """Copy tensors to the host; of tensors that share memory (tied embeddings), only the first."""
     copies: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     for name, tensor in state_dict.items():
@@ -361,7 +362,7 @@ def _detached_copies(state_dict: "Mapping[str, torch.Tensor]") -> "dict[str, tor
         if tensor.numel() and identity in seen:
             continue
         seen.add(identity)
-        # A copy even where nothing needs moving: the trainer goes on changing the original.
+        # Copy CPU tensors too: the trainer keeps changing the originals.
         copies[name] = tensor.detach().to("cpu", copy=True).contiguous()
     return copies
 

@@ -1,6 +1,7 @@
-"""Report of a run: Markdown page, JSON and picture, from the files in run directories.
+"""Report of a run: Markdown page, JSON and picture, written from the files in its directory.
 
-`tidegate report` and the examples call it. Reads only what the recorder left, and replays nothing.
+``tidegate report`` and the examples call :func:`write_report`. It replays nothing; see `audit/` for
+that.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from tidegate.transport.printable import printable
 
 
 def forecast_lines(forecast: Mapping[str, Any] | None) -> list[str]:
-    """Predicted beside measured staleness; nothing where too little was measured."""
+    """Return predicted and measured staleness, and the advice; empty without a forecast."""
     if forecast is None:
         return []
     return [
@@ -24,7 +25,7 @@ def forecast_lines(forecast: Mapping[str, Any] | None) -> list[str]:
         f"{forecast['rho']:.2f}; the longest rollout of a group is {forecast['tail_factor']:.2f} "
         f"times the mean; past max_staleness={forecast['saturating_staleness']} nothing is gained. "
         f"A batch every {forecast['batch_s']:.2f} s, where {forecast['attainable_batch_s']:.2f} s "
-        f"could be had.",
+        f"is attainable.",
         "",
         f"**{forecast['advice'][:1].upper()}{forecast['advice'][1:]}.**",
         "",
@@ -32,7 +33,7 @@ def forecast_lines(forecast: Mapping[str, Any] | None) -> list[str]:
 
 
 def parted_lines(in_flight: float | None, in_queue: float | None) -> list[str]:
-    """What of the mean staleness came about where; nothing where that is not known."""
+    """Return the split of the mean staleness into in flight and in queue; empty if unknown."""
     if in_flight is None or in_queue is None:
         return []
     return [
@@ -43,7 +44,7 @@ def parted_lines(in_flight: float | None, in_queue: float | None) -> list[str]:
 
 
 def discard_lines(discards: Mapping[str, Any], bias: Mapping[str, Any] | None) -> list[str]:
-    """What was dropped, by reason, length and task; nothing where nothing was."""
+    """Return a table of discards by reason, with lengths and tasks, and the length bias."""
     lines = []
     if discards:
         lines += [
@@ -63,27 +64,27 @@ def discard_lines(discards: Mapping[str, Any], bias: Mapping[str, Any] | None) -
 
 
 def seconds_cell(seconds: float | None) -> str:
-    """A short time, on the mean."""
+    """Format a mean duration."""
     if seconds is None:
         return "-"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
 
 
 def spent_cell(seconds: Mapping[str, float]) -> str:
-    """Seconds by name, the most first."""
+    """Format seconds by activity, largest first."""
     most = sorted(seconds.items(), key=lambda pair: -pair[1])
     return "; ".join(f"{name} {spent:.1f} s" for name, spent in most) or "-"
 
 
 def mismatch_cell(mismatch: Mapping[str, float] | None) -> str:
-    """How far batches were from what sampled them."""
+    """Format the mismatch between the trained and the sampling policy."""
     if not mismatch:
         return "-"
     return "; ".join(f"{name.replace('_', ' ')} {value:.2g}" for name, value in mismatch.items())
 
 
 def memory_cell(memory_mb: Mapping[str, int] | None, *, sleeps: bool) -> str:
-    """High-water marks by phase; ``sleeps``: engines gave memory back while the trainer trained."""
+    """Format peak memory by phase; ``sleeps``: engines freed memory while the trainer trained."""
     if not memory_mb:
         return "-"
     marks = "; ".join(f"{phase} {marked} MB" for phase, marked in memory_mb.items())
@@ -104,7 +105,13 @@ def _count(task: Mapping[str, Any]) -> str:
 
 
 def page_lines(facts: Facts, others: list[Facts], *, picture: str) -> list[str]:
-    """Its lines, as Markdown; ``others`` started from the same weights, ``picture`` lies beside."""
+    """Return the page's Markdown lines.
+
+    Args:
+        facts: the run.
+        others: runs that started from the same weights.
+        picture: file name of the picture, relative to the page.
+    """
     return [
         f"# Run {facts.run}",
         "",
@@ -134,7 +141,7 @@ def page_lines(facts: Facts, others: list[Facts], *, picture: str) -> list[str]:
 
 
 def _summary(facts: Facts) -> list[str]:
-    """What was there before the run, and what the run added: the two are easily mixed up."""
+    """Separate the effect of a warm-up before the run from the gain of the run itself."""
     lines = []
     if facts.warm_up:
         said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in _flat(facts))
@@ -278,7 +285,6 @@ def _audit(facts: Facts) -> list[str]:
 
 
 def _comparison(facts: Facts, others: list[Facts]) -> list[str]:
-    """This run beside those that started from the same weights."""
     if not others:
         return []
     head = (
@@ -304,7 +310,7 @@ REPORT_PICTURE = "report.png"
 
 
 def write_report(directory: Path) -> Path:
-    """Write report.json, report.md and report.png into a run's directory; returns the page.
+    """Write report.json, report.md and report.png into a run's directory; return the page's path.
 
     Raises:
         AuditError: the run left no statistics, or its files can't be read.

@@ -1,6 +1,7 @@
-"""What does a run look like? One picture: reward, staleness, and who was busy when.
+"""Picture of one run for its report, drawn with matplotlib: reward, staleness, and a timeline
+excerpt.
 
-Knows numbers, intervals and colours; what a run is, and whether it went well, is not drawn.
+:mod:`report` calls :func:`draw_report`; the timeline comes from the run's ``trace.json``.
 """
 
 from pathlib import Path
@@ -21,21 +22,22 @@ from tidegate.observability.trace import (
 )
 
 EXCERPT_VERSIONS = 6
-"""Versions that the timeline shows: enough to see the overlap, few enough to tell apart."""
+"""Versions in the timeline's excerpt: enough to show the overlap, few enough to tell apart."""
 
 EXCERPT_S_MAX = 10.0
+"""Longest excerpt, in seconds."""
 
 LABEL_SHARE_MIN = 0.035
-"""Bars narrower than this share of the timeline have no room for a word."""
+"""Bars narrower than this share of the timeline get no label."""
 
 INK, MUTED, BLUE, RED = "#22303c", "#8a97a3", "#2f6f9f", "#c0392b"
 TRAINING, WAITING = "#5b6670", "#e6eaed"
 VERSION_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2", "#e58ba0")
-"""Repeat after seven versions; an excerpt shows about six."""
+"""Colour of version v is number v mod 7; an excerpt shows about six versions."""
 
 
 def draw_report(path: Path, directory: Path, facts: Facts, metrics: list[dict[str, Any]]) -> None:
-    """Draw a run to a PNG."""
+    """Draw the run's picture into a PNG file."""
     figure = Figure(figsize=(11, 7.6), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 3, height_ratios=[1, 1.05])
@@ -57,7 +59,7 @@ def _plain(axes: Axes, title: str) -> None:
 
 
 def _draw_reward(axes: Axes, facts: Facts, metrics: list[dict[str, Any]]) -> None:
-    """Mean reward of each batch, and the two measurements on held-out tasks."""
+    """Draw the mean reward of each batch, and the two evaluations on held-out tasks."""
     points = [
         (row["version"], row["reward"])
         for row in metrics
@@ -72,7 +74,7 @@ def _draw_reward(axes: Axes, facts: Facts, metrics: list[dict[str, Any]]) -> Non
         versions, rewards = zip(*known, strict=True)
         axes.plot(versions, rewards, "o", color=RED, ms=7, label="held-out tasks", clip_on=False)
     for version, reward in known:
-        # Under the first point and the last, where a rising curve leaves room.
+        # Below the first and last point, where a rising curve leaves room.
         axes.annotate(
             f"{reward:.2f}",
             (version, reward),
@@ -93,7 +95,7 @@ def _draw_reward(axes: Axes, facts: Facts, metrics: list[dict[str, Any]]) -> Non
 
 
 def _draw_staleness(axes: Axes, facts: Facts) -> None:
-    """Trained rollouts by staleness, with the bound that none may cross."""
+    """Draw the share of trained rollouts by staleness, with the bound."""
     counts = {int(value): count for value, count in facts.staleness_histogram.items()}
     bound = facts.staleness_bound
     highest = max([bound or 0, *counts])
@@ -138,7 +140,8 @@ def _draw_bound(axes: Axes, bound: int) -> None:
 
 
 def _draw_timeline(axes: Axes, directory: Path, facts: Facts) -> None:
-    """Engines in the colour of their weights, the trainer in that of what it does."""
+    """Draw a lane per engine, coloured by weight version, and one of the trainer, coloured by
+    activity."""
     _plain(axes, "")
     axes.grid(visible=False)
     path = trace_path(directory)
@@ -183,7 +186,8 @@ def _draw_timeline(axes: Axes, directory: Path, facts: Facts) -> None:
 
 
 def _excerpt(trace: Trace) -> tuple[int, int]:
-    """Some versions from the middle of the run, where it is neither starting nor ending."""
+    """Return the start and end of an excerpt from the middle of the run, away from start-up and
+    shut-down."""
     ends = [i.ended_us for i in trace.tracks.get(TRAINER_TRACK, []) if i.name == "publish"]
     if len(ends) >= 2:
         first = max(0, (len(ends) - EXCERPT_VERSIONS) // 2)
@@ -204,7 +208,7 @@ def _draw_lane(
     *,
     is_trainer: bool,
 ) -> None:
-    """Bars from left to right, with a word on each stretch that has room for it."""
+    """Draw a lane's bars, and a label on each stretch that is wide enough."""
     axes.broken_barh(
         [(start, end - start) for start, end, _ in shown],
         (row - 0.36, 0.72),
@@ -222,7 +226,7 @@ def _draw_lane(
                 fontsize=8.5,
                 color=MUTED if colour == WAITING else "white",
                 weight="bold",
-                # The idle gaps of a stretch would run through its word.
+                # Otherwise the stretch's idle gaps would show through its label.
                 bbox={"facecolor": colour, "edgecolor": "none", "pad": 2.0},
                 clip_on=True,
             )
@@ -237,7 +241,7 @@ def _colour(interval: Interval, is_trainer: bool) -> str:
 def _stretches(
     shown: list[tuple[int, int, Interval]], is_trainer: bool
 ) -> list[tuple[int, int, str, str]]:
-    """Neighbouring bars that say the same, gaps included, so that a word is said once."""
+    """Merge neighbouring bars with the same label, gaps included, so that a label is drawn once."""
     stretches: list[tuple[int, int, str, str]] = []
     for start, end, interval in shown:
         word = interval.name if is_trainer else f"v{interval.version}"

@@ -1,4 +1,9 @@
-"""Files of one recording process, written by one thread: the run never waits for the disk."""
+"""Files of one recording process, and the thread that writes them, so that the run never waits for
+the disk.
+
+:class:`RunRecorder` submits jobs to a :class:`RunFiles`. Rollouts go to an Arrow IPC stream at
+once, and to a Parquet file in row groups.
+"""
 
 import io
 import logging
@@ -27,15 +32,18 @@ from tidegate.transport.private_directory import make_private_directory, make_pr
 METRICS_FILE = "metrics.jsonl"
 
 QUEUED_JOBS_MAX = 256
-"""Each is at most 32 rollouts or one line; a writer that far behind has a broken disk."""
+"""Limit of queued jobs, each at most 32 rollouts or one line. A full queue means that the disk
+is broken or far too slow."""
 
 ROW_GROUP_TOKENS_MAX = 1_000_000
-"""8 MB of tokens and log-probs; a row group is held in memory until it is full."""
+"""Tokens per Parquet row group: 8 MB of ids and log-probs, held in memory until the group is
+full."""
 
 ROW_GROUP_ROLLOUTS_MAX = 4096
+"""Rollouts per Parquet row group."""
 
 SYNC_TIMEOUT_S = 600.0
-"""For everything queued to reach the disk: two copies of a model of 140 GB at 0.5 GB/s."""
+"""Longest wait for the queue to reach the disk: two copies of a 140 GB model at 0.5 GB/s."""
 
 log = logging.getLogger("tidegate")
 
@@ -43,8 +51,8 @@ log = logging.getLogger("tidegate")
 class RunFiles:
     """The open files of one recording process, and the only thread that writes them.
 
-    A job that fails is logged, and ``on_failure`` is called from the thread; later jobs still run,
-    so that as much as possible is written. :meth:`close` raises the first failure.
+    A job that fails is logged, and the first failure is passed to ``on_failure`` on the writing
+    thread. Later jobs still run, so that as much as possible is written.
     """
 
     def __init__(self, directory: Path, on_failure: Callable[[RecordingFailed], None]) -> None:
@@ -54,7 +62,7 @@ class RunFiles:
             QUEUED_JOBS_MAX
         )
         self.failure: RecordingFailed | None = None
-        """The first failure; None while all was written."""
+        """The first failure; None if every job succeeded."""
         for name in (TRAJECTORIES_FILE, METRICS_FILE, STREAM_FILE):
             make_private_file(directory / name)
         self._stream = RolloutStream(directory / STREAM_FILE)
@@ -68,16 +76,17 @@ class RunFiles:
         self._thread.start()
 
     def submit(self, job: Callable[[], None], what: str) -> None:
-        """Queue a job that writes ``what``, a file's name; blocks while the queue is full."""
+        """Queue a job that writes the file named ``what``; blocks while the queue is full."""
         self._jobs.put((job, what))
 
     def sync(self, timeout_s: float = SYNC_TIMEOUT_S) -> None:
         """Wait until everything submitted before is written.
 
-        Rows, lines and ``run.json`` then survive a loss of power too; archived weights may not.
+        Rows, lines and ``run.json`` then survive a power failure too; archived weights may not.
 
         Raises:
-            RecordingFailed: a file could not be written, or it took longer than ``timeout_s``.
+            RecordingFailed: a file could not be written, or the wait took longer than
+                ``timeout_s``.
         """
         done = threading.Event()
 
@@ -87,7 +96,9 @@ class RunFiles:
             _sync_directory(self._directory)
 
         self.submit(to_disk, STREAM_FILE)
-        self.submit(done.set, STREAM_FILE)  # a job of its own: by then a failure has been noted
+        self.submit(
+            done.set, STREAM_FILE
+        )  # a job of its own, so that a failure of the one before is already stored
         if not done.wait(timeout_s):
             raise RecordingFailed(
                 path=self._directory, why=f"the disk took longer than {timeout_s:.0f} s"
@@ -96,7 +107,15 @@ class RunFiles:
             raise self.failure.with_traceback(None)
 
     def close(self) -> None:
-        """Do what is queued, close the files, end the thread, and raise what failed first."""
+        """Run the queued jobs, complete and close the files, and stop the thread. Call it once.
+
+        Blocks until the disk has accepted everything. Afterwards the directory has either the
+        complete Parquet file or, if that could not be written, the Arrow stream. ``submit`` and
+        ``sync`` must not be called any more.
+
+        Raises:
+            RecordingFailed: the first failure since the start, of any job.
+        """
         self._jobs.put(None)
         self._thread.join()
         if self.failure is not None:
@@ -105,7 +124,7 @@ class RunFiles:
     def write_rollouts(self, snapshots: list[Snapshot]) -> None:
         """Append rows to the stream at once, and to the Parquet file's next row group.
 
-        Only to be called as a job.
+        Call it only from a job: it writes to the files.
         """
         if not snapshots:
             return
@@ -123,7 +142,8 @@ class RunFiles:
                 self._flush_row_group()
 
     def write_metrics(self, line: bytes) -> None:
-        """Append a line, at once, for those who watch the file; only to be called as a job."""
+        """Append a line to metrics.jsonl at once, for programs that follow the file. Call it
+        only from a job."""
         _write_whole(self._metrics.fileno(), line, at=self._metrics.tell())
 
     def _flush_row_group(self) -> None:
@@ -136,7 +156,8 @@ class RunFiles:
         self._row_group_rollouts = self._row_group_tokens = 0
 
     def _close_trajectories(self) -> None:
-        """Leave either the whole Parquet file or the stream, never neither."""
+        """Close both files, and delete the redundant one: the stream if the Parquet file is
+        complete, else the Parquet file."""
         is_whole, self._is_parquet_whole = self._is_parquet_whole, False
         try:
             self._parquet.close()
@@ -156,7 +177,7 @@ class RunFiles:
     def _attempt(self, job: Callable[[], None], what: str) -> None:
         try:
             job()
-        except Exception as error:  # noqa: BLE001  raised by close(), in the owner's thread
+        except Exception as error:  # noqa: BLE001  stored, and raised by sync() and close() in the owner's thread
             failure = RecordingFailed(path=self._directory / what, why=_why(error))
             failure.__cause__ = error
             log.error("run=unrecorded path=%s why=%r", failure.path, failure.why)
@@ -166,9 +187,11 @@ class RunFiles:
 
 
 class RolloutStream:
-    """An Arrow IPC stream of rollouts, readable up to its last complete record batch at any time.
+    """Writer of an Arrow IPC stream that is readable up to its last complete record batch at any
+    time.
 
-    A record batch that can't be written whole is cut off again, so that later ones can be read.
+    A record batch that can't be written completely is truncated away, so that later ones stay
+    readable.
     """
 
     def __init__(self, path: Path) -> None:
@@ -178,13 +201,14 @@ class RolloutStream:
         self._writer = pa.ipc.new_stream(self._buffer, SCHEMA, options=options)
         self._size = 0
         self._begin = b""
-        """Schema and rows that a failed first write left unwritten; readers need the schema."""
+        """Schema and rows of a first write that failed. They are written with the next batch,
+        because readers need the schema."""
 
     def append(self, rows: pa.RecordBatch) -> None:
         """Write a record batch; the kernel has all of it when this returns.
 
         Raises:
-            OSError: the disk refused it; the stream is as it was before.
+            OSError: the write failed; the stream is as it was before.
         """
         self._writer.write_batch(rows)
         body = self._begin + self._buffer.getvalue()
@@ -199,16 +223,17 @@ class RolloutStream:
         self._size += len(body)
 
     def sync(self) -> None:
-        """Have the disk keep what was appended."""
+        """Flush the file to the disk with ``fsync``."""
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Close the file; a stream needs no footer."""
+        """Close the file. An IPC stream needs no footer."""
         os.close(self._file)
 
 
 def _write_whole(file: int, body: bytes, *, at: int) -> None:
-    """Write all of ``body``, which begins at offset ``at``; or, if that fails, nothing of it."""
+    """Write all of ``body`` at offset ``at``, the file's end; on failure, truncate the file back
+    to ``at``."""
     rest = memoryview(body)
     try:
         while rest:
@@ -220,13 +245,14 @@ def _write_whole(file: int, body: bytes, *, at: int) -> None:
 
 
 def _why(error: Exception) -> str:
-    """An error in one line, with its type if the text alone does not tell."""
+    """Return an error in one line, with its type unless it is an ``OSError``."""
     text = " ".join(str(error).split())
     return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}"
 
 
 def _sync_directory(directory: Path) -> None:
-    """Have the disk keep the directory's entries: files created or replaced in it."""
+    """Flush the entries of a directory and its parent, so that created and renamed files survive
+    a power failure."""
     for path in (directory, directory.parent):
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -236,23 +262,23 @@ def _sync_directory(directory: Path) -> None:
 
 
 def replace_file(path: Path, body: bytes) -> None:
-    """Write a file so that a reader, or a crash, sees the old one or the new one."""
+    """Replace a file atomically: readers, also after a crash, see the old or the new content."""
     draft = path.with_name(path.name + ".draft")
     try:
         make_private_file(draft)
         with draft.open("wb") as file:
             file.write(body)
             file.flush()
-            os.fsync(file.fileno())  # else a loss of power may leave the new name without its bytes
+            os.fsync(file.fileno())  # else a power failure may leave the new name with no content
         os.replace(draft, path)
     except OSError:
-        draft.unlink(missing_ok=True)  # it would keep room from what is smaller
+        draft.unlink(missing_ok=True)  # frees disk space for smaller files
         raise
 
 
 @contextmanager
 def appearing_whole(target: Path) -> Iterator[Path]:
-    """Give a draft directory that becomes ``target`` only when its files are complete."""
+    """Yield a draft directory, and rename it to ``target`` only after its files are complete."""
     draft = target.with_name(target.name + ".draft")
     shutil.rmtree(draft, ignore_errors=True)
     make_private_directory(draft)
@@ -261,5 +287,7 @@ def appearing_whole(target: Path) -> Iterator[Path]:
         shutil.rmtree(target, ignore_errors=True)
         os.replace(draft, target)
     except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)  # of a full disk, it may take all that was left
+        shutil.rmtree(
+            draft, ignore_errors=True
+        )  # on a full disk, it may hold all the remaining space
         raise

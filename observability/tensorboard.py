@@ -1,6 +1,7 @@
-"""How do a run's figures come into TensorBoard? By the writer that torch has, a point per batch.
+"""TensorBoard export: an ``on_batch`` callback that writes a run's figures with torch's
+``SummaryWriter``.
 
-It is told what any callback is told: ``serve(on_batch=TensorBoard("runs/tb"))``.
+Pass it to the run: ``serve(on_batch=TensorBoard("runs/tb"))``.
 """
 
 from collections.abc import Mapping
@@ -11,13 +12,14 @@ from typing import Any, Self
 from tidegate.errors import ConfigError
 
 STEP = "version"
-"""The weight version: what else is drawn over it, such as a loss, has the same."""
+"""Figure used as TensorBoard's global step: the weight version, so that curves of the loss can
+share the axis."""
 
 
 class TensorBoard:
-    """Writes each batch's figures under ``tidegate/``; close it, or use it in ``with``.
+    """Writes each batch's figures as scalars ``tidegate/<name>``. Close it, or use it in ``with``.
 
-    ``writer`` is torch's, for whatever else is to be drawn beside them.
+    ``writer`` is torch's ``SummaryWriter``; use it to add scalars of your own.
 
     Raises:
         ConfigError: tensorboard is not installed.
@@ -33,14 +35,14 @@ class TensorBoard:
         self.writer: Any = SummaryWriter(str(directory))
 
     def __call__(self, figures: Mapping[str, float]) -> None:
-        """One batch."""
+        """Write the figures of one batch."""
         step = int(figures[STEP])
         for name, value in figures.items():
             if name != STEP:
                 self.writer.add_scalar(f"tidegate/{name}", value, step)
 
     def close(self) -> None:
-        """Write what is left. Harmless if repeated."""
+        """Flush and close the writer. May be called again."""
         self.writer.close()
 
     def __enter__(self) -> Self:

@@ -1,8 +1,8 @@
-"""When was who busy with what? A run's timeline, for ui.perfetto.dev and for the report.
+"""Timeline of a run, written as Chrome trace events (``trace.json``) for ui.perfetto.dev.
 
-One track per engine, one for the trainer, one counter for the weight version, and lanes for single
-episodes. Knows intervals and instants in microseconds of one clock; what they mean is their names'
-business.
+The recorder fills a :class:`Trace` while the run goes on; reports, the dashboard and ``tidegate
+trace`` read the file back. It has one track per engine, one for the trainer, a counter of the
+weight version, and lanes of episodes. All times are microseconds of one process's monotonic clock.
 """
 
 import os
@@ -21,7 +21,7 @@ from tidegate.observability.episode_tracks import (
     is_of_episodes,
 )
 from tidegate.observability.lives import lives
-from tidegate.orchestrator.telemetry.recorder import EpisodeInterval, TrainerActivity
+from tidegate.orchestrator.telemetry.recorder import EngineStep, EpisodeInterval, TrainerActivity
 from tidegate.transport.private_directory import make_private_file
 from tidegate.transport.regular_files import read_regular
 
@@ -29,7 +29,8 @@ TRACE_FILE = "trace.json"
 
 
 def trace_path(directory: Path) -> Path:
-    """Return the timeline of a run's last process that left one, for each has its own clock."""
+    """Return the path of the last trace that the run's processes left. Traces can't be merged,
+    because each process has its own clock."""
     found = [life / TRACE_FILE for life in lives(directory) if (life / TRACE_FILE).exists()]
     return found[-1] if found else directory / TRACE_FILE
 
@@ -38,39 +39,41 @@ TRAINER_TRACK = "trainer"
 ENGINES_PID = 1
 
 MERGE_GAP_US = 1000
-"""Steps of one version closer than this become one interval: a viewer can't tell them apart at
-any zoom that shows a batch, and a run of minutes stays under a megabyte."""
+"""Steps of one version with a shorter gap become one interval. No zoom that shows a batch tells
+them apart, and the trace of some minutes stays under 1 MB."""
 
 INTERVALS_MAX = 8_000
-"""Per track: 2 MB of memory and 1 MB of JSON; beyond it, the merge gap doubles."""
+"""Limit per track: 2 MB of memory and 1 MB of JSON. At the limit the merge gap doubles."""
 
 INSTANTS_MAX = 8_000
-"""Over all tracks; later ones are counted, not kept."""
+"""Limit over all tracks; later instants are only counted."""
 
 EPISODE_INTERVALS_MAX = 12_000
-"""Over all lanes, the latest: 4 MB of memory and 2 MB of JSON."""
+"""Limit over all lanes, 4 MB of memory and 2 MB of JSON; the oldest are dropped."""
 
 
 @dataclass(slots=True)
 class Interval:
-    """Something that went on from ``started_us`` to ``ended_us``."""
+    """A stretch of time on one track: merged steps of an engine, or one activity of the trainer."""
 
     name: str
     started_us: int
     ended_us: int
     version: int
+    """Weight version that the engine used, or that the trainer was at."""
     steps: int = 1
+    """Number of steps merged into the interval; 1 for the trainer."""
     busy_us: int = 0
-    """The part of it spent in steps; the rest are gaps that were merged over."""
+    """Time spent in steps; the rest of the interval are gaps between merged steps."""
     rows: int = 0
-    """Tokens, summed over the steps."""
+    """Sampled tokens, summed over the steps."""
     prefills: int = 0
-    """Contexts that were computed in it."""
+    """Contexts computed in the interval."""
 
 
 @dataclass(slots=True)
 class Instant:
-    """Something that happened at ``at_us``."""
+    """A point in time on one track, such as a swap of weights."""
 
     track: str
     name: str
@@ -79,7 +82,7 @@ class Instant:
 
 
 class Trace:
-    """Collects a run's timeline in memory, merging as it goes. Not thread-safe."""
+    """A run's timeline in memory; bounded, because close steps are merged. Not thread-safe."""
 
     def __init__(self) -> None:
         self.tracks: dict[str, list[Interval]] = {}
@@ -88,60 +91,58 @@ class Trace:
         self.episodes: deque[EpisodeInterval] = deque(maxlen=EPISODE_INTERVALS_MAX)
         self._gap_us: dict[str, int] = {}
 
-    def engine_step(
-        self,
-        engine: str,
-        *,
-        started_us: int,
-        busy_us: int,
-        version: int,
-        rows: int,
-        prefills: int = 0,
-    ) -> None:
-        """Add one step, as part of the interval before it where nothing tells them apart."""
-        track = self.tracks.setdefault(engine, [])
-        gap_us = self._gap_us.setdefault(engine, MERGE_GAP_US)
-        ended_us = started_us + busy_us
+    def engine_step(self, step: EngineStep) -> None:
+        """Add a step; extend the previous interval if the version is equal and the gap is small."""
+        track = self.tracks.setdefault(step.engine, [])
+        gap_us = self._gap_us.setdefault(step.engine, MERGE_GAP_US)
+        ended_us = step.started_us + step.busy_us
         last = track[-1] if track else None
-        if last and last.version == version and started_us - last.ended_us < gap_us:
+        if last and last.version == step.version and step.started_us - last.ended_us < gap_us:
             last.ended_us = max(last.ended_us, ended_us)
             last.steps += 1
-            last.busy_us += busy_us
-            last.rows += rows
-            last.prefills += prefills
+            last.busy_us += step.busy_us
+            last.rows += step.rows
+            last.prefills += step.prefills
             return
-        new = Interval(f"v{version}", started_us, ended_us, version, 1, busy_us, rows, prefills)
+        new = Interval(
+            name=f"v{step.version}",
+            started_us=step.started_us,
+            ended_us=ended_us,
+            version=step.version,
+            busy_us=step.busy_us,
+            rows=step.rows,
+            prefills=step.prefills,
+        )
         track.append(new)
         if len(track) > INTERVALS_MAX:
-            self._coarsen(engine)
+            self._coarsen(step.engine)
 
     def _coarsen(self, engine: str) -> None:
-        """Double the merge gap until half of the intervals are gone."""
         track = self.tracks[engine]
         length_us = track[-1].ended_us - track[0].started_us
         while len(track) > INTERVALS_MAX // 2 and self._gap_us[engine] <= length_us:
             self._gap_us[engine] *= 2
             track = _merged(track, self._gap_us[engine])
-        # More versions than intervals fit: the recent past is what a viewer wants.
+        # There may be more versions than fit: keep the newest intervals.
         self.tracks[engine] = track[-INTERVALS_MAX // 2 :]
 
     def trainer_interval(
         self, activity: TrainerActivity, started_us: int, ended_us: int, version: int
     ) -> None:
-        """Add what the trainer did while it was at ``version``."""
+        """Add an activity of the trainer, which was at ``version``."""
         track = self.tracks.setdefault(TRAINER_TRACK, [])
         if len(track) < INTERVALS_MAX:
             track.append(Interval(activity, started_us, ended_us, version))
 
     def instant(self, track: str, name: str, at_us: int, args: Mapping[str, object]) -> None:
-        """Mark a point in time on a track."""
+        """Add an instant to a track."""
         if len(self.instants) < INSTANTS_MAX:
             self.instants.append(Instant(track, name, at_us, args))
         else:
             self.instants_left_out += 1
 
     def write(self, path: Path) -> None:
-        """Write it as Chrome trace events."""
+        """Write the Chrome trace file atomically."""
         order = sorted(self.tracks, key=lambda name: (name == TRAINER_TRACK, name))
         order += sorted({i.track for i in self.instants} - set(order))
         thread_ids = {name: number for number, name in enumerate(order, start=1)}
@@ -160,13 +161,13 @@ class Trace:
         try:
             make_private_file(draft)
             draft.write_bytes(msgspec.json.encode(body, enc_hook=str))
-            os.replace(draft, path)  # a disk that is full leaves no half of a trace
+            os.replace(draft, path)  # a full disk leaves no partial trace
         except OSError:
             draft.unlink(missing_ok=True)
             raise
 
     def _version_counter(self) -> list[dict[str, Any]]:
-        """The version the trainer had published by then, as a staircase."""
+        """Return counter events of the highest version that the trainer had published."""
         counter = []
         highest = -1
         for interval in self.tracks.get(TRAINER_TRACK, []):
@@ -249,7 +250,7 @@ def _mark(instant: Instant, thread_id: int) -> dict[str, Any]:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read back what :meth:`Trace.write` wrote."""
+    """Read a file that :meth:`Trace.write` wrote."""
     events = msgspec.json.decode(read_regular(path))["traceEvents"]
     trace = Trace()
     of_episodes = (e for e in events if is_of_episodes(e) and e["ph"] == "X")
@@ -268,7 +269,7 @@ def read_trace(path: Path) -> Trace:
                     args["steps"],
                     args["busy_us"],
                     args["tokens"],
-                    args.get("prefills", 0),  # older traces don't tell
+                    args.get("prefills", 0),  # absent in older traces
                 )
             )
         elif event["ph"] == "i":

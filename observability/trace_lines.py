@@ -1,7 +1,4 @@
-"""What is on a run's timeline? Each track in a line, and how to look at it.
-
-Reads what the recorder left; draws nothing: ui.perfetto.dev and the report do.
-"""
+"""Text summary of a recorded timeline, printed by ``tidegate trace``: one line per track."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -12,7 +9,7 @@ from tidegate.orchestrator.telemetry.recorder import EpisodeInterval
 
 
 def trace_lines(directory: Path) -> list[str]:
-    """A line per track.
+    """Return a line per track of the run's ``trace.json``, and how to open the file in Perfetto.
 
     Raises:
         AuditError: the run left no trace, or it can't be read.
@@ -40,7 +37,8 @@ def trace_lines(directory: Path) -> list[str]:
 
 
 def _track_line(name: str, track: list[Interval], length_us: int) -> str:
-    """What an interval is called says what the trainer did, or which weights an engine had."""
+    """Summarise a track: an engine's intervals are named after weight versions, the trainer's
+    after activities."""
     if all(interval.name == f"v{interval.version}" for interval in track):
         busy_us = sum(interval.busy_us for interval in track)
         versions = {interval.version for interval in track}
@@ -58,7 +56,7 @@ def _track_line(name: str, track: list[Interval], length_us: int) -> str:
 
 
 def _episode_lines(intervals: Collection[EpisodeInterval]) -> list[str]:
-    """What the episodes that were watched spent their time on, all of them together."""
+    """Return each activity's share of the episodes' total time."""
     spent_us: dict[str, int] = {}
     for interval in intervals:
         kind = interval.name.split()[0]

@@ -1,13 +1,14 @@
-"""Columns of ``trajectories.parquet``, and reading of recorded rollouts.
+"""Schema of ``trajectories.parquet``, conversion of rollouts into its rows, and reading them back.
 
-One row per rollout, turns nested inside. While a process records, the same rows are appended to
-``trajectories.arrows``, an Arrow IPC stream: after a crash the Parquet file has no footer and can't
-be read, and the stream can, up to its last complete record batch.
+The recorder writes, the audit and the dashboard read. One row per rollout, turns nested inside.
+While a process records, the same rows are appended to ``trajectories.arrows``, an Arrow IPC stream.
+After a crash the Parquet file has no footer and can't be read, but the stream can, up to its last
+complete record batch.
 """
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,15 @@ from tidegate.transport.messages import KvSpan, SamplingParams
 TRAJECTORIES_FILE = "trajectories.parquet"
 
 STREAM_FILE = "trajectories.arrows"
-"""Exists while a process records, and after it if the Parquet file could not be completed."""
+"""Exists while a process records, and afterwards only if the Parquet file could not be
+completed."""
 
 ROWS_PER_READ = 256
-"""Rollouts held as Python objects at a time while reading: 30 k tokens each are 0.5 GB."""
+"""Rollouts held as Python objects at a time while reading: 0.5 GB at 30,000 tokens each."""
 
 IN_COLUMNS = {"max_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids"}
-"""Of ``SamplingParams``: a turn's own columns, or no matter to the log-probs of its tokens."""
+"""Fields of ``SamplingParams`` that need no ``options`` column: they have columns of their own,
+or do not affect log-probs."""
 
 _KV_SPAN = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
 _SPAN = pa.struct(
@@ -83,70 +86,83 @@ SCHEMA = pa.schema(
         ("oldest_trainable", pa.int32()),
     ]
 )
-"""Nullable throughout: a discarded rollout has no advantage, an evaluated one no staleness."""
+"""Arrow schema of a row. All columns are nullable: a discarded rollout has no advantage, an
+evaluated one no staleness."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedTurn:
-    """One generation call, as recorded."""
+    """One generation call of a recorded rollout."""
 
     start: int
-    """Index in the rollout's context of its first output token."""
+    """Index of the turn's first output token in the rollout's ``token_ids``."""
     length: int
+    """Number of output tokens."""
     finish_reason: str | None
     temperature: float
     top_k: int
     top_p: float
     seed: int
     options: SamplingParams | None
-    """All of its sampling, where the four fields above are not all that differs from the default;
-    of stop tokens, they don't tell."""
+    """All sampling parameters, if others than the columns' differ from the defaults; else None.
+    The columns don't include stop tokens."""
     raw_logprobs: list[float] | None
-    """These three as in ``messages.TokenDetails``; None if not asked for."""
+    """This and the next two as in ``messages.TokenDetails``; None if the turn did not ask for
+    them."""
     top_ids: list[int] | None
     top_logprobs: list[float] | None
     reward: float | None
-    """Its own, beside its rollout's; None: it was given none."""
+    """The turn's own reward, beside the rollout's; None if it was given none."""
     spans: tuple[VersionSpan, ...]
     prefills: tuple[TurnPrefill, ...]
     media: str | None = None
-    """JSON: what its context was given beside tokens since the turn before. None: nothing."""
+    """JSON of the media added to the context since the previous turn; None if there were none."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedRollout:
-    """One row of trajectories.parquet."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RowFields:
+    """Columns that hold the same type before they are recorded and after they are read."""
 
     rollout_id: int
     group_id: int
     index: int
-    task: str
-    """JSON."""
+    """Position of the rollout within its group, from 0."""
     reward: float | None
     advantage: float | None
+    """Advantage that the trainer was given; None if the rollout was not trained on."""
     state: str
     discard_reason: str | None
     consumed_version: int | None
+    """Trainer version at which the rollout was consumed; None if it was not."""
     staleness: int | None
+    """``consumed_version`` minus the oldest trained version; None if nothing was trained on."""
+    branch_of: int | None
+    """``rollout_id`` of the row that this one was forked from; None if it is no branch."""
+    fork_reason: str
+    oldest_trainable: int | None = None
+    """For a trained row: tokens of older versions were masked; 0 if none was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRollout(_RowFields):
+    """One row of ``trajectories.parquet``, as read."""
+
+    task: str
+    """The task, as JSON."""
     token_ids: list[int]
     logprobs: list[float]
     turns: tuple[RecordedTurn, ...]
-    branch_of: int | None
-    """Of a branch: the ``rollout_id`` of the row that it was forked from."""
-    fork_reason: str
-    oldest_trainable: int | None = None
-    """Of a trained row: tokens of older versions were masked; 0 if none was."""
 
     @property
     def oldest_trained_version(self) -> int | None:
-        """The oldest version of a sampled token that was not masked; None: all were."""
+        """Oldest version of a sampled token that was not masked; None if all were masked."""
         floor = self.oldest_trainable or 0
         versions = (span.version for turn in self.turns for span in turn.spans)
         return min((version for version in versions if version >= floor), default=None)
 
     @property
     def newest_version(self) -> int | None:
-        """The newest version of a sampled token; None: no token was sampled."""
+        """Newest version of a sampled token; None if no token was sampled."""
         return max((span.version for turn in self.turns for span in turn.spans), default=None)
 
     @property
@@ -157,26 +173,16 @@ class RecordedRollout:
         return sum(span.end - span.start for span in spans if span.version >= floor)
 
 
-@dataclass(slots=True)
-class Snapshot:
-    """A rollout as it was when it was handed over, copied because the original may live on."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot(_RowFields):
+    """A row to record, copied from a rollout when it was handed over: the rollout may change."""
 
-    rollout_id: int
-    group_id: int
-    index: int
     task: object
-    reward: float | None
-    advantage: float | None
-    state: str
-    discard_reason: str | None
-    consumed_version: int | None
-    staleness: int | None
+    """The task as the user's iterator gave it."""
     token_ids: "array[int]"
     logprobs: "array[float]"
     turns: list[dict[str, Any]]
-    branch_of: int | None
-    fork_reason: str
-    oldest_trainable: int | None
+    """Rows of the nested column ``turns``, by column name."""
 
 
 def snapshot(
@@ -186,7 +192,7 @@ def snapshot(
     advantage: float | None,
     consumed_version: int | None,
 ) -> Snapshot:
-    """Copy what will be recorded of ``rollout``."""
+    """Copy what is recorded of ``rollout``."""
     oldest = rollout.oldest_trained_version
     known = consumed_version is not None and oldest is not None
     return Snapshot(
@@ -232,7 +238,8 @@ def _turn_row(turn: Turn) -> dict[str, Any]:
 
 
 def _options_text(sampling: SamplingParams) -> str | None:
-    """Only what differs from the default is written: what the columns tell leaves nothing over."""
+    """Return the parameters as JSON, without those at their defaults; None if the columns hold
+    all of them."""
     if not msgspec.to_builtins(sampling).keys() - IN_COLUMNS:
         return None
     return msgspec.json.encode(sampling).decode()
@@ -258,14 +265,14 @@ def _span_row(span: VersionSpan) -> dict[str, Any]:
 
 
 def to_record_batch(snapshots: list[Snapshot]) -> pa.RecordBatch:
-    """Turn rollouts into columns."""
+    """Convert rollouts into an Arrow record batch."""
 
     def column(name: str) -> list[Any]:
         values = [getattr(snapshot, name) for snapshot in snapshots]
         if name == "task":
             return [to_json(value).decode() for value in values]
         if name in ("token_ids", "logprobs"):
-            # As numpy views: pyarrow copies them whole instead of boxing each token.
+            # As numpy views: pyarrow copies the buffer instead of boxing each token.
             return [np.frombuffer(value, dtype=value.typecode) for value in values]
         return values
 
@@ -277,10 +284,10 @@ def read_trajectories(directory: Path) -> Iterator[RecordedRollout]:
     """Yield the rollouts that a run recorded, in the order in which they ended.
 
     Covers all processes of a resumed run. A rollout that was recorded again after a resume, because
-    the trainer's checkpoint did not include it, is yielded once, as it was recorded last.
+    the checkpoint did not include it, is yielded once, as recorded last.
 
     Raises:
-        AuditError: nothing was recorded, a file is damaged, or it has other columns.
+        AuditError: nothing was recorded, a file is damaged, or its columns differ.
     """
     for batch in recorded_batches(directory):
         for row in batch.to_pylist():
@@ -288,7 +295,7 @@ def read_trajectories(directory: Path) -> Iterator[RecordedRollout]:
 
 
 def read_trajectories_of_one(directory: Path) -> Iterator[RecordedRollout]:
-    """Yield what one process of a run recorded; raises as :func:`read_trajectories` does."""
+    """Yield what one process of a run recorded; raises like :func:`read_trajectories`."""
     for batch in _batches_of_one(directory):
         for row in batch.to_pylist():
             yield _rollout_of(row)
@@ -299,7 +306,7 @@ def recorded_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of :func:`read_trajectories` as Arrow record batches.
 
-    ``columns`` are the ones to read, all if None; ``rollout_id`` must be among them.
+    ``columns`` selects columns, all if None; it must include ``rollout_id``.
     """
     parts = _parts(Path(directory))
     superseded = [_ids(part) for part in parts[1:]]
@@ -314,9 +321,9 @@ def recorded_batches(
 
 
 def find_trajectory(directory: Path, rollout_id: int) -> RecordedRollout | None:
-    """Return the rollout of that number, as recorded last; None if there is none.
+    """Return the rollout with this id, as recorded last; None if there is none.
 
-    Raises as :func:`read_trajectories` does.
+    Raises like :func:`read_trajectories`.
     """
     for part in reversed(_parts(Path(directory))):
         for batch in _batches_of_one(part, row_groups_with=rollout_id):
@@ -328,12 +335,13 @@ def find_trajectory(directory: Path, rollout_id: int) -> RecordedRollout | None:
 
 
 def count_trajectories(directory: Path) -> int:
-    """Count the rows that one process recorded; raises as :func:`read_trajectories` does."""
+    """Count the rows that one process recorded; raises like :func:`read_trajectories`."""
     return sum(batch.num_rows for batch in _batches_of_one(Path(directory), ["rollout_id"]))
 
 
 def _parts(directory: Path) -> list[Path]:
-    """The processes' directories: the first, and the later ones that got to record rollouts."""
+    """Return the directories of the run's first process, and of later ones that recorded
+    rollouts."""
     first, *later = lives(directory)
     recorded = [d for d in later if (d / TRAJECTORIES_FILE).exists() or (d / STREAM_FILE).exists()]
     is_killed_first = recorded and not (first / TRAJECTORIES_FILE).exists()
@@ -354,9 +362,10 @@ def _batches_of_one(
     *,
     row_groups_with: int | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield what one process recorded, from its Parquet file or else from its stream.
+    """Yield what one process recorded, from its Parquet file, or from its stream if that is
+    incomplete.
 
-    ``row_groups_with``: leave out Parquet row groups without this ``rollout_id``.
+    ``row_groups_with``: skip Parquet row groups without this ``rollout_id``.
     """
     path, stream = Path(directory) / TRAJECTORIES_FILE, Path(directory) / STREAM_FILE
     try:
@@ -391,7 +400,7 @@ def _batches_of_one(
 
 
 def _batches_of_stream(path: Path, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
-    """Yield a stream's complete record batches; a crash may have torn the last one."""
+    """Yield a stream's complete record batches; a crash may have truncated the last one."""
     try:
         with path.open("rb") as file, pa.ipc.open_stream(file) as reader:
             _refuse_other_columns(path, reader.schema)
@@ -411,8 +420,8 @@ def _refuse_other_columns(path: Path, schema: pa.Schema) -> None:
 
 
 def as_recorded(taken: Snapshot) -> RecordedRollout:
-    """What is read back of this once it is recorded."""
-    row = {name: getattr(taken, name) for name in Snapshot.__slots__}
+    """Convert a snapshot into the row that would be read back after recording it."""
+    row = {field.name: getattr(taken, field.name) for field in fields(taken)}
     row |= {
         "task": to_json(taken.task).decode(),
         "token_ids": taken.token_ids.tolist(),

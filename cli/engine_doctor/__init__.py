@@ -1,1 +1,1 @@
-"""`tidegate doctor`: examines an external engine and reports what it gets wrong."""
+"""`tidegate doctor`: examines an external engine and reports what is wrong for RL training."""

@@ -1,7 +1,4 @@
-"""What are other weights for a model, to see whether an engine takes them? Its own, with noise.
-
-Files in, files out: nothing here knows of servers, or of what an engine makes of them.
-"""
+"""Copies of a model with noise added to its weights, for the doctor's test of weight updates."""
 
 import shutil
 import tempfile
@@ -16,20 +13,21 @@ from safetensors.torch import save_file
 from tidegate.errors import ConfigError
 
 NOISE = 0.3
-"""Of each tensor's own standard deviation: every layer's KV changes, and no logit overflows."""
+"""Noise relative to each tensor's standard deviation: changes every layer's KV, and no logit
+overflows."""
 
 SEED = 7
 
 
 @contextmanager
 def altered(model: Path) -> Iterator[Path]:
-    """A directory beside ``model`` with other weights of its shape, removed at the end.
+    """Create a directory beside ``model`` with other weights of the same shapes; removed at exit.
 
-    Beside it, for there the engine most likely sees it by the same path. It takes as much room
-    as the model's weights.
+    It is beside ``model`` because the engine probably sees that path too. It takes as much disk
+    space as the model's weights.
 
     Raises:
-        ConfigError: it can't be written, or ``model`` has no weights in safetensors.
+        ConfigError: it can't be written, or ``model`` has no safetensors files.
     """
     model = model.resolve()
     if not list(model.glob("*.safetensors")):
@@ -42,7 +40,7 @@ def altered(model: Path) -> Iterator[Path]:
             f"{error.strerror}. Put a copy of the model where it can, and serve that"
         ) from None
     try:
-        directory.chmod(0o755)  # the engine may be another user's
+        directory.chmod(0o755)  # the engine may run as another user
         try:
             _write(model, directory)
         except OSError as error:
@@ -66,10 +64,10 @@ def _noisy(path: Path, generator: torch.Generator) -> dict[str, torch.Tensor]:
     with safe_open(path, framework="pt") as opened:
         for name in opened.keys():  # noqa: SIM118 - no mapping
             tensor = opened.get_tensor(name)
-            # Norms' weights are one-dimensional and all but constant: noise would be nothing there.
+            # Norm weights are one-dimensional and almost constant, so relative noise would vanish.
             if tensor.is_floating_point() and tensor.dim() > 1:
                 noise = torch.randn(tensor.shape, generator=generator)
-                scale = NOISE * float(tensor.float().std(correction=0))  # of one number: 0
+                scale = NOISE * float(tensor.float().std(correction=0))  # of a single number: 0
                 tensor = (tensor.float() + scale * noise).to(tensor.dtype)
             tensors[name] = tensor
     return tensors

@@ -1,6 +1,6 @@
-"""What can the doctor ask of any engine? The same few things, whatever its routes are called.
+"""Interface of an engine under examination: generate, tokenize, load weights, count cache hits.
 
-vllm.py and sglang.py say how; nothing here knows what an answer means.
+:mod:`vllm` and :mod:`sglang` implement it over HTTP; the probes call it.
 """
 
 from collections.abc import Mapping
@@ -13,29 +13,31 @@ from tidegate.cli.engine_doctor.measurements import Identity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One prompt to go on with."""
+    """One generation request."""
 
     token_ids: tuple[int, ...]
     tokens_max: int
     temperature: float = 0.0
     top_k: int | None = None
     top_logprobs: int = 0
-    """Tell so many likeliest tokens' log-probs beside the sampled one's."""
+    """Number of most likely tokens whose log-probs to return."""
     seed: int | None = None
     cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What an engine made of it. All per output token."""
+    """Response to a :class:`Question`; sequences have one item per output token."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     top: tuple[Mapping[int, float], ...]
-    """Log-probs of the likeliest, by token id; empty where none were asked for or told."""
+    """Log-probs of the most likely tokens, by token id; empty if none were requested or
+    returned."""
     cached_tokens: int | None
-    """Prompt tokens whose KV was there; None where it doesn't tell."""
+    """Prompt tokens found in the prefix cache; None if the engine does not report them."""
     has_weight_spans: bool
+    """Whether the response says which weight version sampled which tokens."""
 
 
 class ExaminedEngine(Protocol):
@@ -44,25 +46,27 @@ class ExaminedEngine(Protocol):
     identity: Identity
 
     def ask(self, question: Question) -> Answer:
-        """Have it answer.
+        """Generate.
 
         Raises:
-            EngineLost: it doesn't, or refuses.
+            EngineLost: the engine does not respond, or refuses.
         """
         ...
 
     def tokenize(self, text: str) -> list[int] | None:
-        """Its tokens for ``text``, without special ones; None if it has no way to tell."""
+        """Return the engine's token ids of ``text``, without special tokens; None if it has no
+        route for it."""
         ...
 
     def load_weights(self, directory: Path, *, clears_cache: bool) -> str | None:
-        """Have it serve the weights of ``directory``; None, or why it refuses to.
+        """Make the engine serve the weights in ``directory``; return None, or why it refuses.
 
         Raises:
-            EngineLost: it doesn't answer.
+            EngineLost: the engine does not respond.
         """
         ...
 
     def cached_tokens_total(self) -> int | None:
-        """Prompt tokens found in its cache since it started; None where it doesn't count."""
+        """Return the prompt tokens found in its cache since it started; None if it has no such
+        counter."""
         ...

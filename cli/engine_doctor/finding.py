@@ -1,28 +1,29 @@
-"""What is one thing found out about an engine? How bad it is, what it is, what helps."""
+"""Finding of the doctor: a check's verdict, explanation and remedy."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """How bad a finding is. Only ``FAIL`` makes the command's status 1."""
+    """Severity of a finding. Only ``FAIL`` sets the command's exit status to 1."""
 
     OK = "ok"
     NOTE = "note"
-    """Could not be measured, or is a matter of taste."""
+    """Not measurable, or a matter of preference."""
     WARN = "warn"
-    """Training works, but worse or with less than it might."""
+    """Training works, but worse or with fewer features."""
     FAIL = "fail"
-    """What is trained on would not be what was sampled, or can't be had at all."""
+    """Tokens would be trained on with wrong log-probs or wrong weights, or can't be obtained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line for people and scripts."""
+    """One line of the report."""
 
     check: str
-    """Which question it answers; the same in every report."""
+    """Name of the check; the same in every report."""
     verdict: Verdict
     says: str
+    """What was found."""
     remedy: str = ""
-    """What to do; empty where nothing need be."""
+    """What to do; empty if nothing is necessary."""

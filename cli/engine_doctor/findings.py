@@ -1,7 +1,7 @@
 """Findings of `tidegate doctor`: what an engine's measurements mean for RL, and what to do.
 
-Pure functions from measurements to findings: of tokens, log-probs and seeds, of the RL surface that
-/openapi.json shows, and of answers around a weight update. Each threshold states its reason.
+Pure functions from :class:`Measurements` to findings: tokens, log-probs and seeds, the routes in
+/openapi.json, and responses around a weight update. Each threshold states its reason.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ NEWER_SGLANG = "take SGLang 0.5.21 or newer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """One thing an engine must be able to do, and the routes it does it by; any one will do."""
+    """A feature that RL needs of an engine, and the routes that provide it; one of them is
+    enough."""
 
     name: str
     any_of: tuple[str, ...]
@@ -101,7 +102,7 @@ NEEDED: dict[EngineKind, tuple[Capability, ...]] = {
 
 
 def capability_findings(identity: Identity, *, weight_spans: bool) -> list[Finding]:
-    """One finding for all that is there, and one for each thing that is not."""
+    """Return one finding for all features present, and one for each missing feature."""
     has = [need for need in NEEDED[identity.kind] if identity.paths.intersection(need.any_of)]
     lacks = [need for need in NEEDED[identity.kind] if need not in has]
     found = []
@@ -127,15 +128,16 @@ def capability_findings(identity: Identity, *, weight_spans: bool) -> list[Findi
 
 
 MISMATCHES_MAX = 5.0
-"""An answer is some weights' if it is no more than so many times as far from them as the engine was
-from its own before: noise spreads logits, and rounding with them."""
+"""A response matches a set of weights if its distance is at most this multiple of the mismatch
+measured before. Noise spreads logits, and rounding errors grow with them."""
 
 SAME_NATS = 1e-3
-"""Of an engine that rounds nothing: it differs from transformers by 1e-6 to 1e-5."""
+"""Distance allowed for an engine that does not round: such engines differ from transformers by
+1e-6 to 1e-5."""
 
 SAME_SHARE_MAX = 0.25
-"""Nor is it more than this share of what two sets' log-probs are apart. KV of other weights was
-seen at a half and more, a head of other weights at a seventh."""
+"""The distance must also be at most this share of the distance between the two sets of weights.
+KV of other weights was measured at half of it and more, another head at a seventh."""
 
 UPDATE_REMEDIES: dict[EngineKind, str] = {
     "vllm": "it must see the model's directory by the same path; start it with "
@@ -163,7 +165,7 @@ KEPT_REMEDIES: dict[EngineKind, str] = {
 def update_findings(
     kind: EngineKind, update: WeightUpdate, mismatch: Mismatch | None
 ) -> list[Finding]:
-    """Whether it takes new weights, and what its cache does then."""
+    """Judge whether the engine takes new weights, and what its cache does on an update."""
     if update.is_left_out:
         return [
             _finding(
@@ -243,14 +245,15 @@ def _finding(
 
 
 GAP_RATIO_TOLERANCE = 0.2
-"""bfloat16 logits round to 3 digits, so the ratio of gaps of a nat or two strays by some percent;
-between 1 and 2 nothing else lies that an engine does."""
+"""bfloat16 logits have 3 digits, so ratios of gaps of 1 to 2 nats vary by some percent. No known
+engine has a ratio other than 1 or 2."""
 
 MASS_LOST_MAX = 1e-3
-"""Two log-probs in float32 add up to 1 within 1e-6; in bfloat16 engines within 1e-4."""
+"""Two float32 log-probs add up to a probability of 1 within 1e-6, in bfloat16 engines within
+1e-4."""
 
 MEAN_SAME_NATS = 1e-3
-"""float32 engines differ from transformers by 1e-5, and by 1e-4 with other kernels."""
+"""float32 engines differ from transformers by 1e-5, or by 1e-4 with other kernels."""
 
 MEAN_ROUNDED_NATS = 0.1
 """bfloat16 with a bfloat16 head differs by 0.005 to 0.05 on average. Other weights, another
@@ -284,7 +287,7 @@ SALT_REMEDIES: dict[EngineKind, str] = {
 
 
 def findings(measured: Measurements) -> list[Finding]:
-    """Judge everything, in the order in which to mend it."""
+    """Judge all measurements; the findings are in the order in which to fix them."""
     kind = measured.identity.kind
     return [
         *capability_findings(measured.identity, weight_spans=measured.weight_spans),
@@ -303,7 +306,7 @@ def findings(measured: Measurements) -> list[Finding]:
 
 
 def _samples_ahead(identity: Identity) -> list[Finding]:
-    """As the adapter decides it: SGLang that says nothing of it does."""
+    """Judge SGLang's overlap scheduler, which is on unless the settings say otherwise."""
     if identity.kind != "sglang" or identity.settings.get("disable_overlap_schedule"):
         return []
     return [
@@ -353,7 +356,8 @@ def _logprob_mode(kind: EngineKind, mode: LogprobMode) -> list[Finding]:
 
 
 def _processed(mode: LogprobMode) -> list[Finding]:
-    """Gaps are those after temperature; logits' are, too, but they add up to anything."""
+    """Judge log-probs with temperature applied. Logits would show the same gaps, but do not sum
+    to 1."""
     if (mode.truncated_mass or 0.0) > 1 + MASS_LOST_MAX:
         return [
             Finding(

@@ -1,7 +1,4 @@
-"""How does the doctor talk to an engine? One JSON request at a time, with a deadline.
-
-The standard library's client: a few dozen requests need no other. Knows no engine's routes.
-"""
+"""HTTP client of the doctor (`http.client`): one JSON request at a time, with a timeout."""
 
 import http.client
 import json
@@ -14,10 +11,11 @@ from tidegate.errors import ConfigError, EngineLost
 from tidegate.transport import server_keys
 
 REQUEST_TIMEOUT_S = 120.0
-"""An engine's first request may compile kernels; a hung one should not hang its doctor."""
+"""An engine's first request may compile kernels, which takes a minute or more."""
 
 LOAD_TIMEOUT_S = 600.0
-"""To read a model's weights from disk: of a large one many minutes, as engines' adapters allow."""
+"""Loading a large model's weights from disk takes minutes; the engine adapters allow the same
+time."""
 
 UNAUTHORIZED = 401
 
@@ -26,26 +24,26 @@ _KIND = re.compile(r"[a-z]+\+https?://")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What came back."""
+    """Response to a request."""
 
     status: int
     body: Any
-    """Parsed if it is JSON, else the text."""
+    """Parsed JSON, or the text if it is no JSON."""
 
     @property
     def is_ok(self) -> bool:
-        """Whether it is a success."""
+        """Whether the status is 2xx."""
         return 200 <= self.status < 300
 
 
 class Http:
-    """One server. Connections are opened anew, so threads may share it."""
+    """Client of one server. Each request opens a connection, so threads may share the client."""
 
     def __init__(self, url: str, *, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
-        """Connects with each request.
+        """Parse the URL and look up the server's key; connects to nothing.
 
         Raises:
-            ConfigError: ``url`` is no address.
+            ConfigError: ``url`` is no address of an engine.
         """
         parts = _split(url)
         self.url = f"{parts.scheme}://{parts.netloc}"
@@ -59,20 +57,20 @@ class Http:
         self._timeout_s = timeout_s
 
     def get(self, path: str) -> Reply:
-        """GET ``path``.
+        """Send a GET request.
 
         Raises:
-            EngineLost: nobody answers there.
-            ConfigError: it wants a key.
+            EngineLost: there is no response.
+            ConfigError: the server requires a key, or another one.
         """
         return self._ask("GET", path, None, self._timeout_s)
 
     def post(self, path: str, body: object, *, timeout_s: float | None = None) -> Reply:
-        """POST ``body`` as JSON; None: the deadline of all requests.
+        """Send ``body`` as JSON; the default timeout is the client's.
 
         Raises:
-            EngineLost: nobody answers there.
-            ConfigError: it wants a key.
+            EngineLost: there is no response.
+            ConfigError: the server requires a key, or another one.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         return self._ask("POST", path, json.dumps(body).encode(), timeout_s)
@@ -99,17 +97,17 @@ class Http:
 
 
 def _split(url: str) -> SplitResult:
-    """An engine's address; also as ``engine_urls`` names it, by KIND+URL.
+    """Parse an engine's address, also in the form KIND+URL of ``engine_urls``.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is no address.
     """
     address = url.partition("+")[2] if _KIND.match(url) else url
     server_keys.refuse_secrets(address)
     try:
         parts = urlsplit(address if "://" in address else f"http://{address}")
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
-        parts.port  # noqa: B018 - looked at for its range
+        parts.port  # noqa: B018 - raises if it is out of range
     except ValueError:
         is_address = False
     if not is_address:

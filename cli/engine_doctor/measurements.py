@@ -1,6 +1,6 @@
-"""What was measured of an engine? Plain records, filled by measuring.py and judged by findings.py.
+"""Records of what the doctor measured on an engine: filled by measuring.py, judged by findings.py.
 
-None of them says whether that is well; a field is None where it could not be measured.
+A field is None if it could not be measured.
 """
 
 from collections.abc import Mapping
@@ -12,58 +12,61 @@ EngineKind = Literal["vllm", "sglang", "tidegate"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who answers at a URL, by its own words."""
+    """What an engine reports about itself."""
 
     kind: EngineKind
     version: str | None
     model: str
-    """As it wants to be named in requests."""
+    """Model name to use in requests."""
     context_tokens_max: int | None
     paths: frozenset[str]
-    """Routes it has; of one that it has and refuses, the path is not there."""
+    """Its routes, without those that are switched off."""
     settings: Mapping[str, object]
-    """Those of its own settings that findings ask for, by the engine's own names."""
+    """The engine's settings that findings need, by the engine's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobMode:
-    """What temperature and truncation do to the log-probs told."""
+    """Whether reported log-probs include temperature and truncation."""
 
     gap_ratio: float | None
-    """Difference of two tokens' log-probs at temperature 0.5, over that at 1: 2 if temperature is
-    in them, 1 if not. The median of some."""
+    """Median over token pairs of the log-prob difference at temperature 0.5 over that at 1: 2 if
+    temperature is included, 1 if not."""
     truncated_mass: float | None
-    """Probability of the two likeliest tokens, as told while sampling with top_k=2: 1 if
-    truncation is in the log-probs, less if not."""
+    """Reported probability of the two most likely tokens while sampling with top_k=2: 1 if
+    truncation is included, less if not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """The same request again. Differences are the largest, in nats, while tokens are the same."""
+    """Results of repeated requests. Differences are the largest, in nats, up to the first
+    different token."""
 
     alone_same_tokens: bool
+    """Whether a repeated greedy request returned the same tokens."""
     alone_difference: float
     batch_same_tokens: bool
     batch_difference: float
-    """Beside others that run at once, against alone."""
+    """Difference between running beside other requests and running alone."""
     seed_same_tokens: bool | None
-    """Sampled twice with one seed."""
+    """Whether sampling twice with one seed returned the same tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCache:
-    """One prompt sent twice, and then once more with another salt; tokens found in the cache."""
+    """Cached prompt tokens of a prompt sent twice, and then once more with another salt."""
 
     first_tokens: int | None
     again_tokens: int | None
     salted_tokens: int | None
     difference: float
-    """Between the log-probs of the first time and of the second."""
+    """Largest log-prob difference between the first and the second response, in nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """The engine's log-probs against transformers', teacher-forced in float32 on its tokens."""
+    """Engine's log-probs against transformers', teacher-forced in float32 on the engine's
+    tokens."""
 
     tokens: int
     mean: float
@@ -72,7 +75,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerCheck:
-    """Texts that the engine tokenizes otherwise than the model directory's tokenizer."""
+    """Texts that the engine tokenizes differently from the model directory's tokenizer."""
 
     texts: int
     different: tuple[str, ...]
@@ -80,50 +83,51 @@ class TokenizerCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
-    """An answer's log-probs against those of two sets of weights; mean differences, in nats."""
+    """Mean log-prob differences of a response, in nats, from two sets of weights."""
 
     from_new: float
-    """Of the weights that it should have answered by."""
+    """Distance from the weights that the engine should have used."""
     from_old: float
-    """Of those before."""
+    """Distance from the weights before the update."""
     between: float
-    """Of the one set from the other, on the same tokens."""
+    """Distance between the two sets of weights on the same tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """A prompt whose KV was cached, sent again after updates."""
+    """Responses to a prompt with cached KV, sent again after weight updates."""
 
     is_left_out: bool = False
-    """It serves other weights than the model's, so there are none to go back to."""
+    """The engine does not serve the model's weights, so the test could not restore them and was
+    skipped."""
     refused: str | None = None
-    """Why it took no new weights; then there is no more."""
+    """Why the engine refused new weights; the other fields are then None."""
     cleared: Distance | None = None
-    """After an update that has its cache cleared."""
+    """After an update that clears the cache."""
     kept: Distance | None = None
-    """After one, back to its own weights, that hasn't."""
+    """After the update back to the engine's own weights, without clearing the cache."""
     salted: Distance | None = None
-    """After the same, with another salt."""
+    """The same as ``kept``, with another cache salt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """All there is to judge."""
+    """All measurements of one engine."""
 
     identity: Identity
     logprobs: LogprobMode
     repeats: Repeats
     cache: PrefixCache
     weight_spans: bool
-    """An answer says which weights sampled which tokens."""
+    """Whether responses say which weights sampled which tokens."""
     mismatch: Mismatch | None
     """None without a model directory to compare with."""
     tokenizer: TokenizerCheck | None
-    """None without one, or where the engine has no way to tokenize."""
+    """None without a model directory, or if the engine has no route to tokenize."""
     update: WeightUpdate | None
-    """None unless its weights were to be changed."""
+    """None unless weight updates were requested."""
 
     @property
     def is_updated(self) -> bool:
-        """Whether its weights were changed."""
+        """Whether the engine's weights were changed."""
         return self.update is not None and self.update.cleared is not None

@@ -1,8 +1,8 @@
-"""What does an engine answer when it is asked on purpose? Some thirty short requests.
+"""Examination of an engine: identifies it, and measures it with about thirty short requests.
 
-It measures and doesn't judge. Nothing it sends changes the engine, unless its weights are to be
-updated: no pause, no cleared cache, no token id that isn't the model's (one such ends an SGLang
-server).
+:func:`examined` and :func:`measure` are called by `tidegate doctor`; findings.py judges the
+results. Unless weight updates are requested, no request changes the engine: no pause, no cleared
+cache, and no token id outside the vocabulary, which would crash an SGLang server.
 """
 
 import secrets
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tidegate.cli.engine_doctor.reference import Reference
 
 LONG_PROMPT_TOKENS = 288
-"""Two full blocks of 128, the largest that engines cut their caches into, and some more."""
+"""More than two blocks of 128 tokens, the largest KV block size of engines."""
 
 TEXTS = (
     "The tide is out; the gate stays shut.",
@@ -45,15 +45,16 @@ TEXTS = (
     "<|im_start|>user\nhi<|im_end|>",
     "👩‍🚀🏴‍☠️",
 )
-"""Where tokenizers part: spaces, digits, scripts, special tokens written as text, joined emoji."""
+"""Texts that tokenizers treat differently: spaces, digits, scripts, special tokens as text,
+joined emoji."""
 
 
 def examined(url: str) -> ExaminedEngine:
-    """Find out what kind of engine is at ``url``.
+    """Identify the engine at ``url``.
 
     Raises:
-        EngineLost: nobody answers.
-        ConfigError: what answers is none that we know.
+        EngineLost: there is no response.
+        ConfigError: the server is of no supported kind.
     """
     http = Http(url)
     if (identity := identify_sglang(http)) is not None:
@@ -73,19 +74,20 @@ def measure(
     updates: bool = False,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Measurements:
-    """Ask all there is to ask; ``model`` is the directory of the weights it serves.
+    """Run all measurements.
 
     Args:
-        engine: whom.
-        model: what to compare with.
-        updates: give it other weights, and its own again: for ``model``'s sake nobody else
-            should use it meanwhile.
-        progress: is told what is being done.
+        engine: the engine to examine.
+        model: directory of the weights that it serves, to compare with.
+        updates: load other weights and then the original ones. Nobody else should use the engine
+            meanwhile.
+        progress: called with a text before each measurement.
 
     Raises:
-        EngineLost: it refuses to generate, stops answering, or won't have its weights again.
+        EngineLost: the engine refuses to generate, stops responding, or refuses its original
+            weights.
         AuditError: ``model`` can't be loaded.
-        ConfigError: weights are to be updated, and there is no ``model``, or no room beside it.
+        ConfigError: updates are requested without ``model``, or without disk space beside it.
     """
     if updates and model is None:
         raise ConfigError("--update needs --model: the weights that it is to serve again at last")
@@ -112,7 +114,7 @@ def measure(
     tokenizer = None if reference is None else _tokenizer(engine, reference)
     update = None
     if updates and model is not None and reference is not None and mismatch is not None:
-        # At its end an engine has the model's weights: they must be those that it has now.
+        # The test leaves the engine with the model's weights: they must be those it has now.
         is_left_out = mismatch.mean > MEAN_ROUNDED_NATS
         update = (
             WeightUpdate(is_left_out=True)
@@ -159,11 +161,11 @@ def _load(model: Path) -> "Reference":
 def drawn_prompt(
     engine: ExaminedEngine, reference: "Reference | None", tokens: int
 ) -> tuple[int, ...]:
-    """So many ids that are surely the model's: those of texts."""
+    """Return random token ids of the model's vocabulary, taken from the ids of :data:`TEXTS`."""
     text = " ".join(TEXTS)
     ids = engine.tokenize(text) or (reference and reference.tokenize(text))
     known = sorted(set(ids or range(10, 42)))
-    # Drawn anew, or else the KV of an earlier prompt or examination would be found.
+    # Random, so that no KV of an earlier prompt or examination is found.
     return tuple(secrets.choice(known) for _ in range(tokens))
 
 
@@ -176,7 +178,7 @@ def _long_prompt(engine: ExaminedEngine, reference: "Reference | None") -> tuple
 def _mismatch(
     engine: ExaminedEngine, prompt: tuple[int, ...], greedy: Answer, reference: "Reference"
 ) -> Mismatch:
-    """At temperature 1, where raw and processed log-probs are the same."""
+    """Compare log-probs at temperature 0 and 1, where raw and processed log-probs are equal."""
     sampled = engine.ask(Question(token_ids=prompt, tokens_max=4 * OUTPUT_TOKENS, temperature=1.0))
     differences = [
         abs(told - true)

@@ -1,7 +1,7 @@
-"""Which questions tell how an engine computes? Log-probs, repetitions, and its prefix cache.
+"""Probes of an engine's behaviour: log-prob mode, repeatability, and prefix cache.
 
-Each function asks some and returns what came of it, judging nothing. What the model should have
-said isn't known here: that is reference.py's.
+:func:`measuring.measure` calls them. They compare the engine with itself; :mod:`reference` compares
+it with the model.
 """
 
 import secrets
@@ -14,20 +14,21 @@ from tidegate.cli.engine_doctor.examined import Answer, ExaminedEngine, Question
 from tidegate.cli.engine_doctor.measurements import LogprobMode, PrefixCache, Repeats
 
 OUTPUT_TOKENS = 16
-"""Enough to see a difference grow; 20 ms each on the slowest server seen."""
+"""Enough for a difference to grow; at 20 ms each on the slowest server measured."""
 
 NEIGHBOURS = 6
-"""Requests that run beside one to see whether that changes it."""
+"""Concurrent requests in the test of batch dependence."""
 
 GAP_MIN_NATS = 0.1
-"""Ratios of smaller gaps are mostly rounding."""
+"""Ratios of smaller gaps are dominated by rounding."""
 
 TOPS = 5
-"""Servers allow 20 at least."""
+"""Most likely tokens requested; every server allows at least 20."""
 
 
 def logprob_mode(engine: ExaminedEngine, prompt: tuple[int, ...]) -> LogprobMode:
-    """Whether temperature and truncation are in the log-probs: gaps of the same tokens tell."""
+    """Determine whether log-probs include temperature and truncation, from gaps between the same
+    tokens."""
     ratios = []
     for shift in range(3):
         start = prompt[shift:]
@@ -48,7 +49,7 @@ def logprob_mode(engine: ExaminedEngine, prompt: tuple[int, ...]) -> LogprobMode
 
 
 def _gap_ratios(warm: Answer, cool: Answer) -> list[float]:
-    """Of each pair of tokens told at both temperatures, in the same context."""
+    """Return the ratios of the gaps of all token pairs reported at both temperatures."""
     if not warm.top or not cool.top:
         return []
     shared = sorted(warm.top[0].keys() & cool.top[0].keys())
@@ -67,7 +68,7 @@ def _mass(cut: Answer) -> float | None:
 
 
 def repeats_of(engine: ExaminedEngine, prompt: tuple[int, ...], first: Answer) -> Repeats:
-    """Ask what was answered by ``first`` again: alone, beside others, and sampled with a seed."""
+    """Repeat the request of ``first``: alone, beside others, and sampled with a seed."""
     question = Question(token_ids=prompt, tokens_max=OUTPUT_TOKENS)
     alone = [engine.ask(question) for _ in range(2)]
     others = [
@@ -87,7 +88,7 @@ def repeats_of(engine: ExaminedEngine, prompt: tuple[int, ...], first: Answer) -
 
 
 def _difference(one: Answer, other: Answer) -> float:
-    """The largest, up to the first token that is another."""
+    """Return the largest log-prob difference before the first different token."""
     largest = 0.0
     told = zip(one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=False)
     for token, again, logprob, logprob_again in told:
@@ -98,7 +99,7 @@ def _difference(one: Answer, other: Answer) -> float:
 
 
 def prefix_cache(engine: ExaminedEngine, prompt: tuple[int, ...]) -> PrefixCache:
-    """Send a prompt that nobody has sent before, again, and with another salt."""
+    """Send a new prompt, send it again, and send it with another salt."""
     salts = (None, None, f"doctor-{secrets.token_hex(4)}")
     answers, found = [], []
     for salt in salts:
@@ -120,9 +121,10 @@ def prefix_cache(engine: ExaminedEngine, prompt: tuple[int, ...]) -> PrefixCache
 
 
 def _next_token_difference(one: Answer, other: Answer) -> float:
-    """Between what two answers say of the first token's likeliest candidates.
+    """Return the largest log-prob difference over the first token's likely candidates.
 
-    A lower bound where the second doesn't tell of one: it is less likely than those it tells of.
+    If a candidate is missing in the second response, this is a lower bound: the candidate is less
+    likely than those reported.
     """
     if not one.top or not other.top or not other.top[0]:
         return _difference(one, other)

@@ -1,7 +1,6 @@
-"""What should an engine have said? The model directory's own log-probs and tokens.
+"""Reference log-probs and tokens of a model directory, from transformers in float32.
 
-transformers in float32, teacher-forced, and the directory's tokenizer.json: none of our engine's
-code, nor of theirs. Knows nothing of servers.
+Independent of Tidegate's engine and of the examined one.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from tidegate.observability.audit.archived_model import load_weights
 
 
 class Reference:
-    """One model directory."""
+    """A model directory, loaded with transformers."""
 
     def __init__(self, directory: Path) -> None:
         self._model = load_weights(directory)
@@ -23,10 +22,10 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
-        """Of each token of ``output``, at temperature 1.
+        """Return the log-prob of each token of ``output`` at temperature 1, teacher-forced.
 
         Raises:
-            ModelError: one of the tokens is none of the model's.
+            ModelError: a token is not in the model's vocabulary.
         """
         context = [*prompt, *output]
         vocab_tokens = self._model.get_input_embeddings().weight.shape[0]
@@ -40,7 +39,8 @@ class Reference:
         return torch.gather(told, 1, torch.tensor(output)[:, None])[:, 0].tolist()
 
     def tokenize(self, text: str) -> list[int] | None:
-        """Its tokens for ``text``, without special ones; None if there is no tokenizer.json."""
+        """Return the token ids of ``text``, without special tokens; None if there is no
+        tokenizer.json."""
         if not self._tokenizer.is_file():
             return None
         ids: list[int] = (

@@ -1,7 +1,4 @@
-"""How does the doctor examine SGLang? By its native routes, with token ids in and out.
-
-What the answers mean for training is decided in findings.py.
-"""
+"""Doctor's adapter for SGLang: its native HTTP routes, with token ids in and out."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ SETTINGS = (
 
 
 def identify_sglang(http: Http) -> Identity | None:
-    """Who is there; None if it is no SGLang server."""
+    """Return the server's identity; None if it is no SGLang server."""
     info = http.get("/model_info")
     if info.status == 404:
         info = http.get("/get_model_info")
@@ -46,14 +43,14 @@ def identify_sglang(http: Http) -> Identity | None:
 
 
 class ExaminedSglang:
-    """An SGLang server."""
+    """An SGLang server; implements :class:`ExaminedEngine`."""
 
     def __init__(self, http: Http, identity: Identity) -> None:
         self.identity = identity
         self._http = http
 
     def ask(self, question: Question) -> Answer:
-        """Have it answer; see :class:`ExaminedEngine`."""
+        """Generate by ``/generate``; see :class:`ExaminedEngine`."""
         reply = self._http.post("/generate", _body(question))
         if not reply.is_ok or not isinstance(reply.body, dict):
             raise EngineLost(f"it refuses to generate, with status {reply.status}: {reply.body}")
@@ -70,7 +67,7 @@ class ExaminedSglang:
         )
 
     def tokenize(self, text: str) -> list[int] | None:
-        """Its tokens for ``text``."""
+        """Tokenize by ``/tokenize``; see :class:`ExaminedEngine`."""
         body = {"model": self.identity.model, "prompt": text, "add_special_tokens": False}
         reply = self._http.post("/tokenize", body)
         if not reply.is_ok or not isinstance(reply.body, dict):
@@ -78,7 +75,7 @@ class ExaminedSglang:
         return [int(token) for token in reply.body["tokens"]]
 
     def load_weights(self, directory: Path, *, clears_cache: bool) -> str | None:
-        """From disk."""
+        """Load weights by ``/update_weights_from_disk``; see :class:`ExaminedEngine`."""
         body = {
             "model_path": str(directory),
             "flush_cache": clears_cache,
@@ -91,7 +88,7 @@ class ExaminedSglang:
         return str(told.get("message", reply.body))
 
     def cached_tokens_total(self) -> int | None:
-        """Not needed: every answer says it of itself."""
+        """Return None: every response reports its own cached tokens."""
         return None
 
 
@@ -112,6 +109,6 @@ def _body(question: Question) -> dict[str, Any]:
         "top_logprobs_num": question.top_logprobs,
     }
     if question.cache_salt is not None:
-        # The radix tree's own key: cache_salt is newer, and unknown fields are dropped silently.
+        # The radix tree's own key: cache_salt is newer, and older servers ignore unknown fields.
         body["extra_key"] = question.cache_salt
     return body

@@ -1,7 +1,6 @@
-"""What does an engine answer after its weights were changed, and after they were changed back?
+"""Probe of weight updates: what an engine generates after its weights change, and change back.
 
-The only questions of the doctor's that change an engine, and only if it is told to. What the
-answers mean is decided in update_findings.py.
+The only probe that changes an engine; runs only with `--update`. findings.py judges the result.
 """
 
 import secrets
@@ -27,19 +26,19 @@ def weight_update(
     other: tuple[Path, "Reference"],
     progress: Callable[[str], None],
 ) -> WeightUpdate:
-    """Give it ``other`` weights, and then those again that it ``served``; ask after each.
+    """Load ``other`` weights, then the ``served`` ones again, and send the prompt after each.
 
-    The first time its cache is cleared with the update, the second time not, for that shows
-    what its cache does by itself. At the end it has its own weights and an empty cache.
+    The first update clears the engine's cache and the second does not, to show what the cache does
+    by itself. Afterwards the engine has its original weights and an empty cache.
 
     Raises:
-        EngineLost: it stopped answering, or couldn't be given its weights again.
+        EngineLost: the engine stopped responding, or could not be given its weights again.
     """
-    # To what it has already: an engine that can't be updated says so while nothing is lost.
+    # First the weights it already has: an engine that refuses updates then loses nothing.
     if (refused := _load(engine, served[0])) is not None:
         return WeightUpdate(refused=refused)
     question = Question(token_ids=prompt, tokens_max=OUTPUT_TOKENS)
-    engine.ask(question)  # now its KV is in the cache, if there is one
+    engine.ask(question)  # puts the prompt's KV into the cache, if there is one
     try:
         if (refused := _load(engine, other[0])) is not None:
             return WeightUpdate(refused=refused)
@@ -60,7 +59,7 @@ def weight_update(
 
 
 def _load(engine: ExaminedEngine, directory: Path, *, clears_cache: bool = True) -> str | None:
-    """None, or why it refuses."""
+    """Return None, or why the engine refuses."""
     return engine.load_weights(directory.resolve(), clears_cache=clears_cache)
 
 
@@ -79,7 +78,7 @@ def _give_back(engine: ExaminedEngine, directory: Path, *, clears_cache: bool) -
 def _distance(
     answer: Answer, prompt: tuple[int, ...], now: "Reference", before: "Reference"
 ) -> Distance:
-    """On the engine's own tokens, teacher-forced in float32."""
+    """Compare on the engine's own tokens, teacher-forced in float32."""
     of_now = now.logprobs(prompt, answer.token_ids)
     of_before = before.logprobs(prompt, answer.token_ids)
     return Distance(

@@ -1,7 +1,6 @@
-"""How does the doctor examine vLLM, and what speaks its API?
+"""Doctor's adapter for vLLM, and for servers with its API, such as Tidegate's.
 
-By token ids where the routes for them are on, else by its OpenAI ones. What the answers mean for
-training is decided in findings.py.
+Uses the token-id routes if they are on, else the OpenAI ones.
 """
 
 import re
@@ -22,7 +21,7 @@ _HITS = re.compile(r"^vllm:prefix_cache_hits_total(?:\{[^}]*\})? (\S+)$", re.MUL
 
 
 def identify_vllm(http: Http) -> Identity | None:
-    """Who is there; None if it doesn't speak vLLM's API."""
+    """Return the server's identity; None if it does not have vLLM's API."""
     models = http.get("/v1/models")
     if not models.is_ok or not isinstance(models.body, dict) or not models.body.get("data"):
         return None
@@ -48,7 +47,7 @@ def _paths(http: Http) -> frozenset[str]:
     schema = http.get("/openapi.json")
     paths = schema.body.get("paths", {}) if schema.is_ok and isinstance(schema.body, dict) else {}
     has = set(paths)
-    # Present though switched off: only asking tells. An empty prompt is refused in any case.
+    # Listed even if switched off: only a request shows it. An empty prompt is always refused.
     if GENERATE in has or not has:
         refused = http.post(GENERATE, {"token_ids": [], "sampling_params": {}})
         has.discard(GENERATE)
@@ -58,7 +57,7 @@ def _paths(http: Http) -> frozenset[str]:
 
 
 class ExaminedVllm:
-    """A server with vLLM's routes."""
+    """A server with vLLM's API; implements :class:`ExaminedEngine`."""
 
     def __init__(self, http: Http, identity: Identity) -> None:
         self.identity = identity
@@ -66,7 +65,7 @@ class ExaminedVllm:
         self._by_tokens = GENERATE in identity.paths
 
     def ask(self, question: Question) -> Answer:
-        """Have it answer; see :class:`ExaminedEngine`."""
+        """Generate by token ids or by ``/v1/completions``; see :class:`ExaminedEngine`."""
         if self._by_tokens:
             return _from_tokens(_choice(self._http.post(GENERATE, self._token_body(question))))
         return _from_openai(
@@ -92,7 +91,7 @@ class ExaminedVllm:
         return body | _sampling(question) | _salt(question)
 
     def tokenize(self, text: str) -> list[int] | None:
-        """Its tokens for ``text``."""
+        """Tokenize by ``/tokenize``; see :class:`ExaminedEngine`."""
         body = {"model": self.identity.model, "prompt": text, "add_special_tokens": False}
         reply = self._http.post("/tokenize", body)
         if not reply.is_ok or not isinstance(reply.body, dict):
@@ -100,10 +99,13 @@ class ExaminedVllm:
         return [int(token) for token in reply.body["tokens"]]
 
     def load_weights(self, directory: Path, *, clears_cache: bool) -> str | None:
-        """From files, while nothing runs; in the query, for a pause ignores its body."""
+        """Reload weights from files during a pause; see :class:`ExaminedEngine`.
+
+        Parameters of the pause are in the query, because vLLM ignores that route's body.
+        """
         pause = f"/pause?mode=abort&clear_cache={str(clears_cache).lower()}"
         paused = self._http.post(pause, {})
-        if not paused.is_ok:  # an update beside requests that run hangs it for ever
+        if not paused.is_ok:  # an update beside running requests would hang the server for ever
             return f"{pause} answers {paused.status}: {paused.body}"
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         try:
@@ -116,7 +118,7 @@ class ExaminedVllm:
         return None
 
     def cached_tokens_total(self) -> int | None:
-        """Sum of its counters of prefix cache hits, over its engines."""
+        """Return the sum of the counter ``vllm:prefix_cache_hits_total`` over its engines."""
         reply = self._http.get("/metrics")
         hits = _HITS.findall(reply.body) if reply.is_ok and isinstance(reply.body, str) else []
         return int(sum(float(count) for count in hits)) if hits else None
@@ -178,7 +180,7 @@ def _from_openai(choice: dict[str, Any]) -> Answer:
 
 
 def _by_id(top: Mapping[str, float] | None) -> dict[int, float]:
-    """Keys such as ``token_id:248``; others are texts, which needn't be one token each."""
+    """Return log-probs by token id, from keys such as ``token_id:248``; other keys are texts."""
     found = {}
     for name, logprob in (top or {}).items():
         mark, _, number = name.partition(":")

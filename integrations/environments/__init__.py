@@ -1,1 +1,1 @@
-"""Environment packages as Tidegate environments."""
+"""Adapters of environment packages to Tidegate's environment interface."""

@@ -1,4 +1,5 @@
-"""How is an environment of gymnasium played by text? Spaces are written, and actions are read.
+"""Adapter for Gymnasium environments: observations are written as text, actions are parsed from
+text.
 
     pool.environment(
         "tidegate.integrations.environments.gymnasium_text:GymnasiumText",
@@ -6,9 +7,9 @@
         actions=["left", "down", "right", "up"], describe="my_games:map_of",
     )
 
-Left to itself, it writes observations as numbers and reads actions as numbers or by their names.
-``describe`` and ``parse`` name functions that do it better: from an observation (and the
-environment) to text; from text to an action, or ValueError for what is none.
+By default, observations are written as numbers, and actions are read as numbers or by name.
+``describe`` and ``parse`` name functions that replace this: from an observation and the environment
+to text, and from text to an action (ValueError if it is none).
 """
 
 import re
@@ -23,7 +24,7 @@ NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 class GymnasiumText:
-    """One environment of gymnasium."""
+    """One Gymnasium environment."""
 
     def __init__(
         self,
@@ -36,16 +37,16 @@ class GymnasiumText:
         parse: str | None = None,
         imports: str | None = None,
     ) -> None:
-        """
+        """Create the environment.
+
         Args:
-            env: its id.
-            settings: for ``gymnasium.make``.
-            prompt: before the first observation.
-            actions: names for those of a Discrete space.
-            describe: ``module:function``.
-            parse: ``module:function``.
-            imports: a module that registers ``env``.
-        """
+        env: Gymnasium's id of the environment.
+        settings: keyword arguments of ``gymnasium.make``.
+        prompt: text before the first observation.
+        actions: names of the actions of a Discrete space.
+        describe: ``module:function`` that writes an observation.
+        parse: ``module:function`` that reads an action.
+        imports: a module that registers ``env``."""
         gymnasium = package("gymnasium", distribution="gymnasium")
         if imports is not None:
             package(imports, distribution=imports.partition(".")[0])
@@ -60,13 +61,13 @@ class GymnasiumText:
             self._parse, self._help = reader.read, f"; answer with {reader.help}"
 
     def reset(self, *, seed: int, task: Any) -> Observation:
-        """Begin by the seed; ``options`` of a task that has some are the environment's."""
+        """Reset with the seed, and with the task's ``options`` if it has some."""
         options = task.get("options") if isinstance(task, Mapping) else None
         observation, _ = self._env.reset(seed=seed, options=options)
         return Observation(self._prompt + self._text(observation))
 
     def step(self, action: str) -> Observation:
-        """Do it, if it is an action; else nothing happens, but that a turn is spent."""
+        """Parse the text and act. If it is no action, only return an error text."""
         try:
             chosen = self._parse(action)
         except ValueError as error:
@@ -85,7 +86,7 @@ class GymnasiumText:
 
 
 def written(observation: Any) -> str:
-    """An observation of any space: numbers to three decimals, parts by their names."""
+    """Format an observation of any space: floats with three digits, parts by name."""
     if isinstance(observation, str):
         return observation
     if isinstance(observation, Mapping):
@@ -101,10 +102,13 @@ def written(observation: Any) -> str:
 
 
 class ActionReader:
-    """Reads actions of a space."""
+    """Parser of actions of a Gymnasium space."""
 
     def __init__(self, space: Any, names: list[str] | None) -> None:
-        """Raises TypeError for a space that needs a ``parse`` of its own."""
+        """Check the space and the names.
+
+        Raises:
+        TypeError: the space needs a ``parse`` function, or ``names`` do not fit it."""
         self._kind = type(space).__name__
         self._space = space
         self._names = [name.casefold() for name in names or ()]
@@ -115,7 +119,7 @@ class ActionReader:
 
     @property
     def help(self) -> str:
-        """What is expected, for the model."""
+        """Description of a valid action, for the model."""
         if self._names:
             return "one of " + ", ".join(self._names)
         if self._kind == "Discrete":
@@ -126,7 +130,11 @@ class ActionReader:
         return f"{self._count} numbers"
 
     def read(self, text: str) -> Any:
-        """The action. Raises ValueError if there is none."""
+        """Return the action in the text.
+
+        Raises:
+            ValueError: there is none.
+        """
         if self._kind == "Text":
             return self._if_in_space(text.strip(), text)
         if self._kind == "Discrete":

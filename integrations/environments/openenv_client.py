@@ -1,12 +1,13 @@
-"""How is an environment that OpenEnv serves played? Over its socket, an action's field as text.
+"""Adapter for environments behind an OpenEnv server, over its WebSocket; one action field holds the
+text.
 
     pool.environment(
         "tidegate.integrations.environments.openenv_client:OpenEnv",
         url="http://127.0.0.1:8000", action_field="message", text_field="echoed_message",
     )
 
-A task that is a mapping is given to the server's reset, beside the seed. Each environment has a
-connection and a session of its own; the server must allow as many as are open at once.
+A task that is a mapping is passed to the server's reset beside the seed. Each environment has its
+own connection and session; the server must allow as many sessions as environments are open.
 """
 
 import json
@@ -29,14 +30,16 @@ class OpenEnv:
         prompt: str = "",
         constants: dict[str, Any] | None = None,
     ) -> None:
-        """
+        """Create the client; :meth:`reset` connects it.
+
         Args:
-            url: of the server.
-            action_field: of the action, which the model's text is put into.
-            text_field: of the observation, which is shown to the model; None: all of it, as JSON.
-            prompt: before the first observation.
-            constants: other fields of every action.
-        """
+        url: the server's URL.
+        action_field: field of the action that receives the model's text.
+        text_field: field of the observation shown to the model; the whole observation as JSON
+            if
+            None.
+        prompt: text before the first observation.
+        constants: other fields of every action."""
         core = package("openenv.core", distribution="openenv-core")
         self._client = core.GenericEnvClient(base_url=url)
         self._action_field = action_field
@@ -45,19 +48,19 @@ class OpenEnv:
         self._constants = constants or {}
 
     async def reset(self, *, seed: int, task: Any) -> Observation:
-        """Connect, and begin."""
+        """Connect, and reset the session."""
         await self._client.connect()
         given = dict(task) if isinstance(task, Mapping) else {}
         result = await self._client.reset(**{"seed": seed, **given})
         return self._observation(result, self._prompt)
 
     async def step(self, action: str) -> Observation:
-        """Go on."""
+        """Send the action."""
         result = await self._client.step({**self._constants, self._action_field: action})
         return self._observation(result, "")
 
     async def close(self) -> None:
-        """End the session."""
+        """Close the session."""
         await self._client.close()
 
     def _observation(self, result: Any, before: str) -> Observation:

@@ -1,4 +1,4 @@
-"""Which package does an adapter need, and is it there? Imported when an environment is made."""
+"""Import of optional packages, with an error that says how to install them."""
 
 import importlib
 from typing import Any
@@ -7,10 +7,10 @@ from tidegate.errors import PackageMissing
 
 
 def package(name: str, *, distribution: str) -> Any:
-    """The module, imported.
+    """Import and return a module.
 
     Raises:
-        PackageMissing: it, or something that it needs, is not installed.
+        PackageMissing: the module, or one that it needs, is not installed.
     """
     try:
         return importlib.import_module(name)

@@ -1,11 +1,11 @@
-"""How is an environment of skyrl-gym played? As it is, for it speaks text already.
+"""Adapter for skyrl-gym environments, which already exchange text.
 
     pool.environment(
         "tidegate.integrations.environments.skyrl_gym_text:SkyRLGym", env="gsm8k"
     )
 
-A task is a row of SkyRL's datasets: ``prompt``, a list of messages, and what the environment reads
-beside it (``reward_spec``, ``extra_info``, …).
+A task is a row of SkyRL's datasets: ``prompt``, a list of messages, and the fields that the
+environment reads (``reward_spec``, ``extra_info``, …).
 """
 
 from typing import Any
@@ -15,12 +15,13 @@ from tidegate.integrations.environments.packages import package
 
 
 class SkyRLGym:
-    """One environment, by the id that it is registered by."""
+    """One skyrl-gym environment."""
 
     def __init__(
         self, env: str, *, config: dict[str, Any] | None = None, imports: str | None = None
     ) -> None:
-        """``config``: its ``env_config``. ``imports``: a module that registers ``env``."""
+        """``env`` is its registered id, ``config`` its ``env_config``, and ``imports`` a module
+        that registers it."""
         self._gym = package("skyrl_gym", distribution="skyrl-gym")
         if imports is not None:
             package(imports, distribution=imports.partition(".")[0])
@@ -29,14 +30,14 @@ class SkyRLGym:
         self._env: Any = None
 
     def reset(self, *, seed: int, task: Any) -> Observation:
-        """Begin; these environments know no seed, the task is all that they depend on."""
+        """Create and initialise it. It depends on the task only, and takes no seed."""
         config = package("omegaconf", distribution="omegaconf").DictConfig(self._config)
         self._env = self._gym.make(self._name, env_config=config, extras=task)
         prompt, _ = self._env.init(task["prompt"])
         return chat(prompt)
 
     def step(self, action: str) -> Observation:
-        """Go on."""
+        """Pass the action on."""
         output = self._env.step(action)
         return chat(output["observations"], reward=output["reward"], done=output["done"])
 

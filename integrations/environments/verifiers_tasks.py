@@ -1,13 +1,14 @@
-"""How is a taskset of verifiers an environment? Its prompt is asked, its own rewards grade.
+"""Adapter for tasksets of verifiers 0.4: the task's prompt, one answer, scored by the task's
+rewards.
 
     pool.environment(
         "tidegate.integrations.environments.verifiers_tasks:Verifiers",
         taskset="my_tasks:Arithmetic", settings={"split": "train"},
     )
 
-A task is the place of one in the taskset; any other gets one by the group's seed. This plays what
-takes one answer and is graded by that alone. Harnesses (agents, tools, containers) talk to a model
-over HTTP instead, by verifiers' own runner.
+A task is an index into the taskset; for any other task, the group's seed is the index. Only tasks
+with a single scored answer are supported. Harnesses with agents, tools or containers run with
+verifiers' own runner, through the gateway.
 """
 
 import inspect
@@ -22,16 +23,16 @@ from tidegate.integrations.environments.packages import package
 
 
 class Verifiers:
-    """One task of a taskset of verifiers 0.4 (``verifiers.v1``)."""
+    """One task of a taskset of verifiers 0.4 (``verifiers.v1``), as an environment of one step."""
 
     def __init__(self, taskset: str, *, settings: dict[str, Any] | None = None) -> None:
-        """``taskset``: ``module:Class``, or the id of an installed one. ``settings``: of its
-        config."""
+        """``taskset`` is ``module:Class`` or the id of an installed one; ``settings`` are for
+        its config."""
         self._vf = package("verifiers.v1", distribution="verifiers")
         self._tasks = _tasks(taskset, json.dumps(settings or {}, sort_keys=True))
 
     def reset(self, *, seed: int, task: Any) -> Observation:
-        """Ask."""
+        """Return the task's prompt."""
         is_place = isinstance(task, int) and not isinstance(task, bool)
         self._task = self._tasks.at(task if is_place else seed)
         _refuse_what_needs_more(self._task)
@@ -46,16 +47,16 @@ class Verifiers:
         return chat(message.model_dump(exclude_none=True) for message in self._messages)
 
     async def step(self, action: str) -> Observation:
-        """Grade."""
+        """Score the answer, and end the episode."""
         trace = self._trace(action)
         await self._task.score(trace)
         return Observation("", reward=trace.reward, done=True)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def _trace(self, action: str) -> Any:
-        """What verifiers would have recorded of this conversation."""
+        """Return the trace that verifiers would have recorded of this conversation."""
         traces = package("verifiers.v1.trace", distribution="verifiers")
         said = [*self._messages, self._vf.AssistantMessage(content=action)]
         nodes = [
@@ -79,7 +80,7 @@ class Verifiers:
 
 
 class _Tasks:
-    """Those of a taskset, read as far as they were asked for."""
+    """Tasks of a taskset, read as far as they were requested."""
 
     def __init__(self, taskset: Any) -> None:
         self._rest = iter(taskset)
@@ -96,7 +97,7 @@ class _Tasks:
 
 @cache
 def _tasks(name: str, settings: str) -> _Tasks:
-    """One per process: loading may take long."""
+    """Return the taskset, cached per process because loading may take long."""
     vf = package("verifiers.v1", distribution="verifiers")
     loaders = package("verifiers.v1.utils.loaders", distribution="verifiers")
     generic = package("verifiers.v1.utils.generic", distribution="verifiers")

@@ -1,1 +1,1 @@
-"""Engines, environments and trainer ranks on a Ray cluster."""
+"""Engines, environments and trainer ranks as actors on a Ray cluster."""

@@ -1,8 +1,9 @@
 """Engines of a run as Ray actors, each in a placement group.
 
-Ray finds nodes and GPUs, and starts actors again elsewhere when they or their nodes die. It carries
-no rollouts and no weights: an actor runs the worker program, which connects to the run over ZeroMQ
-like any other, by keys that came as the actor's argument.
+A run with ``cluster="ray"`` uses it in place of local engine processes. Ray finds nodes and GPUs,
+and restarts actors when they or their nodes die. Rollouts and weights do not go through Ray: an
+actor runs the worker program, which connects to the run over ZeroMQ with keys from the actor's
+arguments.
 """
 
 import asyncio
@@ -44,21 +45,21 @@ from tidegate.transport.security import (
 )
 
 DEFECT = 1
-"""The worker's exit status when it failed itself; a fresh process may do better."""
+"""Exit status of a worker that failed because of a defect; a new process may work."""
 
 
 class RayEngine:
-    """One engine, in the process that Ray made for it."""
+    """Ray actor that is one engine."""
 
     def __init__(self, arguments: list[str], keys: EngineKeys | None) -> None:
-        """What the worker is told. Keys come this way, and touch no disk."""
+        """Take the worker's arguments and keys; the keys are never written to disk."""
         self._arguments = arguments
         self._keys = keys
 
     def serve(self) -> tuple[int, str]:
-        """Be an engine until it ends; its exit status, and what it said last.
+        """Run the worker until it ends; return its exit status and the end of its standard error.
 
-        After a :data:`DEFECT` this process is to be ended: what it has in memory is in doubt.
+        After :data:`DEFECT` the caller must kill this process, because its memory may be corrupt.
         """
         worker: Any = importlib.import_module(WORKER)
         said = _Tail(sys.stderr)
@@ -67,12 +68,12 @@ class RayEngine:
         return status, said.last_words()
 
     def pid(self) -> int:
-        """Of this process. Answers while it serves."""
+        """Return the process id; answers while the engine serves."""
         return os.getpid()
 
 
 class _Tail(io.TextIOBase):
-    """Passes text on, and remembers the end of it."""
+    """Text stream that passes everything on, and keeps the last 4,096 characters."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -80,7 +81,7 @@ class _Tail(io.TextIOBase):
 
     def write(self, text: str) -> int:
         self._end = (self._end + text)[-4096:]
-        self._target.write(text)  # Ray's own stderr doesn't say how much it wrote
+        self._target.write(text)  # Ray's stderr does not return the number of characters
         return len(text)
 
     def flush(self) -> None:
@@ -94,23 +95,23 @@ class _Tail(io.TextIOBase):
 
 
 RETRY_S = 0.5
-"""Between asking an actor to serve and asking again, while Ray looks for a place for it."""
+"""Pause before asking an actor to serve again, while Ray looks for resources."""
 
 SHORT_LIFE_S = 30.0
-"""An engine that ends sooner has failed; after :data:`RESTARTS_MAX` such ends in a row it is given
-up. Lost nodes cost an engine nothing however many they are."""
+"""An engine that ends sooner has failed. After :data:`RESTARTS_MAX` failures in a row it is
+given up; lost nodes do not count."""
 
 log = logging.getLogger("tidegate")
 
 
 class RayCluster:
-    """The cluster that this process belongs to; or that RAY_ADDRESS, or a Ray started here, is."""
+    """The Ray cluster of this process, or that of RAY_ADDRESS, or one started here."""
 
     def __init__(self, settings: RunSettings) -> None:
-        """Connect to it.
+        """Connect to the cluster.
 
         Raises:
-            ConfigError: Ray isn't installed, or can't be reached.
+            ConfigError: Ray is not installed, or can't be reached.
         """
         self.ray = connected_ray()
         self.settings = settings
@@ -125,7 +126,7 @@ class RayCluster:
             self.keys, self.engine_keys = passing_keys()
 
     def engines(self, address: str, logs: Path, *, on_exit: OnExit) -> Engines:
-        """Actors; Ray keeps their logs."""
+        """Return the engines, not started yet; Ray keeps their logs."""
         host = listening_host(address)
         if host == "0.0.0.0":
             port = address.rpartition(":")[2]
@@ -134,7 +135,7 @@ class RayCluster:
 
 
 class RayEngines:
-    """Actors that are engines. All of it happens on the run's loop."""
+    """The run's engines as actors. Use it on the run's event loop only."""
 
     def __init__(self, cluster: RayCluster, address: str, *, on_exit: OnExit) -> None:
         self._ray = cluster.ray
@@ -147,16 +148,16 @@ class RayEngines:
         self._actors: dict[str, Any] = {}
         self._begun_s: dict[str, float] = {}
         self._failures: Counter[str] = Counter()
-        """Of each engine, in a row."""
+        """Number of failures in a row, by engine."""
         self._is_told: set[str] = set()
-        """Engines whose last end was told of already."""
+        """Engines whose last end was already reported."""
         self._timers: set[asyncio.TimerHandle] = set()
         self._is_over = False
         self.may_restart = False
 
     @property
     def are_gone(self) -> bool:
-        """Whether all were given up."""
+        """Whether all engines were given up."""
         return not self._actors
 
     def start(self) -> None:
@@ -165,8 +166,8 @@ class RayEngines:
             name = f"engine-{index}"
             actor = self._ray.remote(RayEngine).options(
                 max_restarts=-1,
-                max_task_retries=0,  # an end is to be told of at once, not when it is made good
-                max_concurrency=2,  # so that it answers while it serves, outside the main thread
+                max_task_retries=0,  # so that a failure is reported at once, and not after a retry
+                max_concurrency=2,  # so that pid() answers while serve() runs
                 **self._room.options(index),
             )
             arguments = engine_options(
@@ -176,17 +177,17 @@ class RayEngines:
             self._serve(name)
 
     def kill(self, name: str) -> None:
-        """End its process; Ray starts another."""
+        """Kill an engine's process; Ray starts another one."""
         if name in self._actors:
             self._ray.kill(self._actors[name], no_restart=False)
 
     def kill_all(self) -> None:
-        """For good."""
+        """Kill all actors without a restart."""
         for actor in list(self._actors.values()):
             self._ray.kill(actor)
 
     def stop(self) -> None:
-        """End all, and give their places back."""
+        """Kill all actors, and free their placement groups."""
         self._is_over = True
         for timer in self._timers:
             timer.cancel()
@@ -196,7 +197,7 @@ class RayEngines:
     # ------------------------------------------------------------ one engine
 
     def _serve(self, name: str) -> None:
-        """Have an actor be an engine until it ends; if it has no place yet, as soon as it has."""
+        """Make the actor serve; the call waits in Ray until the actor has resources."""
         self._begun_s[name] = self._loop.time()
         future: Future[tuple[int, str]] = self._actors[name].serve.remote().future()
         future.add_done_callback(partial(self._ended_elsewhere, name))
@@ -212,7 +213,7 @@ class RayEngines:
             return
         error = future.exception()
         lived_s = self._loop.time() - self._begun_s[name]
-        if error is None:  # by itself
+        if error is None:  # the worker ended
             status, why = future.result()
             why = why or f"exit status {status}"
             self._failures[name] = 1 if lived_s > SHORT_LIFE_S else self._failures[name] + 1
@@ -221,7 +222,7 @@ class RayEngines:
                 self.kill(name)
         else:
             why = f"its actor or node was lost: {said(error)}"
-            if lived_s > RETRY_S:  # it did live, and didn't merely wait for a place
+            if lived_s > RETRY_S:  # it had served, and was not only waiting for resources
                 self._is_told.discard(name)
         given_up = not self.may_restart or self._failures[name] > RESTARTS_MAX
         if given_up:

@@ -1,7 +1,7 @@
-"""How do processes of environments run on a Ray cluster? An actor for each, and a tunnel to it.
+"""Worker processes of an environment pool on a Ray cluster: one actor each, connected by a tunnel.
 
-Ray places them and tells of lost nodes. Calls and replies go through a tunnel of ZeroMQ, with keys
-that came as the actor's argument. It knows processes, not environments.
+Pass :func:`ray_workers` as the pool's ``workers``. Ray places the actors and reports lost nodes.
+Calls and replies go through a ZeroMQ tunnel, with keys from the actor's arguments.
 """
 
 import asyncio
@@ -27,20 +27,20 @@ from tidegate.transport.tunnel_exit import TunnelExit
 from tidegate.transport.tunnels import Tunnel, TunnelEntrance
 
 CLOSE_TIMEOUT_S = 2.0
-"""For actors to kill what their processes have started; then they are killed themselves."""
+"""How long actors may take to kill their processes before they are killed themselves."""
 
 
 class RayEnvironmentWorker:
-    """The actor: it has one process, and carries for it."""
+    """Ray actor that starts one worker process, and forwards its socket and output."""
 
     def __init__(self, address: str, name: str, keys: EngineKeys) -> None:
-        """Where the tunnel begins."""
+        """Take the address, name and keys of the tunnel."""
         self._address, self._name, self._keys = address, name, keys
 
     def serve(
         self, python: str, memory_bytes: int | None, pass_variables: tuple[str, ...] = ()
     ) -> None:
-        """Have a process here until it ends, or is to. It dies with this thread."""
+        """Run a worker process until it ends or is to be killed. It dies with this thread."""
         worker = LocalWorker(python, memory_bytes, pass_variables)
         tunnel = TunnelExit(self._address, self._name, self._keys)
         with worker.connection, worker.output:
@@ -51,7 +51,7 @@ def ray_workers(places: RayPlaces) -> WorkersFactory:
     """Return the ``workers=`` argument of an ``EnvironmentPool`` whose processes run on Ray.
 
     Args:
-        places: the resources of each process, and the placement group it goes into.
+        places: resources and placement group of each process.
     """
 
     def start_on_ray(
@@ -63,7 +63,7 @@ def ray_workers(places: RayPlaces) -> WorkersFactory:
 
 
 class RayWorkers:
-    """Starts them, each where Ray finds a place."""
+    """Starts worker processes as Ray actors; implements :class:`Workers`."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class RayWorkers:
         """Connect to Ray.
 
         Raises:
-            ConfigError: there is no Ray, or nothing of what is asked for.
+            ConfigError: Ray is not installed or not reachable, or the placement group does not fit.
         """
         self._ray = connected_ray()
         self._room = RayRoom(self._ray, places)
@@ -84,11 +84,12 @@ class RayWorkers:
         self._entrance = TunnelEntrance(own_address(self._ray), keys)
         self._numbers = itertools.count()
         self._free: list[int] = []
-        """Numbers of processes that have ended: bundles that have room again."""
+        """Numbers of ended processes, whose bundles can be used again."""
         self._served: dict[Future[None], Any] = {}
+        """Actors by their running call of ``serve``."""
 
     def start(self) -> StartedWorker:
-        """It is ready once Ray has a place for it."""
+        """Create an actor; it becomes ready once Ray has resources for it."""
         number = self._free.pop() if self._free else next(self._numbers)
         name = f"environments-{number}-{uuid.uuid4().hex[:8]}"
         tunnel = self._entrance.open(name)
@@ -102,15 +103,16 @@ class RayWorkers:
         loop = asyncio.get_running_loop()
 
         def ended(future: "Future[None]") -> None:
-            with suppress(RuntimeError):  # the loop has closed: close() looks after the rest
-                # Not here: this is Ray's own thread, which would wait for itself.
+            with suppress(RuntimeError):  # the loop has closed: close() cleans up
+                # Not on this thread, which is Ray's and would wait for itself.
                 loop.call_soon_threadsafe(self._ended, number, tunnel, future)
 
         served.add_done_callback(ended)
         return RayWorker(tunnel, self._entrance, partial(self._killed, number))
 
     def _killed(self, number: int) -> None:
-        """Its bundle is the next one's, who waits there until Ray has heard of this end, too."""
+        """Free the bundle for the next actor, which waits there until Ray knows that this one
+        ended."""
         if self._room.is_shared:
             self._free.append(number)
 
@@ -128,7 +130,7 @@ class RayWorkers:
             self._free.append(number)
 
     def close(self) -> None:
-        """Have all end, kill what doesn't, and give the places back."""
+        """End all actors, kill those that do not end in time, and free the placement groups."""
         self._entrance.close()
         left = dict(self._served)
         for future in wait(left, CLOSE_TIMEOUT_S).not_done:
@@ -137,10 +139,10 @@ class RayWorkers:
 
 
 class RayWorker:
-    """One process on some node."""
+    """One worker process on a node of the cluster; implements :class:`StartedWorker`."""
 
     start_timeout_s = 600.0
-    """Ray may have to wait for a node first."""
+    """Ray may have to wait for a node."""
 
     def __init__(
         self, tunnel: Tunnel, entrance: TunnelEntrance, on_kill: Callable[[], None]
@@ -154,11 +156,11 @@ class RayWorker:
 
     @property
     def was_lost(self) -> bool:
-        """Whether its actor or node was, or a piece on the way."""
+        """Whether its actor, its node or the connection was lost."""
         return self._tunnel.was_lost
 
     def kill(self) -> str:
-        """Its actor ends it, and all that it has started."""
+        """Make the actor kill the process with all processes that it started."""
         with suppress(OSError):
             self._entrance.kill(self._tunnel)
         self._on_kill()

@@ -1,6 +1,7 @@
-"""Where does Ray put a run's processes? In placement groups of their own, or in the user's.
+"""Placement of a run's processes on a Ray cluster: in placement groups of their own, or in the
+user's.
 
-It knows resources and bundles; not what a process does there.
+Engines, environments and trainer ranks use it.
 """
 
 from dataclasses import dataclass
@@ -11,15 +12,15 @@ from tidegate.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayPlaces:
-    """What each process of one kind gets of Ray's resources, and where."""
+    """Resources of each process of one kind, and its placement group."""
 
     cpus: float = 1
     gpus: float = 0
-    """A process sees these and no others; half of one is shared with whoever has the other."""
+    """GPUs that each process sees; a fraction shares a GPU with other processes."""
     placement_group: str | None = None
-    """The name of one of the user's: process ``n`` goes into its bundle ``n``, beginning again
-    where there are fewer. So kinds that name the same group are together, bundle by bundle. None:
-    Tidegate makes groups, wherever there is room."""
+    """Name of the user's placement group: process ``n`` goes into bundle ``n`` modulo the number
+    of bundles. So different kinds of processes that name the same group share bundles. None:
+    Tidegate creates placement groups wherever there is room."""
 
     def __post_init__(self) -> None:
         for name, amount in (("cpus", self.cpus), ("gpus", self.gpus)):
@@ -34,11 +35,11 @@ class RayPlaces:
 
 
 def connected_ray() -> Any:
-    """Ray's module, connected to the cluster that this process belongs to, or that RAY_ADDRESS is,
-    or to one that is started here.
+    """Return the module `ray`, connected to this process's cluster, to that of RAY_ADDRESS, or to
+    one started here.
 
     Raises:
-        ConfigError: Ray isn't installed, or can't be reached.
+        ConfigError: Ray is not installed, or can't be reached.
     """
     try:
         import ray
@@ -56,22 +57,22 @@ def connected_ray() -> Any:
 
 
 def own_address(ray: Any) -> str:
-    """Any free port of this node's address, by which other nodes reach it."""
+    """Return this node's address in the cluster, with any free port."""
     return f"tcp://{ray.util.get_node_ip_address()}:*"
 
 
 class RayRoom:
-    """The places of processes of one kind."""
+    """Placement groups of the processes of one kind."""
 
     def __init__(self, ray: Any, places: RayPlaces, *, together: int | None = None) -> None:
-        """Look the user's group up, if there is one.
+        """Look up the user's placement group, or create one.
 
-        Without one, ``together`` is how many processes are to be placed all at once or not at all;
-        left out, each has a group of its own, so that those that have a place begin, and a node
-        that comes later takes those that have none.
+        Without the user's group, ``together`` is the number of processes to be placed all at once
+        or not at all. If it is None, each process has a group of its own, so that processes start
+        as soon as there is room for them.
 
         Raises:
-            ConfigError: there is none of that name, or its bundles are too small.
+            ConfigError: there is no group of that name, or its bundles are too small.
         """
         self._ray = ray
         self._places = places
@@ -88,11 +89,12 @@ class RayRoom:
 
     @property
     def is_shared(self) -> bool:
-        """Whether process ``n`` has its bundle beforehand, and no other can take its place."""
+        """Whether process ``n`` has a fixed bundle of a group that it shares with others."""
         return self._shared is not None
 
     def options(self, index: int) -> dict[str, Any]:
-        """For an actor: what it gets, and where. Ray may be long in finding that place."""
+        """Return an actor's options: resources and placement. Ray may take long to find the
+        resources."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if self._shared is not None:
@@ -110,14 +112,14 @@ class RayRoom:
         }
 
     def _made(self, bundles: int) -> Any:
-        """Its demand is what autoscalers look at."""
+        """Create a placement group; autoscalers see its demand."""
         from ray.util.placement_group import placement_group
 
         wanted = {"CPU": self._places.cpus, "GPU": self._places.gpus}
         return placement_group([{name: n for name, n in wanted.items() if n}] * bundles)
 
     def give_back(self, index: int) -> None:
-        """One process's place, where it was its own."""
+        """Remove one process's own placement group."""
         from ray.util.placement_group import remove_placement_group
 
         group = self._own.pop(index, None)
@@ -125,7 +127,7 @@ class RayRoom:
             remove_placement_group(group)
 
     def give_all_back(self) -> None:
-        """What is of the user's group stays the user's."""
+        """Remove all groups created here, but not the user's."""
         from ray.util.placement_group import remove_placement_group
 
         if self._is_shared_own:
@@ -136,9 +138,9 @@ class RayRoom:
 
 
 def said(error: BaseException) -> str:
-    """What an actor's call failed of, in a line."""
+    """Return the error of an actor's call in one line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    # Of an error raised in the actor, Ray gives the traceback: what it was stands at its end.
+    # For an error raised in the actor, Ray returns the traceback, whose last line names it.
     return lines[-1] if "Traceback" in str(error) or "ray::" in lines[0] else lines[0]
 
 

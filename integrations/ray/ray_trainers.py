@@ -1,7 +1,7 @@
-"""How do a trainer's ranks run on a Ray cluster? All at once, as actors that connect to the run.
+"""Trainer ranks on a Ray cluster: actors, placed all at once, that connect to the run.
 
-Ray places them together or not at all, and they find the run, and each other, by what they are
-given: address, keys, rank. Batches and weights travel as for any trainer in another process.
+Each rank gets the run's address, keys, its rank, and the variables of ``torch.distributed``.
+Batches and weights travel as for any trainer in another process.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.trainer.rollouts import Rollouts
 
 Train = Callable[[SyncRemoteRollouts], Any]
-"""What a rank does: it gets its connection, open, with its ``rank`` and ``world_size``."""
+"""Function of a rank; called with its open connection, which has ``rank`` and ``world_size``."""
 
 
 async def train_on_ray(
@@ -44,19 +44,20 @@ async def train_on_ray(
     trainer_timeout_s: float = 600.0,
     rank_timeout_s: float = 60.0,
 ) -> list[Any]:
-    """Have ``train(rollouts)`` run in so many ranks on Ray's nodes; what each returned, by rank.
+    """Run ``train(rollouts)`` in ``world_size`` ranks on Ray's nodes; return their results by rank.
 
-    Each is an actor with the GPUs of ``places``, and the variables by which
-    ``torch.distributed.init_process_group()`` finds the others. Its ``rollouts`` is what
-    ``tidegate.connect_sync`` gives. ``train`` is sent as Ray sends functions. The rest is as for
+    Each rank is an actor with the GPUs of ``places``, and the variables that
+    ``torch.distributed.init_process_group()`` needs. Its ``rollouts`` is a
+    ``tidegate.connect_sync`` connection. Ray serialises ``train``. The other arguments are those of
     ``Rollouts.listen``.
 
-    A rank that fails ends the others. The run is intact then, and may train on: call this again,
-    with a ``train`` that goes on from a checkpoint. Cancelled, it ends the ranks.
+    A rank that fails ends the others. The run stays intact: call this again with a ``train`` that
+    resumes from a checkpoint. Cancelling the call ends the ranks.
 
     Raises:
-        TrainerLost: a rank failed, or its node was lost; or Ray found no place for all of them.
-        ConfigError: no rank, no Ray, no such placement group, or as for ``listen``.
+        TrainerLost: a rank failed, its node was lost, or Ray found no resources for all ranks.
+        ConfigError: ``world_size`` is below 1, Ray is missing, there is no such placement group, or
+            as for ``listen``.
         EngineLost, EpisodeError: the run has failed.
     """
     if world_size < 1:
@@ -81,7 +82,7 @@ async def train_on_ray(
         meeting = await ranks.meet(trainer_timeout_s)
         return await _trained(ranks, train, meeting, bound, asyncio.ensure_future(listening))
     finally:
-        listening.close()  # no effect if it was run
+        listening.close()  # no effect if it was awaited
         ranks.end()
 
 
@@ -92,13 +93,13 @@ async def _trained(
     bound: "asyncio.Future[str]",
     listening: "asyncio.Future[None]",
 ) -> list[Any]:
-    """Until the run has no trainer any more, and all ranks have returned; or one of it fails."""
+    """Wait until the run has no trainer and all ranks have returned, or one of them fails."""
     training: asyncio.Future[list[Any]] | None = None
     until_bound: list[asyncio.Future[Any]] = [bound, listening]
     try:
         await asyncio.wait(until_bound, return_when=asyncio.FIRST_COMPLETED)
         if not bound.done():
-            await listening  # which has failed
+            await listening  # raises its error
         training = asyncio.ensure_future(ranks.train(train, bound.result(), meeting))
         until_done: list[asyncio.Future[Any]] = [listening, training]
         await asyncio.wait(until_done, return_when=asyncio.FIRST_EXCEPTION)
@@ -114,7 +115,7 @@ async def _trained(
 
 
 class _Ranks:
-    """Actors, one for each rank."""
+    """One actor per rank."""
 
     def __init__(self, ray: Any, room: RayRoom, world_size: int, keys: EngineKeys) -> None:
         self._ray, self._room = ray, room
@@ -126,10 +127,10 @@ class _Ranks:
         ]
 
     async def meet(self, timeout_s: float) -> tuple[str, int]:
-        """Where rank 0 can be met, once all have places.
+        """Return an address and port of rank 0's node, once all actors are placed.
 
         Raises:
-            TrainerLost: not all have, in time; or one failed at its start.
+            TrainerLost: not all were placed in time, or one failed to start.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -146,12 +147,12 @@ class _Ranks:
         return str(address), int(port)
 
     async def train(self, train: Train, address: str, meeting: tuple[str, int]) -> list[Any]:
-        """What each returned.
+        """Return each rank's result.
 
         Raises:
-            TrainerLost: one failed.
+            TrainerLost: a rank failed.
         """
-        # Once for all, or Ray would warn of a large function that is sent again and again.
+        # Stored once: Ray warns about a large function that is sent repeatedly.
         sent = self._ray.put(train)
         return await self._all([a.train.remote(sent, address, meeting) for a in self._actors])
 
@@ -174,21 +175,21 @@ class _Ranks:
                 ended.cancel()
 
     def end(self) -> None:
-        """End all, and give their places back."""
+        """Kill all actors, and free their placement group."""
         for actor in self._actors:
             self._ray.kill(actor)
         self._room.give_all_back()
 
 
 class RayTrainer:
-    """The actor: one rank."""
+    """Ray actor that is one trainer rank."""
 
     def __init__(self, rank: int, world_size: int, keys: EngineKeys) -> None:
-        """Keys come this way, and touch no disk."""
+        """Take the rank and keys; the keys are never written to disk."""
         self._rank, self._world_size, self._keys = rank, world_size, keys
 
     def meeting(self) -> tuple[str, int]:
-        """This node's address, and a port that is free there."""
+        """Return this node's address, and a free port."""
         import ray
 
         with socket.socket() as probe:
@@ -196,11 +197,11 @@ class RayTrainer:
             return str(ray.util.get_node_ip_address()), int(probe.getsockname()[1])
 
     def train(self, train: Train, address: str, meeting: tuple[str, int]) -> Any:
-        """Be that rank of the run at ``address``, to the end."""
+        """Run ``train`` with a connection to the run at ``address``."""
         os.environ.update(
             RANK=str(self._rank),
             WORLD_SIZE=str(self._world_size),
-            LOCAL_RANK="0",  # of the GPUs that Ray lets this process see
+            LOCAL_RANK="0",  # Ray shows this process only its own GPUs
             LOCAL_WORLD_SIZE="1",
             MASTER_ADDR=meeting[0],
             MASTER_PORT=str(meeting[1]),

@@ -1,7 +1,9 @@
-"""What model is an archived version? The whole set it goes back to, with what was laid over that.
+"""Loading of an archived weight version as a transformers model, in float32, for the audit.
 
-Uses `transformers` and `safetensors`, and none of the engine's code, so that a fault of the engine
-can't hide in its proof. Knows nothing of runs: it is told where each version lies.
+A version may be a part of a set (a partial publish or an adapter): then the full set before it is
+loaded, and the later parts are applied in order. Uses `transformers` and `safetensors` and none of
+the engine's code, so that an engine's fault can't hide in its own proof. The caller passes where
+each version lies.
 """
 
 import logging
@@ -22,24 +24,26 @@ from tidegate.orchestrator.weight_sync.parts import WeightParts
 from tidegate.transport.regular_files import check_regular
 
 ROUNDED = re.compile(r".*\.layers\.\d+\..+\.(q|k|v|o|gate|up|gate_up|down)_proj(\.weight)?")
-"""What engines round that serve in bytes: layers' matrices; neither router, embedding nor head."""
+"""Names of the tensors that engines quantize: the layers' matrices, but not router, embedding or
+head."""
 
 HEAD = "lm_head.weight"
-"""What a directory of a tied model lacks, unless its head is one of its own."""
+"""Tensor that a directory of a tied model lacks, unless the head differs from the embedding."""
 
 SMALLEST_STEP = 1e-30
-"""Of outputs all of whose weights are zero: what they are divided by must not be."""
+"""Lower limit of the quantization step, so that a row of zeros is not divided by 0."""
 
 
 def load_version(
     version: int, where: Callable[[int], Path], adapter: str = "", *, quantization: str = ""
 ) -> Any:
-    """Load a version in float32, with one of its adapters merged into it.
+    """Load a version in float32, with one of its adapters merged into it if ``adapter`` is not
+    empty.
 
-    With a ``quantization`` its weights are rounded as engines that serve by it round them.
+    With a ``quantization``, weights are rounded as engines with that setting round them.
 
     Raises:
-        AuditError: a part of it is not there, is damaged, or doesn't fit.
+        AuditError: a part is missing, damaged, or does not fit.
     """
     laid_over: list[Path] = []
     adapters = WeightParts.read(where(version)).adapters
@@ -64,10 +68,10 @@ def load_version(
 
 
 def _untie_as_first(model: Any, first: Path) -> None:
-    """Give a model a head of its own if that of version 0 had one.
+    """Untie the model's head if that of version 0 was untied.
 
-    transformers ties a set whose head and embedding happen to be equal. An engine that started with
-    another head keeps both, so what is laid over the set changes one of them.
+    transformers ties head and embedding if they happen to be equal. An engine that started with a
+    different head keeps both, so a later part changes only one of them.
     """
     if _is_tied(model) and _holds(first, HEAD) and not _is_tied(load_weights(first)):
         _untie(model)
@@ -93,7 +97,7 @@ def _holds(directory: Path, name: str) -> bool:
 
 @torch.no_grad()
 def _round(model: Any, quantization: str) -> None:
-    """Round each output's weights to what can be told with a byte, and a scale for all of them."""
+    """Quantize and dequantize each matrix, with one scale per output row."""
     if quantization not in ("int8", "fp8"):
         raise AuditError(f"weights were rounded to {quantization!r}, which an audit can't repeat")
     for name, weights in model.named_parameters():
@@ -108,8 +112,12 @@ def _round(model: Any, quantization: str) -> None:
 
 
 def _as_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """The nearest numbers of four bits before or after the point, from 2**-6 on; below, multiples
-    of 2**-9. By arithmetic, not by torch's own type: it shall prove that."""
+    """Return the nearest float8 e4m3 numbers: 4 significant bits from 2**-6 on, multiples of 2**-9
+    below.
+
+    Computed arithmetically and not by torch's float8 type, because the audit has to prove that
+    type's result.
+    """
     exponents = (torch.frexp(x).exponent - 1).clamp_min(-6)
     quanta = torch.ldexp(torch.ones_like(x), exponents - 3)
     return (x / quanta).round() * quanta
@@ -117,7 +125,7 @@ def _as_e4m3(x: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _merge(model: Any, path: Path, scale: float) -> None:
-    """Add ``scale * B @ A`` to each matrix that an adapter has a pair for."""
+    """Add ``scale * B @ A`` to each matrix for which the adapter has a pair."""
     try:
         check_regular(path)
         tensors = load_file(path)
@@ -133,7 +141,8 @@ def _merge(model: Any, path: Path, scale: float) -> None:
 
 
 def _lay_over(model: Any, path: Path) -> Any:
-    """Put a part of a set over a model; its tensors may have either of their names."""
+    """Copy the tensors of a partial set into a model, named as in its state_dict or in a model
+    directory."""
     try:
         check_regular(path)
         tensors = load_file(path)
@@ -150,7 +159,8 @@ def _lay_over(model: Any, path: Path) -> Any:
 
 
 def _lay_over_directory(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Save a model as transformers would, put ``tensors`` into that, and load it again."""
+    """Convert the model to the names of a model directory, replace ``tensors``, and load it
+    again."""
     saved = _as_saved(model, tensors)
     for name, tensor in tensors.items():
         found = next((n for n in _spellings(model, name) if n in saved), None)
@@ -172,7 +182,8 @@ def _lay_over_directory(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _as_saved(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All tensors by the names of a directory: of the one loaded, or of those that others have."""
+    """Return all tensors by directory names: those of the loaded directory, or transformers'
+    defaults."""
     saved = revert_weight_conversion(model, model.state_dict())
     if not all(any(n in saved for n in _spellings(model, name)) for name in tensors):
         model._weight_conversions = None  # so that transformers takes its defaults
@@ -181,16 +192,17 @@ def _as_saved(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def _spellings(model: Any, name: str) -> tuple[str, ...]:
-    """A name with and without the prefix of the base model, which some directories leave out."""
+    """Return the name as it is, with, and without the base model's prefix, which some
+    directories omit."""
     prefix = f"{model.base_model_prefix}."
     return name, prefix + name, name.removeprefix(prefix)
 
 
 def load_weights(directory: Path) -> Any:
-    """Load one version in float32, quietly.
+    """Load a directory with transformers in float32, without progress bars.
 
     Raises:
-        AuditError: it is not there, is damaged, or lacks tensors.
+        AuditError: the directory is missing, damaged, or lacks tensors.
     """
     if not (directory / "config.json").is_file():
         raise AuditError(f"{directory} holds no model: its config.json is missing")
@@ -201,7 +213,7 @@ def load_weights(directory: Path) -> Any:
                 directory,
                 dtype=torch.float32,
                 local_files_only=True,
-                trust_remote_code=False,  # a run directory may be somebody else's
+                trust_remote_code=False,  # a run directory may come from another person
                 use_safetensors=True,  # as all archives are; a pickle is never loaded
                 output_loading_info=True,
             )
@@ -215,7 +227,7 @@ def load_weights(directory: Path) -> Any:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Loading forty versions should not print forty progress bars."""
+    """Silence transformers' progress bars and warnings: an audit loads many versions."""
     log: Any = transformers.utils.logging
     had_bars, level = log.is_progress_bar_enabled(), log.get_verbosity()
     log.disable_progress_bar()

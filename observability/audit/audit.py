@@ -1,8 +1,8 @@
-"""Audit of a recorded run: was every token sampled by the weights that its tag names?
+"""Audit of a recorded run: checks that every token was sampled by the weights that its tag names.
 
-Repeats the sampling from the archived weights with `transformers` and compares log-probabilities,
-and computes staleness and counts anew from the tags. Reads only the run's directory: nothing that
-made the tags takes part in checking them.
+`tidegate audit` and the examples call :func:`audit_run`. It repeats the sampling from the archived
+weights with `transformers`, compares log-probabilities, and recomputes staleness and counts from
+the tags. It reads only the run's directory, and uses none of the code that made the tags.
 """
 
 import random
@@ -43,31 +43,31 @@ from tidegate.transport.messages import KvSpan
 AUDIT_FILE = "audit.json"
 
 TOLERANCE = 2e-4
-"""Largest difference of a log-probability, natural log, for two implementations to agree. Float32
-forwards that add in different orders were seen to differ by up to 1.1e-5, over 12 k tokens of a
-random model of 2 layers; 20 times that leaves room for deeper ones. Whether it is still tight
-enough to tell neighbouring versions apart is measured in each audit: ``version_power``."""
+"""Largest difference of two log-probs (natural log) that agree, for float32. Float32 forwards
+that sum in different orders differed by up to 1.1e-5, over 12,000 tokens of a random model of 2
+layers; a factor of 20 leaves room for deeper models. ``version_power`` measures in each audit
+whether the tolerance still separates neighbouring versions."""
 
 TOLERANCES = {"float32": TOLERANCE, "float16": 0.05, "bfloat16": 0.4}
-"""By what engines compute in. A replay computes in float32, so the error is the engine's rounding:
-one part in 2**11 or 2**8 at each step of the sums, and its rounded weights. ``version_power`` says
-what such a tolerance can no longer tell apart."""
+"""Tolerance by the engine's compute dtype. A replay computes in float32, so the difference is
+the engine's rounding: 2**-11 (float16) or 2**-8 (bfloat16) at each step of the sums, and rounded
+weights. ``version_power`` says what such a tolerance can no longer separate."""
 
 PROBES_MAX = 256
-"""Spans replayed under wrong tags, of each kind: a share of 2 % is then known within 1 %."""
+"""Spans replayed under wrong tags, of each kind: enough to know a share of 2 % within 1 %."""
 
 PROBLEMS_SHOWN_MAX = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Worst:
-    """The token whose replayed log-prob is furthest from the recorded one."""
+    """The token with the largest difference between replayed and recorded log-prob."""
 
     difference: float
     rollout_id: int
     turn: int
     token: int
-    """Index in the turn's output."""
+    """Index of the token in the turn's output."""
     version: int
     recorded: float
     replayed: float
@@ -75,57 +75,57 @@ class Worst:
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """How many wrong tags would have been noticed: spans replayed under a tag made wrong."""
+    """Detection power: spans replayed under a tag made wrong, and how many still agreed."""
 
     spans_tried: int = 0
     spans_unnoticed: int = 0
-    """All of their tokens agree with the wrong tag too, within the tolerance."""
+    """Spans of which all tokens also agree with the wrong tag, within the tolerance."""
 
     @property
     def unnoticed_share(self) -> float:
-        """Share of wrong tags that this audit could not see."""
+        """Share of wrong tags that this audit could not detect."""
         return self.spans_unnoticed / max(1, self.spans_tried)
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What an audit looked at, and what it found."""
+    """Result of an audit: counts of what was checked, and the problems found."""
 
     tolerance: float
-    """The widest of those applied; they follow from what engines compute in."""
+    """The largest tolerance applied; it depends on the engines' compute dtypes."""
     rollouts: int
     rollouts_recorded: int
     versions: int
     tokens: int
     tokens_agreeing: int
     tokens_unknown: int
-    """Their KV history is tagged unknown: nothing is claimed, nothing can be checked."""
+    """Tokens whose KV history is tagged unknown; nothing about them can be checked."""
     tokens_unreplayable: int
-    """Drawn by logit processors of a user's own, by a grammar, or from a context with media: only
-    their tags were checked."""
+    """Tokens drawn with a user-defined logit processor or a grammar, or from a context with
+    media; only their tags were checked."""
     tokens_unarchived: int
-    """Sampled by weights that a process published just before it was killed, and had no time to
-    archive: nothing can be checked."""
+    """Tokens sampled by weights that were published just before a process was killed and were
+    not archived; they can't be checked."""
     spans: int
     spans_mixed: int
     worst: Worst | None
     version_power: Power
-    """Of spans sampled and read by one version, replayed under the neighbouring version."""
+    """Power for spans sampled and read by one version, replayed under a neighbouring version."""
     kv_power: Power
-    """Of spans that attended to older KV, replayed as if their KV were fresh."""
+    """Power for spans that attended to older KV, replayed as if the KV were fresh."""
     problems: tuple[Problem, ...] = field(default=())
     other_dtypes: Mapping[str, str] = field(default_factory=dict)
-    """Engines that computed in another precision than float32, and in which."""
+    """Compute dtype of each engine that did not compute in float32."""
 
     @property
     def agrees(self) -> bool:
-        """Whether every token that claims a provenance has it, and no tag contradicts another."""
+        """Whether every token with a provenance agrees with it, and no tag contradicts another."""
         explained = self.tokens_agreeing + self.tokens_unknown
         explained += self.tokens_unreplayable + self.tokens_unarchived
         return not self.problems and explained == self.tokens
 
     def lines(self) -> list[str]:
-        """Say it to a person."""
+        """Return the result as lines for a person."""
         lines = [
             f"{self.rollouts} of {self.rollouts_recorded} rollouts, {self.spans} spans "
             f"({self.spans_mixed} on mixed KV), {self.versions} weight versions",
@@ -178,15 +178,20 @@ def audit_run(
     rollouts_max: int | None = None,
     progress: Callable[[int], None] = lambda version: None,
 ) -> AuditReport:
-    """Replay a run's tokens and compare; ``rollouts_max`` takes that many, evenly spaced.
+    """Replay a run's tokens and compare their log-probabilities with the recorded ones.
 
-    Without a ``tolerance``, that of :data:`TOLERANCES` applies, by what each engine computed in.
-    Covers all processes of a resumed run; of one of its ``part-N`` directories, that process.
+    Covers all processes of a resumed run; for one of its ``part-N`` directories, that process.
+
+    Args:
+        directory: the run's directory.
+        tolerance: replaces :data:`TOLERANCES`.
+        rollouts_max: number of rollouts to audit, evenly spaced; all if None.
+        progress: called with each version before it is loaded.
 
     Raises:
         AuditError: files are missing or damaged, or there is nothing to check.
     """
-    # The package imports without torch; only who audits waits for it.
+    # Imported here because it imports torch, which takes a second.
     from tidegate.observability.audit.replay import replay_all
 
     directory = Path(directory)
@@ -210,7 +215,7 @@ def audit_run(
         of_part: list[Plan] = []
         for rollout in read_trajectories_of_one(part):
             books.note(rollout)
-            # A row is taken when the count owed by then goes up: evenly spaced, `wanted` in all.
+            # Takes `wanted` rows, evenly spaced: those at which the count due so far increases.
             if (row + 1) * wanted // recorded > row * wanted // recorded:
                 of_part.append(plan_rollout(rollout))
             row += 1
@@ -264,7 +269,7 @@ def audit_run(
 
 
 def write_audit(directory: Path, report: AuditReport) -> Path:
-    """Leave the result in the run's directory, for its report."""
+    """Write the result to audit.json in the run's directory, for its report."""
     path = Path(directory) / AUDIT_FILE
     body = {**asdict(report), "agrees": report.agrees, "lines": report.lines()}
     body["problems"] = [str(problem) for problem in report.problems[:PROBLEMS_SHOWN_MAX]]
@@ -273,7 +278,7 @@ def write_audit(directory: Path, report: AuditReport) -> Path:
 
 
 def _quantization(directory: Path) -> str:
-    """What the run's engines rounded weights to; a run only takes engines that do as it says."""
+    """Return the run's quantization; it admits only engines that quantize the same way."""
     run = _run_of(directory)
     try:
         return str(run["settings"].get("quantize") or "") if run else ""
@@ -282,27 +287,27 @@ def _quantization(directory: Path) -> str:
 
 
 def _dtypes(directory: Path) -> dict[str, str]:
-    """What each engine of the process computed in; of older runs, nothing is known."""
+    """Return each engine's compute dtype; empty for older runs."""
     dtypes = _run_of(directory).get("dtypes")
     return dict(dtypes) if isinstance(dtypes, dict) else {}
 
 
 def _run_of(directory: Path) -> dict[str, Any]:
-    """The process's ``run.json``; empty for what was recorded without one."""
+    """Return the process's ``run.json``; empty if it has none."""
     return read_run_file(directory) if (directory / RUN_FILE).exists() else {}
 
 
 Archived = set[tuple[int, str]]
-"""The versions that can be replayed, and with which adapters; an empty one is none."""
+"""Versions that can be replayed, each with an adapter's name; the empty name means no adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Archive:
-    """What weights there are for one process's records."""
+    """Weights that are available for one process's records."""
 
     archived: Archived
     lost: frozenset[int]
-    """Versions that a process may have published and was killed before archiving."""
+    """Versions that a process may have published but was killed before archiving."""
 
 
 def _refuse_without_weights(directory: Path) -> None:
@@ -323,10 +328,11 @@ def _archive_of(directory: Path) -> _Archive:
 
 
 def _lost_versions(directory: Path) -> set[int]:
-    """The few versions after the newest that each killed process archived.
+    """Return the versions that killed processes may have published after the last one they
+    archived.
 
-    Archives are written in order, and a publish waits while more than
-    :data:`QUEUED_WEIGHTS_MAX` are not written.
+    Archives are written in order, and a publish waits while more than :data:`QUEUED_WEIGHTS_MAX`
+    are not written.
     """
     lost: set[int] = set()
     for life in lives(directory.parent) if is_part(directory) else lives(directory):
@@ -343,7 +349,7 @@ def _versions_in(archive: Path) -> set[int]:
 
 
 def _wanted(recorded: int, rollouts_max: int | None) -> int:
-    """How many of the recorded rollouts to audit."""
+    """Return how many of the recorded rollouts to audit."""
     if rollouts_max is not None and rollouts_max < 1:
         raise AuditError(f"rollouts_max must be at least 1, got {rollouts_max}")
     return min(recorded, rollouts_max or recorded)
@@ -352,9 +358,10 @@ def _wanted(recorded: int, rollouts_max: int | None) -> int:
 def _replayable(
     replays: list[Replay], archive: _Archive, problems: list[Problem]
 ) -> tuple[list[Replay], int]:
-    """Sort out those that need weights nobody has: such a tag is wrong by itself.
+    """Split off replays that need missing weights, which is a problem of the tag.
 
-    Unless a killed process had no time to archive them: then the second value counts the tokens.
+    If a killed process had no time to archive them, it is no problem: the second value counts those
+    tokens.
     """
     possible = []
     tokens_lost = 0
@@ -376,7 +383,7 @@ def _replayable(
 
 
 def _probes(replays: list[Replay], archived: Archived) -> list[Replay]:
-    """Replays of some spans under tags made wrong, to see whether it would show."""
+    """Return replays of some spans under wrong tags, to measure the detection power."""
     pairs = [(replay, segment) for replay in replays for segment in replay.segments]
     fresh = [pair for pair in pairs if not pair[1].is_mixed]
     mixed = [pair for pair in pairs if pair[1].is_mixed]
@@ -390,7 +397,7 @@ def _probes(replays: list[Replay], archived: Archived) -> list[Replay]:
 
 
 def _some(pairs: list[tuple[Replay, Segment]]) -> list[tuple[Replay, Segment]]:
-    # A fixed seed: an audit repeated is the same audit.
+    # A fixed seed makes an audit reproducible.
     return random.Random(0).sample(pairs, min(PROBES_MAX, len(pairs)))
 
 

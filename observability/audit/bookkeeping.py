@@ -1,8 +1,9 @@
 """Check of a process's bookkeeping columns against the provenance of its tokens.
 
-``staleness``, ``consumed_version`` and ``state`` follow from facts that are recorded elsewhere: the
-versions that sampled a row's tokens, the order of the rows, and the figures of each batch in
-``metrics.jsonl``. Where they disagree, one of them is wrong. Used by the audit.
+The audit passes it every row of ``trajectories.parquet``. ``staleness``, ``consumed_version`` and
+``state`` follow from data recorded elsewhere: the versions that sampled a row's tokens, the order
+of the rows, and each batch's line in ``metrics.jsonl``. A disagreement means that one of them is
+wrong.
 """
 
 from collections import Counter, defaultdict
@@ -21,11 +22,12 @@ from tidegate.observability.run_files import METRICS_FILE
 from tidegate.observability.trajectories import RecordedRollout
 
 TRAINED_COLUMNS = ("consumed_version", "advantage", "oldest_trainable")
-"""Set in each trained row, and null in every other one."""
+"""Columns that are set in each trained row, and null in every other one."""
 
 
 class Bookkeeping:
-    """Takes the rows of one process in their order, then says what disagrees."""
+    """Checks the rows of one process, passed to :meth:`note` in their order, and collects
+    disagreements."""
 
     def __init__(self, directory: Path) -> None:
         has_run_file = (directory / RUN_FILE).exists()
@@ -38,9 +40,9 @@ class Bookkeeping:
         self._problems: list[Problem] = []
         self._newest_consumed = -1
         self._rollouts: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
-        """By ``consumed_version``: the trained rollouts, each by its group and place there."""
+        """Trained rollouts by ``consumed_version``, each as its group and index."""
         self._tokens: Counter[int] = Counter()
-        """By ``consumed_version``: sampled tokens that were trained on."""
+        """Number of trained sampled tokens by ``consumed_version``."""
 
     def note(self, row: RecordedRollout) -> None:
         """Check one row by itself and against the rows before it."""
@@ -52,7 +54,8 @@ class Bookkeeping:
             self._tokens[row.consumed_version] += row.trained_tokens
 
     def problems(self) -> list[Problem]:
-        """Return every disagreement of the rows noted, with those of whole batches."""
+        """Return every disagreement so far, including those between whole batches and
+        metrics.jsonl."""
         return [*self._problems, *(Problem(-1, -1, message) for message in self._of_batches())]
 
     def _of_trained(self, row: RecordedRollout) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Log-probabilities of sampled tokens under archived weights, for `tidegate audit`.
 
-Computed by `transformers`, with penalties, biases and processors written again from their formulas,
-and none of the engine's code, so that a fault of the engine can't hide in its proof. Users' own
-processors and grammars can't be replayed: :func:`replay_plan.is_replayable` tells.
+Computed with `transformers`. Penalties, biases and processors are written again from their
+formulas, without the engine's code, so that an engine's fault can't hide in its own proof.
+User-defined processors and grammars can't be replayed: see :func:`replay_plan.is_replayable`.
 
 Letters in shapes: B contexts, P past positions, T new ones, N tokens, V vocabulary, H heads, D
 width.
@@ -28,9 +28,11 @@ Tokens = npt.NDArray[np.int32]
 
 
 def edited(logits: torch.Tensor, segment: Segment, context: Tokens, first: int) -> torch.Tensor:
-    """Logits [N, V] after all that comes before temperature, from the segment's token ``first`` on.
+    """Return logits [N, V] after penalties, biases and processors, for the segment's tokens from
+    ``first`` on.
 
-    Rows whose turn asks for none of it are given back as they are.
+    Returns ``logits`` unchanged if the turn has no such options. Temperature and filters come
+    later.
     """
     options = segment.sampling.options
     if options is None:
@@ -76,12 +78,12 @@ def _processed(x: torch.Tensor, processor: Processor, index: int) -> torch.Tenso
 
 
 BATCH_TOKENS_MAX = 2048
-"""Padded positions of one forward. Past this a small model gains nothing on a CPU, and the
-logits of a 150 k vocabulary would take more than a gigabyte."""
+"""Padded positions of one forward pass. More gives a small model no speed on a CPU, and logits
+of a 150,000-token vocabulary would take more than 1 GB."""
 
 EDGE = 1e-5
-"""Float noise of a cumulative sum of probabilities: what lies this close to the edge of top-p
-may fall on either side of it in two correct implementations."""
+"""Rounding error of a cumulative sum of probabilities. A token this close to the top-p threshold
+may fall on either side in two correct implementations."""
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values per layer, [H, P, D] each."""
@@ -94,13 +96,16 @@ def replay_all(
     *,
     quantization: str = "",
 ) -> None:
-    """Fill in ``replayed`` of every segment, loading each version as seldom as can be.
+    """Fill in ``replayed`` of every segment, loading each version as rarely as possible.
 
-    ``progress`` is called with each version before it is loaded; ``quantization`` is what engines
-    rounded each to.
+    Args:
+        replays: are processed together, version by version.
+        weights: returns the directory of a version.
+        progress: called with each version before it is loaded.
+        quantization: format to which the engines quantized the weights; empty for none.
 
     Raises:
-        AuditError: weights that can't be loaded.
+        AuditError: weights can't be loaded.
     """
     due: defaultdict[tuple[int, str], list[Replay]] = defaultdict(list)
     pasts: dict[int, Layers] = {}
@@ -108,7 +113,7 @@ def replay_all(
         due[_weights_due(replay)].append(replay)
     key = (-1, "")
     while due:
-        # Versions mostly grow along a context, so one sweep upwards finishes nearly all.
+        # Versions mostly increase along a context, so one ascending sweep finishes nearly all.
         key = min((v for v in due if v > key), default=min(due))
         version, adapter = key
         progress(version)
@@ -122,8 +127,8 @@ def replay_all(
 
 
 def _batches(replays: list[Replay], vocab_size: int) -> Iterator[list[Replay]]:
-    """Contexts of like length together: padding is wasted work."""
-    # Logits are what is big where the vocabulary is: hold them to 2^27 floats, 0.5 GB.
+    """Batch contexts of similar length, to limit padding."""
+    # Logits dominate memory with a large vocabulary: limit them to 2^27 floats, 0.5 GB.
     tokens_max = min(BATCH_TOKENS_MAX, max(1, 2**27 // vocab_size))
     replays = sorted(replays, key=lambda r: (_stage(r).start, _stage(r).end))
     batch: list[Replay] = []
@@ -140,7 +145,7 @@ def _batches(replays: list[Replay], vocab_size: int) -> Iterator[list[Replay]]:
 
 
 def _weights_due(replay: Replay) -> tuple[int, str]:
-    """The version that reads it next, and with which adapter."""
+    """Return the version that reads the context next, and the adapter."""
     return replay.stages[replay.stages_done].version, replay.adapter
 
 
@@ -150,9 +155,9 @@ def _stage(replay: Replay) -> Any:
 
 @torch.inference_mode()
 def _read(model: Any, batch: list[Replay], pasts: dict[int, Layers]) -> None:
-    """Run one stage of each context; keep the KV of those that go on with other weights.
+    """Run one stage of each context, and keep the KV of contexts with further stages.
 
-    Pasts are padded on the left and new tokens on the right, so that they meet in one column.
+    The past is padded on the left and new tokens on the right, so that they meet in one column.
     """
     stages = [_stage(replay) for replay in batch]
     past = max(stage.start for stage in stages)
@@ -184,7 +189,7 @@ def _read(model: Any, batch: list[Replay], pasts: dict[int, Layers]) -> None:
 
 
 def _joined_pasts(pasts: list[Layers], past: int) -> Any:
-    """Pad pasts on the left to ``past`` positions and stack them, as a `transformers` cache."""
+    """Pad pasts on the left to ``past`` positions, and stack them into a transformers cache."""
     cache = transformers.DynamicCache()
     example = next((layers for layers in pasts if layers), None)
     if example is None:
@@ -201,7 +206,7 @@ def _joined_pasts(pasts: list[Layers], past: int) -> Any:
 
 
 def _look_up(logits: torch.Tensor, batch: list[Replay]) -> None:
-    """Write the log-probs of all tokens whose logits this stage computed. logits: [B, T, V]"""
+    """Store the log-probs of all tokens whose logits this stage computed. logits: [B, T, V]"""
     pieces: list[tuple[Segment, int, int]] = []
     rows: list[torch.Tensor] = []
     for row, replay in enumerate(batch):
@@ -243,18 +248,18 @@ def _min_p(segment: Segment) -> float:
 def sampled_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, settings: torch.Tensor, recorded: torch.Tensor
 ) -> torch.Tensor:
-    """Log-prob of each token under the distribution it was drawn from.
+    """Return the log-prob of each token under the distribution from which it was drawn.
 
     Args:
         logits: [N, V], float32.
         token_ids: [N], int64.
-        settings: [N, 4]: temperature, top-k (0: all), top-p (1: all) and min-p (0: all), the
-            last applied before the two others; temperature 0 means the plain distribution at
-            temperature 1.
-        recorded: [N]: picks the side where a token lies on the very edge of top-p or min-p.
+        settings: [N, 4]: temperature, top-k (0: off), top-p (1: off) and min-p (0: off). min-p is
+            applied first. Temperature 0 means the unfiltered distribution at temperature 1.
+        recorded: [N], the recorded log-probs; they decide for a token at the threshold of top-p or
+            min-p.
 
     Returns:
-        [N], float32; -inf where a filter would have left the token out.
+        [N], float32; -inf if a filter excludes the token.
     """
     temperature, top_k, top_p, min_p = settings.unbind(1)
     is_greedy = temperature == 0
@@ -277,8 +282,8 @@ def _filtered_logprobs(
 ) -> torch.Tensor:
     """Renormalise over the tokens that min-p, top-k and then top-p keep.
 
-    What ties with the last token kept may be kept with it or not, and float noise decides what
-    ties: of the answers that this leaves open, the one nearest to ``recorded`` is given.
+    Tokens that tie with the last one kept may be kept or not, and rounding decides what ties. Of
+    the possible results, return the one nearest to ``recorded``.
     """
     _, top_k, top_p, min_p = settings.unbind(1)
     ordered = scaled.sort(1, descending=True).values
@@ -289,7 +294,7 @@ def _filtered_logprobs(
         scale = ordered.masked_fill(is_cut, -torch.inf).logsumexp(1, keepdim=True)
         probability = (ordered - scale).exp()
         mass = probability.cumsum(1)
-        # The fewest whose sum reaches top_p: those before which it was not reached.
+        # The smallest set whose sum reaches top_p: tokens before which the sum was below it.
         limit = torch.where(top_p < 1, top_p + shift, torch.inf)[:, None]
         kept = ((mass - probability < limit) & ~is_cut).sum(1, keepdim=True).clamp(min=1)
         lowest = ordered.gather(1, kept - 1)

@@ -1,10 +1,10 @@
-"""Which weights must read which tokens, in what order, to repeat how a rollout was sampled?
+"""Plan of an audit's replays: which weights must read which tokens, and in which order.
 
-Works from the recorded provenance alone, and says where that contradicts itself. Knows no model.
-
-A *pass* goes from one prefill of a turn to the next. Within it, the KV of each context position
-was computed once: up to the prefill by the versions that it names, after it by the version that
-sampled the token behind that position. Stretches of one version are the *stages* of a replay.
+Derived from the recorded provenance alone, whose contradictions it reports as problems;
+:mod:`replay` carries it out. A *pass* goes from one prefill of a turn to the next. Within it, the
+KV of each context position was computed once: up to the prefill by the versions that it names,
+after it by the version that sampled the next token. Runs of one version are the *stages* of a
+replay.
 """
 
 import itertools
@@ -21,12 +21,13 @@ from tidegate.transport.messages import KvSpan
 from tidegate.transport.sampling import Processor
 
 Purpose = Literal["audit", "other_version", "fresh_kv"]
-"""Why a replay is made: to check what was recorded, or to see whether a wrong tag would show:
-the neighbouring version in place of the tagged one, or fresh KV in place of a mixed one."""
+"""Purpose of a replay: to check the record (``audit``), or to measure whether a wrong tag would
+be detected, with a neighbouring version (``other_version``) or with fresh instead of mixed KV
+(``fresh_kv``)."""
 
 
 PROCESSORS_REPLAYED = {"allowed_tokens", "disallowed_tokens", "temperature_schedule"}
-"""Their meaning is fixed. What users' own do, and a grammar's library, an audit can't know."""
+"""Built-in logit processors; user-defined ones and grammars can't be replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,9 @@ class Problem:
     """A place where the recorded provenance is wrong or contradicts itself."""
 
     rollout_id: int
-    """-1: of no single rollout."""
+    """-1 if the problem concerns no single rollout."""
     turn: int
-    """-1: of the rollout as a whole."""
+    """-1 if the problem concerns the whole rollout."""
     message: str
 
     def __str__(self) -> str:
@@ -53,21 +54,23 @@ class Segment:
     rollout_id: int
     turn: int
     first_token: int
-    """Index in the turn's output."""
+    """Index of the first token in the turn's output."""
     version: int
+    """Version of the weights to replay with."""
     position: int
-    """Index in the context of the first token; its logits come from the position before it."""
+    """Index of the first token in the context; its logits come from the position before it."""
     token_ids: npt.NDArray[np.int32]
     """[N]"""
     recorded: npt.NDArray[np.float32]
     """[N], log-probs as the engine reported them."""
     sampling: RecordedTurn
+    """The recorded turn, for its sampling parameters."""
     is_mixed: bool
-    """Whether it attended to KV of other versions than its own."""
+    """Whether the tokens attended to KV of other versions than their own."""
     engine: str = ""
-    """Which engine sampled them."""
+    """Name of the engine that sampled the tokens."""
     tolerance: float = field(init=False, default=0.0)
-    """Largest difference of a log-prob for which they agree, by what the engine computes in."""
+    """Largest difference at which two log-probs agree; depends on the engine's compute dtype."""
     replayed: npt.NDArray[np.float32] = field(init=False)
     """[N], NaN until replayed."""
 
@@ -77,22 +80,23 @@ class Segment:
 
 @dataclass(slots=True)
 class Replay:
-    """One context to be read by one version after another, and the tokens to be looked at."""
+    """One context, to be read by the versions of its stages in order, and the tokens to look up."""
 
     context: npt.NDArray[np.int32]
-    """At least as long as the stages."""
+    """Token ids, at least as many as the stages cover."""
     stages: list[KvSpan]
-    """Gapless from 0; neighbours differ in version."""
+    """Gapless from position 0; neighbouring stages differ in version."""
     segments: list[Segment]
     purpose: Purpose = "audit"
     adapter: str = ""
-    """What the model computed with; empty: no adapter."""
+    """Name of the adapter; empty for none."""
     stages_done: int = 0
+    """Number of stages already computed."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """What there is to replay of a rollout, and what needs no replay to be seen as wrong."""
+    """Replays of one rollout, problems found without a replay, and token counts."""
 
     replays: list[Replay] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
@@ -100,14 +104,14 @@ class Plan:
     spans: int = 0
     spans_mixed: int = 0
     tokens_unknown: int = 0
-    """Of spans that say their KV history is unknown; they can't be replayed."""
+    """Tokens of spans with unknown KV history, which can't be replayed."""
     tokens_unreplayable: int = 0
-    """Drawn by logit processors that no audit knows, or from a context with media, which it doesn't
-    read; their tags are checked, not they."""
+    """Tokens drawn with an unknown logit processor or from a context with media. Only their tags
+    are checked."""
 
 
 def plan_rollout(rollout: RecordedRollout) -> Plan:
-    """Say what must be replayed to check every token of a rollout."""
+    """Return what to replay to check every token of a rollout."""
     plan = Plan()
     context = np.asarray(rollout.token_ids, dtype=np.int32)
     logprobs = np.asarray(rollout.logprobs, dtype=np.float32)
@@ -138,12 +142,12 @@ class _Place:
 
     @property
     def has_media(self) -> bool:
-        """Whether the turn's context has more than tokens."""
+        """Whether the turn's context has images, audio or video."""
         return any(turn.media for turn in self.rollout.turns[: self.turn_index + 1])
 
 
 def _broken_tables(turn: RecordedTurn, context_tokens: int) -> Iterator[str]:
-    """What makes a turn impossible to replay: gaps, overlaps, indices out of range."""
+    """Yield what makes a turn impossible to replay: gaps, overlaps, indices out of range."""
     if turn.start < 1 or turn.start + turn.length > context_tokens:
         yield f"its tokens [{turn.start}, {turn.start + turn.length}) are not in the context"
     if gap := _gap((s.start, s.end) for s in turn.spans):
@@ -161,7 +165,7 @@ def _broken_tables(turn: RecordedTurn, context_tokens: int) -> Iterator[str]:
 
 
 def _gap(ranges: Iterable[tuple[int, int]]) -> tuple[int] | None:
-    """Where half-open ranges stop being non-empty and gapless from 0, or None."""
+    """Return where half-open ranges stop being non-empty and gapless from 0; None if they don't."""
     expected = 0
     for start, end in ranges:
         if start != expected or end <= start:
@@ -171,8 +175,8 @@ def _gap(ranges: Iterable[tuple[int, int]]) -> tuple[int] | None:
 
 
 def _passes(turn: RecordedTurn) -> Iterator[tuple[TurnPrefill | None, list[VersionSpan]]]:
-    """Give the spans that start in each pass, with the history that the pass began from."""
-    # Of several prefills at one token only the last counts: the others sampled nothing.
+    """Yield the spans that start in each pass, with the prefill that the pass began with."""
+    # Of several prefills at one token, only the last counts: the others sampled nothing.
     by_start = {prefill.at: prefill for prefill in turn.prefills if prefill.at < turn.length}
     moves = {new.start for old, new in itertools.pairwise(turn.spans) if old.engine != new.engine}
     starts = sorted({0, *by_start, *moves})
@@ -207,7 +211,7 @@ def _plan_pass(
     segments = []
     for span in spans:
         first, last = turn.start + span.start, turn.start + span.end
-        # Not from the span's own kv tag: that is what is being checked.
+        # Not from the span's own kv tag, which is being checked.
         seen = {stage.version for stage in stages if stage.start < last - 1}
         segments.append(
             Segment(
@@ -228,7 +232,7 @@ def _plan_pass(
 
 
 def is_replayable(turn: RecordedTurn) -> bool:
-    """Whether it is known what the turn's logit processors do."""
+    """Return whether all logit processors of the turn can be replayed."""
     processors = turn.options.processors if turn.options is not None else []
     return all(Processor.from_str(text).name in PROCESSORS_REPLAYED for text in processors)
 
@@ -261,7 +265,8 @@ def _tokens(span: VersionSpan) -> str:
 
 
 def _stages(turn: RecordedTurn, history: TurnPrefill, spans: list[VersionSpan]) -> list[KvSpan]:
-    """Who computed each position of a pass, as maximal runs. The last token's never was."""
+    """Return which version computed each position of a pass, as maximal runs. The last token has
+    no KV."""
     ranges = [(stage.version, stage.end) for stage in history.spans]
     ranges += [(span.version, turn.start + span.end - 1) for span in spans]
     stages: list[KvSpan] = []
@@ -278,7 +283,7 @@ def _stages(turn: RecordedTurn, history: TurnPrefill, spans: list[VersionSpan]) 
 
 
 def _unclaimed(rollout: RecordedRollout, logprobs: npt.NDArray[np.float32]) -> list[Problem]:
-    """Sampled tokens that no turn claims, or two do: given ones have a log-prob of exactly 0."""
+    """Report sampled tokens in no turn, or in two. A given token has a log-prob of exactly 0."""
     claims = np.zeros(len(logprobs), dtype=np.int32)
     for turn in rollout.turns:
         claims[turn.start : turn.start + turn.length] += 1
@@ -293,7 +298,8 @@ def _unclaimed(rollout: RecordedRollout, logprobs: npt.NDArray[np.float32]) -> l
 
 
 def _merged(replays: list[Replay]) -> list[Replay]:
-    """Read once what several passes share: attention is causal, so a longer context serves all."""
+    """Merge passes with a common prefix: attention is causal, so the longest context serves them
+    all."""
     kept: list[Replay] = []
     for replay in sorted(replays, key=lambda r: r.stages[-1].end, reverse=True):
         for longer in kept:
@@ -306,7 +312,7 @@ def _merged(replays: list[Replay]) -> list[Replay]:
 
 
 def _continues(longer: list[KvSpan], shorter: list[KvSpan]) -> bool:
-    """Whether the positions of ``shorter`` were computed by the same versions in ``longer``."""
+    """Return whether ``longer`` has the same versions at all positions of ``shorter``."""
     *head, last = shorter
     count = len(head)
     return (

@@ -1,7 +1,7 @@
-"""Access to the dashboard: its address, its token, and where a request may show the token.
+"""Access rules of the dashboard: its address, its token, and where a request may carry the token.
 
-On a loopback address no token is needed; on any other one is. The name that a request calls the
-server by, and the page that it comes from, are checked by :class:`http_server.AccessGuard`.
+A loopback address needs no token; any other address does. :class:`http_server.AccessGuard` calls
+these rules, and checks ``Host`` and ``Origin`` itself.
 """
 
 import os
@@ -19,7 +19,8 @@ from tidegate.transport.server_keys import DASHBOARD_TOKEN_VARIABLE
 TOKEN_CHARACTERS_MIN = 16
 
 COOKIE = "tidegate_dashboard"
-"""With the port: browsers give a host's cookies to all of its ports, and each run has a token."""
+"""Cookie name; the port is appended, because browsers share cookies between all ports of a host
+and each run has its own token."""
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -30,31 +31,31 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""On every answer. No script but our files runs, whatever a rollout says: not even one of ours that
-is written into the page."""
+"""Headers of every response. The content security policy runs no script but our files, so that
+text of a rollout can't execute."""
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a dashboard is served."""
+    """Address at which a dashboard listens."""
 
     host: str
     port: int
-    """0: a free one."""
+    """0 means any free port."""
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this host reaches it."""
+        """Whether only this host can reach the address."""
         return is_loopback(self.host)
 
 
 def parse_address(text: str) -> Address:
-    """``HOST:PORT``.
+    """Parse ``HOST:PORT``.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the text has another form.
     """
     match = _ADDRESS.fullmatch(text)
     if match is None or int(match["port"]) > 65535:
@@ -66,10 +67,11 @@ def parse_address(text: str) -> Address:
 
 
 def token_for(address: Address, environment: Mapping[str, str] = os.environ) -> str:
-    """What visitors must show; empty where none is needed: only this host gets there.
+    """Return the token that requests must carry; empty on a loopback address without a configured
+    token.
 
     Raises:
-        ConfigError: the one in the environment could be guessed.
+        ConfigError: the token in the environment is short enough to guess.
     """
     token = environment.get(DASHBOARD_TOKEN_VARIABLE, "")
     if token and len(token) < TOKEN_CHARACTERS_MIN:
@@ -82,17 +84,18 @@ def token_for(address: Address, environment: Mapping[str, str] = os.environ) -> 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What of a request decides."""
+    """The parts of a request that decide about access."""
 
     host: str
-    """Header ``Host``: the name that the visitor's browser knows us by."""
+    """Header ``Host``."""
     authorization: str
     cookie: str
     query_token: str
 
 
 def shows_token(request: Request, token: str) -> bool:
-    """Whether a request shows the token, in the query, as a bearer, or in the cookie."""
+    """Return whether a request carries the token: in the query, as a bearer token, or in the
+    cookie."""
     if not token:
         return False
     scheme, _, bearer = request.authorization.partition(" ")
@@ -102,13 +105,13 @@ def shows_token(request: Request, token: str) -> bool:
 
 
 def cookie_name(host: str) -> str:
-    """Of the cookie for who asks under this name."""
+    """Return the cookie's name for requests with this ``Host`` header."""
     port = host.rpartition(":")[2]
     return f"{COOKIE}_{port}" if port.isascii() and port.isdigit() else COOKIE
 
 
 def cookie_value(token: str) -> str:
-    """Of the cookie: whatever a token is made of, it gets through."""
+    """Return the token, percent-encoded for a cookie."""
     return quote(token, safe="")
 
 

@@ -1,14 +1,14 @@
-"""ASGI application of the dashboard: a page, its data, a stream of updates, and metrics.
+"""ASGI application of the dashboard (Starlette): the page, its JSON API, updates, and metrics.
 
     /                     the page (page.html), with /page.css and /page.js beside it
-    /api/state            all that is shown, once; ?recent=1 without the past
-    /api/updates          a frame per second, as server-sent events
-    /api/rollouts         a list: ?state=running&group=3&skip=200&mixed=1
-    /api/rollouts/{id}    one, token by token: ?start=20000
-    /metrics              for Prometheus
+    /api/state            everything shown, once; ?recent=1 leaves out the past
+    /api/updates          one frame per second, as Server-Sent Events
+    /api/rollouts         list of rollouts: ?state=running&group=3&skip=200&mixed=1
+    /api/rollouts/{id}    one rollout, token by token: ?start=20000
+    /metrics              Prometheus exposition
 
-Whatever a client sends, it gets an answer and nothing else is harmed. While nobody looks, nothing
-is computed.
+:class:`Dashboard` serves it. Data comes from a :class:`Source`, and is read only on request. Every
+error becomes a JSON response; a request can't change or stop the run.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ PAGE_FILES = {
 STATES = frozenset({"", "running", "finished", "trained", "discarded", "evaluated"})
 
 NUMBER_MAX = 2**53
-"""JSON's numbers are exact up to there."""
+"""JavaScript's integers are exact up to here."""
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
@@ -56,7 +56,7 @@ log = logging.getLogger("tidegate")
 def dashboard_app(
     source: Source, updates: Updates, *, token: str, bound_host: str = "127.0.0.1"
 ) -> ASGIApp:
-    """Make the application, behind its access guard."""
+    """Return the application, wrapped in its access guard."""
     app = _App(source, updates)
     handlers: dict[str, Handler] = {
         "/": app.page("page.html"),
@@ -94,7 +94,7 @@ class _App:
         self._updates = updates
 
     def page(self, name: str) -> Handler:
-        """One of the page's files, read once."""
+        """Return a handler for one of the page's files, which is read once."""
         body = files("tidegate.observability.dashboard").joinpath("page", name).read_bytes()
 
         async def answer(http: HttpRequest) -> Response:
@@ -149,7 +149,7 @@ async def _events(viewer: "AsyncIterator[bytes]") -> AsyncIterator[bytes]:
 
 
 def _with_cookie(handler: Handler, token: str) -> Handler:
-    """Have a browser that shows the token in a URL keep it as a cookie."""
+    """Set the token as a cookie if a browser passed it in the URL."""
 
     async def answer(http: HttpRequest) -> Response:
         response = await _answered(handler, http)

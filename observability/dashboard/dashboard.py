@@ -1,7 +1,7 @@
-"""Server of the dashboard, on a thread with an event loop of its own beside the run's.
+"""HTTP server of the dashboard, on a thread with an event loop of its own.
 
-So a run whose loop is blocked by somebody's code can still be looked at, and what is encoded for
-viewers delays no rollout.
+A run's observers start it, and so does `tidegate dashboard` for recorded runs. Because of the
+thread, a run whose loop is blocked can still be looked at, and encoding delays no rollout.
 """
 
 import asyncio
@@ -22,28 +22,35 @@ if TYPE_CHECKING:
     from tidegate.observability.dashboard.source import Source
 
 URL_FILE = "dashboard.url"
-"""In the run's directory, while it is served: `tidegate top RUN` finds it there."""
+"""File in the run's directory that holds the URL while the dashboard runs; `tidegate top RUN`
+reads it."""
 
 END_TIMEOUT_S = 5.0
+"""Longest wait for the thread in :meth:`Dashboard.close`."""
 CONNECT_TIMEOUT_S = 2.0
+"""Longest wait for a connection in :func:`url_in`."""
 
 KEEP_ALIVE_S = 30
-"""Longer than Prometheus' usual interval, so that a scrape needs no new connection."""
+"""Idle time of a connection: longer than Prometheus' usual scrape interval, so that it is
+reused."""
 
 
 BODY_BYTES_MAX = 1024
-"""Bytes of a request's body: no path of the dashboard reads one."""
+"""Limit of a request's body: no route reads one."""
 
 
 class Dashboard:
-    """An HTTP server that shows one run. Start it, and close it; or use it in ``with``.
+    """HTTP server that shows one run. Start and close it, or use it in ``with``.
 
     Raises:
-        ConfigError: the packages it needs are missing, or the address is taken, or none.
+        ConfigError: a package is missing, or the address is invalid or in use.
     """
 
     def __init__(self, address: str, *, directory: Path | None = None) -> None:
-        """Listens from now on; answers once it is started. ``directory``: the run's, if any."""
+        """Bind the address and listen; requests are answered after :meth:`start`.
+
+        ``directory``: the run's directory, for :data:`URL_FILE`.
+        """
         _need_packages()
         parsed = parse_address(address)
         self._token = token_for(parsed)
@@ -59,12 +66,12 @@ class Dashboard:
 
     @property
     def url(self) -> str:
-        """For a browser; with the token, if one is needed."""
+        """URL for a browser, with the token if one is needed."""
         token = quote(self._token, safe="")
         return f"{self._bare_url}/?token={token}" if token else f"{self._bare_url}/"
 
     def start(self, source: "Source") -> None:
-        """Answer, from now on, for this run."""
+        """Start the thread, and answer requests with this source's data."""
         self._thread = threading.Thread(
             target=self._serve, args=(source,), name="tidegate-dashboard", daemon=True
         )
@@ -74,22 +81,24 @@ class Dashboard:
             _write_private(self._url_file, self.url)
 
     def close(self) -> None:
-        """Answer no more. Harmless if repeated, or never started."""
+        """Stop the server and the thread. May be called again, or without a start."""
         loop, thread = self._loop, self._thread
-        if self._url_file is not None and thread is not None:  # or it is another run's
+        if (
+            self._url_file is not None and thread is not None
+        ):  # otherwise the file belongs to another run
             with contextlib.suppress(OSError):
                 self._url_file.unlink(missing_ok=True)
         if loop is not None and thread is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop has already ended
                 loop.call_soon_threadsafe(self._end)
             thread.join(END_TIMEOUT_S)
         self._socket.close()
 
     def wait(self) -> None:
-        """Until it is closed, or Ctrl-C."""
+        """Block until the server is closed, or Ctrl-C."""
         if self._thread is not None:
             while self._thread.is_alive():
-                self._thread.join(1.0)  # in parts: a signal is seen in between
+                self._thread.join(1.0)  # with a timeout, so that signals are handled
 
     def __enter__(self) -> Self:
         return self
@@ -138,14 +147,15 @@ class Dashboard:
 
 
 def url_in(directory: Path) -> str | None:
-    """Where the run in this directory is shown now; None if it isn't, e.g. because it has ended."""
+    """Return the URL of the dashboard that shows the run in this directory now; None if there is
+    none."""
     try:
         url = (Path(directory) / URL_FILE).read_text().strip()
         parts = urlsplit(url)
         with socket.create_connection((parts.hostname or "", parts.port or 0), CONNECT_TIMEOUT_S):
             return url
     except (OSError, ValueError):
-        return None  # a run that was killed leaves the file behind
+        return None  # a killed run leaves the file behind
 
 
 def _need_packages() -> None:
@@ -158,7 +168,7 @@ def _need_packages() -> None:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Only its owner may read it: it may hold a token."""
+    """Write a file that only its owner can read, because it may hold a token."""
     draft = path.with_name(path.name + ".draft")
     with contextlib.suppress(OSError):
         draft.unlink(missing_ok=True)

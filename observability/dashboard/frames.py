@@ -1,7 +1,7 @@
-"""What does the page get once a second? One observation as compact JSON: names once, then columns.
+"""Frames of the dashboard: conversion of an observation into compact JSON for the page.
 
-Pure: the same observation gives the same frame. It knows nothing of viewers; how the figures are
-drawn is page/'s business.
+The app sends :func:`frame` once a second, and :func:`about` once. Rows are lists with the order of
+named columns. Pure functions; page/ draws the figures.
 """
 
 import math
@@ -25,7 +25,7 @@ BATCH_COLUMNS = (
     "effective_sample_size",
     "mismatch_kl",
 )
-"""Of a batch's metrics, those that are drawn as curves."""
+"""Metrics of a batch that the page draws as curves."""
 
 SCALARS = (
     "wall_s",
@@ -57,10 +57,11 @@ SCALARS = (
     "standstill_s",
     "batches_untold",
 )
+"""Fields of `RunStatistics` that the page shows as single values."""
 
 
 def frame(seen: Observation) -> dict[str, Any]:
-    """What the page shows of it."""
+    """Return all of an observation that the page shows."""
     s, noted = seen.statistics, seen.noted
     return {
         "at_us": seen.at_us,
@@ -99,7 +100,7 @@ def frame(seen: Observation) -> dict[str, Any]:
 
 
 def timeline(seen: Observation) -> dict[str, Any]:
-    """Slices by engine, marks and the trainer's activities."""
+    """Return the timeline: slices by engine, marks, and the trainer's activities."""
     noted = seen.noted
     return {
         "slice_us": noted.slice_us,
@@ -110,7 +111,7 @@ def timeline(seen: Observation) -> dict[str, Any]:
 
 
 def about(seen: Observation) -> dict[str, Any]:
-    """What a page is told once."""
+    """Return what the page receives only once."""
     return {
         "about": dict(seen.about),
         "batch_columns": BATCH_COLUMNS,
@@ -119,7 +120,7 @@ def about(seen: Observation) -> dict[str, Any]:
 
 
 def rollout_list(lines: Sequence[RolloutLine], *, total: int) -> dict[str, Any]:
-    """A list of rollouts, in columns' order of :class:`RolloutLine`."""
+    """Return a list of rollouts, with the columns of :class:`RolloutLine`."""
     columns = RolloutLine.__slots__
     return {
         "columns": columns,
@@ -129,7 +130,6 @@ def rollout_list(lines: Sequence[RolloutLine], *, total: int) -> dict[str, Any]:
 
 
 def _slices(slices: Sequence[Slice]) -> list[list[int]]:
-    """In milliseconds' hundredths of a slice a viewer sees nothing: microseconds are kept whole."""
     return [[s.number, s.version, s.decode_us, s.prefill_us] for s in slices]
 
 
@@ -185,7 +185,7 @@ def _pairs(counts: Mapping[int, int]) -> list[list[int]]:
 
 
 def _plain(value: Any) -> Any:
-    """Four digits are more than a curve shows; JSON has no word for what is not finite."""
+    """Round floats to five digits, more than a curve shows; NaN and infinity become null."""
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
     return value

@@ -1,7 +1,7 @@
-"""What does a dashboard remember of a run that goes on? Little, and in fixed memory.
+"""In-memory recorder of a running run, for its dashboard; fixed memory.
 
-It is told what happens, and asked by another thread; a lock is held for microseconds. It encodes
-nothing and knows no HTTP.
+The run calls it as a :class:`Recorder`, on its event loop; :class:`LiveSource` reads it from
+another thread. A lock is held for microseconds.
 """
 
 import threading
@@ -14,24 +14,25 @@ from tidegate.observability.dashboard.timeline import Activity, Mark, Slice, Tim
 from tidegate.observability.trajectories import Snapshot, snapshot
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.telemetry.off_policy import OffPolicy
-from tidegate.orchestrator.telemetry.recorder import Recorder, TrainerActivity
+from tidegate.orchestrator.telemetry.recorder import EngineStep, Recorder, TrainerActivity
 
 BATCHES_KEPT = 2_000
-"""Points of a curve; more than pixels."""
+"""Limit of batches kept for curves: more points than pixels."""
 
 ENDED_KEPT = 2_000
-"""Minutes of a run with short rollouts, hours of one with long ones."""
+"""Limit of ended rollouts kept: minutes of a run with short rollouts, hours with long ones."""
 ENDED_TOKENS_KEPT = 2_000_000
-"""16 MB: rollouts are kept as they are, until later ones take their place."""
+"""Limit of their tokens, 16 MB; the oldest rollouts are dropped."""
 
 
 ENDED_TOGETHER = 32
-"""Of a batch: so many are forgotten at once, which costs a thirty-second of one by one."""
+"""Rollouts of a batch that are kept and dropped as one entry, which costs 1/32 of doing it
+singly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A rollout that is over, not copied: nobody changes it any more."""
+    """An ended rollout, not copied, because it no longer changes."""
 
     rollout: Rollout
     task: object
@@ -39,7 +40,7 @@ class Ended:
     consumed_version: int | None
 
     def snapshot(self) -> Snapshot:
-        """As it is recorded."""
+        """Return the rollout as it would be recorded."""
         return snapshot(
             self.rollout,
             task=self.task,
@@ -50,7 +51,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class _EndedRows:
-    """Some that ended at once, as they were told of: nobody may ever look at them."""
+    """Rollouts that ended together, stored without conversion: most are never looked at."""
 
     rows: Sequence[tuple[Rollout, object]]
     advantages: Sequence[float | None]
@@ -58,7 +59,7 @@ class _EndedRows:
     tokens: int
 
     def newest_first(self) -> Iterator[Ended]:
-        """One by one."""
+        """Yield the rollouts one by one."""
         for (rollout, task), advantage in zip(
             reversed(self.rows), reversed(self.advantages), strict=True
         ):
@@ -67,27 +68,30 @@ class _EndedRows:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """What was noted, as of one instant."""
+    """Immutable copy of what was collected, as of one instant."""
 
     batches: tuple[Mapping[str, float], ...] = ()
     slices: Mapping[str, Sequence[Slice]] = field(default_factory=dict)
     slice_us: int = 1
+    """Length of the timeline's slices in microseconds."""
     marks: Sequence[Mark] = ()
     trainer: Sequence[Activity] = ()
     token_lags: Mapping[int, int] = field(default_factory=dict)
-    """Trained tokens by lag, in versions."""
+    """Number of trained tokens by lag in versions."""
     trainer_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that the trainer spent, by activity."""
     off_policy: OffPolicy = field(default_factory=OffPolicy)
+    """What the trainer reported about its last batch."""
 
 
 def monotonic_us() -> int:
-    """The clock that engines of this host stamp their steps by."""
+    """Return the monotonic clock in microseconds; engines on this host stamp their steps with
+    it."""
     return time.monotonic_ns() // 1000
 
 
 class LiveNotes(Recorder):
-    """Keeps in memory what the dashboard shows of a running run."""
+    """Keeps what the dashboard shows of a running run. Thread-safe."""
 
     def __init__(self, now_us: Callable[[], int] = monotonic_us) -> None:
         self._now_us = now_us
@@ -100,7 +104,7 @@ class LiveNotes(Recorder):
         self._trainer_us: Counter[str] = Counter()
         self._off_policy = OffPolicy()
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ called by the run
 
     def rollout(
         self,
@@ -110,7 +114,7 @@ class LiveNotes(Recorder):
         advantage: float | None,
         consumed_version: int | None,
     ) -> None:
-        """Keep it for the browser of rollouts."""
+        """Keep an ended rollout for the list of rollouts."""
         self._keep([(rollout, task)], [advantage], consumed_version)
 
     def trained(
@@ -120,7 +124,7 @@ class LiveNotes(Recorder):
         advantages: Sequence[float],
         consumed_version: int,
     ) -> None:
-        """Keep those of a batch, but only as many as may be kept."""
+        """Keep the rollouts of a batch, at most :data:`ENDED_KEPT`."""
         for start in range(max(0, len(rows) - ENDED_KEPT), len(rows), ENDED_TOGETHER):
             part = slice(start, start + ENDED_TOGETHER)
             self._keep(rows[part], advantages[part], consumed_version)
@@ -143,76 +147,68 @@ class LiveNotes(Recorder):
                 self._ended_rows -= len(gone.rows)
                 self._ended_tokens -= gone.tokens
 
-    def engine_step(
-        self,
-        engine: str,
-        started_us: int,
-        busy_us: int,
-        version: int,
-        rows: int,
-        prefills: int = 0,
-    ) -> None:
-        """Into the timeline; a microsecond or two."""
+    def engine_step(self, step: EngineStep) -> None:
+        """Add a step to the timeline, in 1 to 2 microseconds."""
         with self._lock:
             self._timeline.engine_step(
-                engine,
-                started_us=started_us,
-                busy_us=busy_us,
-                version=version,
-                is_prefill=prefills > 0,
+                step.engine,
+                started_us=step.started_us,
+                busy_us=step.busy_us,
+                version=step.version,
+                is_prefill=step.prefills > 0,
                 now_us=self._now_us(),
             )
 
     def engine_event(self, engine: str, name: str, at_us: int, **args: object) -> None:
-        """Into the timeline."""
+        """Add an instant to the timeline."""
         version = args.get("version", -1)
         with self._lock:
             self._timeline.mark(engine, name, at_us, version if isinstance(version, int) else -1)
 
     def engine_dtype(self, engine: str, dtype: str) -> None:
-        """Nothing: the statistics of engines have it."""
+        """Do nothing: the statistics of engines include the dtype."""
 
     def trainer_interval(
         self, kind: TrainerActivity, started_us: int, ended_us: int, version: int
     ) -> None:
-        """Into the timeline, and added up."""
+        """Add an activity to the timeline and to the trainer's totals."""
         with self._lock:
             self._timeline.trainer_interval(kind, started_us, ended_us, version)
             self._trainer_us[kind] += ended_us - started_us
 
     def recall(self, batches: Sequence[Mapping[str, float]]) -> None:
-        """Those of before a resume: they have no place in the timeline."""
+        """Add batches from before a resume; they have no time on the timeline."""
         with self._lock:
             self._batches.extend((0, metrics) for metrics in batches)
 
     def batch(self, metrics: Mapping[str, float]) -> None:
-        """A point of every curve."""
+        """Add a batch's figures to the curves."""
         with self._lock:
             self._batches.append((self._now_us(), metrics))
 
     def trained_lags(self, tokens_by_lag: Mapping[int, int]) -> None:
-        """Tokens of a batch, by how many versions each is behind."""
+        """Add a batch's number of tokens by lag in versions."""
         with self._lock:
             self._token_lags.update(tokens_by_lag)
 
     def off_policy(self, measured: OffPolicy) -> None:
-        """What the trainer's loss saw; of the last batch only."""
+        """Keep what the trainer reported about its last batch."""
         with self._lock:
             self._off_policy = measured
 
-    # ------------------------------------------------------------ what is asked
+    # ------------------------------------------------------------ called by the dashboard
 
     @property
     def ended(self) -> list[Ended]:
-        """Rollouts that are over, the newest first."""
+        """Rollouts that are over, newest first."""
         with self._lock:
             kept = list(self._ended)
         return [ended for part in reversed(kept) for ended in part.newest_first()]
 
     def noted(self, since_us: int = 0) -> Noted:
-        """All that is remembered; of what has a time, only what has been since, and the last batch
-        whenever it was."""
-        with self._lock:  # the run's loop waits for it: what is slow is done with copies
+        """Return a copy of everything kept; time-stamped data only since ``since_us``, but
+        always the last batch."""
+        with self._lock:  # the run's loop waits for the lock, so slow work is done on copies
             timeline, batches = self._timeline.copy(), list(self._batches)
             token_lags, trainer_us = dict(self._token_lags), dict(self._trainer_us)
             off_policy = self._off_policy

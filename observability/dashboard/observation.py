@@ -1,6 +1,7 @@
-"""What is a run seen as, at one instant? Snapshots; all that is shown is made from them.
+"""Snapshots of a run at one instant, from which the dashboard and the metrics are made.
 
-Taken in the run's own loop, a millisecond for a thousand groups; nothing here encodes or waits.
+:mod:`source` takes them on the run's event loop, in about 1 ms for 1,000 groups. Nothing here
+encodes or waits.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,40 +15,40 @@ from tidegate.orchestrator.core.rollout import Rollout, RolloutState
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 
 GROUPS_SHOWN_MAX = 2_000
-"""The oldest ones: what waits behind them is hardly looked at."""
+"""Limit of listed groups; the oldest are listed."""
 
 TASK_SHOWN_MAX = 120
-"""Characters of a task in a list."""
+"""Limit of a listed task's text, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLine:
-    """One group that the trainer hasn't had."""
+    """One outstanding group: running, or buffered for the trainer."""
 
     group_id: int
     rollouts: int
-    """Its rows, branches included."""
+    """Number of rows, branches included."""
     running: int
-    """Rollouts whose episode is going on; 0: it is buffered."""
+    """Number of rollouts whose episode is running; 0 if the group is buffered."""
     version_floor: int
-    """No token of it is older, nor will be."""
+    """Oldest version that any token of the group has or can get."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutLine:
-    """One rollout, in a list."""
+    """One rollout in a list."""
 
     rollout_id: int
     group_id: int
     index: int
     state: str
     reason: str
-    """Why it was discarded; or why its branch is there."""
+    """Why the rollout was discarded, or why its branch was forked."""
     context_tokens: int
     turns: int
     reward: float | None
     staleness: int | None
-    """At consumption; None before, or without a token."""
+    """Staleness at consumption; None if not consumed, or without a trained token."""
     oldest_version: int | None
     newest_version: int | None
     task: str
@@ -55,20 +56,22 @@ class RolloutLine:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A run at one instant."""
+    """Snapshot of a run."""
 
     statistics: RunStatistics
     noted: Noted
+    """What the dashboard collected about the run so far: batches, timeline, lags."""
     groups: tuple[GroupLine, ...] = ()
     about: Mapping[str, object] = field(default_factory=dict)
-    """What doesn't change: its name, its model, its settings."""
+    """Constant facts: the run's name, model and settings."""
     at_us: int = 0
-    """By the clock of the timeline."""
+    """Time of the snapshot, by the timeline's clock."""
     is_over: bool = False
+    """Whether the snapshot is of a recorded run and no longer changes."""
 
 
 def group_lines(core: Core) -> tuple[GroupLine, ...]:
-    """Groups that run or are buffered, in the order of admission."""
+    """Return running and buffered groups, in the order of admission."""
     lines: list[GroupLine] = []
     for group in core.groups.in_order:
         if len(lines) == GROUPS_SHOWN_MAX:
@@ -82,7 +85,8 @@ def group_lines(core: Core) -> tuple[GroupLine, ...]:
 def rollout_lines(
     rollouts: Iterable[tuple[Rollout, object]], *, trainer_version: int | None = None
 ) -> list[RolloutLine]:
-    """Of rollouts, each with its task. ``trainer_version``: at consumption, if that is known."""
+    """Return a line per rollout and task. ``trainer_version`` is the version at consumption, if
+    known."""
     lines = []
     for rollout, task in rollouts:
         oldest = rollout.oldest_version
@@ -108,18 +112,19 @@ def rollout_lines(
 
 
 def short(task: object) -> str:
-    """Enough of a task to know it by."""
+    """Return the beginning of a task's text."""
     try:
         text = task if isinstance(task, str) else repr(task)
-    except Exception as error:  # noqa: BLE001 - a user's type may raise anything
+    except Exception as error:  # noqa: BLE001 - a user-defined repr may raise anything
         text = f"a {type(task).__name__} whose repr raises {type(error).__name__}"
     return text if len(text) <= TASK_SHOWN_MAX else text[: TASK_SHOWN_MAX - 1] + "…"
 
 
 def going_on(core: Core, *, state: str, group_id: int | None) -> list[tuple[Rollout, Group]]:
-    """Rollouts that the trainer hasn't had, in the order of admission.
+    """Return rollouts that the trainer has not received, in the order of admission.
 
-    ``state``: ``running``, ``finished``, or empty for both.
+    ``state``: ``running``, ``finished``, or empty for both. A negative ``group_id`` selects a group
+    of an evaluation.
     """
     if group_id is not None and group_id < 0:
         evaluated = [(r, g) for r, g in core.groups.running.values() if g.group_id == group_id]
@@ -135,7 +140,7 @@ def going_on(core: Core, *, state: str, group_id: int | None) -> list[tuple[Roll
 
 
 def find_rollout(core: Core, rollout_id: int) -> Snapshot | None:
-    """A copy of a rollout that the trainer hasn't had."""
+    """Return a copy of a rollout that the trainer has not received; None if there is none."""
     known = core.groups.running.get(rollout_id)
     if known is None:
         found = (

@@ -1,6 +1,6 @@
 """Dashboard source that reads a run's files: finished, killed, or resumed by several processes.
 
-Rollouts' tokens stay on disk until one of them is looked at.
+Holds a line per rollout in memory; a rollout's tokens are read when it is opened.
 """
 
 import contextlib
@@ -39,13 +39,13 @@ from tidegate.orchestrator.telemetry.statistics import RunStatistics
 log = logging.getLogger("tidegate")
 
 ROLLOUTS_READ_MAX = 200_000
-"""The first ones; a line of each is held in memory, 400 bytes."""
+"""Limit of listed rollouts, about 400 bytes each; later ones are left out."""
 
 ROWS_PER_READ = 2_048
 
 
 class _RunFile(msgspec.Struct):
-    """What of run.json is shown."""
+    """The fields of run.json that the dashboard shows."""
 
     settings: dict[str, Any]
     model: str
@@ -56,17 +56,21 @@ class _RunFile(msgspec.Struct):
 
 
 class RecordedSource:
-    """A run that has ended, or was killed: then as of what was recorded before."""
+    """Source of a run that ended or was killed; implements :class:`Source`."""
 
     is_live = False
 
     def __init__(self, directory: Path) -> None:
-        """Raises AuditError if there is no run there, or its files can't be read."""
+        """Read the run's files.
+
+        Raises:
+            AuditError: the directory holds no run, or its files can't be read.
+        """
         self._directory = Path(directory)
         run = _read_run(self._directory)
         self._lines, lags = _read_lines(self._directory)
         self.tokenizer: Tokenizer | None = None
-        """None if the model has moved: tokens are shown by number then."""
+        """None if the model's directory has moved; tokens are then shown by id."""
         with contextlib.suppress(ModelError):
             self.tokenizer = read_tokenizer(Path(run.model) / "tokenizer.json")
         self._seen = Observation(
@@ -83,11 +87,11 @@ class RecordedSource:
         )
 
     def observe(self, *, is_update: bool = False) -> Observation:
-        """As :meth:`Source.observe`; it is always the same."""
+        """Return the snapshot, which never changes; see :meth:`Source.observe`."""
         return self._seen
 
     def rollouts(self, query: RolloutQuery) -> tuple[list[RolloutLine], int]:
-        """As :meth:`Source.rollouts`, in the order in which they ended."""
+        """List rollouts in the order in which they ended; see :meth:`Source.rollouts`."""
         found = [
             line
             for line in self._lines
@@ -98,13 +102,13 @@ class RecordedSource:
         return found[query.skip : query.skip + LISTED_MAX], len(found)
 
     def rollout(self, rollout_id: int) -> RecordedRollout | None:
-        """As :meth:`Source.rollout`."""
+        """Read one rollout from disk; see :meth:`Source.rollout`."""
         return find_trajectory(self._directory, rollout_id) if self._lines else None
 
 
 def _read_run(directory: Path) -> _RunFile:
     try:
-        # Lax: JSON has an object's keys as strings, also where they are numbers.
+        # Not strict: in JSON, keys that are numbers are strings.
         return msgspec.convert(read_record(directory), type=_RunFile, strict=False)
     except msgspec.ValidationError as error:
         raise AuditError(f"{directory / RUN_FILE} can't be read: {error}") from error
@@ -144,7 +148,7 @@ def _read_lines(directory: Path) -> tuple[list[RolloutLine], Counter[int]]:
             if len(lines) < ROLLOUTS_READ_MAX:
                 _add_lines(batch, lines, lags)
     except AuditError as error:
-        # Of a killed run of an older Tidegate, or of damaged files, the rest is shown.
+        # For damaged files, or a killed run of an older version, show what is readable.
         log.warning("run=partly_shown why=%r", str(error))
     return lines, lags
 

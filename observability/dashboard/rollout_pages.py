@@ -1,7 +1,8 @@
-"""How does one rollout look to a reader? Its text token by token, with who sampled each, and when.
+"""JSON of one rollout for the dashboard: its text token by token, with the provenance of each
+token.
 
-Pure but for the tokenizer it is given. What a rollout says is whatever a model made up: here it is
-data and stays so, and the page never takes it for anything but text.
+The app's `/api/rollouts/{id}` route calls :func:`rollout_page`. Model output is passed on as data;
+the page renders it as text, never as HTML.
 """
 
 import math
@@ -15,24 +16,25 @@ from tidegate.observability.trajectories import RecordedRollout, RecordedTurn
 from tidegate.orchestrator.episodes.tool_calls import parse_reply
 
 TOKENS_SHOWN_MAX = 20_000
-"""Of a context, at a time: so many elements a browser lays out within a second."""
+"""Tokens returned at a time: as many elements as a browser lays out within a second."""
 
 LOOK_BACK_TOKENS = 8
-"""What a token looks like depends on those before it: a character may be four tokens of bytes."""
+"""Tokens decoded before each token, because its text depends on them: one character may take
+four byte tokens."""
 
 TASK_CHARACTERS_MAX = 4_000
 
 ANY_TOOL = ("",)
-"""Calls in tags are found whatever the tools are called."""
+"""Matches calls in tags of any tool name."""
 
 
 def rollout_page(
     rollout: RecordedRollout, tokenizer: Tokenizer | None, *, start: int = 0
 ) -> dict[str, Any]:
-    """A rollout's tokens from ``start`` on, as many as are shown at a time, and all about it.
+    """Return a rollout's fields and its tokens from ``start`` on, at most :data:`TOKENS_SHOWN_MAX`.
 
-    ``segments`` are ``[start, end, turn, version, engine, kv]`` over the context, gapless; of given
-    tokens, turn and version are -1. Without a tokenizer, a token's text is its id.
+    ``segments`` are ``[start, end, turn, version, engine, kv]`` over the context, gapless; given
+    tokens have turn and version -1. Without a tokenizer, a token's text is its id.
     """
     end = min(len(rollout.token_ids), start + TOKENS_SHOWN_MAX)
     return {
@@ -59,7 +61,7 @@ def rollout_page(
 
 
 def segments(rollout: RecordedRollout) -> list[list[Any]]:
-    """Maximal runs of one provenance over the whole context, given tokens included."""
+    """Return maximal runs of one provenance over the whole context, given tokens included."""
     found: list[list[Any]] = []
     at = 0
     for number, turn in enumerate(rollout.turns):
@@ -77,7 +79,8 @@ def segments(rollout: RecordedRollout) -> list[list[Any]]:
 def token_texts(
     token_ids: Sequence[int], tokenizer: Tokenizer | None, *, start: int, end: int
 ) -> list[str]:
-    """What each token adds to the text; of a character of several tokens, all is the last one's."""
+    """Return the text that each token adds; a character of several tokens is attributed to the
+    last one."""
     ids = list(token_ids[max(0, start - LOOK_BACK_TOKENS) : end])
     if tokenizer is None:
         return [f"{token_id} " for token_id in token_ids[start:end]]
@@ -113,7 +116,7 @@ def _turn(
 def _tools(
     turn: RecordedTurn, token_ids: "Sequence[int] | array[int]", tokenizer: Tokenizer | None
 ) -> list[str]:
-    """The tools that it calls, by name."""
+    """Return the names of the tools that the turn calls."""
     if tokenizer is None or turn.length > TOKENS_SHOWN_MAX:
         return []
     said = tokenizer.decode(list(token_ids[turn.start : turn.start + turn.length]))

@@ -1,7 +1,8 @@
-"""Where does what is shown come from? A run that goes on, or the files of one that has ended.
+"""Data sources of the dashboard: the interface :class:`Source`, and its implementation for a live
+run.
 
-Both answer the same questions. Answers may take a moment: they are asked for on a thread that
-nobody else waits for.
+The app calls a source from worker threads, because an answer may take a moment. :mod:`recorded`
+implements it for a run's files.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,52 +29,55 @@ from tidegate.orchestrator.telemetry.statistics import RunStatistics
 Result = TypeVar("Result")
 
 LISTED_MAX = 200
-"""Rollouts in one list."""
+"""Limit of rollouts in one list."""
 
 UPDATE_COVERS_US = 3_000_000
-"""Of what has a time, an update tells the last three seconds: one that is lost harms nobody."""
+"""Time that an update covers: three seconds, so that a viewer may miss two updates without a
+gap."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutQuery:
-    """Which rollouts are to be listed."""
+    """Filter and offset of a list of rollouts."""
 
     state: str = ""
-    """``running``, ``finished``, ``trained``, ``discarded``, ``evaluated``; empty: any."""
+    """``running``, ``finished``, ``trained``, ``discarded`` or ``evaluated``; empty for any."""
     group_id: int | None = None
+    """Only rollouts of this group; None for any."""
     skip: int = 0
+    """Number of matching rollouts to skip."""
     is_mixed: bool = False
-    """Only those whose tokens two or more versions sampled."""
+    """Only rollouts whose tokens were sampled by two or more versions."""
 
     @property
     def has_ended_only(self) -> bool:
-        """Whether none that goes on can be among them."""
+        """Whether the state excludes rollouts that the trainer has not received."""
         return self.state in ("trained", "discarded", "evaluated")
 
     @property
     def goes_on_only(self) -> bool:
-        """Whether none that has ended can be among them."""
+        """Whether the state excludes rollouts that are over."""
         return self.state in ("running", "finished")
 
 
 class Source(Protocol):
-    """A run, as it can be looked at."""
+    """A run that the dashboard can show."""
 
     tokenizer: Tokenizer | None
     is_live: bool
 
     def observe(self, *, is_update: bool = False) -> Observation:
-        """All of it; for an update, of what has a time only the last seconds."""
+        """Return a snapshot; for an update, time-stamped data of the last seconds only."""
 
     def rollouts(self, query: RolloutQuery) -> tuple[list[RolloutLine], int]:
-        """Some rollouts, and how many there are of the kind."""
+        """Return up to :data:`LISTED_MAX` matching rollouts, and the number of all matches."""
 
     def rollout(self, rollout_id: int) -> RecordedRollout | None:
-        """One of them; None if it is not known, or not any more."""
+        """Return one rollout; None if it is unknown or no longer kept."""
 
 
 class LiveSource:
-    """A run that goes on."""
+    """Source of a running run: reads the scheduler's state on the run's event loop."""
 
     is_live = True
 
@@ -87,7 +91,8 @@ class LiveSource:
         about: Mapping[str, object],
         tokenizer: Tokenizer | None,
     ) -> None:
-        """``look`` has something done on the run's loop, and gives back what comes of it."""
+        """``look`` calls a function with the scheduler on the run's loop, and returns its
+        result."""
         self._notes = notes
         self._look = look
         self._statistics = statistics
@@ -96,7 +101,7 @@ class LiveSource:
         self.tokenizer = tokenizer
 
     def observe(self, *, is_update: bool = False) -> Observation:
-        """As :meth:`Source.observe`."""
+        """Return a snapshot of the run as of now; see :meth:`Source.observe`."""
         now_us = self._now_us()
         noted = self._notes.noted(now_us - UPDATE_COVERS_US if is_update else 0)
 
@@ -114,7 +119,8 @@ class LiveSource:
         return seen
 
     def rollouts(self, query: RolloutQuery) -> tuple[list[RolloutLine], int]:
-        """As :meth:`Source.rollouts`: those that go on first, then what ended last."""
+        """List rollouts: outstanding ones first, then ended ones, newest first; see
+        :meth:`Source.rollouts`."""
         lines: list[RolloutLine] = []
         total = 0
         if not query.has_ended_only:
@@ -138,7 +144,7 @@ class LiveSource:
         return lines, total + len(ended)
 
     def rollout(self, rollout_id: int) -> RecordedRollout | None:
-        """As :meth:`Source.rollout`."""
+        """Return a copy of one rollout; see :meth:`Source.rollout`."""
         for each in self._notes.ended:
             if each.rollout.rollout_id == rollout_id:
                 return as_recorded(each.snapshot())

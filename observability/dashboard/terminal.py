@@ -1,7 +1,6 @@
-"""How does a run look in a terminal? As on its dashboard, in a screenful that is drawn anew.
+"""Terminal view of a run for `tidegate top`, drawn with rich.
 
-It asks the run's dashboard for the same frames that the page gets; a finished run's come from its
-files. It draws, and knows no run.
+A running run's dashboard is polled for its JSON state; a finished run's files give the same state.
 """
 
 import http.client
@@ -34,24 +33,25 @@ ENGINES_SHOWN_MAX = 16
 BAR_WIDTH = 24
 
 STALE_ANSWERS_MAX = 3
-"""A busy host may miss one; then it is taken for gone."""
+"""Failed requests in a row after which the dashboard counts as gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A run that can be asked how it is."""
+    """A run whose state can be asked for repeatedly."""
 
     ask: Callable[[], Mapping[str, Any]]
-    """Its state, as the dashboard's ``/api/state``; raises OSError if it doesn't answer."""
+    """Returns the state, as the dashboard's ``/api/state``; raises OSError if there is no
+    answer."""
     is_live: bool
 
     @classmethod
     def found(cls, run: Path | str) -> "Watched":
-        """By its directory, or by its dashboard's URL.
+        """Find a run by its directory, or by its dashboard's URL.
 
         Raises:
-            AuditError: there is no run in the directory.
-            ConfigError: that is no URL of a dashboard.
+            AuditError: the directory holds no run.
+            ConfigError: the text is no URL of a dashboard.
         """
         url = run if isinstance(run, str) else url_in(run)
         if url is not None:
@@ -63,10 +63,10 @@ class Watched:
 
 
 def watch(watched: Watched, console: Console, *, once: bool = False) -> None:
-    """Draw it until it ends, or Ctrl-C; once where the output is no terminal.
+    """Draw the run until it ends, or Ctrl-C; draw it once if the output is no terminal.
 
     Raises:
-        ConfigError: nobody answers from the start.
+        ConfigError: the first request gets no answer.
     """
     try:
         state = watched.ask()
@@ -92,7 +92,7 @@ def _redraw(watched: Watched, live: Live) -> None:
 
 
 def screen(state: Mapping[str, Any]) -> RenderableType:
-    """One state of a run, as text; what peers and models say in it can't reach the terminal raw."""
+    """Return a state as rich text, with control characters in names and model output escaped."""
     state = printable_values(state)
     shown, name = state["frame"], state["about"]["name"]
     parts: list[RenderableType] = [Text(f"{name}  {_said(state)}", style="bold"), _figures(shown)]
@@ -191,12 +191,12 @@ def _state_url(url: str) -> str:
 
 
 def _fetched(url: str) -> Mapping[str, Any]:
-    """Without a proxy: a dashboard is on this host, or on one that its owner can reach."""
+    """Fetch the state without a proxy: the dashboard is on this host, or directly reachable."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=ANSWER_TIMEOUT_S) as answer:
             said = answer.read(ANSWER_BYTES_MAX)
-            if answer.length:  # its end came in the midst of its answer
+            if answer.length:  # the server ended during its answer
                 raise OSError(f"it broke off {answer.length} bytes before its end")
             body = msgspec.json.decode(said)
     except urllib.error.HTTPError as error:

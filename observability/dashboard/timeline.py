@@ -1,7 +1,8 @@
-"""When was which engine busy with what, lately? Time in slices of equal length, in fixed memory.
+"""Recent activity of engines and the trainer, in time slices of equal length; fixed memory.
 
-A slice knows how long its engine decoded and prefilled in it, and with which version; the rest of
-it the engine was idle, or paused. It knows microseconds of one clock, and no engine's protocol.
+:class:`LiveNotes` fills it, and the dashboard's page draws it. A slice holds how long its engine
+decoded and prefilled, and with which version; in the rest of the slice the engine was idle or
+paused.
 """
 
 import itertools
@@ -14,48 +15,48 @@ from tidegate.observability.trace import Trace
 from tidegate.orchestrator.telemetry.recorder import TrainerActivity
 
 SLICE_US = 250_000
-"""A quarter of a second: an update brings four new slices per engine, 100 engines 10 KB."""
+"""A quarter of a second: an update has four new slices per engine, 10 KB for 100 engines."""
 
 SLICES_KEPT = 480
-"""Two minutes, of 20 bytes each: a megabyte for 100 engines."""
+"""Two minutes of 20 bytes each: 1 MB for 100 engines."""
 
 MARKS_KEPT = 2_000
 TRAINER_INTERVALS_KEPT = 1_000
 ENGINES_MAX = 512
-"""Later ones are not drawn; no screen has lines for more."""
+"""Limit of engines drawn; later ones are left out."""
 
 CLOCKS_DIFFER_US = 1_000_000
-"""Engines on other hosts count from another start; what arrives over a second early or late is
-moved by what the fastest of its messages took."""
+"""Engines on other hosts have clocks with another origin. If an engine's messages seem more than
+a second early or late, its times are shifted by the delay of its fastest message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One engine in one slice of time."""
+    """Activity of one engine in one slice of time."""
 
     number: int
-    """Counts slices from the clock's zero."""
+    """Number of the slice since the clock's zero."""
     version: int
-    """Of its last step in it."""
+    """Version of the engine's last step in the slice."""
     decode_us: int
     prefill_us: int
-    """Spent in steps in which turns' contexts were computed, beside others' decoding."""
+    """Time in steps that computed at least one turn's context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened to an engine at one instant."""
+    """An instant of an engine, such as a swap."""
 
     engine: str
     name: str
     at_us: int
     version: int
-    """-1 where it has none to do with it."""
+    """-1 if the instant concerns no version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Something that the trainer did."""
+    """One activity of the trainer."""
 
     kind: str
     started_us: int
@@ -64,7 +65,7 @@ class Activity:
 
 
 class _Strip:
-    """One engine's slices, in a ring."""
+    """Slices of one engine, in a ring buffer."""
 
     __slots__ = ("_decode", "_numbers", "_prefill", "_versions", "newest", "shift_us")
 
@@ -75,20 +76,21 @@ class _Strip:
         self._prefill = array("i", [0]) * SLICES_KEPT
         self.newest = -1
         self.shift_us: int | None = None
-        """The least that a step of it was heard after its end."""
+        """Smallest observed delay between a step's end and its arrival; None before the first
+        step."""
 
     def add(self, number: int, busy_us: int, version: int, *, is_prefill: bool) -> None:
         at = number % SLICES_KEPT
         if self._numbers[at] != number:
             if self._numbers[at] > number:
-                return  # so late that its place is another's
+                return  # too late: a newer slice has taken its place
             self._numbers[at], self._decode[at], self._prefill[at] = number, 0, 0
             self.newest = max(self.newest, number)
         self._versions[at] = version
         (self._prefill if is_prefill else self._decode)[at] += busy_us
 
     def copy(self) -> "_Strip":
-        """Cheap: four blocks of memory."""
+        """Copy four blocks of memory."""
         other = object.__new__(_Strip)
         other._numbers, other._versions = self._numbers[:], self._versions[:]
         other._decode, other._prefill = self._decode[:], self._prefill[:]
@@ -123,7 +125,7 @@ class Timeline:
         is_prefill: bool,
         now_us: int,
     ) -> None:
-        """Add a step, to every slice that it was in."""
+        """Add a step to every slice that it overlaps."""
         strip = self._strips.get(engine)
         if strip is None:
             if len(self._strips) >= ENGINES_MAX:
@@ -145,7 +147,7 @@ class Timeline:
         strip.add(number, part_us, version, is_prefill=is_prefill)
         rest_us = busy_us - part_us
         if not rest_us:
-            return  # nearly always
+            return  # the usual case
         for later in itertools.islice(itertools.count(number + 1), SLICES_KEPT):
             strip.add(later, min(rest_us, slice_us), version, is_prefill=is_prefill)
             rest_us -= min(rest_us, slice_us)
@@ -157,38 +159,38 @@ class Timeline:
         strip = self._strips.get(engine)
         shift_us = strip.shift_us if strip is not None else None
         if shift_us is not None and abs(shift_us) > CLOCKS_DIFFER_US and name == "swap":
-            at_us += shift_us  # all else is stamped when it is heard
+            at_us += shift_us  # other marks are stamped on arrival
         self.marks.append(Mark(engine, name, at_us, version))
 
     def trainer_interval(
         self, kind: TrainerActivity, started_us: int, ended_us: int, version: int
     ) -> None:
-        """Add what the trainer did."""
+        """Add an activity of the trainer."""
         self.trainer.append(Activity(kind, started_us, ended_us, version))
 
     def copy(self) -> "Timeline":
-        """As it is now; a fraction of a millisecond for 100 engines."""
+        """Return a copy; takes a fraction of a millisecond for 100 engines."""
         other = Timeline(self.slice_us)
         other._strips = {name: strip.copy() for name, strip in self._strips.items()}
         other.marks, other.trainer = self.marks.copy(), self.trainer.copy()
         return other
 
     def slices(self, since_us: int = 0) -> dict[str, list[Slice]]:
-        """By engine, those that end after ``since_us``."""
+        """Return the slices that end after ``since_us``, by engine."""
         first = since_us // self.slice_us
         return {name: strip.since(first) for name, strip in sorted(self._strips.items())}
 
     def marks_since(self, since_us: int) -> list[Mark]:
-        """The last ones, in the order of being heard of."""
+        """Return marks since then, in the order of arrival."""
         return [mark for mark in self.marks if mark.at_us >= since_us]
 
     def trainer_since(self, since_us: int) -> list[Activity]:
-        """What the trainer has ended since."""
+        """Return activities of the trainer that ended since then."""
         return [activity for activity in self.trainer if activity.ended_us >= since_us]
 
 
 def timeline_of(trace: Trace, trainer_track: str) -> Timeline:
-    """A finished run's, as a whole: its slices are as long as it takes for all to fit."""
+    """Return the timeline of a recorded trace, with slices long enough for the whole run to fit."""
     tracks = {name: track for name, track in trace.tracks.items() if track}
     if not tracks:
         return Timeline()

@@ -1,7 +1,8 @@
-"""How do all viewers of a run get the same frame? It is made once a second, while anybody looks.
+"""Broadcast of dashboard updates: one frame per second, sent to every open connection.
 
-A viewer who doesn't keep up misses frames; each tells the last seconds anew, so nothing is lost for
-long. Knows bytes and viewers; what is in a frame is :mod:`frames`' business.
+The app's Server-Sent Events route (`/api/updates`) iterates over :meth:`Updates.viewer`. Frames are
+made only while there are viewers. A slow viewer misses frames; no data is lost, because each frame
+covers the last seconds. The content of a frame comes from :mod:`frames`.
 """
 
 import asyncio
@@ -11,29 +12,31 @@ from collections.abc import AsyncIterator, Callable
 from tidegate.errors import TidegateError
 
 INTERVAL_S = 0.95
-"""From the beginning of one frame to that of the next: no viewer waits longer than a second."""
+"""Seconds from the start of one frame to the start of the next; below 1 s, so that no viewer
+waits longer."""
 
 REST_SHARE = 0.25
-"""Of the interval that nothing is made in, however long a frame took: it is somebody's CPU."""
+"""Share of the interval in which no frame is made, however long the last one took, to limit CPU
+use."""
 
 VIEWERS_MAX = 32
-"""A connection each; more than that is no audience."""
+"""Limit of open connections."""
 
 log = logging.getLogger("tidegate")
 
 
 class TooManyViewers(TidegateError):
-    """Nobody else can be shown the run now."""
+    """The dashboard has :data:`VIEWERS_MAX` open connections."""
 
     def __init__(self) -> None:
         super().__init__(f"{VIEWERS_MAX} viewers look at this run already; close one of them")
 
 
 class Updates:
-    """Sends frames to those who look, on the event loop that asks for the first viewer."""
+    """Sends frames to all viewers, from a task on the event loop of the first one."""
 
     def __init__(self, make: Callable[[], bytes], *, interval_s: float = INTERVAL_S) -> None:
-        """``make`` is called on a thread of its own, never twice at once."""
+        """``make`` returns an encoded frame; it is called on a thread, never concurrently."""
         self._make = make
         self._interval_s = interval_s
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
@@ -43,14 +46,14 @@ class Updates:
 
     @property
     def num_viewers(self) -> int:
-        """Who look now."""
+        """Number of open dashboard connections."""
         return len(self._viewers)
 
     def viewer(self) -> AsyncIterator[bytes]:
-        """Frames from now on, until the run is over.
+        """Return an iterator of frames, from now until the run is over.
 
         Raises:
-            TooManyViewers: there are as many as there may be.
+            TooManyViewers: the limit is reached.
         """
         if len(self._viewers) >= VIEWERS_MAX:
             raise TooManyViewers
@@ -58,7 +61,9 @@ class Updates:
 
     async def _frames(self) -> AsyncIterator[bytes]:
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=1)
-        self._viewers.add(queue)  # only now: one who has gone before asks for nothing
+        self._viewers.add(
+            queue
+        )  # on the first iteration, so that a client that left before is not counted
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._send(), name="frames")
         try:
@@ -68,7 +73,7 @@ class Updates:
             self._viewers.discard(queue)
 
     async def _send(self) -> None:
-        """While anybody looks; the first frame at once."""
+        """Make and send frames while there are viewers, the first one at once."""
         loop = asyncio.get_running_loop()
         while self._viewers and not self._is_over:
             due_s = loop.time() + self._interval_s
@@ -88,7 +93,7 @@ class Updates:
             await asyncio.sleep(max(REST_SHARE * self._interval_s, due_s - loop.time()))
 
     def end(self) -> None:
-        """No more comes: viewers' streams end."""
+        """End all viewers' streams."""
         self._is_over = True
         for queue in self._viewers:
             while not queue.empty():

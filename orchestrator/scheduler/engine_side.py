@@ -21,7 +21,7 @@ from tidegate.orchestrator.fleet.open_sessions import OpenSessions
 from tidegate.orchestrator.fleet.score_desk import ScoreDesk
 from tidegate.orchestrator.fleet.waiting import Waiting
 from tidegate.orchestrator.settings.config import RunSettings
-from tidegate.orchestrator.telemetry.recorder import Recorder
+from tidegate.orchestrator.telemetry.recorder import EngineStep, Recorder
 from tidegate.orchestrator.weight_sync.control import EngineControl
 from tidegate.transport.messages import (
     Hello,
@@ -164,12 +164,14 @@ class EngineSide:
         self.handle([item])
         if self._recorder is not None and isinstance(item, ev.StepArrived):
             self._recorder.engine_step(
-                item.engine,
-                item.started_us,
-                item.busy_us,
-                item.version,
-                len(item.turns),
-                len(item.prefills),
+                EngineStep(
+                    item.engine,
+                    item.started_us,
+                    item.busy_us,
+                    item.version,
+                    len(item.turns),
+                    len(item.prefills),
+                )
             )
 
     def staged(self, engine: str, version: int) -> None:

@@ -22,6 +22,23 @@ TrainerActivity = Literal["train", "wait", "publish"]
 
 
 @dataclass(frozen=True, slots=True)
+class EngineStep:
+    """One decode step of an engine."""
+
+    engine: str
+    """Name of the engine."""
+    started_us: int
+    busy_us: int
+    """Duration of the step."""
+    version: int
+    """Version of the weights that the step used."""
+    rows: int
+    """Turns that got a token in the step."""
+    prefills: int = 0
+    """Turns whose context was computed in the step."""
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeInterval:
     """An episode, or one activity of it, from ``started_us`` to ``ended_us``."""
 
@@ -63,16 +80,8 @@ class Recorder:
     ) -> None:
         """Record the rows of a batch that the trainer has, each with its task."""
 
-    def engine_step(
-        self,
-        engine: str,
-        started_us: int,
-        busy_us: int,
-        version: int,
-        rows: int,
-        prefills: int = 0,
-    ) -> None:
-        """Record a step: ``rows`` tokens by weights ``version``; ``prefills`` turns began in it."""
+    def engine_step(self, step: EngineStep) -> None:
+        """Record a decode step of an engine."""
 
     def engine_event(self, engine: str, name: str, at_us: int, **args: object) -> None:
         """Record an instant of an engine: staged, swap, paused, resumed, lost."""

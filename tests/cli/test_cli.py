@@ -1,4 +1,4 @@
-"""Does the command end with the status and the one line that scripts and people rely on?"""
+"""The command `tidegate`: exit statuses, error lines and help."""
 
 import json
 import re
@@ -15,6 +15,7 @@ from tests.observability.test_recording import some_statistics
 from tidegate.cli import command
 from tidegate.observability.recording import RunRecorder
 from tidegate.observability.trace import TRACE_FILE, Trace
+from tidegate.orchestrator.telemetry.recorder import EngineStep
 
 pytestmark = pytest.mark.wire
 
@@ -174,8 +175,10 @@ def test_trace_tells_what_is_on_each_track_and_how_to_look_at_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = Trace()
-    trace.engine_step("engine-0", started_us=0, busy_us=500_000, version=0, rows=7)
-    trace.engine_step("engine-0", started_us=800_000, busy_us=200_000, version=1, rows=5)
+    trace.engine_step(EngineStep("engine-0", started_us=0, busy_us=500_000, version=0, rows=7))
+    trace.engine_step(
+        EngineStep("engine-0", started_us=800_000, busy_us=200_000, version=1, rows=5)
+    )
     trace.trainer_interval("wait", 0, 600_000, 0)
     trace.trainer_interval("train", 600_000, 1_000_000, 0)
     trace.write(tmp_path / TRACE_FILE)

@@ -1,4 +1,4 @@
-"""Does `tidegate run` run what a file names, and say of every slip what was probably meant?"""
+"""`tidegate run`: TOML files, overrides, and error messages that suggest what was meant."""
 
 import json
 import sys
@@ -70,7 +70,8 @@ batches = 2
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file whose module is found as a user's would be; its name is this test's own."""
+    """A TOML file with a module beside it, found as a user's would be; its name is unique per
+    test."""
     module = f"users_{abs(hash(str(tmp_path)))}"
     (tmp_path / f"{module}.py").write_text(MODULE)
     path = tmp_path / "mine.toml"

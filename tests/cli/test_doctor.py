@@ -1,4 +1,4 @@
-"""Does the doctor see what is wrong with an engine, by what it answers over HTTP?"""
+"""`tidegate doctor` against HTTP doubles of engines with one fault each."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def sglang(model: Path, **how: Any) -> Iterator[str]:
 
 
 def verdicts(url: str, model: Path | None) -> dict[str, Verdict]:
-    """The worst of each check."""
+    """Return the worst verdict of each check."""
     order = list(Verdict)
     worst: dict[str, Verdict] = {}
     for finding in findings(measure(examined(url), model)):
@@ -88,7 +88,7 @@ def test_a_sound_engine_is_fit_and_status_0(
     assert {one["check"]: one["verdict"] for one in report["findings"]} == {
         "capabilities": "ok",
         "log-probs": "ok",
-        "truncation": "warn",  # SGLang tells them as they were before top_k
+        "truncation": "warn",  # SGLang reports log-probs from before top_k
         "mismatch": "ok",
         "tokenizer": "ok",
         "determinism": "ok",
@@ -96,7 +96,7 @@ def test_a_sound_engine_is_fit_and_status_0(
         "cache salt": "ok",
     }
     assert report["measurements"]["logprobs"]["gap_ratio"] == pytest.approx(2, abs=0.01)
-    # Of prompts drawn from 20 ids or more, two begin alike now and then, by a token or two.
+    # Prompts drawn from 20 ids sometimes share their first one or two tokens.
     assert report["measurements"]["cache"]["first_tokens"] < 6
 
 
@@ -158,11 +158,11 @@ def test_another_tokenizer_fails(model: Path, tmp_path: Path) -> None:
     with sglang(model) as url:
         found = verdicts(url, damaged)
     assert found["tokenizer"] == Verdict.FAIL
-    assert found["mismatch"] == Verdict.OK  # token ids in and out: text has no part in it
+    assert found["mismatch"] == Verdict.OK  # token ids in and out: the tokenizer does not matter
 
 
 def test_kv_of_other_weights_in_the_prefix_cache_is_found(model: Path, other_model: Path) -> None:
-    """As if somebody had updated the weights, and not flushed, between the two times."""
+    """As if the weights had been updated without a flush between the two requests."""
     double = SglangDouble(model)
     stale = SglangDouble(other_model)
     find_prefix = double.sampler.find_prefix
@@ -270,4 +270,4 @@ SOUND = Measurements(
     tokenizer=TokenizerCheck(texts=7, different=()),
     update=None,
 )
-"""What vLLM 0.32.0 was measured to be, on a CPU."""
+"""Measurements of vLLM 0.32.0 on a CPU."""

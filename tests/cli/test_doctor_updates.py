@@ -1,4 +1,4 @@
-"""Does the doctor see what becomes of an engine's weights and cache over an update?"""
+"""`tidegate doctor --update`: weights and prefix cache over weight updates."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ CHECKS = ("weight update", "cache over an update")
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """In a folder of its own, to see what is left beside it."""
+    """A model directory in a folder of its own, to see what is left beside it."""
     return make_model_directory(tmp_path / "models" / "served")
 
 
@@ -63,7 +63,7 @@ def test_new_weights_are_served_at_once_and_the_own_ones_again_at_the_end(
     report = json.loads(capsys.readouterr().out)
     found = {one["check"]: one for one in report["findings"]}
     assert [found[check]["verdict"] for check in CHECKS] == ["ok", "ok"]
-    # SGLang keeps its cache unless told otherwise, and finds nothing there by another key.
+    # SGLang keeps its cache by default, and finds nothing there with another extra_key.
     assert "leaves KV of the old weights" in found["cache over an update"]["says"]
     assert "a salt of its own" in found["cache over an update"]["says"]
     update = report["measurements"]["update"]

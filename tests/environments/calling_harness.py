@@ -1,4 +1,4 @@
-"""A harness of verifiers, as users write theirs: a program that calls tools until it can answer."""
+"""A user-defined harness of verifiers: a program that calls tools until it can answer."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""A small game of several turns, as a user writes it."""
+"""A small game of several turns, as a user-defined environment."""
 
 import os
 import random
@@ -8,7 +8,7 @@ from tidegate import Observation
 
 
 class Hunt:
-    """Find a letter; each turn tells whether it comes before or after the one that was tried."""
+    """Guess a letter; each step says whether it comes before or after the tried one."""
 
     def reset(self, *, seed: int, task: Any) -> Observation:
         self._secret = random.Random(seed).choice("abcdefgh")
@@ -24,7 +24,7 @@ class Hunt:
 
 
 class CrashesAt(Hunt):
-    """The same, but for one task."""
+    """Hunt that kills its process at one task."""
 
     def __init__(self, task: int) -> None:
         self._deadly = task

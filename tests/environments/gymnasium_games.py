@@ -1,4 +1,4 @@
-"""Environments of gymnasium as users write them; imported in the pool's processes only."""
+"""User-defined Gymnasium environments; imported in the pool's processes only."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from gymnasium import spaces
 
 
 def field(observation: Any, env: Any) -> str:
-    """A field of a FrozenLake."""
+    """Return the letter of the present FrozenLake field."""
     row, column = divmod(int(observation), env.unwrapped.ncol)
     return f"row {row}, column {column}\n"
 
 
 class Words(gymnasium.Env[Any, Any]):
-    """Say the word that the options tell."""
+    """Rewards saying the word given in the options."""
 
     observation_space = spaces.Dict(
         {"said": spaces.Text(8, min_length=0), "left": spaces.Box(0.0, 9.0, (2,))}
@@ -33,7 +33,7 @@ class Words(gymnasium.Env[Any, Any]):
 
 
 class Pairs(gymnasium.Env[Any, Any]):
-    """Rewards the sum of a pair."""
+    """Rewards the sum of a pair of numbers."""
 
     observation_space = spaces.Discrete(1)
     action_space = spaces.Tuple((spaces.Discrete(9), spaces.Discrete(9)))
@@ -46,7 +46,7 @@ class Pairs(gymnasium.Env[Any, Any]):
 
 
 def pair(text: str) -> tuple[int, int]:
-    """The action of Pairs."""
+    """Parse an action of Pairs."""
     left, comma, right = text.partition(",")
     if not comma:
         raise ValueError("two numbers, with a comma between")

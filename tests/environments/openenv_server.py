@@ -1,4 +1,5 @@
-"""A small OpenEnv server, for a Python that has OpenEnv: guess the word that the seed tells."""
+"""A small OpenEnv server, run by a Python that has OpenEnv: guess the word that the seed
+selects."""
 
 import sys
 from typing import Any

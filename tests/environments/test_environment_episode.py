@@ -1,4 +1,4 @@
-"""Episodes in environments: seeds by group, sums of rewards, limits, and runs that are resumed."""
+"""Episodes in environments: seeds by group, sums of rewards, limits, and resumed runs."""
 
 import shutil
 from contextlib import AbstractContextManager, nullcontext
@@ -34,7 +34,7 @@ LETTERS = "abcdefgh"
 
 
 def searches(request: TurnRequest) -> str:
-    """A model that halves what is left."""
+    """A model that halves the remaining range."""
     left, tried = LETTERS, ""
     for character in request.text.partition(": ")[2]:
         if character == "<":
@@ -201,7 +201,7 @@ async def test_a_chat_says_the_environments_messages_through_the_models_template
 
 
 class Engines:
-    """Answers every turn with the letter after the last one, and counts what it is asked."""
+    """Engine double that answers each turn with the next letter, and counts requests."""
 
     def __init__(self) -> None:
         self.asked = 0

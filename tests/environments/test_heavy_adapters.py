@@ -1,6 +1,6 @@
-"""Environments of packages that would not get on with the trainer's, in a Python of their own.
+"""Adapters of packages whose dependencies conflict with the trainer's, in a Python of their own.
 
-`make test-environments` makes that Python and names it; without it these tests are skipped.
+`make test-environments` creates that Python and names it; without it these tests are skipped.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Environments of other packages, as they are installed, each in a process of the pool."""
+"""Adapters of installed environment packages, each in a process of the pool."""
 
 import re
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def gymnasium(pool: EnvironmentPool, env: str, **arguments: Any) -> PooledEnviro
 async def play(
     environment: PooledEnvironment, actions: list[str], *, task: Any = None
 ) -> list[Observation]:
-    """What it answers, first to its reset by seed 7."""
+    """Reset with seed 7 and take the actions; return all observations."""
     answers = [await environment.reset(seed=7, task=task)]
     answers += [await environment.step(action) for action in actions]
     environment.close()

@@ -1,4 +1,5 @@
-"""Environments in other processes: what becomes of those that misbehave, and of neighbours."""
+"""EnvironmentPool: crashes, hangs, cancellation and cleanup, and their effect on other
+environments."""
 
 import asyncio
 import signal
@@ -29,7 +30,7 @@ HERE = "tests.environments.unruly"
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[EnvironmentPool]:
-    """One process, for tests that leave it as it was, or kill it."""
+    """A pool of one process, for tests that leave it intact, or kill it."""
     with EnvironmentPool(processes=1, call_timeout_s=30.0, memory_bytes=4 << 30) as pool:
         yield pool
 
@@ -41,7 +42,7 @@ async def unruly(pool: EnvironmentPool) -> PooledEnvironment:
 
 
 def is_gone(pid: int) -> bool:
-    """Also if nobody has noticed yet that it has ended."""
+    """Return whether the process has ended, zombies included."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -123,7 +124,7 @@ async def test_only_the_one_that_misbehaves_fails_and_is_named(
     with pytest.raises(error, match=rf"(?s)unruly:Unruly, step 1: .*{says}"):
         await bad.step(action)
     after = await good.step("c")
-    assert after.text.startswith(before[-1].text)  # whichever process it is in now
+    assert after.text.startswith(before[-1].text)  # it may be in another process now
     bad.close()
     good.close()
     await wait_until_closed(shared)
@@ -147,7 +148,7 @@ async def test_one_that_hangs_is_ended_in_time_and_its_neighbours_go_on(name: st
         assert after.text.startswith(before.text)
         with pytest.raises(EnvironmentHung, match="no answer in 1 s"):
             await hanging
-        # What awaits is ended alone; what blocks takes its process with it.
+        # An awaiting step is cancelled alone; a blocking one is killed with its process.
         assert pool.statistics().begun_again <= (name == "Unruly")
 
 
@@ -192,7 +193,7 @@ async def test_a_cancelled_episode_frees_its_environment_and_hurts_none(tmp_path
             async with asyncio.timeout(0.05):
                 await environment.step("hang")
         environment.close()
-        other = await unruly(pool)  # waits until the other's process was killed
+        other = await unruly(pool)  # waits until the first one's process was killed
         assert (await other.step("a")).text.startswith("a")
         await asyncio.sleep(0)
         assert pool.statistics().environments == 1
@@ -218,7 +219,7 @@ async def test_closing_the_pool_closes_environments_and_wakes_those_who_wait(
 
 
 def daemons_of(note: Path) -> list[int]:
-    """The daemons that an environment starts, once they are there."""
+    """Return the process ids of the daemons that an environment started, once they exist."""
     paths = [Path(f"{note}.{number}") for number in range(2)]
     until_s = time.monotonic() + 30.0
     while not all(path.exists() for path in paths):

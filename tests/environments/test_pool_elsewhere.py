@@ -1,4 +1,4 @@
-"""Environments whose processes are at far ends of tunnels, as on Ray's nodes; there is no Ray."""
+"""EnvironmentPool with processes behind tunnels, as on Ray's nodes, but without Ray."""
 
 import asyncio
 import itertools
@@ -21,7 +21,7 @@ HERE = "tests.environments.unruly"
 
 
 class Actors:
-    """Threads in place of Ray's actors."""
+    """Threads in place of Ray actors."""
 
     def __init__(self) -> None:
         keys, self._worker_keys = passing_keys()
@@ -93,7 +93,9 @@ async def test_a_lost_node_is_not_the_doing_of_the_environment_that_computes() -
             while not pool._processes[0]._computing:  # noqa: ASYNC110 (another thread's)
                 await asyncio.sleep(0.01)
         actors.entrance.lose(actors.tunnels[0], "its node was lost")
-        with pytest.raises(EnvironmentHung, match="no answer in 5 s"):  # as it does in the next
+        with pytest.raises(
+            EnvironmentHung, match="no answer in 5 s"
+        ):  # the same in the next process
             await step
         assert pool.statistics().begun_again == 1
 

@@ -1,4 +1,4 @@
-"""Tools in other processes: whatever goes wrong with one is text for the model."""
+"""Tools in worker processes: every failure becomes text for the model."""
 
 import asyncio
 import re
@@ -65,7 +65,7 @@ async def test_a_tool_that_takes_too_long_is_ended_and_the_next_is_called(
 
 
 async def test_a_tool_that_awaits_holds_up_no_other(pool: EnvironmentPool) -> None:
-    """Fifty that each wait for 0.2 s would take ten seconds, one after another."""
+    """Fifty calls that wait 0.2 s each would take ten seconds one after another."""
     tools = Tools(pool, {"wait": f"{HERE}:wait"})
     async with asyncio.timeout(8.0):
         answers = await asyncio.gather(*(tools.call("wait", {"seconds": 0.2}) for _ in range(50)))

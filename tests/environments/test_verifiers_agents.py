@@ -1,7 +1,7 @@
-"""Do verifiers' tasks of several turns, played by its own runner, become rows of a rollout?
+"""Tasks of several turns played by verifiers' own runner, which become rows of a rollout.
 
-Its runner starts the harness, a program that calls tools, and hands its requests on to the gateway.
-`make test-environments` makes the Python that has verifiers; without it this is skipped.
+The runner starts the harness, a program that calls tools, and sends its requests to the gateway.
+`make test-environments` creates the Python that has verifiers; without it this is skipped.
 """
 
 import asyncio

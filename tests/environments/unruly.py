@@ -1,4 +1,4 @@
-"""Environments and tools that misbehave in every way that a test asks for, and some that don't."""
+"""Environments and tools that misbehave on request, and some that do not."""
 
 import asyncio
 import ctypes
@@ -15,7 +15,7 @@ from tidegate import Observation
 
 
 class Walk:
-    """A random walk: each action, any text, takes it one step on. Its text tells its process."""
+    """A random walk: any action takes one step. Its text includes its process id."""
 
     def __init__(self, length: int = 3) -> None:
         self._length = length
@@ -35,7 +35,7 @@ class Walk:
 
 
 class AsyncWalk(Walk):
-    """The same, which lets others go on meanwhile."""
+    """Walk with an asynchronous step."""
 
     async def step(self, action: str) -> Observation:  # type: ignore[override]
         await asyncio.sleep(0.0 if action != "hang" else 3600.0)
@@ -43,7 +43,7 @@ class AsyncWalk(Walk):
 
 
 class Unruly(Walk):
-    """Does what the action says; anything that it doesn't know is a step of the walk."""
+    """Walk that does what the action says; an unknown action is a step."""
 
     def __init__(self, note: str | None = None) -> None:
         super().__init__(length=100)
@@ -92,7 +92,7 @@ class Unruly(Walk):
         return super().step(action)
 
     def _start_daemons(self) -> None:
-        """Two processes that left session, parent and variables behind, as daemon(7) has it."""
+        """Start two processes that left session, parent and environment behind, see daemon(7)."""
         assert self._note is not None
         for number in range(2):
             if not os.fork():
@@ -104,7 +104,7 @@ class Unruly(Walk):
                 part.rename(f"{self._note}.{number}")
                 os.execve("/bin/sleep", ["sleep", "3600"], {})
             os.wait()
-            while not Path(f"{self._note}.{number}").exists():  # else it would be killed before
+            while not Path(f"{self._note}.{number}").exists():  # otherwise it would be killed first
                 time.sleep(0.01)
 
     def close(self) -> None:
@@ -113,14 +113,14 @@ class Unruly(Walk):
 
 
 class Variables(Walk):
-    """Tells which environment variables its process has."""
+    """Walk whose text lists the process's environment variables."""
 
     def reset(self, *, seed: int, task: Any) -> Observation:
         return Observation(" ".join(f"{name}={value}" for name, value in os.environ.items()))
 
 
 class Fickle(Walk):
-    """Takes its chance from the process."""
+    """Walk with randomness that does not come from the seed."""
 
     def reset(self, *, seed: int, task: Any) -> Observation:
         return super().reset(seed=os.getpid(), task=task)

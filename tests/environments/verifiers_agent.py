@@ -1,4 +1,5 @@
-"""verifiers' own runner plays a task of several turns: its arguments are a base URL and a key."""
+"""Program that runs a task of several turns with verifiers' own runner; arguments: base URL and
+key."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Tasksets as users of verifiers write them; imported in a Python that has it."""
+"""User-defined tasksets of verifiers; imported in a Python that has verifiers."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,5 @@
-"""What does TRL's own client find? Run by TRL's Python: URL of a server, model directory."""
+"""Program that uses TRL's own vLLM client, run by TRL's Python; arguments: server URL, model
+directory."""
 
 import json
 import sys
@@ -11,7 +12,7 @@ TIMEOUT_S = 60
 
 
 def main(url: str, model: str) -> None:
-    PartialState()  # its logging wants one
+    PartialState()  # required by its logging
     client = VLLMClient(url, server_timeout=TIMEOUT_S)
     client.wait_for_server_ready()
     told = {
@@ -28,10 +29,10 @@ def main(url: str, model: str) -> None:
     client.update_weights({"path": model})
     client.finish_weight_update()
     client.resume()
-    told["label_is_kept"] = _label(url) == label  # the client names no version
+    told["label_is_kept"] = _label(url) == label  # the client sends no version
     try:
         client.load_lora_adapter("no", "/nowhere")
-    except RuntimeError:  # what it makes of a 404
+    except RuntimeError:  # the client's error for a 404
         told["missing_adapter"] = 404
     client.unload_lora_adapter("no")
     sys.stdout.write(json.dumps(told))

@@ -1,4 +1,4 @@
-"""Does an engine that is Ray's actor tell how it ended? Its class alone, which needs no Ray."""
+"""The Ray actor of an engine, without Ray: how it reports its end."""
 
 import io
 import sys
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.wire
 
 
 class StderrOfRay(io.StringIO):
-    """In an actor, ``sys.stderr.write`` returns nothing."""
+    """In an actor, ``sys.stderr.write`` returns None."""
 
     def write(self, text: str) -> None:  # type: ignore[override]
         super().write(text)

@@ -1,4 +1,4 @@
-"""Are places that Ray could never find refused at once? It needs no Ray."""
+"""Refusal of placements that Ray could never satisfy; needs no Ray."""
 
 from typing import Any
 
@@ -30,6 +30,6 @@ def test_a_place_may_be_a_part_of_a_gpu_or_a_bundle_of_which_nothing_is_taken() 
 
 
 async def test_a_trainer_without_ranks_is_refused() -> None:
-    rollouts: Any = None  # nothing is asked of it
+    rollouts: Any = None  # never used
     with pytest.raises(ConfigError, match="at least one, got 0"):
         await tidegate.train_on_ray(rollouts, print, world_size=0)

@@ -1,4 +1,5 @@
-"""A worker as RLHF frameworks know it, over real engines: what it generates, scores and takes."""
+"""RolloutWorker over real engines: generation, scores, weights and sleep by the frameworks'
+names."""
 
 import socket
 import subprocess

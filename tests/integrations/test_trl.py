@@ -1,6 +1,7 @@
-"""Does TRL train with the server in place of vLLM? Its trainer and client as they are, on a CPU.
+"""TRL's own trainers and client against Tidegate's vLLM-compatible server and TRLRollouts, on a
+CPU.
 
-TRL has a Python of its own, which `make test-trl` makes; elsewhere these tests are skipped.
+TRL has a Python of its own, which `make test-trl` creates; otherwise these tests are skipped.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ PYTHON = os.environ.get("TIDEGATE_TRL_PYTHON", "")
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 400
 MAX_STALENESS = 2
-"""Of the example."""
+"""Bound of the example program."""
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="TRL has a Python of its own: make test-trl"),
@@ -36,21 +37,21 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trl") / "model"
-    # Near to uniform: rewards of a letter have room to rise.
+    # Nearly uniform, so that the reward of a letter can rise.
     fields: dict[str, Any] = {"max_position_embeddings": 1024, "initializer_range": 0.05}
     make_model_directory(path, vocab_size=chat_tokenizer().get_vocab_size(), **fields)
     add_chat_template(path, "chatml")
     file = path / "tokenizer_config.json"
     settings = json.loads(file.read_text())
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-    settings["bos_token"] = "<bos>"  # a dict with no type, which we take, transformers does not
+    settings["bos_token"] = "<bos>"  # transformers refuses a dict without a type, which we accept
     file.write_text(json.dumps(settings))
     return path
 
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[tidegate.VLLMServer]:
-    # TRL asks for the model by its directory, as vLLM's servers name it. It sends no token, and
+    # TRL names the model by its directory, as vLLM does. It sends no control token, and
     # writes weights and adapters to temporary directories.
     settings: dict[str, Any] = {"engines": 2, "max_running_turns": 8}
     settings |= {"needs_control_token": False, "weight_directories": [tempfile.gettempdir()]}
@@ -64,7 +65,7 @@ def _reload(server: tidegate.VLLMServer) -> None:
 
 
 def run_in_trls_python(*arguments: str) -> Any:
-    """What a program there says last, as JSON."""
+    """Run a program there, and return its last line, parsed as JSON."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -83,7 +84,7 @@ def run_in_trls_python(*arguments: str) -> Any:
 def test_trls_trainer_advances_versions_within_its_staleness(
     server: tidegate.VLLMServer, mode: list[str]
 ) -> None:
-    _reload(server)  # an adapter's trainer has the directory's weights under it
+    _reload(server)  # the adapter's trainer starts from the directory's weights
     before = server.version
     model = str(server.settings.model)
     script = str(ROOT / "examples" / "trl_async_grpo.py")
@@ -95,8 +96,8 @@ def test_trls_trainer_advances_versions_within_its_staleness(
     assert server.version - before >= told["versions"]
     ages = {int(age): samples for age, samples in told["staleness"].items()}
     assert sum(ages.values()) > 0
-    assert max(ages) <= MAX_STALENESS + 1  # as taken; TRL drops what is beyond
-    # Log-probs that its trainer computes are those that the server drew by.
+    assert max(ages) <= MAX_STALENESS + 1  # when taken; TRL drops older rows
+    # The trainer computes the log-probs that the server sampled with.
     assert told["first_ratio"] == pytest.approx(1.0, abs=1e-3)
     assert told["first_kl"] == pytest.approx(0.0, abs=1e-4)
 
@@ -107,18 +108,18 @@ def test_trls_trainer_trains_on_a_run_in_the_place_of_its_own_rollout_worker(mod
     assert told["versions"] == told["run_version"] == 5  # the first before any step
     ages = {int(age): samples for age, samples in told["staleness"].items()}
     assert sum(ages.values()) >= 4 * 8
-    assert max(ages) <= 1  # the run's own bound, as taken: nothing is left for TRL to drop
+    assert max(ages) <= 1  # the run's own bound, when taken: TRL has nothing to drop
     assert told["first_ratio"] == pytest.approx(1.0, abs=1e-3)
     assert told["first_kl"] == pytest.approx(0.0, abs=1e-4)
     assert 0 < told["mean_length"] <= 24
     assert told["rollouts"] == 4 * 8
     assert told["tokens"]["generated"] >= told["tokens"]["trained"] > 0
     assert told["tokens"]["trained"] == told["trained_tokens"]  # as TRL counts them
-    assert told["tokens"]["discarded"]["not_trained"] > 0  # a micro-batch that it never came to
+    assert told["tokens"]["discarded"]["not_trained"] > 0  # a micro-batch that TRL never trained on
 
 
 LIMITS = {
-    # Half a batch of the run for each version: rows of the other half are too old by its third.
+    # Each version uses half a batch of the run: the other half's rows are too old two versions on.
     "too_stale": ["--step-rows", "4"],
     "too_long": ["--token-budget", "50"],
 }
@@ -134,7 +135,7 @@ def test_what_counts_as_trained_is_what_trls_trainer_trains_on_by_its_own_limits
     assert told["tokens"]["trained"] == told["trained_tokens"]
     assert told["tokens"]["discarded"][reason] > 0
     dropped = told["dropped"]["stale" if reason == "too_stale" else "oversize"]
-    assert dropped > 0  # TRL logs them as its own
+    assert dropped > 0  # TRL logs them under its own name
 
 
 def test_two_ranks_of_trls_trainer_train_on_the_run_of_the_first(model: Path) -> None:
@@ -151,7 +152,7 @@ def test_two_ranks_of_trls_trainer_train_on_the_run_of_the_first(model: Path) ->
 
 
 async def solve(episode: tidegate.Episode, task: dict[str, Any]) -> float:
-    """As the example's own."""
+    """The example's episode."""
     turn = await episode.generate(messages=task["prompt"], max_tokens=24)
     return turn.text.count("e") / max(1, len(turn.text))
 
@@ -188,7 +189,7 @@ def test_trls_trainer_goes_on_from_its_checkpoint_with_a_new_run(
     assert run_in_trls_python(*script, "--steps", "2")["steps"] == 2
     told = run_in_trls_python(*script, "--steps", "4", "--resume", str(tmp_path / "checkpoint-2"))
     assert told["steps"] == 4
-    assert told["versions"] == told["run_version"] == 3  # the checkpoint's weights, and two more
+    assert told["versions"] == told["run_version"] == 3  # the checkpoint's version and two more
     assert max(int(age) for age in told["staleness"]) <= 1
     assert told["ratios"][-2] == pytest.approx(1.0, abs=1e-3)  # sampled by the checkpoint's weights
 
@@ -201,8 +202,8 @@ def test_trls_synchronous_trainer_generates_and_syncs_by_the_server(model: Path)
         told = run_in_trls_python(script, *asked, "--steps", "3")
         assert server.version == told["updates"]
     assert told["steps"] == 3
-    assert told["updates"] >= 2  # none before the first step, one before each other
-    assert max(told["logprobs_differ"]) < 1e-3  # after each update, too: the weights have come
+    assert told["updates"] >= 2  # none before the first step, one before each later one
+    assert max(told["logprobs_differ"]) < 1e-3  # also after each update: the weights have arrived
 
 
 def free_port() -> int:
@@ -221,6 +222,6 @@ def test_trls_client_knows_the_server(server: tidegate.VLLMServer) -> None:
         "world_size": 1,
         "has_lora": True,
         "frozen": True,
-        "label_is_kept": True,  # whichever an earlier trainer left
+        "label_is_kept": True,  # whatever an earlier trainer set
         "missing_adapter": 404,
     }

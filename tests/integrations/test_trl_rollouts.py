@@ -1,4 +1,4 @@
-"""What does TRL get of a run, and what of it counts as trained? No TRL: its rules are played."""
+"""TRLRollouts and TRLRows without TRL: which rows TRL gets, and which count as trained."""
 
 import queue
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tidegate.integrations.trl_rows import Row, TRLRows
 
 @dataclass
 class Arguments:
-    """As TRL has them."""
+    """The fields of TRL's config."""
 
     max_staleness: int = 1
     token_budget: int | None = 0
@@ -68,11 +68,11 @@ def test_a_rank_that_trl_never_asks_for_rows_is_told_to_start_no_run() -> None:
 
 
 class Trainer:
-    """TRL's, as far as it takes rows: micro-batches of a fixed size, one ahead of what it trains
-    on; and a run that is told what was left out."""
+    """Double of TRL's trainer and of a run: takes micro-batches of a fixed size, one ahead of
+    training, and records what was discarded."""
 
     def __init__(self, args: Arguments, lengths: list[list[int]]) -> None:
-        """``lengths``: of each row of each batch; row n is n versions old when it is asked for."""
+        """``lengths``: of each row of each batch; row n is n versions old when it is taken."""
         self.args = args
         self.told: list[tuple[int, list[int], str]] = []
         self.logged: list[str] = []
@@ -97,7 +97,7 @@ class Trainer:
         return SimpleNamespace(input_ids=[0] * tokens, model_version=version)
 
     def take(self, rows: int) -> list[int]:
-        """Their lengths."""
+        """Take rows; return their lengths."""
         return [len(self.rows.get().input_ids) for _ in range(rows)]
 
 
@@ -131,13 +131,13 @@ def test_a_budget_that_trl_fills_in_later_counts_from_then_on() -> None:
 
 
 STEPS = [
-    # (rows that were taken, of a step, what of the batches of 4 rows is left out at the end)
+    # (rows taken, micro-batches per step, rows of the batches of 4 discarded at the end)
     (0, 1, []),
     (4, 1, [(1, [0, 1, 2, 3])]),  # never trained on
-    (8, 1, [(2, [0, 1, 2, 3])]),  # one step, and a micro-batch ahead
-    (9, 1, [(2, [0, 1, 2, 3]), (3, [0, 1, 2, 3])]),  # 1 taken of the third, 3 left in it
+    (8, 1, [(2, [0, 1, 2, 3])]),  # one step, and one micro-batch ahead
+    (9, 1, [(2, [0, 1, 2, 3]), (3, [0, 1, 2, 3])]),  # 1 row taken of the third batch, 3 left
     (12, 2, [(3, [0, 1, 2, 3])]),  # one step of two micro-batches
-    (16, 2, [(3, [0, 1, 2, 3]), (4, [0, 1, 2, 3])]),  # in the midst of the second step
+    (16, 2, [(3, [0, 1, 2, 3]), (4, [0, 1, 2, 3])]),  # during the second step
 ]
 
 
@@ -163,13 +163,13 @@ def test_a_micro_batch_is_of_all_ranks_rows() -> None:
 
 
 BUDGETED = [
-    # (rows taken between syncs, what of batches of 4 rows is left out at the end)
+    # (rows taken between syncs, rows of the batches of 4 discarded at the end)
     ([], []),
     ([3], [(1, [0, 1, 2, 3])]),  # ended before its first step
-    ([5, 0], [(2, [1, 2, 3])]),  # two micro-batches at once: where the first ended isn't known
-    ([5, 2, 0], [(2, [0, 1, 2, 3])]),  # row 4 was in hand, with 5 ahead; 6 in hand now
+    ([5, 0], [(2, [1, 2, 3])]),  # two micro-batches at once: the end of the first is unknown
+    ([5, 2, 0], [(2, [0, 1, 2, 3])]),  # row 4 was held, with 5 ahead; row 6 is held now
     ([5, 2, 1, 0], [(2, [2, 3])]),
-    ([5, 2, 1, 1], [(2, [2, 3]), (3, [0, 1, 2, 3])]),  # ended in the midst of a step
+    ([5, 2, 1, 1], [(2, [2, 3]), (3, [0, 1, 2, 3])]),  # stopped during a step
 ]
 
 

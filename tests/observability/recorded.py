@@ -1,6 +1,6 @@
-"""What do tests of reports, comparisons and plans read? A short real run, recorded once a session.
+"""A short real run, recorded once per session, for tests of reports, comparisons and plans.
 
-Its trainer computes nothing: what is looked at is what the recorder leaves.
+Its trainer computes nothing: the tests only look at the recorder's files.
 """
 
 from pathlib import Path
@@ -10,14 +10,15 @@ from tests.models import make_model_directory
 
 
 async def solve(episode: tidegate.Episode, task: str) -> float:
-    """A few tokens; the reward is how many of them are letters."""
+    """Generate 8 tokens; the reward is the share of letters among them."""
     episode.append(task)
     turn = await episode.generate(max_tokens=8)
     return sum(each.isalpha() for each in turn.text) / 8
 
 
 def record_run(directory: Path, *, batches: int = 4, max_staleness: int = 1) -> Path:
-    """Run a tiny model for a few batches, publishing what it had; return the run's directory."""
+    """Run a tiny model for a few batches, publishing unchanged weights; return the run's
+    directory."""
     from safetensors.torch import load_file
 
     model = directory.parent / "model"

@@ -1,6 +1,6 @@
-"""Runs sampled token by token with `transformers`, in the ways an engine may sample them.
+"""Runs sampled token by token with `transformers`, in every way in which an engine may sample.
 
-Apart from the audit on purpose: one context at a time, no padding, one forward per token.
+Independent of the audit: one context at a time, no padding, one forward pass per token.
 """
 
 import itertools
@@ -26,7 +26,7 @@ VERSIONS = 3
 def make_models(
     versions: int = VERSIONS, model_type: str = "qwen3", **config_fields: Any
 ) -> list[Any]:
-    """One random model and its successors, each some noise away from the one before."""
+    """Return a random model and its successors, each with some noise added to the one before."""
     torch.manual_seed(1)
     fields = {
         "vocab_size": VOCAB,
@@ -54,7 +54,7 @@ def make_models(
 
 
 class Sampler:
-    """One rollout in the making: its cache, and which version computed each position of it."""
+    """A rollout being sampled: its KV cache, and the version that computed each position."""
 
     def __init__(self, models: list[Any], rollout_id: int, prompt: list[int]) -> None:
         self.models = models
@@ -70,17 +70,17 @@ class Sampler:
         return turn
 
     def forget(self) -> None:
-        """Drop the KV, as an abort or a recompute does."""
+        """Drop the KV, as after an abort or a recompute."""
         self.cache, self.history = transformers.DynamicCache(), []
 
     def prefill(self, version: int, *, chunk: int | None = None) -> None:
-        """Compute what is missing (or ``chunk`` positions of it), but not the last position."""
+        """Compute the missing positions, or ``chunk`` of them, except the last one."""
         missing = len(self.rollout.token_ids) - 1 - len(self.history)
         for _ in range(missing if chunk is None else chunk):
             self._read_one(version)
 
     def tokens(self, count: int, version: int, engine: str = "engine-0") -> None:
-        """Sample on the KV there is; a prefill is recorded where positions were computed anew."""
+        """Sample with the present KV; record a prefill if positions were computed anew."""
         turn = self.rollout.turns[-1]
         if not turn.prefills or self._was_prefilled(turn):
             self.prefill(version)
@@ -92,7 +92,7 @@ class Sampler:
             turn.append(token_id, logprob, version, engine)
 
     def _was_prefilled(self, turn: Turn) -> bool:
-        """Whether the KV is not simply that of the token before: it was dropped since."""
+        """Return whether the KV was dropped since the previous token."""
         return len(self.history) < len(self.rollout.token_ids) - 1
 
     def _read_one(self, version: int) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Sampler:
         return token, float(logits.log_softmax(-1)[0, token])
 
     def _penalised(self, logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-        """With vLLM's penalties over loops, a bias, and processors; [1, V]."""
+        """Apply vLLM's penalties (as loops), biases and processors; [1, V]."""
         turn = self.rollout.turns[-1]
         output = turn.token_ids.tolist()
         for one in sampling.logit_bias:
@@ -151,7 +151,7 @@ class Sampler:
             return torch.full_like(logits, -torch.inf).index_copy(
                 1, torch.tensor(allowed), logits[:, allowed]
             )
-        return logits  # a user's own
+        return logits  # user-defined
 
 
 def _runs(versions: list[int]) -> list[KvSpan]:
@@ -165,7 +165,7 @@ def _runs(versions: list[int]) -> list[KvSpan]:
 
 
 def one_version(models: list[Any], rollout_id: int, *, version: int, tokens: int) -> Rollout:
-    """Two turns with an observation between them, all of one version."""
+    """Two turns of one version, with an observation between them."""
     sampler = Sampler(models, rollout_id, list(range(2, 5 + rollout_id % 4)))
     sampler.turn()
     sampler.tokens(tokens, version)
@@ -187,7 +187,7 @@ def aborted(models: list[Any], rollout_id: int) -> Rollout:
 
 
 def recomputed(models: list[Any], rollout_id: int) -> Rollout:
-    """Frozen and its KV recomputed at each of two new versions."""
+    """Kept with its KV recomputed at each of two new versions."""
     sampler = Sampler(models, rollout_id, [1, 2, 3, 4])
     sampler.turn()
     for version, tokens in ((0, 3), (1, 1), (2, 4)):
@@ -197,7 +197,7 @@ def recomputed(models: list[Any], rollout_id: int) -> Rollout:
 
 
 def kept(models: list[Any], rollout_id: int) -> Rollout:
-    """Frozen with its KV; v1 and then v2 go on from what v0 computed."""
+    """Kept with its KV: v1 and then v2 continue from what v0 computed."""
     sampler = Sampler(models, rollout_id, [1, 2, 3, 4, 5])
     sampler.turn()
     sampler.tokens(4, 0)
@@ -223,7 +223,7 @@ def kept_over_turns(models: list[Any], rollout_id: int) -> Rollout:
 
 
 def swapped_in_prefill(models: list[Any], rollout_id: int) -> Rollout:
-    """The weights change between two chunks of a prompt."""
+    """Weights change between two chunks of a prompt."""
     sampler = Sampler(models, rollout_id, [1, 2, 3, 4, 5, 6])
     sampler.turn()
     sampler.prefill(0, chunk=2)
@@ -252,7 +252,7 @@ SCHEDULE = Processor("temperature_schedule", {"initial": 2, "final": 0.5, "warmu
 
 
 def with_options(models: list[Any], rollout_id: int) -> Rollout:
-    """One turn for each other sampling option; the last by a processor that nobody here knows."""
+    """One turn for each other sampling option; the last with an unknown logit processor."""
     sampler = Sampler(models, rollout_id, [3, 2, 1])
     for sampling in (
         {"min_p": 0.1},

@@ -1,4 +1,4 @@
-"""Are runs set side by side as they were, and do other tools read what they leave?"""
+"""Comparison of runs, and reading of recorded trajectories by polars and datasets."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.wire
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two short ones of the same model, with other bounds."""
+    """Two short runs of the same model with different staleness bounds."""
     directory = tmp_path_factory.mktemp("runs")
     return [
         record_run(directory / f"eta-{bound}", batches=2, max_staleness=bound) for bound in (0, 1)
@@ -95,7 +95,7 @@ def test_datasets_reads_every_token_and_writes_a_file_that_is_read_back_as_the_s
 
 
 def read_back(written: Path, directory: Path) -> list[object]:
-    """Other tools have wider types for text and lists: their columns are cast to ours."""
+    """Cast columns to our schema, because other tools have wider types for text and lists."""
     directory.mkdir()
     table: pa.Table = pq.read_table(written).select(SCHEMA.names).cast(SCHEMA)
     pq.write_table(table, directory / "trajectories.parquet")

@@ -1,4 +1,4 @@
-"""Does a trace tell what an episode spent its time on, in intervals that a viewer can nest?"""
+"""Episode intervals in traces: turns, tools and parking, nested as viewers require."""
 
 import asyncio
 import json
@@ -9,12 +9,12 @@ from tidegate.observability.trace import EPISODE_INTERVALS_MAX, Trace, read_trac
 from tidegate.observability.trace_lines import trace_lines
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.diary import LANES_MAX, EpisodeDiary
-from tidegate.orchestrator.telemetry.recorder import EpisodeInterval
+from tidegate.orchestrator.telemetry.recorder import EngineStep, EpisodeInterval
 from tidegate.transport.messages import SamplingParams
 
 
 class Watch:
-    """A diary on a clock that is set by hand."""
+    """An episode diary with a clock set by the test."""
 
     def __init__(self) -> None:
         self.now_us = 0
@@ -35,7 +35,7 @@ class Watch:
             turn.append(5, -1.0, version, "engine-0")
         turn.finish_reason = "stop"
         answer.set_result(turn)
-        await asyncio.sleep(0)  # its callbacks are called
+        await asyncio.sleep(0)  # runs its callbacks
 
     @property
     def intervals(self) -> list[tuple[int, str, int, int]]:
@@ -45,7 +45,7 @@ class Watch:
 async def test_an_episodes_turns_tools_and_parking_lie_within_it() -> None:
     watch, rollout = Watch(), Rollout(7, 3, 0)
     watch.diary.begins(rollout)
-    watch.now_us = 500  # too short to be seen
+    watch.now_us = 500  # too short to be recorded
     answer = watch.ask(rollout)
     watch.now_us = 10_000
     await watch.answer(answer, rollout, 1, 1)
@@ -114,7 +114,7 @@ async def test_a_turn_that_was_given_up_ends_when_its_episode_asks_again_or_is_o
     watch.now_us = 3_000
     watch.diary.ends(rollout, "failed")
     late.cancel()
-    await asyncio.sleep(0)  # it is heard of after the end, and changes nothing
+    await asyncio.sleep(0)  # arrives after the end, and changes nothing
     assert watch.intervals == [
         (1, "turn", 0, 2_000),
         (1, "turn", 2_000, 3_000),
@@ -124,7 +124,7 @@ async def test_a_turn_that_was_given_up_ends_when_its_episode_asks_again_or_is_o
 
 def test_episodes_are_read_back_from_a_trace_that_holds_to_the_format(tmp_path: Path) -> None:
     trace, path = Trace(), tmp_path / "trace.json"
-    trace.engine_step("engine-0", started_us=0, busy_us=500, version=0, rows=7)
+    trace.engine_step(EngineStep("engine-0", started_us=0, busy_us=500, version=0, rows=7))
     trace.trainer_interval("wait", 0, 600, 0)
     trace.instant("engine-0", "swap", 400, {"version": 1})
     children = [
@@ -136,7 +136,7 @@ def test_episodes_are_read_back_from_a_trace_that_holds_to_the_format(tmp_path: 
     trace.write(path)
     hold_to_the_format(json.loads(path.read_text())["traceEvents"])
     again = read_trace(path)
-    assert list(again.episodes) == [whole, *children]  # what holds others comes before them
+    assert list(again.episodes) == [whole, *children]  # an enclosing interval comes first
     assert set(again.tracks) == {"engine-0", "trainer"}
     assert "  episodes, 1 of them: tools 30%, turn 60%" in trace_lines(tmp_path)
 

@@ -71,7 +71,7 @@ with tidegate.serve_sync(
 
 
 def live_and_be_killed(model: Path, directory: Path, *, batches: int | None) -> None:
-    """Train in a process that is killed once it has acknowledged so many batches; None: never."""
+    """Train in a process that is killed after it acknowledged ``batches`` batches; None: never."""
     command = [sys.executable, "-c", TRAINER, str(model), str(directory), str(TASKS)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
@@ -88,7 +88,7 @@ def live_and_be_killed(model: Path, directory: Path, *, batches: int | None) -> 
 
 @pytest.fixture(scope="module")
 def killed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run killed after two batches; another process of it, killed after one more."""
+    """A run killed after two batches, resumed, and killed after one more."""
     directory = tmp_path_factory.mktemp("runs") / "killed"
     for batches in (2, 1):
         live_and_be_killed(model, directory, batches=batches)
@@ -97,7 +97,7 @@ def killed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(killed: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, resumed once more and trained to its end."""
+    """The same run, resumed once more and trained to its end."""
     directory = tmp_path_factory.mktemp("runs") / "finished"
     shutil.copytree(killed, directory)
     live_and_be_killed(model, directory, batches=None)
@@ -157,7 +157,7 @@ def test_a_run_that_was_killed_twice_and_finished_reads_as_one_run(finished: Pat
     assert audit_run(finished).agrees
 
 
-# ---------------------------------------------------------------- the stream by itself
+# ---------------------------------------------------------------- the stream alone
 
 
 def test_every_prefix_of_a_stream_of_rollouts_reads_back_its_whole_batches(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ try:
             trained += 1
             if trained == 3:
                 while (directory / "metrics.jsonl").read_bytes().count(b"\\n") < 3:
-                    time.sleep(0.01)  # the records' thread writes a batch's line after its rows
+                    time.sleep(0.01)  # the writing thread writes a batch's line after its rows
                 files = [f for f in directory.iterdir() if f.name.startswith(sys.argv[4])]
                 limit = max(f.stat().st_size for f in files)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -294,7 +294,7 @@ def test_acknowledging_raises_what_could_not_be_recorded(tmp_path: Path) -> None
     assert (tmp_path / "run" / STREAM_FILE).stat().st_size == size
     recorder.rollout(a_rollout(2), task=None, advantage=None, consumed_version=None)
     with pytest.raises(RecordingFailed):
-        recorder.sync()  # there is a gap now, and it stays one
+        recorder.sync()  # the missing record stays missing
     assert [r.rollout_id for r in read_trajectories(tmp_path / "run")] == [0, 2]
     with pytest.raises(RecordingFailed):
         recorder.close()

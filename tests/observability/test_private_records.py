@@ -1,4 +1,4 @@
-"""Who else may read a run's records: by default, nobody."""
+"""File modes of a run's directory and records."""
 
 import os
 import stat
@@ -25,7 +25,7 @@ def mode(path: Path) -> int:
 
 
 def record(directory: Path, model: Path) -> None:
-    """A run's journal, open while its records are made, so that all of its files are there."""
+    """Keep a run's journal open while its records are made, so that all of its files exist."""
     (model / "config.json").write_text("{}")
     opened = open_for(run_settings(model=model, journal=True, run_directory=directory), None)
     with RunRecorder(directory, settings={}, model=model) as recorder:

@@ -1,4 +1,4 @@
-"""Does progress show a run's state in a terminal, and stay readable in a log?"""
+"""RunProgress on a terminal and in a log."""
 
 import dataclasses
 import io

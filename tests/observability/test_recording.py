@@ -1,4 +1,4 @@
-"""Does a recorded run read back as what happened, and survive being used from threads?"""
+"""RunRecorder: what is recorded reads back, also when called from several threads."""
 
 import json
 import threading
@@ -16,6 +16,7 @@ from tidegate.observability.trace import MERGE_GAP_US, Trace, read_trace
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
+from tidegate.orchestrator.telemetry.recorder import EngineStep
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.transport.messages import KvSpan, SamplingParams, TokenDetails
 
@@ -30,7 +31,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def a_rollout(rollout_id: int = 7) -> Rollout:
-    """Two turns; the second froze after its first token and went on with v4 and v3's KV."""
+    """Two turns; the second was kept after its first token and continued with v4 and v3's KV."""
     rollout = Rollout(rollout_id, group_id=3, index=1)
     rollout.extend([5, 6])
     first = Turn(rollout, SamplingParams(max_tokens=4, seed=2**63))
@@ -198,7 +199,7 @@ def test_archived_weights_are_those_of_the_call_even_if_training_goes_on(
 ) -> None:
     weight = torch.ones(2, 2)
     with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
-        for version in range(1, 6):  # more than may wait for the disk
+        for version in range(1, 6):  # more than QUEUED_WEIGHTS_MAX
             recorder.weights(version, {"weight": weight, "tied": weight})
             weight.mul_(2)
 
@@ -288,10 +289,10 @@ def test_steps_of_one_version_become_one_interval_and_a_swap_or_a_pause_ends_it(
 ) -> None:
     with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
         for at_us in (0, 500, 1000):
-            recorder.engine_step("engine-0", at_us, 400, 1, 8)
+            recorder.engine_step(EngineStep("engine-0", at_us, 400, 1, 8))
         recorder.engine_event("engine-0", "swap", 1400, version=2)
-        recorder.engine_step("engine-0", 1500, 400, 2, 8)
-        recorder.engine_step("engine-0", 1900 + MERGE_GAP_US, 400, 2, 8)
+        recorder.engine_step(EngineStep("engine-0", 1500, 400, 2, 8))
+        recorder.engine_step(EngineStep("engine-0", 1900 + MERGE_GAP_US, 400, 2, 8))
         recorder.trainer_interval("train", 0, 3000, 1)
         recorder.trainer_interval("publish", 3000, 3500, 2)
 
@@ -319,7 +320,7 @@ def test_a_trace_stays_bounded_and_loses_no_token_when_merged_coarser(
     trace = Trace()
     for step in range(1000):
         trace.engine_step(
-            "engine-0", started_us=step * 5000, busy_us=100, version=step // 500, rows=3
+            EngineStep("engine-0", started_us=step * 5000, busy_us=100, version=step // 500, rows=3)
         )
     assert len(trace.tracks["engine-0"]) <= 100
     assert sum(i.rows for i in trace.tracks["engine-0"]) == 3000

@@ -1,4 +1,4 @@
-"""Does the report say what the run's files say, and can a person see it?"""
+"""Reports: report.json, the page and the picture."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from tidegate.orchestrator.core.discards import (
     TaskDiscards,
 )
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
-from tidegate.orchestrator.telemetry.recorder import TrainerActivity
+from tidegate.orchestrator.telemetry.recorder import EngineStep, TrainerActivity
 from tidegate.orchestrator.telemetry.statistics import RunForecast, RunStatistics
 from tidegate.orchestrator.telemetry.timekeeping import Timekeeper
 
@@ -51,12 +51,12 @@ def model(tmp_path: Path) -> Path:
 def a_run(
     directory: Path, model: Path, *, statistics: RunStatistics | None = None, **facts: object
 ) -> Path:
-    """Three versions, trained while one engine decodes."""
+    """Record three versions, trained while one engine decodes."""
     settings = {"mode": "async", "pause_mode": "keep", "kv_policy": "recompute"}
     with RunRecorder(directory, settings=settings, model=model) as recorder:
         for version in range(3):
             at_us = 1_000_000 * version
-            recorder.engine_step("engine-0", at_us, 900_000, version, 8)
+            recorder.engine_step(EngineStep("engine-0", at_us, 900_000, version, 8))
             recorder.engine_event("engine-0", "swap", at_us + 900_000, version=version + 1)
             recorder.trainer_interval("train", at_us, at_us + 800_000, version)
             recorder.trainer_interval("publish", at_us + 800_000, at_us + 850_000, version + 1)
@@ -227,7 +227,7 @@ def test_a_run_too_short_to_predict_anything_has_a_page_without_it(
 def test_seconds_per_publish_are_of_this_process_publishes_not_of_all_versions(
     tmp_path: Path, model: Path
 ) -> None:
-    """A resumed run's versions go on counting; its time doesn't."""
+    """A resumed run's versions continue, and its time starts at 0."""
     now_us = iter(range(0, 10_000_000, 500_000))
     keeper = Timekeeper(None, now_us=lambda: next(now_us))
     activities: list[TrainerActivity] = ["wait", "wait", "train", "publish", "train", "publish"]

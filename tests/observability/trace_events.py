@@ -1,4 +1,4 @@
-"""Would ui.perfetto.dev read a trace as it is meant? The rules of the Chrome trace event format."""
+"""Rules of the Chrome trace event format, as ui.perfetto.dev needs them."""
 
 from collections import defaultdict
 from typing import Any
@@ -7,7 +7,7 @@ PHASES = {"M", "X", "C", "i"}
 
 
 def hold_to_the_format(events: list[dict[str, Any]]) -> None:
-    """Names, times, ids, and intervals that lie beside or within each other."""
+    """Check names, times and ids, and that intervals are nested or disjoint."""
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     processes = {e["pid"] for e in events if e["name"] == "process_name"}
     tracks: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
@@ -33,7 +33,7 @@ def hold_to_the_format(events: list[dict[str, Any]]) -> None:
 
 
 def _nest(track: list[tuple[int, int]]) -> None:
-    """A viewer leaves out what begins within another interval and ends after it."""
+    """Check that no interval begins within another one and ends after it: viewers would drop it."""
     open_ends: list[int] = []
     for start, end in sorted(track, key=lambda interval: interval[0]):  # stable, as viewers are
         while open_ends and open_ends[-1] <= start:

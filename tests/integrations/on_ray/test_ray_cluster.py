@@ -1,6 +1,6 @@
-"""Does a run on a real Ray cluster of several nodes lose nothing when a node dies under it?
+"""A run on a real Ray cluster of several nodes, whose nodes and engines die.
 
-Nodes are processes of their own on this machine, as Ray's own tests have them.
+Nodes are processes on this machine, as in Ray's own tests.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 WAIT_S = 200.0
-"""Far longer than anything here takes: reaching it is a failure, not a timing."""
+"""Far longer than anything here takes; reaching it is a failure."""
 
 STORE_BYTES = 100 * 1024 * 1024
 
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A head that runs no engines, and two nodes with room for one each."""
+    """A head node that runs no engines, and two nodes with room for one engine each."""
     from ray.cluster_utils import Cluster
 
     made = Cluster(
@@ -73,7 +73,7 @@ async def two_turns(episode: tidegate.Episode, task: int) -> float:
 
 
 async def until_engines(rollouts: tidegate.Rollouts, count: int) -> float:
-    """Look until so many are in the run; how long it took."""
+    """Wait until ``count`` engines are in the run; return the seconds it took."""
     begun_s = time.monotonic()
     async with asyncio.timeout(WAIT_S):
         while len(rollouts.statistics().engines) != count:  # noqa: ASYNC110 - Ray brings it about

@@ -1,6 +1,6 @@
-"""Do environments, trainer ranks and engines get the places that they ask Ray for, and work there?
+"""Placement of environments, trainer ranks and engines on a Ray cluster.
 
-GPUs are numbers that the cluster is told of: Ray hands them out as it does real ones.
+GPUs are numbers declared to the cluster; Ray assigns them like real ones.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two nodes, each with four CPUs and two GPUs in name."""
+    """Two nodes, each with four CPUs and two declared GPUs."""
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 4, "num_gpus": 2, "object_store_memory": STORE_BYTES}
@@ -46,7 +46,7 @@ def cluster() -> Iterator[Any]:
     for _ in range(2):
         made.add_node(**node)
     ray.init(address=made.address, log_to_driver=False, namespace="places")
-    # This module is on no path of the actors', so its functions go there as code, not as names.
+    # This module is not importable in actors, so its functions are pickled by value.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     yield made
     ray.shutdown()
@@ -66,7 +66,7 @@ def made_group(name: str, bundles: list[dict[str, float]]) -> Any:
 
 
 def where() -> tuple[str, str]:
-    """The node that this process is on, and the GPUs that Ray lets it see."""
+    """Return this process's node, and the GPUs that Ray lets it see."""
     return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
 
 
@@ -83,7 +83,7 @@ async def test_environments_live_on_rays_nodes_and_outlive_one(cluster: Any) -> 
         ray.kill(next(iter(workers._served.values())))
         after = await asyncio.gather(*(walk.step("b") for walk in walks))
         assert all(now.text.startswith(then) for now, then in zip(after, before, strict=True))
-        # The loss may be noticed only when something is asked of the process again.
+        # The loss may be noticed only at the next call.
         async with asyncio.timeout(WAIT_S):
             while not pool.statistics().begun_again:
                 await asyncio.gather(*(walk.step("c") for walk in walks))

@@ -1,4 +1,4 @@
-"""The rollout worker as a Ray actor: in `make test-ray`, where Ray is installed."""
+"""RolloutWorker as a Ray actor; `make test-ray` runs it, where Ray is installed."""
 
 from collections.abc import Iterator
 from pathlib import Path

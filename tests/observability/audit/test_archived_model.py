@@ -1,4 +1,4 @@
-"""Is an archived version, laid over another, the model that was published?"""
+"""Loading of archived versions that consist of a full set and later parts."""
 
 from pathlib import Path
 
@@ -15,7 +15,8 @@ EXPERT = "model.layers.1.mlp.experts.3"
 
 
 def archive(path: Path, part: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A mixture of experts as v0, and ``part`` as v1 over it; what v0 holds."""
+    """Archive a mixture-of-experts model as v0 and ``part`` as v1 over it; return the tensors of
+    v0."""
     whole = make_model_directory(path / "0", "qwen3_moe")
     (path / "1").mkdir()
     parts = WeightParts(over=0)

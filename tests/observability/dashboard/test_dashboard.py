@@ -1,4 +1,4 @@
-"""Is what a dashboard shows what the run is, while it goes on and from its files afterwards?"""
+"""The dashboard's HTTP API against a real run, while it goes on and from its files afterwards."""
 
 import asyncio
 import html.parser
@@ -181,7 +181,7 @@ def test_names_follow_prometheus_rules() -> None:
     assert len({metric.name for metric in METRICS}) == len(METRICS)
 
 
-# ---------------------------------------------------------------- strangers' text
+# ---------------------------------------------------------------- untrusted text
 
 
 def test_no_answer_lets_a_browser_run_what_a_rollout_says(watched: Watched) -> None:
@@ -286,7 +286,7 @@ async def test_elsewhere_only_who_has_the_token_gets_in_and_is_known_from_then_o
         async with httpx.AsyncClient(base_url=bare, timeout=30) as http:
             assert (await http.get("/metrics")).status_code == 403
             assert (await http.get(f"/?{query}")).status_code == 200
-            assert (await http.get("/metrics")).status_code == 200  # by the cookie
+            assert (await http.get("/metrics")).status_code == 200  # authenticated by the cookie
 
 
 def test_an_address_that_is_taken_is_refused_before_the_run_starts() -> None:

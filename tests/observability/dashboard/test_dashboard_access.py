@@ -1,4 +1,4 @@
-"""The dashboard's address and token: who may look at a run."""
+"""The dashboard's address, token and headers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Does a real browser show a run, and take nothing that a rollout says for more than text?
+"""The dashboard in a real browser (Playwright), with hostile text in rollouts; and Perfetto.
 
 ``make test-dashboard`` runs it; without a browser it is skipped.
 """
@@ -33,11 +33,11 @@ HAS_DRAWN = """id => {
   const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
   return new Set(new Uint32Array(data.buffer)).size;
 }"""
-"""How many colours a canvas has."""
+"""JavaScript: whether a canvas has more than one colour."""
 
 
 class Looking:
-    """A page, and all that went wrong in it."""
+    """A page, and its errors."""
 
     def __init__(self, browser: Any) -> None:
         self.page = browser.new_page(viewport={"width": 1280, "height": 1100})
@@ -98,7 +98,7 @@ def test_a_run_is_seen_while_it_goes_on(looking: Looking, tmp_path: Path) -> Non
                 for canvas in ("timeline", "reward", "staleness", "lags", "ess", "ledger"):
                     assert page.evaluate(HAS_DRAWN, canvas) > 2, canvas
     assert looking.hosts == {rollouts_host(rollouts_url=page.url)}
-    looking.wrong.clear()  # the run has ended under the page, which says so in the console
+    looking.wrong.clear()  # the run has ended, which the page reports in the console
 
 
 def rollouts_host(rollouts_url: str) -> str:
@@ -159,7 +159,7 @@ def test_perfetto_reads_a_runs_trace_whole_and_shows_what_overlapped(
         assert {(process, thread): n for process, thread, n in tracks} == written(events)
         (counted,) = read.rows("select count(*) from counter")
         assert counted == [sum(event["ph"] == "C" for event in events)]
-        # What a track shows at once, it shows in one line; an episode's parts lie within it.
+        # A track without nesting has depth 0; an episode's intervals are nested.
         depths = read.rows(f"select process, max(depth) from ({SLICES}) group by 1 order by 1")
         assert depths == [["engines and trainer", 0], ["episodes", 1]]
         (overlaps,) = read.rows(OVERLAPS)
@@ -168,7 +168,7 @@ def test_perfetto_reads_a_runs_trace_whole_and_shows_what_overlapped(
 
 
 def written(events: list[dict[str, Any]]) -> dict[tuple[str, str], int]:
-    """Intervals and marks, by process and thread."""
+    """Return the number of intervals and marks by process and thread."""
     named = [event for event in events if event["ph"] == "M"]
     processes = {e["pid"]: e["args"]["name"] for e in named if e["name"] == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in named if e["name"] == "thread_name"}
@@ -180,7 +180,7 @@ def written(events: list[dict[str, Any]]) -> dict[tuple[str, str], int]:
 
 
 def overlapping(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Where an engine's interval and one of the trainer's share an instant."""
+    """Return the times at which an engine's interval and a trainer's interval overlap."""
     named = [event for event in events if event["name"] == "thread_name" and event["pid"] == 1]
     threads = {event["tid"]: event["args"]["name"] for event in named}
     of_engines: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Does Grafana's dashboard draw only what there is?"""
+"""The Grafana dashboard in the repository against the metric catalogue."""
 
 import json
 import re
@@ -12,7 +12,7 @@ DASHBOARD = ROOT / "examples" / "grafana" / "tidegate.json"
 
 
 def exported() -> set[str]:
-    """All names that a scrape has."""
+    """Return all names of time series in a scrape."""
     names = {metric.name for metric in METRICS}
     histograms = {metric.name for metric in METRICS if metric.kind == "histogram"}
     return names | {f"{name}_{part}" for name in histograms for part in ("bucket", "sum", "count")}

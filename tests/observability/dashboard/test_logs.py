@@ -1,4 +1,4 @@
-"""Does a machine find in the log what a person reads there?"""
+"""JSON log lines: fields, types and escaping."""
 
 import io
 import json
@@ -92,6 +92,6 @@ def test_a_name_that_is_no_text_costs_no_line(written: io.StringIO) -> None:
     name = b"run-\xff".decode(errors="surrogateescape")
     args = ("path=%s version=%d", (name, 3), None)
     record = log.makeRecord("tidegate", logging.WARNING, __file__, 1, *args)
-    log.handlers[0].handle(record)  # not pytest's own, which could not report what it had captured
+    log.handlers[0].handle(record)  # not pytest's handler, which could not report the captured text
     (line,) = lines(written)
     assert (line["path"], line["version"]) == ("run-\\udcff", 3)

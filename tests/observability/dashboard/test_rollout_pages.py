@@ -1,4 +1,4 @@
-"""Is a rollout shown as what it is: each token its own text, sampler and version?"""
+"""JSON of a rollout's page: each token's text, turn, engine and version."""
 
 import json
 
@@ -18,7 +18,7 @@ HOSTILE = '<script>alert(1)</script><img src=x onerror="alert(2)">'
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A token per byte, as a byte-level vocabulary has them for what is rare."""
+    """Return a tokenizer with one token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

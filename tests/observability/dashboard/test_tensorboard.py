@@ -1,4 +1,4 @@
-"""Do a run's figures come into TensorBoard? ``make test-dashboard`` installs it."""
+"""TensorBoard export. ``make test-dashboard`` installs the package."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Does the terminal say of a run what its dashboard does?"""
+"""Terminal view of `tidegate top`, over a dashboard's API and over a run's files."""
 
 import http.server
 import io
@@ -56,7 +56,7 @@ def statistics(engines: int = 2) -> RunStatistics:
 
 
 class Answering:
-    """A finished run's source, as far as a dashboard's server asks."""
+    """Source of a finished run with a fixed observation."""
 
     tokenizer: Tokenizer | None = None
     is_live = False
@@ -77,7 +77,7 @@ class Answering:
 
 
 class NoHttp(http.server.BaseHTTPRequestHandler):
-    """Answers something else."""
+    """Server whose responses are not HTTP."""
 
     def do_GET(self) -> None:
         self.wfile.write(b"SSH-2.0-none\r\n")
@@ -87,7 +87,7 @@ class NoHttp(http.server.BaseHTTPRequestHandler):
 
 
 class BreakingOff(http.server.BaseHTTPRequestHandler):
-    """Promises more than it sends, as a run does that ends meanwhile."""
+    """Server that sends less than its Content-Length, as a run that ends during a response."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -163,7 +163,7 @@ def test_a_running_run_is_found_by_its_url_and_by_its_directory(tmp_path: Path) 
         assert by_directory.is_live
         assert json.dumps(by_url.ask()) == json.dumps(by_directory.ask())
         assert "engine-1" in printed(by_directory)
-        assert source.is_update  # it draws no timeline, and asks each second
+        assert source.is_update  # the terminal needs no timeline, so it asks for recent data only
     assert url_in(tmp_path) is None
 
 

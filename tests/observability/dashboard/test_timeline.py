@@ -1,4 +1,4 @@
-"""Is what the timeline says an engine did what its steps said?"""
+"""The dashboard's timeline: steps, marks and activities in slices."""
 
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from tidegate.observability.dashboard.timeline import (
     timeline_of,
 )
 from tidegate.observability.trace import TRAINER_TRACK, Trace, read_trace
+from tidegate.orchestrator.telemetry.recorder import EngineStep
 
 
 def step(
@@ -79,7 +80,7 @@ def test_a_finished_runs_trace_fits_into_the_same_slices(tmp_path: Path) -> None
     trace = Trace()
     for number in range(1000):
         trace.engine_step(
-            "e", started_us=number * 10_000, busy_us=5_000, version=number // 500, rows=1
+            EngineStep("e", number * 10_000, busy_us=5_000, version=number // 500, rows=1)
         )
     trace.trainer_interval("train", 0, 4_000_000, 0)
     trace.instant("e", "swap", 5_000_000, {"version": 1})

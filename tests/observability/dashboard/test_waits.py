@@ -1,4 +1,4 @@
-"""Is what rollouts spend their time and age on counted as it was, in virtual time?"""
+"""Waiting times and staleness parts of a run in virtual time."""
 
 import asyncio
 import itertools
@@ -46,7 +46,9 @@ async def test_waits_and_named_times_are_those_of_the_clock(tidegate_serve: Serv
         statistics = rollouts.statistics()
     assert statistics.episode_s == pytest.approx({"reward": 3 * 7.0})
     assert statistics.waited_groups == 3
-    assert statistics.mean_group_wait_s == pytest.approx(3.0, abs=0.2)  # apart by a step or two
+    assert statistics.mean_group_wait_s == pytest.approx(
+        3.0, abs=0.2
+    )  # up to two steps of difference
     waits = [figures["group_wait_s_max"] for figures in told]
     assert waits == pytest.approx([3.0] * 3, abs=0.2)
 
@@ -60,14 +62,14 @@ async def test_staleness_is_parted_into_what_sampling_made_and_what_waiting_made
     async def solve(episode: tidegate.Episode, task: int) -> float:
         episode.append([task])
         await episode.generate(max_tokens=2)
-        if task == 2:  # sampled by version 0, and ends under version 1
+        if task == 2:  # sampled by version 0, ends after version 1 was published
             await has_published.wait()
         return 1.0
 
     async with tidegate_serve(**SMALL, on_batch=told.append) as rollouts:
         async for batch in rollouts.batches([1, 2, 3], episode=solve):
             if batch.trainer_version == 0:
-                await asyncio.sleep(1.0)  # the second group has its turn meanwhile
+                await asyncio.sleep(1.0)  # meanwhile the second group generates
             await rollouts.publish({})
             has_published.set()
             await asyncio.sleep(1.0)
@@ -84,14 +86,14 @@ async def test_staleness_is_parted_into_what_sampling_made_and_what_waiting_made
 async def test_a_rollout_that_forked_is_one_in_both_parts_of_staleness(
     tidegate_serve: ServeInTests,
 ) -> None:
-    """With that of its oldest row."""
+    """It counts with the staleness of its oldest row."""
     told: list[Mapping[str, float]] = []
 
     async def solve(episode: tidegate.Episode, task: int) -> float:
         episode.append([task])
         await episode.generate(max_tokens=2)
         branches = [episode.fork() for _ in range(2 * episode.index)]
-        await asyncio.sleep(2.0)  # a version is published meanwhile, or more
+        await asyncio.sleep(2.0)  # meanwhile at least one version is published
         for branch in branches:
             await branch.generate(max_tokens=2)
         return 1.0
@@ -187,7 +189,7 @@ def test_of_groups_that_ended_before_a_crash_nothing_is_told() -> None:
     groups = [
         Group(0, "t", rollouts=[ended(0, [3, 4], 12.0), ended(0, [4], 11.0)]),
         Group(1, "t", rollouts=[ended(1, [4], math.nan), ended(1, [4], 15.0)]),
-        Group(2, "t", rollouts=[ended(2, [], 9.0), ended(2, [3], 9.5)]),  # one without a token
+        Group(2, "t", rollouts=[ended(2, [], 9.0), ended(2, [3], 9.5)]),  # one has no token
     ]
     batch = build_batch(groups, trainer_version=5)
     rows = [row for group in groups for row in group.rollouts]
@@ -253,7 +255,7 @@ def test_curves_of_a_resumed_run_go_on_from_what_the_checkpoint_holds(tmp_path: 
         lines = [json.dumps({"version": version, "of": len(part.name)}) for version in versions]
         (part / "metrics.jsonl").write_text("\n".join([*lines, rest]))
 
-    write(tmp_path, range(5), rest='{"version": 5, "rew')  # killed in mid-line
+    write(tmp_path, range(5), rest='{"version": 5, "rew')  # killed while writing a line
     write(tmp_path / "part-1", range(3, 8))
     (tmp_path / "part-2").mkdir()  # killed before its first batch
     found = earlier_batches(tmp_path, batches=6)
@@ -268,7 +270,7 @@ def test_curves_of_a_resumed_run_go_on_from_what_the_checkpoint_holds(tmp_path: 
 
 
 def test_what_is_no_figure_in_a_runs_files_is_left_out(tmp_path: Path) -> None:
-    """Whoever edits or garbles them must not have the dashboard or a scrape fail."""
+    """A run's files may be edited or damaged; the dashboard and scrapes must not fail."""
     lines = [
         '{"version": 0, "reward": "high", "of": [1], "mismatch_k3_lag_\u00b2": 1.0}',
         "17",

@@ -1,4 +1,4 @@
-"""What does a small real run look like to those who watch it? Played once, for several tests."""
+"""A small real run whose dashboard is queried while it goes on; recorded once for several tests."""
 
 import json
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ from tidegate.observability.dashboard.dashboard import URL_FILE
 
 BATCHES = 4
 LONG_NUMBER = "/api/rollouts/" + "9" * 5000
-"""More digits than Python reads as a number."""
+"""More digits than Python converts to an int."""
 
 HOSTILE_TASK = '<script>document.title = "taken"</script><img src=x onerror="alert(1)">'
 
 
 @dataclass
 class Watched:
-    """What was answered while the run went on, and what was left of it."""
+    """Responses of the dashboard during the run, and the run's directory."""
 
     directory: Path
     answers: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ async def two_turns(episode: tidegate.Episode, task: str) -> float:
 
 
 def watched_run(directory: Path) -> Watched:
-    """Train a little, and ask for everything before the last batch."""
+    """Train for a few batches, and query everything before the last one."""
     model = make_model_directory(directory / "model")
     seen = Watched(directory / "run")
     with tidegate.serve_sync(
